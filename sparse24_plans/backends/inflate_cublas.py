@@ -1,0 +1,158 @@
+"""Inflate into the workspace, then cuBLASLt with an algorithm pinned at select.
+
+An epilogue beyond ``identity`` takes float32 accumulators through ``smxx_epilogue.cu``, so that bias and
+activation see them unrounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from .. import jit
+from .._vendor import cublaslt_abi
+from ..devices import cuda_major
+from ..errors import DriverError, UnsupportedError
+from ..gemm import GemmSparse24Descriptor, Operands
+from ..registry import KernelSpec, align_up, cublas_regions
+from ..tensors import import_cupy
+from ..vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
+from .inflate import ALIGNMENT, Inflate
+
+# What NVIDIA's documentation advises on Hopper; smaller devices use less of it.
+_SPLIT_K_BYTES = 32 << 20
+_TYPES = {
+    ElementKind.F32: cublaslt_abi.R_32F,
+    ElementKind.F16: cublaslt_abi.R_16F,
+    ElementKind.BF16: cublaslt_abi.R_16BF,
+}
+_THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
+
+
+class _EpilogueParameters(ctypes.Structure):
+    """EpilogueParams of the kernel."""
+
+    _fields_ = [
+        ("acc", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    ]
+
+
+class Kernel:
+    workspace_alignment = 256
+    weight_alignment = ALIGNMENT
+    operand_alignment = ALIGNMENT
+
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        device: DeviceProperties,
+        spec: KernelSpec,
+        preference: PlanPreference,
+    ) -> None:
+        self._desc, self._ordinal = desc, device.ordinal
+        self._dense_bytes, self._acc_bytes = cublas_regions(desc)
+        self._fused = not desc.epilogue.has_bias
+        self._trivial = desc.n * desc.outputs == 0
+        self._matmuls: dict[tuple[int, int], cublaslt_abi.Matmul] = {}
+        self._inflate = Inflate(desc.element, device)
+        self._epilogue = jit.load(
+            "smxx_epilogue.cu",
+            "epilogue_rows",
+            _THREADS,
+            device.cuda_arch,
+            device.ordinal,
+            {
+                "ELEMENT": jit.ELEMENT_CODES[desc.element],
+                "OUT": jit.ELEMENT_CODES[desc.out_element],
+                "BIAS": jit.ELEMENT_CODES[desc.bias_element],
+                "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
+            },
+        )
+        self._budget = _SPLIT_K_BYTES
+        if preference.max_workspace_bytes is not None:
+            spare = preference.max_workspace_bytes - self._dense_bytes - self._acc_bytes
+            self._budget = min(self._budget, spare // 256 * 256)
+        scratch = 0
+        if not self._trivial and desc.reduction:
+            packed_strides = (desc.reduction, desc.outputs)
+            scratch = self._budget = align_up(self._matmul(*packed_strides).workspace_size)
+        self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
+        self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
+
+    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
+        desc = self._desc
+        if self._trivial:
+            return lambda stream: None
+        if desc.reduction == 0:
+            return self._finish(operands, 0)
+        dense, acc = workspace, workspace + self._dense_bytes
+        stride = operands.result_stride if self._fused else desc.outputs
+        inflate = self._inflate.prepare(operands.weight, dense)
+        multiply = self._matmul(operands.source_stride, stride).bind(
+            dense,
+            operands.source.address,
+            operands.result.address if self._fused else acc,
+            acc + self._acc_bytes,
+        )
+        finish = None if self._fused else self._finish(operands, acc)
+
+        def launch(stream: int) -> None:
+            inflate(stream)
+            try:
+                multiply(stream)
+            except cublaslt_abi.CublasLtError as error:
+                raise DriverError(error.call, error.status) from error
+            if finish is not None:
+                finish(stream)
+
+        return launch
+
+    def _finish(self, operands: Operands, acc: int) -> Callable[[int], None]:
+        n, m = self._desc.n, self._desc.outputs
+        return self._epilogue.bind(
+            min(n * -(-m // _CHUNK), _MOST_BLOCKS),
+            _EpilogueParameters(
+                acc,
+                0 if operands.bias is None else operands.bias.address,
+                operands.result.address,
+                n,
+                m,
+                operands.result_stride,
+            ),
+        )
+
+    def _matmul(self, source_stride: int, result_stride: int) -> cublaslt_abi.Matmul:
+        """The pinned product for these row strides: found at select for packed rows, else at first use.
+
+        Row-major operands are the column-major transposes: result^T = op(W) @ source^T.
+        """
+        found = self._matmuls.get((source_stride, result_stride))
+        if found is not None:
+            return found
+        desc = self._desc
+        library = cublaslt_abi.load(cuda_major())
+        assert library is not None  # selection saw it load
+        out = desc.out_element if self._fused else ElementKind.F32
+        try:
+            with import_cupy().cuda.Device(self._ordinal):
+                matmul = cublaslt_abi.Matmul(
+                    library,
+                    cublaslt_abi.handle(library, self._ordinal),
+                    shape=(desc.outputs, desc.n, desc.reduction),
+                    transpose_a=desc.op is GemmOp.FORWARD,
+                    leading=(desc.k, source_stride, result_stride),
+                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    alignments=(256, ALIGNMENT, ALIGNMENT),
+                    alpha=desc.alpha,
+                    max_workspace=self._budget,
+                )
+        except cublaslt_abi.CublasLtError as error:
+            raise UnsupportedError(
+                f"cuBLASLt has no algorithm for row strides {source_stride}, {result_stride}: {error}"
+            ) from error
+        return self._matmuls.setdefault((source_stride, result_stride), matmul)

@@ -1,0 +1,94 @@
+"""Launches ``smxx_gemm_strict.cu``: canonical weights, one kernel, no workspace."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from .. import jit
+from ..gemm import GemmSparse24Descriptor, Operands
+from ..registry import STRICT_SMALL_TILE, KernelSpec
+from ..vocab import DeviceProperties, GemmOp, PlanPreference
+
+_LARGE_TILE = (128, 128)
+_THREADS = {_LARGE_TILE: 256, STRICT_SMALL_TILE: 128}
+
+
+class _Parameters(ctypes.Structure):
+    """StrictParams of the kernel."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("source_stride", ctypes.c_int64),
+        ("result_stride", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+    ]
+
+
+class Kernel:
+    workspace_size = 0
+    workspace_alignment = 1
+    weight_alignment = 16
+    operand_alignment = 1  # any element-aligned address; 16-byte rows load faster
+
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        device: DeviceProperties,
+        spec: KernelSpec,
+        preference: PlanPreference,
+    ) -> None:
+        self._desc = desc
+        # Every result is defined on its own, so the tile is free to follow n: no bit depends on it.
+        enough = _tiles(desc, _LARGE_TILE) >= device.multiprocessors // 2
+        tile = _LARGE_TILE if desc.n > 64 and enough else STRICT_SMALL_TILE
+        self._blocks = _tiles(desc, tile)
+        name = "gemm_strict_large" if tile is _LARGE_TILE else "gemm_strict_small"
+        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
+        self._function = jit.load(
+            "smxx_gemm_strict.cu",
+            name,
+            _THREADS[tile],
+            device.cuda_arch,
+            device.ordinal,
+            {
+                "ELEMENT": jit.ELEMENT_CODES[desc.element],
+                "OUT": jit.ELEMENT_CODES[desc.out_element],
+                "BIAS": jit.ELEMENT_CODES[desc.bias_element],
+                "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
+                "DGRAD": int(desc.op is GemmOp.DGRAD),
+            },
+        )
+
+    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
+        desc = self._desc
+        if self._blocks == 0:
+            return lambda stream: None
+        values, metadata = operands.weight.buffers
+        return self._function.bind(
+            self._blocks,
+            _Parameters(
+                values.address,
+                metadata.address,
+                operands.source.address,
+                0 if operands.bias is None else operands.bias.address,
+                operands.result.address,
+                desc.n,
+                desc.m,
+                desc.k,
+                operands.source_stride,
+                operands.result_stride,
+                desc.alpha,
+            ),
+        )
+
+
+def _tiles(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+    return -(-desc.outputs // tile[0]) * -(-desc.n // tile[1])

@@ -1,0 +1,189 @@
+"""The canonical 2:4 format in array code: one implementation for NumPy and CuPy.
+
+All functions work on unsigned-integer views of the elements, [rows, K] with K a multiple of 8, so that
+every element type, present and future, takes the same path. A *code* is the low nibble of a metadata
+byte: bits 1:0 the first kept position of the group of four, bits 3:2 the second, strictly increasing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from .errors import FormatError
+from .vocab import ElementKind
+
+# About a million elements a step keeps NumPy's temporaries inside the cache.
+_HOST_STEP = 1 << 20
+
+
+def _code(first: int, second: int) -> int:
+    return first | second << 2
+
+
+PAIRS = tuple(combinations(range(4), 2))
+VALID_CODES = tuple(_code(first, second) for first, second in PAIRS)
+
+
+def _ranking_table() -> np.ndarray:
+    """Six comparisons ``key[i] >= key[j]`` (i < j, bit order of PAIRS) -> code of the two largest.
+
+    ``>=`` for i < j breaks ties toward the lower index.
+    """
+    table = np.zeros(64, np.uint8)
+    for outcome in range(64):
+        wins = [0] * 4
+        for bit, (i, j) in enumerate(PAIRS):
+            wins[i if outcome >> bit & 1 else j] += 1
+        first, second = sorted(sorted(range(4), key=lambda i: (-wins[i], i))[:2])
+        table[outcome] = _code(first, second)
+    return table
+
+
+TOO_MANY = 0xFF
+"""Marks a group with more than two non-zeros in the occupancy table."""
+
+
+def _occupancy_table() -> np.ndarray:
+    """Bit mask of the non-zero positions of a group -> code; spare slots take the lowest free position."""
+    table = np.full(16, TOO_MANY, np.uint8)
+    for mask in range(16):
+        used = [i for i in range(4) if mask >> i & 1]
+        if len(used) <= 2:
+            spare = [i for i in range(4) if i not in used]
+            first, second = sorted((used + spare)[:2])
+            table[mask] = _code(first, second)
+    return table
+
+
+_RANKING = _ranking_table()
+_OCCUPANCY = _occupancy_table()
+_IS_VALID = np.isin(np.arange(256), VALID_CODES)
+
+
+def array_module(array: Any) -> Any:
+    """NumPy or CuPy, whichever ``array`` belongs to."""
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def magnitude_keys(bits: Any, element: ElementKind) -> Any:
+    """Unsigned keys that order as |value| does. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+    if element in (ElementKind.S8, ElementKind.I32):
+        negative = bits >> (8 * element.itemsize - 1) != 0
+        return array_module(bits).where(negative, ~bits + bits.dtype.type(1), bits)
+    if element in (ElementKind.U8, ElementKind.U16):
+        return bits
+    return bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+
+
+def score_keys(scores: Any) -> Any:
+    """float64 ranks of a caller's scores, larger is kept. NaN ranks above +Inf."""
+    xp = array_module(scores)
+    wide = scores.astype(np.float64)
+    bits = (wide + 0.0).view(np.uint64)  # + 0.0 turns -0.0 into +0.0: they tie
+    sign = np.uint64(1 << 63)
+    keys = xp.where(bits & sign != 0, ~bits, bits | sign)
+    return xp.where(xp.isnan(wide), np.uint64(2**64 - 1), keys)
+
+
+def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
+    """Slices of rows to work on at a time."""
+    step = max(1, _HOST_STEP // max(width, 1)) if on_host else max(rows, 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def rank_codes(keys: Any) -> Any:
+    """Codes [groups] of the two largest keys in every group of ``keys`` [rows, K]."""
+    xp = array_module(keys)
+    column = [xp.ascontiguousarray(keys[:, i::4]).reshape(-1) for i in range(4)]
+    outcome = xp.zeros(column[0].shape, np.uint8)
+    for bit, (i, j) in enumerate(PAIRS):
+        outcome |= (column[i] >= column[j]).view(np.uint8) << np.uint8(bit)
+    return xp.asarray(_RANKING)[outcome]
+
+
+def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0) -> Any:
+    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K]. -0.0 counts as zero.
+
+    Raises FormatError for the first group with more than two non-zeros; ``first_row`` is added to its row.
+    """
+    xp = array_module(bits)
+    nonzero = magnitude_keys(bits, element) != 0
+    mask = xp.zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
+    for i in range(4):
+        mask |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
+    codes = xp.asarray(_OCCUPANCY)[mask.reshape(-1)]
+    crowded = codes == np.uint8(TOO_MANY)
+    if bool(crowded.any()):
+        row, group = divmod(int(crowded.argmax()), bits.shape[1] // 4)
+        count = bin(int(mask[row, group])).count("1")
+        raise FormatError(
+            f"dense: expected at most 2 non-zeros in every group of 4, got {count}; prune first",
+            row=first_row + row,
+            group=group,
+        )
+    return codes
+
+
+def _flat_positions(codes: Any) -> tuple[Any, Any]:
+    xp = array_module(codes)
+    base = xp.arange(codes.size, dtype=np.int64) * 4
+    return base + (codes & np.uint8(3)), base + (codes >> np.uint8(2))
+
+
+def gather(bits: Any, codes: Any) -> Any:
+    """The kept values [rows, K/2] of ``bits`` [rows, K]."""
+    xp = array_module(bits)
+    flat = xp.ascontiguousarray(bits).reshape(-1)
+    values = xp.empty((codes.size, 2), bits.dtype)
+    for slot, index in enumerate(_flat_positions(codes)):
+        values[:, slot] = flat[index]
+    return values.reshape(bits.shape[0], bits.shape[1] // 2)
+
+
+def scatter(values: Any, codes: Any) -> Any:
+    """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
+    xp = array_module(values)
+    flat = xp.zeros(values.size * 2, values.dtype)
+    pairs = xp.ascontiguousarray(values).reshape(-1, 2)
+    for slot, index in enumerate(_flat_positions(codes)):
+        flat[index] = pairs[:, slot]
+    return flat.reshape(values.shape[0], values.shape[1] * 2)
+
+
+def to_metadata(codes: Any, rows: int, k: int) -> Any:
+    """Codes [groups] -> metadata uint16 [rows, K/8], one byte a group, low byte first."""
+    return codes.view("<u2").reshape(rows, k // 8)
+
+
+def from_metadata(metadata: Any) -> Any:
+    """Metadata uint16 [rows, K/8] -> codes [groups] as bytes, unchecked."""
+    return array_module(metadata).ascontiguousarray(metadata).reshape(-1).view(np.uint8)
+
+
+def check_metadata(metadata: Any) -> None:
+    """Raise FormatError for the first byte that isn't one of the six valid codes."""
+    rows, width = metadata.shape
+    for step in row_steps(rows, width * 2, isinstance(metadata, np.ndarray)):
+        codes = from_metadata(metadata[step])
+        bad = ~array_module(codes).asarray(_IS_VALID)[codes]
+        if bool(bad.any()):
+            at = int(bad.argmax())
+            row, group = divmod(at, 2 * width)
+            raise FormatError(
+                f"metadata: {_complaint(int(codes[at]))}", row=step.start + row, group=group
+            )
+
+
+def _complaint(byte: int) -> str:
+    if byte > 15:
+        return f"expected bits 4-7 to be zero, got byte {byte:#04x}"
+    return f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"

@@ -1,0 +1,86 @@
+"""What the machine has: device properties, read once a process and device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+from ._vendor import cublaslt_abi
+from .errors import BackendUnavailableError, DriverError, InvalidProblemError
+from .tensors import import_cupy
+from .vocab import DeviceProperties
+
+HOST_PROPERTIES = DeviceProperties(kind="host")
+
+
+def cuda_device_count() -> int:
+    """CUDA devices that can be used, without raising: 0 where CuPy or a driver is missing."""
+    try:
+        return int(import_cupy().cuda.runtime.getDeviceCount())
+    except Exception:  # noqa: BLE001 - CuPy raises several unrelated types where no driver is
+        return 0
+
+
+@lru_cache(maxsize=None)
+def cuda_properties(ordinal: int) -> DeviceProperties:
+    """Properties of a CUDA device. Raises BackendUnavailableError where it can't be used."""
+    cupy = import_cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
+    if ordinal >= count:
+        raise BackendUnavailableError(f"device: expected a CUDA ordinal below {count}, got {ordinal}")
+    about = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    return DeviceProperties(
+        kind="cuda",
+        ordinal=ordinal,
+        name=about["name"].decode(),
+        compute_capability=(about["major"], about["minor"]),
+        multiprocessors=about["multiProcessorCount"],
+        cublaslt=cublaslt_abi.version(cuda_major()),
+    )
+
+
+def cuda_major() -> int:
+    """The CUDA major version that the installed CuPy was built for."""
+    return int(import_cupy().cuda.runtime.runtimeGetVersion()) // 1000
+
+
+def resolve(device: int | str | None) -> DeviceProperties:
+    """``None``: the current CUDA device, or the host where there is none; else what is named."""
+    if device in ("host", "cpu"):
+        return HOST_PROPERTIES
+    if device is None:
+        if not cuda_device_count():
+            return HOST_PROPERTIES
+        return cuda_properties(import_cupy().cuda.runtime.getDevice())
+    if type(device) is not int or device < 0:
+        raise InvalidProblemError(f"device: expected None, 'host' or a CUDA ordinal, got {device!r}")
+    return cuda_properties(device)
+
+
+_bound_threads = threading.local()
+
+
+def launch_on(ordinal: int, launch: Callable[[int], None], stream: int) -> None:
+    """Call ``launch(stream)`` with device ``ordinal`` current, and the caller's device current after it.
+
+    Raises DriverError where the driver refuses the launch.
+    """
+    cuda = import_cupy().cuda
+    runtime = cuda.runtime
+    before = runtime.getDevice()
+    try:
+        if before == ordinal and getattr(_bound_threads, "ready", False):
+            launch(stream)
+            return
+        runtime.setDevice(ordinal)  # also binds the device's context to a new thread
+        try:
+            launch(stream)
+        finally:
+            runtime.setDevice(before)
+        _bound_threads.ready = before == ordinal
+    except cuda.driver.CUDADriverError as error:
+        raise DriverError("kernel launch", error.status, str(error)) from error

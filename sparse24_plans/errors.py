@@ -1,0 +1,71 @@
+"""The error tree. Every error a public call raises on purpose derives from :class:`Sparse24Error`.
+
+Messages name the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+
+class Sparse24Error(Exception):
+    """Base of all errors raised by sparse24_plans."""
+
+
+class InvalidProblemError(Sparse24Error, ValueError):
+    """An argument is wrong: a shape, dtype, device, stream or a combination of them."""
+
+
+class UnsupportedError(Sparse24Error, NotImplementedError):
+    """The problem is valid, but no kernel (or not the one asked for) can serve it."""
+
+
+class MisalignedOperandError(Sparse24Error, ValueError):
+    """An address or a row stride is not a multiple of what the kernel needs."""
+
+    def __init__(self, argument: str, needed: int, address: int) -> None:
+        super().__init__(
+            f"{argument}: expected a multiple of {needed} bytes, got {address:#x} "
+            f"(remainder {address % needed})"
+        )
+        self.argument, self.needed, self.address = argument, needed, address
+
+
+class _TooSmallError(Sparse24Error, ValueError):
+    def __init__(self, argument: str, needed: int, got: int) -> None:
+        super().__init__(f"{argument}: expected at least {needed} bytes, got {got}")
+        self.argument, self.needed, self.got = argument, needed, got
+
+
+class WorkspaceTooSmallError(_TooSmallError):
+    """The workspace holds fewer bytes than ``plan.workspace_size()``. Carries ``needed`` and ``got``."""
+
+    def __init__(self, needed: int, got: int) -> None:
+        super().__init__("workspace", needed, got)
+
+
+class BufferTooSmallError(_TooSmallError):
+    """A caller's buffer holds fewer bytes than the data put into it. Carries ``needed`` and ``got``."""
+
+
+class BackendUnavailableError(Sparse24Error, RuntimeError):
+    """A device, driver or library is missing. The message says what to install."""
+
+
+class FormatError(Sparse24Error, ValueError):
+    """Compressed data or a file breaks its format. ``row`` and ``group`` locate it, where they apply."""
+
+    def __init__(self, message: str, *, row: int | None = None, group: int | None = None) -> None:
+        where = "" if row is None else f" (row {row}, group {group})"
+        super().__init__(message + where)
+        self.row, self.group = row, group
+
+
+class StorageError(Sparse24Error, OSError):
+    """A file could not be read or written: a full disk, a missing folder. Carries ``errno`` and ``filename``."""
+
+
+class DriverError(Sparse24Error, RuntimeError):
+    """A CUDA library or the driver answered with an error ``code``."""
+
+    def __init__(self, call: str, code: int, detail: str = "") -> None:
+        super().__init__(f"{call} failed with code {code}{': ' + detail if detail else ''}")
+        self.call, self.code = call, code

@@ -1,0 +1,155 @@
+"""CUDA sources to cubins through NVRTC, with a disk cache, and thin launchers for them.
+
+The cache key covers the source, everything it includes, the options and the compiler's version, which
+CuPy's own cache key does not; and sm_90a is asked for where CuPy would build for sm_90.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .errors import BackendUnavailableError, DriverError, StorageError
+from .tensors import import_cupy
+from .vocab import ElementKind, EpilogueKind
+
+KERNEL_FOLDER = Path(__file__).parent / "kernels_cu"
+
+# The numbers that kernels_cu/common.cuh gives these words.
+ELEMENT_CODES = {ElementKind.F32: 0, ElementKind.F16: 1, ElementKind.BF16: 2}
+EPILOGUE_CODES = {kind: code for code, kind in enumerate(EpilogueKind)}
+
+_INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def closure(source: str) -> dict[str, bytes]:
+    """``source`` and every file it includes, name -> contents, in order of first mention."""
+    found: dict[str, bytes] = {}
+    pending = [source]
+    while pending:
+        name = pending.pop(0)
+        if name not in found:
+            found[name] = (KERNEL_FOLDER / name).read_bytes()
+            pending += [match.decode() for match in _INCLUDE.findall(found[name])]
+    return found
+
+
+def compile_cubin(source: str, arch: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
+    """Compile ``kernels_cu/<source>`` for ``arch`` ("sm_90a"). Returns the cubin and ptxas's report.
+
+    Needs NVRTC but no GPU. ``defines`` become ``-DS24_NAME=value``.
+    """
+    nvrtc = _nvrtc()
+    files = closure(source)
+    options = [f"-arch={arch}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options += [f"-DS24_{name}={value}" for name, value in sorted(defines.items())]
+    headers = {name: text for name, text in files.items() if name != source}
+    program = nvrtc.createProgram(
+        files[source].decode(), source, list(headers.values()), [name.encode() for name in headers]
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        cubin, log = nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise DriverError(f"NVRTC on {source} for {arch}", error.status, log) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    # CuPy takes the cubin for a C string and cuts its last byte, a zero.
+    return cubin + b"\0", log
+
+
+def _nvrtc() -> Any:
+    import_cupy()
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"NVRTC doesn't load ({error}): pip install 'sparse24_plans[cuda12]' (or [cuda13])"
+        ) from error
+    return nvrtc
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: SPARSE24_CACHE_DIR, or sparse24_plans in the user's cache folder."""
+    chosen = os.environ.get("SPARSE24_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(base) / "sparse24_plans"
+
+
+def _key(source: str, arch: str, defines: Mapping[str, int]) -> str:
+    digest = hashlib.sha256(repr((arch, sorted(defines.items()), _nvrtc().getVersion())).encode())
+    for name, text in closure(source).items():
+        digest.update(name.encode() + b"\0" + text + b"\0")
+    return digest.hexdigest()
+
+
+def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
+    """The compiled kernel on disk; compiles at first need. Safe between threads and processes."""
+    folder = cache_folder()
+    path = folder / f"{Path(source).stem}-{_key(source, arch, defines)}.cubin"
+    if path.exists():
+        return path
+    cubin, _ = compile_cubin(source, arch, defines)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"kernel cache: {error.strerror}; set SPARSE24_CACHE_DIR", str(folder)
+        ) from error
+    return path
+
+
+class Function:
+    """A loaded kernel of one device, launched with ``threads`` a block and one struct of parameters."""
+
+    def __init__(self, module: Any, name: str, threads: int) -> None:
+        self._module, self._threads = module, threads
+        self._function = module.get_function(name).kernel
+        self._launch = import_cupy().cuda.driver.launchKernel
+
+    def bind(self, blocks: int, parameters: ctypes.Structure) -> Callable[[int], None]:
+        """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current."""
+        launch, function, threads = self._launch, self._function.ptr, self._threads
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        address = ctypes.addressof(pointers)
+        keep = (self, parameters, pointers)
+
+        def launch_on(stream: int, _keep: Any = keep) -> None:
+            launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0)
+
+        return launch_on
+
+
+@lru_cache(maxsize=None)
+def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordinal: int) -> Any:
+    cupy = import_cupy()
+    path = cubin_path(source, arch, dict(defines))
+    with cupy.cuda.Device(ordinal):
+        return cupy.RawModule(path=str(path))
+
+
+_load_lock = threading.Lock()
+
+
+def load(
+    source: str, name: str, threads: int, arch: str, ordinal: int, defines: Mapping[str, int]
+) -> Function:
+    """Kernel ``name`` of ``source``, compiled for ``arch`` and loaded on device ``ordinal``."""
+    cupy = import_cupy()
+    with _load_lock, cupy.cuda.Device(ordinal):
+        return Function(_module(source, arch, tuple(sorted(defines.items())), ordinal), name, threads)

@@ -1,0 +1,267 @@
+"""The table of kernels, and the whole of selection.
+
+A row says what a kernel serves and what it guarantees; rows stand in order of preference. Selection is a
+pure function of descriptor, preference and device properties: it times nothing and asks no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import BackendUnavailableError, UnsupportedError
+from .vocab import (
+    ArchSku,
+    BackendKind,
+    DeviceProperties,
+    ElementKind,
+    EpilogueKind,
+    GemmOp,
+    MathPrecision,
+    PlanPreference,
+    PrecisionGuarantee,
+    Tier,
+)
+
+F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
+
+
+class Problem(Protocol):
+    """What selection reads of a descriptor."""
+
+    n: int
+    m: int
+    k: int
+    op: GemmOp
+    element: ElementKind
+    epilogue: EpilogueKind
+    out_element: ElementKind
+
+    @property
+    def reduction(self) -> int: ...
+
+    @property
+    def outputs(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One row. ``backend`` is also the name of the module under ``backends/`` that launches it.
+
+    ``limits`` gives the reason why a problem within the listed elements can't be served, or None;
+    ``min_workspace`` the bytes without which the kernel can't run.
+    """
+
+    name: str
+    backend: BackendKind
+    tier: Tier
+    arch: ArchSku
+    min_compute_capability: tuple[int, int]
+    guarantee: Callable[[Problem], PrecisionGuarantee]
+    elements: tuple[ElementKind, ...] = (F32, F16, BF16)
+    ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
+    layout: str = "canonical"
+    limits: Callable[[Problem], str | None] = lambda problem: None
+    min_workspace: Callable[[Problem], int] = lambda problem: 0
+    missing: Callable[[DeviceProperties], str | None] = lambda device: None
+    """What has to be installed before the kernel can run on the device, or None."""
+
+    @property
+    def on_host(self) -> bool:
+        return self.tier is Tier.HOST
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A row and why it can't serve; ``reason`` None: it can."""
+
+    spec: KernelSpec
+    reason: str | None
+    unavailable: bool = False
+
+
+# Guarantees ---------------------------------------------------------------------------------------
+
+
+def _strict(problem: Problem) -> PrecisionGuarantee:
+    # Only kept positions are steps: K/2 of a row, but up to all M of a column.
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.F32,
+        accumulator=F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=True,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=2.0**-24,
+        terms_per_k=0.5 if problem.op is GemmOp.FORWARD else 1.0,
+    )
+
+
+def _host_blas(problem: Problem) -> PrecisionGuarantee:
+    # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.F32,
+        accumulator=F32,
+        deterministic=False,
+        bit_stable_on_same_hardware=False,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="propagates",
+        unit_roundoff=2.0**-24,
+        terms_per_k=1.0,
+    )
+
+
+def _cublas(problem: Problem) -> PrecisionGuarantee:
+    # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
+    # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
+    on_cores = problem.element is not F32
+    precision = {F32: MathPrecision.F32, F16: MathPrecision.F16, BF16: MathPrecision.BF16}
+    return PrecisionGuarantee(
+        math_precision=precision[problem.element],
+        accumulator=F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="propagates",
+        unit_roundoff=2.0**-22 if on_cores else 2.0**-24,
+        terms_per_k=1.0,
+    )
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+_GRID_X = 2**31 - 1
+STRICT_SMALL_TILE = (32, 16)
+"""Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
+
+
+def _strict_limits(problem: Problem) -> str | None:
+    rows, tokens = STRICT_SMALL_TILE
+    tiles = -(-problem.outputs // rows) * -(-problem.n // tokens)
+    return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
+
+
+def _cublas_limits(problem: Problem) -> str | None:
+    largest = max(problem.n, problem.m, problem.k)
+    return None if largest < 2**31 else f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
+
+
+def align_up(size: int, alignment: int = 256) -> int:
+    return -(-size // alignment) * alignment
+
+
+def cublas_regions(problem: Problem) -> tuple[int, int]:
+    """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
+    dense = align_up(problem.m * problem.k * problem.element.itemsize)
+    accumulators = 4 * problem.n * problem.m if problem.epilogue.has_bias else 0
+    return dense, align_up(accumulators)
+
+
+def _needs_cublaslt(device: DeviceProperties) -> str | None:
+    if device.cublaslt:
+        return None
+    return "cuBLASLt doesn't load: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
+
+
+# The table ----------------------------------------------------------------------------------------
+
+KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="inflate_cublas",
+        backend=BackendKind.INFLATE_CUBLAS,
+        tier=Tier.INFLATE,
+        arch=ArchSku.ANY,
+        min_compute_capability=(8, 0),
+        guarantee=_cublas,
+        limits=_cublas_limits,
+        min_workspace=lambda problem: sum(cublas_regions(problem)),
+        missing=_needs_cublaslt,
+    ),
+    KernelSpec(
+        name="inflate_strict",
+        backend=BackendKind.INFLATE_STRICT,
+        tier=Tier.INFLATE,
+        arch=ArchSku.ANY,
+        min_compute_capability=(8, 0),
+        guarantee=_strict,
+        limits=_strict_limits,
+    ),
+    KernelSpec(
+        name="host_blas",
+        backend=BackendKind.HOST,
+        tier=Tier.HOST,
+        arch=ArchSku.ANY,
+        min_compute_capability=(0, 0),
+        guarantee=_host_blas,
+    ),
+    KernelSpec(
+        name="host_strict",
+        backend=BackendKind.HOST,
+        tier=Tier.HOST,
+        arch=ArchSku.ANY,
+        min_compute_capability=(0, 0),
+        guarantee=_strict,
+    ),
+)
+
+
+def consider(
+    problem: Problem, preference: PlanPreference, device: DeviceProperties
+) -> tuple[Considered, ...]:
+    """Every row of the table, in order, with the reason why it can't serve."""
+    return tuple(_judge(spec, problem, preference, device) for spec in KERNELS)
+
+
+def _judge(
+    spec: KernelSpec, problem: Problem, preference: PlanPreference, device: DeviceProperties
+) -> Considered:
+    reason = _mismatch(spec, problem, preference, device)
+    if reason is None and (absent := spec.missing(device)) is not None:
+        return Considered(spec, absent, unavailable=True)
+    return Considered(spec, reason)
+
+
+def _mismatch(
+    spec: KernelSpec, problem: Problem, preference: PlanPreference, device: DeviceProperties
+) -> str | None:
+    if preference.prefer_backend not in (None, spec.backend):
+        return f"prefer_backend is {preference.prefer_backend}"
+    if preference.tier not in (None, spec.tier):
+        return f"tier is {preference.tier}"
+    if spec.on_host != (device.kind == "host"):
+        return f"runs on {'the host' if spec.on_host else 'a CUDA device'}, the plan is for {device}"
+    if device.compute_capability < spec.min_compute_capability:
+        return f"needs compute capability {spec.min_compute_capability}, got {device.compute_capability}"
+    if spec.arch is ArchSku.SM90A and not preference.allow_sm90a:
+        return "allow_sm90a is false"
+    if problem.element not in spec.elements:
+        return f"serves elements {', '.join(spec.elements)}, not {problem.element}"
+    if problem.op not in spec.ops:
+        return f"does not serve op {problem.op}"
+    if (limit := spec.limits(problem)) is not None:
+        return limit
+    needed, allowed = spec.min_workspace(problem), preference.max_workspace_bytes
+    if allowed is not None and needed > allowed:
+        return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
+    return preference.require.unmet(spec.guarantee(problem), problem.reduction)
+
+
+def choose(rows: tuple[Considered, ...], preference: PlanPreference) -> KernelSpec:
+    """The first row that can serve.
+
+    Raises UnsupportedError with every row's reason; BackendUnavailableError where the only obstacle is
+    something that can be installed.
+    """
+    for row in rows:
+        if row.reason is None:
+            return row.spec
+    reasons = "; ".join(f"{row.spec.name}: {row.reason}" for row in rows)
+    kind = BackendUnavailableError if any(row.unavailable for row in rows) else UnsupportedError
+    raise kind(f"no kernel can serve this problem. {reasons}")

@@ -1,0 +1,316 @@
+"""The words of the package: enums with stable string values and frozen, JSON-ready models.
+
+Nothing here touches a device. Every model is immutable, hashable and survives
+``type(x).model_validate_json(x.model_dump_json())`` unchanged.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
+
+from .errors import InvalidProblemError
+
+
+class _Word(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class ElementKind(_Word):
+    """Element types of operands. ``dtype`` is the NumPy (or ml_dtypes) type with the same bits."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    S8 = "s8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    I32 = "i32"
+    U16 = "u16"
+    U8 = "u8"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return _DTYPES[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _DTYPES[self].itemsize
+
+    @property
+    def bits_dtype(self) -> np.dtype[Any]:
+        """The unsigned integer type of the same size: how the package moves elements about."""
+        return np.dtype(f"u{self.itemsize}")
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of rounding to nearest (0 for integers)."""
+        return 0.0 if self in _INTEGERS else float(ml_dtypes.finfo(self.dtype).eps) / 2
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Spacing of the values around zero (0 for integers)."""
+        return 0.0 if self in _INTEGERS else float(ml_dtypes.finfo(self.dtype).smallest_subnormal)
+
+
+_DTYPES = {
+    ElementKind.F32: np.dtype(np.float32),
+    ElementKind.F16: np.dtype(np.float16),
+    ElementKind.BF16: np.dtype(ml_dtypes.bfloat16),
+    ElementKind.S8: np.dtype(np.int8),
+    ElementKind.FP8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    ElementKind.FP8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    ElementKind.I32: np.dtype(np.int32),
+    ElementKind.U16: np.dtype(np.uint16),
+    ElementKind.U8: np.dtype(np.uint8),
+}
+_INTEGERS = frozenset({ElementKind.S8, ElementKind.I32, ElementKind.U16, ElementKind.U8})
+
+
+class MathPrecision(_Word):
+    """Precision of the products and of the accumulator."""
+
+    F32 = "f32"
+    TF32 = "tf32"
+    F16 = "f16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+
+class EpilogueKind(_Word):
+    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x), not its tanh approximation."""
+
+    IDENTITY = "identity"
+    BIAS = "bias"
+    BIAS_RELU = "bias_relu"
+    BIAS_GELU = "bias_gelu"
+    BIAS_SILU = "bias_silu"
+
+    @property
+    def has_bias(self) -> bool:
+        return self is not EpilogueKind.IDENTITY
+
+
+class GemmOp(_Word):
+    """``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W[M,K]."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"
+
+
+class OpCategory(_Word):
+    GEMM = "gemm"
+    PRUNE = "prune"
+    COMPRESS = "compress"
+    DECOMPRESS = "decompress"
+    PACK = "pack"
+
+
+class ArchSku(_Word):
+    """The oldest architecture that a kernel is built for; ``any`` is compiled for the device at hand."""
+
+    ANY = "any"
+    SM80 = "sm80"
+    SM89 = "sm89"
+    SM90A = "sm90a"
+    SM100 = "sm100"
+    SM120 = "sm120"
+
+
+class BackendKind(_Word):
+    HOST = "host"
+    INFLATE_STRICT = "inflate_strict"
+    INFLATE_CUBLAS = "inflate_cublas"
+    MMA_SP = "mma_sp"
+    WGMMA_SP = "wgmma_sp"
+    CUSPARSELT = "cusparselt"
+
+
+class Tier(_Word):
+    HOST = "host"
+    INFLATE = "inflate"
+    SPARSE_TENSOR_CORE = "sparse_tensor_core"
+
+
+class Model(BaseModel):
+    """Base of the package's models: frozen, no unknown fields, and typed errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise InvalidProblemError(_explain(type(self).__name__, error)) from error
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise InvalidProblemError(_explain(cls.__name__, error)) from error
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise InvalidProblemError(_explain(cls.__name__, error)) from error
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _explain(model: str, error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        if item["type"] == "default_factory_not_called":
+            continue  # a field derived from one that failed itself
+        name = ".".join(str(part) for part in item["loc"]) or model
+        parts.append(f"{name}: {item['msg']}, got {item['input']!r}")
+    return f"{model}: " + "; ".join(parts)
+
+
+class PrecisionGuarantee(Model):
+    """What a kernel promises about its numbers. A promise that no test confirms is not made.
+
+    ``deterministic``: same plan, same inputs, same bits.
+    ``bit_stable_on_same_hardware``: also across processes, streams and load, for the same library versions.
+    ``batch_invariant``: row i of Y depends on row i of X and on W alone, whatever n and i are.
+    ``bit_stable_across_hardware``: the same bits on every device and on the host's strict mode.
+    ``nonfinite``: with ``skips_pruned`` an Inf or NaN in X at a pruned position doesn't reach Y;
+    with ``propagates`` it does.
+    """
+
+    math_precision: MathPrecision
+    accumulator: ElementKind
+    deterministic: bool
+    bit_stable_on_same_hardware: bool
+    batch_invariant: bool
+    bit_stable_across_hardware: bool
+    subnormals: Literal["preserved", "flushed"]
+    nonfinite: Literal["skips_pruned", "propagates"]
+    unit_roundoff: float = Field(gt=0)
+    """Relative error of one step of the accumulation."""
+    terms_per_k: float = Field(gt=0)
+    """Steps that can round, for each unit of the reduction length."""
+
+    def error_bound(self, k: int) -> float:
+        """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
+
+        k is K for ``forward`` and M for ``dgrad``. The bound is the standard gamma_n = n*u / (1 - n*u)
+        (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); infinity where n*u >= 1.
+        """
+        steps = self.terms_per_k * k * self.unit_roundoff
+        return steps / (1 - steps) if steps < 1 else float("inf")
+
+    def tolerance(
+        self, k: int, exact: np.ndarray, abs_sum: np.ndarray, out: ElementKind, alpha: float = 1.0
+    ) -> np.ndarray:
+        """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
+
+        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
+        ``error_bound`` it holds what rounding the result costs: alpha's multiply, the conversion to ``out``,
+        and the underflow of every step.
+        """
+        f32 = ElementKind.F32
+        accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
+        value = np.abs(exact) + accumulated
+        rounding = value * (2 * f32.unit_roundoff + 1.01 * out.unit_roundoff)
+        return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal
+
+
+class GuaranteeRequirement(Model):
+    """A filter on guarantees: only kernels that promise all of this are considered."""
+
+    deterministic: bool = False
+    bit_stable_on_same_hardware: bool = False
+    batch_invariant: bool = False
+    bit_stable_across_hardware: bool = False
+    subnormals: Literal["preserved", "flushed"] | None = None
+    nonfinite: Literal["skips_pruned", "propagates"] | None = None
+    math_precision: MathPrecision | None = None
+    accumulator: ElementKind | None = None
+    max_error_bound: float | None = Field(default=None, gt=0)
+    """Upper limit of ``error_bound`` for the descriptor's reduction length."""
+
+    def unmet(self, guarantee: PrecisionGuarantee, reduction: int) -> str | None:
+        """The first requirement that the guarantee fails, in words; None where it meets them all."""
+        for name in _FLAGS:
+            if getattr(self, name) and not getattr(guarantee, name):
+                return f"does not guarantee {name}"
+        for name in _VALUES:
+            wanted, given = getattr(self, name), getattr(guarantee, name)
+            if wanted is not None and wanted != given:
+                return f"{name} is {given}, required {wanted}"
+        if self.max_error_bound is not None:
+            bound = guarantee.error_bound(reduction)
+            if bound > self.max_error_bound:
+                return f"error_bound({reduction}) is {bound:.3g}, required <= {self.max_error_bound:.3g}"
+        return None
+
+
+_FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
+_VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator")
+
+
+class PlanPreference(Model):
+    """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: a backend that can't serve raises."""
+
+    max_workspace_bytes: int | None = Field(default=None, ge=0)
+    allow_sm90a: bool = True
+    prefer_backend: BackendKind | None = None
+    tier: Tier | None = None
+    require: GuaranteeRequirement = GuaranteeRequirement()
+
+
+class KernelSku(Model):
+    """Identity of the kernel behind a plan."""
+
+    category: OpCategory
+    op: str
+    element: ElementKind
+    aux_element: ElementKind
+    """Element of Y (``forward``) or dX (``dgrad``)."""
+    layout: str
+    """Weight layout the kernel reads: ``canonical``, or a packed ``layout_id``."""
+    epilogue: EpilogueKind
+    arch: ArchSku
+    backend: BackendKind
+    precision_guarantee: PrecisionGuarantee
+
+
+class DeviceProperties(Model):
+    """All that selection may know of a device."""
+
+    kind: Literal["host", "cuda"]
+    ordinal: int = 0
+    name: str = "host"
+    compute_capability: tuple[int, int] = (0, 0)
+    multiprocessors: int = 0
+    cublaslt: str | None = None
+    """Version of the cuBLASLt library that loads, or None."""
+
+    @property
+    def cuda_arch(self) -> str:
+        """Target for the compiler: ``sm_90a`` on Hopper and its like, else ``sm_XY``."""
+        major, minor = self.compute_capability
+        suffix = "a" if major >= 9 else ""
+        return f"sm_{major}{minor}{suffix}"
+
+    def __str__(self) -> str:
+        return self.name if self.kind == "host" else f"cuda:{self.ordinal} ({self.name})"
