@@ -95,7 +95,7 @@ class TensorView:
 
     @property
     def is_contiguous(self) -> bool:
-        return all(
+        return 0 in self.shape or all(
             size <= 1 or stride == dense
             for size, stride, dense in zip(
                 self.shape, self.strides, contiguous_strides(self.shape), strict=True
