@@ -225,10 +225,14 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
 }
 
 typedef Tile<128, 128, 8, 8, 16> LargeTile;
-typedef Tile<32, 16, 2, 2, 32> SmallTile;
+typedef Tile<128, 32, 8, 4, 16> MediumTile;
+typedef Tile<32, 16, 2, 2, 64> SmallTile;
 
 extern "C" __global__ void __launch_bounds__(LargeTile::kThreads, 2)
     gemm_strict_large(const __grid_constant__ StrictParams p) { gemm_strict<LargeTile>(p); }
+
+extern "C" __global__ void __launch_bounds__(MediumTile::kThreads, 4)
+    gemm_strict_medium(const __grid_constant__ StrictParams p) { gemm_strict<MediumTile>(p); }
 
 extern "C" __global__ void __launch_bounds__(SmallTile::kThreads)
     gemm_strict_small(const __grid_constant__ StrictParams p) { gemm_strict<SmallTile>(p); }

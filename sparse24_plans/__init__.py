@@ -2,74 +2,34 @@
 
 ``Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T)`` with W 2:4 sparse: in every 4 consecutive cells of a row at
 most 2 are non-zero. Importing this touches no CUDA.
+
+Names are loaded when first used (PEP 562), so the import itself costs milliseconds.
 """
 
-from ._version import __version__
-from .errors import (
-    BackendUnavailableError,
-    BufferTooSmallError,
-    DriverError,
-    FormatError,
-    InvalidProblemError,
-    MisalignedOperandError,
-    Sparse24Error,
-    StorageError,
-    UnsupportedError,
-    WorkspaceTooSmallError,
-)
-from .gemm import (
-    BoundGemm,
-    DgradSparse24Args,
-    GemmSparse24Args,
-    GemmSparse24Descriptor,
-    GemmSparse24Plan,
-    explain,
-)
-from .tensors import Device, TensorView, Workspace
-from .vocab import (
-    BackendKind,
-    DeviceProperties,
-    ElementKind,
-    EpilogueKind,
-    GuaranteeRequirement,
-    KernelSku,
-    PlanPreference,
-    PrecisionGuarantee,
-    Tier,
-)
-from .weights import PackedWeight, Sparse24Weight, prune
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
-__all__ = [
-    "BackendKind",
-    "BackendUnavailableError",
-    "BoundGemm",
-    "BufferTooSmallError",
-    "Device",
-    "DeviceProperties",
-    "DgradSparse24Args",
-    "DriverError",
-    "ElementKind",
-    "EpilogueKind",
-    "FormatError",
-    "GemmSparse24Args",
-    "GemmSparse24Descriptor",
-    "GemmSparse24Plan",
-    "GuaranteeRequirement",
-    "InvalidProblemError",
-    "KernelSku",
-    "MisalignedOperandError",
-    "PackedWeight",
-    "PlanPreference",
-    "PrecisionGuarantee",
-    "Sparse24Error",
-    "Sparse24Weight",
-    "StorageError",
-    "TensorView",
-    "Tier",
-    "UnsupportedError",
-    "Workspace",
-    "WorkspaceTooSmallError",
-    "__version__",
-    "explain",
-    "prune",
-]
+_HOME = {
+    "_version": "__version__",
+    "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
+    "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
+    "gemm": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Descriptor GemmSparse24Plan explain",
+    "tensors": "Device TensorView Workspace",
+    "vocab": "BackendKind DeviceProperties ElementKind EpilogueKind GuaranteeRequirement KernelSku "
+    "PlanPreference PrecisionGuarantee Tier",
+    "weights": "PackedWeight Sparse24Weight prune",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

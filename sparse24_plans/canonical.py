@@ -178,9 +178,7 @@ def check_metadata(metadata: Any) -> None:
         if bool(bad.any()):
             at = int(bad.argmax())
             row, group = divmod(at, 2 * width)
-            raise FormatError(
-                f"metadata: {_complaint(int(codes[at]))}", row=step.start + row, group=group
-            )
+            raise FormatError(f"metadata: {_complaint(int(codes[at]))}", row=step.start + row, group=group)
 
 
 def _complaint(byte: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 from ._vendor import cublaslt_abi
-from .errors import BackendUnavailableError, DriverError, InvalidProblemError
+from .errors import BackendUnavailableError, InvalidProblemError
 from .tensors import import_cupy
 from .vocab import DeviceProperties
 
@@ -22,7 +20,7 @@ def cuda_device_count() -> int:
         return 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_properties(ordinal: int) -> DeviceProperties:
     """Properties of a CUDA device. Raises BackendUnavailableError where it can't be used."""
     cupy = import_cupy()
@@ -59,28 +57,3 @@ def resolve(device: int | str | None) -> DeviceProperties:
     if type(device) is not int or device < 0:
         raise InvalidProblemError(f"device: expected None, 'host' or a CUDA ordinal, got {device!r}")
     return cuda_properties(device)
-
-
-_bound_threads = threading.local()
-
-
-def launch_on(ordinal: int, launch: Callable[[int], None], stream: int) -> None:
-    """Call ``launch(stream)`` with device ``ordinal`` current, and the caller's device current after it.
-
-    Raises DriverError where the driver refuses the launch.
-    """
-    cuda = import_cupy().cuda
-    runtime = cuda.runtime
-    before = runtime.getDevice()
-    try:
-        if before == ordinal and getattr(_bound_threads, "ready", False):
-            launch(stream)
-            return
-        runtime.setDevice(ordinal)  # also binds the device's context to a new thread
-        try:
-            launch(stream)
-        finally:
-            runtime.setDevice(before)
-        _bound_threads.ready = before == ordinal
-    except cuda.driver.CUDADriverError as error:
-        raise DriverError("kernel launch", error.status, str(error)) from error

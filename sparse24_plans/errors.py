@@ -60,7 +60,7 @@ class FormatError(Sparse24Error, ValueError):
 
 
 class StorageError(Sparse24Error, OSError):
-    """A file could not be read or written: a full disk, a missing folder. Carries ``errno`` and ``filename``."""
+    """A file could not be read or written (a full disk, a missing folder). Carries ``errno``, ``filename``."""
 
 
 class DriverError(Sparse24Error, RuntimeError):

@@ -17,8 +17,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from . import registry
-from .devices import launch_on, resolve
+from .devices import resolve
 from .errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, WorkspaceTooSmallError
+from .launching import as_graph, launch_on
 from .tensors import HOST, Device, TensorView, Workspace, stream_handle
 from .vocab import (
     DeviceProperties,
@@ -32,7 +33,7 @@ from .vocab import (
     PrecisionGuarantee,
     Tier,
 )
-from .weights import PackedWeight, Sparse24Weight
+from .weights import CANONICAL_LAYOUT, PackedWeight, Sparse24Weight
 
 _INT64_MAX = 2**63 - 1
 
@@ -122,23 +123,22 @@ class DgradSparse24Args:
     dx: Any
 
 
-@dataclass(frozen=True, slots=True)
 class Operands:
-    """Checked operands, as backends get them: names by role, so that both ops share code."""
+    """Checked operands, as backends get them: names by role, so that both ops share code.
 
-    weight: PackedWeight
-    source: TensorView
-    result: TensorView
-    bias: TensorView | None
+    Row strides are in elements. A plain class: one is made on every run.
+    """
 
-    @property
-    def source_stride(self) -> int:
-        """Elements from one row of the source to the next."""
-        return self.source.strides[0] if self.source.shape[0] > 1 else self.source.shape[1]
+    __slots__ = ("bias", "result", "result_stride", "source", "source_stride", "weight")
 
-    @property
-    def result_stride(self) -> int:
-        return self.result.strides[0] if self.result.shape[0] > 1 else self.result.shape[1]
+    def __init__(
+        self, weight: PackedWeight, source: TensorView, result: TensorView, bias: TensorView | None
+    ) -> None:
+        self.weight, self.source, self.result, self.bias = weight, source, result, bias
+        rows, width = source.shape
+        self.source_stride = source.strides[0] if rows > 1 else width
+        rows, width = result.shape
+        self.result_stride = result.strides[0] if rows > 1 else width
 
 
 class Kernel(Protocol):
@@ -150,6 +150,8 @@ class Kernel(Protocol):
     """Bytes that the addresses of the weight's buffers are multiples of."""
     operand_alignment: int
     """The same for source and result."""
+    launches: int
+    """Kernels that one run enqueues."""
     details: str
     """One line for ``explain``: tile, algorithm."""
 
@@ -194,24 +196,17 @@ class Explanation(Model):
         return "\n".join(lines)
 
 
-def _launch(launch: Callable[[int], None], stream: int, device: Device) -> None:
-    if device.kind == "host":
-        launch(stream)
-    else:
-        launch_on(device.ordinal, launch, stream)
-
-
 class BoundGemm:
     """A plan with its operands: ``launch`` only launches. Keeps the operands alive."""
 
-    __slots__ = ("_launch", "_device", "_keep")
+    __slots__ = ("_device", "_keep", "_launch")
 
     def __init__(self, launch: Callable[[int], None], device: Device, keep: tuple[Any, ...]) -> None:
         self._launch, self._device, self._keep = launch, device, keep
 
     def launch(self, stream: Any = None) -> None:
         """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
-        _launch(self._launch, stream_handle(stream, self._device), self._device)
+        launch_on(self._device, self._launch, stream_handle(stream, self._device))
 
 
 class GemmSparse24Plan:
@@ -305,8 +300,7 @@ class GemmSparse24Plan:
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
         packed = PackedWeight.canonical(weight)
-        self._check_weight(packed)
-        return packed
+        return self._check_weight(packed)
 
     def can_implement(self, args: GemmSparse24Args | DgradSparse24Args) -> Verdict:
         """Whether ``run`` would take these operands (the workspace apart). Touches no memory."""
@@ -334,12 +328,20 @@ class GemmSparse24Plan:
         handle = stream_handle(stream, self._place)
         operands = self._check(args)
         launch = self._kernel.prepare(operands, self._check_workspace(workspace))
-        _launch(launch, handle, self._place)
+        launch_on(self._place, launch, handle)
 
     def bind(self, args: GemmSparse24Args | DgradSparse24Args, *, workspace: Any = None) -> BoundGemm:
-        """Check once, launch many times. Raises what :meth:`run` raises."""
+        """Check once, launch many times. Raises what :meth:`run` raises.
+
+        Where the kernel is several launches, they become one CUDA graph here, which holds a little device
+        memory for as long as the BoundGemm lives.
+        """
         operands = self._check(args)
         launch = self._kernel.prepare(operands, self._check_workspace(workspace))
+        if self._kernel.launches > 1:
+            made: list[Callable[[int], None]] = []
+            launch_on(self._place, lambda _: made.append(as_graph(launch)), 0)
+            launch = made[0]
         return BoundGemm(launch, self._place, (self, operands, workspace))
 
     # Checks ---------------------------------------------------------------------------------------
@@ -347,34 +349,35 @@ class GemmSparse24Plan:
     def _check(self, args: GemmSparse24Args | DgradSparse24Args) -> Operands:
         desc, alignment = self.descriptor, self._kernel.operand_alignment
         forward = desc.op is GemmOp.FORWARD
+        across, out_across = (desc.k, desc.m) if forward else (desc.m, desc.k)
         expected = GemmSparse24Args if forward else DgradSparse24Args
         if type(args) is not expected:
             raise InvalidProblemError(
                 f"args: expected {expected.__name__} for op {desc.op}, got {type(args).__name__}"
             )
-        weight = args.weight
-        if type(weight) is Sparse24Weight and self._spec.layout == "canonical":
-            weight = PackedWeight.canonical(weight)
-        self._check_weight(weight)
+        given = args.weight
+        if type(given) is Sparse24Weight and self._spec.layout == CANONICAL_LAYOUT:
+            given = PackedWeight.canonical(given)
+        weight = self._check_weight(given)
         bias = None
-        if isinstance(args, GemmSparse24Args):
+        if type(args) is GemmSparse24Args:
             names, source, result = ("x", "y"), args.x, args.y
             bias = self._check_bias(args.bias)
         else:
+            assert type(args) is DgradSparse24Args
             names, source, result = ("dy", "dx"), args.dy, args.dx
-        src = _matrix(names[0], source, (desc.n, desc.reduction), desc.element, self._place, alignment)
-        out = _matrix(names[1], result, (desc.n, desc.outputs), desc.out_element, self._place, alignment)
+        src = _matrix(names[0], source, (desc.n, across), desc.element, self._place, alignment)
+        out = _matrix(names[1], result, (desc.n, out_across), desc.out_element, self._place, alignment)
         if out.readonly:
             raise InvalidProblemError(f"{names[1]}: expected writable memory, got a read-only tensor")
-        inputs = [(names[0], src), *(("weight", view) for view in weight.buffers)]
+        _check_apart(names[1], out, names[0], src)
+        for view in weight.buffers:
+            _check_apart(names[1], out, "weight", view)
         if bias is not None:
-            inputs.append(("bias", bias))
-        for name, view in inputs:
-            if _overlap(out, view):
-                raise InvalidProblemError(f"{names[1]}: expected memory apart from {name}, got an overlap")
+            _check_apart(names[1], out, "bias", bias)
         return Operands(weight, src, out, bias)
 
-    def _check_weight(self, weight: Any) -> None:
+    def _check_weight(self, weight: Any) -> PackedWeight:
         desc, layout = self.descriptor, self._spec.layout
         if type(weight) is not PackedWeight:
             hint = "; call plan.pack(weight)" if type(weight) is Sparse24Weight else ""
@@ -394,10 +397,11 @@ class GemmSparse24Plan:
             raise InvalidProblemError(f"weight: expected memory on {self._place}, got {weight.device}")
         for view in weight.buffers:
             _check_alignment("weight", view.address, self._kernel.weight_alignment)
+        return weight
 
     def _check_bias(self, bias: Any) -> TensorView | None:
         desc = self.descriptor
-        if (bias is not None) != desc.epilogue.has_bias:
+        if (bias is None) != (desc.epilogue is EpilogueKind.IDENTITY):
             wanted = f"a tensor [{desc.m}]" if desc.epilogue.has_bias else "None"
             raise InvalidProblemError(
                 f"bias: expected {wanted} for epilogue {desc.epilogue}, got {type(bias).__name__}"
@@ -406,7 +410,7 @@ class GemmSparse24Plan:
             return None
         view = TensorView.of(bias, element=_reinterpretable(desc.bias_element), argument="bias")
         _check_tensor("bias", view, (desc.m,), desc.bias_element, self._place)
-        if not view.is_contiguous:
+        if desc.m > 1 and view.strides[0] != 1:
             raise InvalidProblemError(f"bias: expected contiguous memory, got {view!r}")
         _check_alignment("bias", view.address, view.element.itemsize)
         return view
@@ -434,7 +438,7 @@ def explain(
     preference: PlanPreference | None = None,
     device: int | str | DeviceProperties | None = None,
 ) -> Explanation:
-    """What ``select`` would choose and why, compiled or not; ``device`` may be properties of an absent GPU."""
+    """What ``select`` would choose and why; compiles nothing. ``device`` may be an absent GPU's properties."""
     preference = preference or PlanPreference()
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
     rows = registry.consider(descriptor, preference, properties)
@@ -507,17 +511,15 @@ def _check_alignment(name: str, address: int, alignment: int) -> None:
         raise MisalignedOperandError(name, alignment, address)
 
 
-def _overlap(out: TensorView, other: TensorView) -> bool:
-    """Whether the two share memory. Column windows of one row-strided buffer don't."""
-    low, high = out.address, out.address + out.nbytes_spanned
-    start, end = other.address, other.address + other.nbytes_spanned
-    if low >= end or start >= high:
-        return False
-    if len(other.shape) != 2 or out.shape[0] < 2 or other.shape[0] < 2:
-        return True
-    pitch = out.strides[0] * out.element.itemsize
-    if pitch != other.strides[0] * other.element.itemsize:
-        return True
-    apart = (other.address - out.address) % pitch
-    own, others = out.shape[1] * out.element.itemsize, other.shape[1] * other.element.itemsize
-    return not (apart >= own and apart + others <= pitch)
+def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
+    """Refuse a result that shares memory with an input. Column windows of one buffer share none."""
+    if out.address >= other.end or other.address >= out.end:
+        return
+    if len(other.shape) == 2 and out.shape[0] > 1 and other.shape[0] > 1:
+        pitch = out.strides[0] * out.element.itemsize
+        if pitch == other.strides[0] * other.element.itemsize:
+            apart = (other.address - out.address) % pitch
+            own, others = out.shape[1] * out.element.itemsize, other.shape[1] * other.element.itemsize
+            if apart >= own and apart + others <= pitch:
+                return
+    raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")

@@ -13,7 +13,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Function:
         return launch_on
 
 
-@lru_cache(maxsize=None)
+@cache
 def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordinal: int) -> Any:
     cupy = import_cupy()
     path = cubin_path(source, arch, dict(defines))

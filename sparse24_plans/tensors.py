@@ -7,6 +7,7 @@ array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, `
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class TensorView:
     :meth:`of`; the constructor is for runtimes that have nothing but an address.
     """
 
-    __slots__ = ("address", "shape", "strides", "element", "device", "readonly", "owner")
+    __slots__ = ("_end", "address", "device", "element", "owner", "readonly", "shape", "strides")
 
     def __init__(
         self,
@@ -63,10 +64,11 @@ class TensorView:
         self.address = address
         self.shape = shape
         self.strides = contiguous_strides(shape) if strides is None else strides
-        self.element = ElementKind(element)
+        self.element = element if type(element) is ElementKind else ElementKind(element)
         self.device = device
         self.readonly = readonly
         self.owner = owner
+        self._end = -1
 
     @classmethod
     def of(cls, obj: Any, *, element: ElementKind | None = None, argument: str = "tensor") -> TensorView:
@@ -75,10 +77,17 @@ class TensorView:
         ``element`` reinterprets integers or opaque bytes of the same size: the way to pass bfloat16 or
         float8 from a framework that has no such type. Raises InvalidProblemError naming ``argument``.
         """
-        if type(obj) is cls:
-            return obj
-        for applies, adapt in _ADAPTERS:
+        kind = type(obj)
+        if kind is cls:
+            view: TensorView = obj
+            return view
+        adapt = _ADAPTER_OF_TYPE.get(kind)
+        if adapt is not None:
+            return adapt(obj, element, argument)
+        for applies, adapt, lasting in _ADAPTERS:
             if applies(obj):
+                if lasting:
+                    _ADAPTER_OF_TYPE[kind] = adapt
                 return adapt(obj, element, argument)
         raise InvalidProblemError(
             f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "
@@ -86,12 +95,23 @@ class TensorView:
         )
 
     @property
+    def end(self) -> int:
+        """Address behind the last element; ``address`` for an empty tensor."""
+        if self._end < 0:
+            last = 0
+            for size, stride in zip(self.shape, self.strides):  # noqa: B905 - on the path of every run
+                if size == 0:
+                    self._end = self.address
+                    break
+                last += (size - 1) * stride
+            else:
+                self._end = self.address + (last + 1) * self.element.itemsize
+        return self._end
+
+    @property
     def nbytes_spanned(self) -> int:
         """Bytes from the first to the last element, both included; 0 for an empty tensor."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * self.element.itemsize
+        return self.end - self.address
 
     @property
     def is_contiguous(self) -> bool:
@@ -156,6 +176,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # Adapters -----------------------------------------------------------------------------------------
 
+Adapter = Callable[[Any, "ElementKind | None", str], TensorView]
+
 _BY_DTYPE = {kind.dtype: kind for kind in ElementKind}
 _BY_NAME = {kind.dtype.name: kind for kind in ElementKind}
 _BY_FOREIGN_DTYPE: dict[Any, ElementKind] = {}
@@ -180,11 +202,13 @@ def _element_strides(
 ) -> tuple[int, ...]:
     if byte_strides is None:
         return contiguous_strides(shape)
-    if any(stride % itemsize for stride in byte_strides):
-        raise InvalidProblemError(
-            f"{argument}: expected strides that are multiples of {itemsize} bytes, got {byte_strides}"
-        )
-    return tuple(stride // itemsize for stride in byte_strides)
+    strides = tuple([stride // itemsize for stride in byte_strides])
+    for stride, nbytes in zip(strides, byte_strides):  # noqa: B905 - on the path of every run
+        if stride * itemsize != nbytes:
+            raise InvalidProblemError(
+                f"{argument}: expected strides that are multiples of {itemsize} bytes, got {byte_strides}"
+            )
+    return strides
 
 
 def _from_numpy(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
@@ -214,10 +238,10 @@ def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> Tens
         kind = _element(dtype, element, argument)
         if element is None:
             _BY_FOREIGN_DTYPE[obj.dtype] = kind
-    where = obj.device.type
-    if where not in ("cpu", "cuda"):
-        raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {where}")
-    device = HOST if where == "cpu" else _CUDA[obj.device.index or 0]
+    home = obj.device
+    if home.type not in ("cpu", "cuda"):
+        raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {home.type}")
+    device = HOST if home.type == "cpu" else _CUDA[home.index or 0]
     try:
         address = obj.data_ptr()
     except RuntimeError as error:
@@ -232,7 +256,9 @@ def _cuda_ordinal_of(address: int, argument: str) -> int:
     try:
         return int(cupy.cuda.runtime.pointerGetAttributes(address).device)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise InvalidProblemError(f"{argument}: expected device memory, got {address:#x} ({error})") from error
+        raise InvalidProblemError(
+            f"{argument}: expected device memory, got {address:#x} ({error})"
+        ) from error
 
 
 def _from_cuda_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
@@ -358,14 +384,16 @@ def _is_cupy(obj: Any) -> bool:
     return type(obj).__module__.partition(".")[0] == "cupy" and hasattr(obj, "__cuda_array_interface__")
 
 
-_ADAPTERS = (
-    (lambda obj: isinstance(obj, np.ndarray), _from_numpy),
-    (_is_cupy, _from_cupy),
-    (lambda obj: hasattr(obj, "data_ptr"), _from_data_ptr),
-    (lambda obj: hasattr(obj, "__cuda_array_interface__"), _from_cuda_array_interface),
-    (lambda obj: hasattr(obj, "__dlpack__"), _from_dlpack),
-    (lambda obj: hasattr(obj, "__array_interface__"), _from_array_interface),
+# (applies, adapter, whether every object of the type takes it: a JAX array's protocol hangs on its device)
+_ADAPTERS: tuple[tuple[Callable[[Any], bool], Adapter, bool], ...] = (
+    (lambda obj: isinstance(obj, np.ndarray), _from_numpy, True),
+    (_is_cupy, _from_cupy, True),
+    (lambda obj: hasattr(obj, "data_ptr"), _from_data_ptr, True),
+    (lambda obj: hasattr(obj, "__cuda_array_interface__"), _from_cuda_array_interface, False),
+    (lambda obj: hasattr(obj, "__dlpack__"), _from_dlpack, False),
+    (lambda obj: hasattr(obj, "__array_interface__"), _from_array_interface, False),
 )
+_ADAPTER_OF_TYPE: dict[type, Adapter] = {}
 
 
 # Workspaces ---------------------------------------------------------------------------------------
@@ -374,7 +402,7 @@ _ADAPTERS = (
 class Workspace:
     """``nbytes`` of scratch memory at ``address``, the caller's own. Kernels never write outside it."""
 
-    __slots__ = ("address", "nbytes", "device", "owner")
+    __slots__ = ("address", "device", "nbytes", "owner")
 
     def __init__(self, address: int, nbytes: int, device: Device, owner: object = None) -> None:
         if address < 0 or nbytes < 0:

@@ -7,8 +7,8 @@ Nothing here touches a device. Every model is immutable, hashable and survives
 from __future__ import annotations
 
 from enum import Enum
-from functools import cached_property
-from typing import Any, Literal
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from .errors import InvalidProblemError
+
+Dtype: TypeAlias = "np.dtype[Any]"
+Float64s: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 class _Word(str, Enum):
@@ -37,31 +40,29 @@ class ElementKind(_Word):
     U8 = "u8"
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         return _DTYPES[self]
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _DTYPES[self].itemsize
+    itemsize: int
+    """Bytes of one element."""
 
     @property
-    def bits_dtype(self) -> np.dtype[Any]:
+    def bits_dtype(self) -> Dtype:
         """The unsigned integer type of the same size: how the package moves elements about."""
         return np.dtype(f"u{self.itemsize}")
 
     @property
     def unit_roundoff(self) -> float:
         """Largest relative error of rounding to nearest (0 for integers)."""
-        return 0.0 if self in _INTEGERS else float(ml_dtypes.finfo(self.dtype).eps) / 2
+        return 0.0 if self in _INTEGERS else _finfo(self.dtype).eps / 2
 
     @property
     def smallest_subnormal(self) -> float:
         """Spacing of the values around zero (0 for integers)."""
-        return 0.0 if self in _INTEGERS else float(ml_dtypes.finfo(self.dtype).smallest_subnormal)
+        return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_subnormal
 
 
-_DTYPES = {
+_DTYPES: dict[ElementKind, Dtype] = {
     ElementKind.F32: np.dtype(np.float32),
     ElementKind.F16: np.dtype(np.float16),
     ElementKind.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -72,7 +73,20 @@ _DTYPES = {
     ElementKind.U16: np.dtype(np.uint16),
     ElementKind.U8: np.dtype(np.uint8),
 }
+for _kind, _dtype in _DTYPES.items():
+    _kind.itemsize = _dtype.itemsize  # a plain attribute: every run asks for it
 _INTEGERS = frozenset({ElementKind.S8, ElementKind.I32, ElementKind.U16, ElementKind.U8})
+
+
+class _FloatLimits(NamedTuple):
+    eps: float
+    smallest_subnormal: float
+
+
+@cache
+def _finfo(dtype: Dtype) -> _FloatLimits:
+    about: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return _FloatLimits(float(about.eps), float(about.smallest_subnormal))
 
 
 class MathPrecision(_Word):
@@ -102,7 +116,7 @@ class EpilogueKind(_Word):
 
 
 class GemmOp(_Word):
-    """``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W[M,K]."""
+    """``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W."""
 
     FORWARD = "forward"
     DGRAD = "dgrad"
@@ -145,7 +159,7 @@ class Tier(_Word):
 class Model(BaseModel):
     """Base of the package's models: frozen, no unknown fields, and typed errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -219,8 +233,8 @@ class PrecisionGuarantee(Model):
         return steps / (1 - steps) if steps < 1 else float("inf")
 
     def tolerance(
-        self, k: int, exact: np.ndarray, abs_sum: np.ndarray, out: ElementKind, alpha: float = 1.0
-    ) -> np.ndarray:
+        self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementKind, alpha: float = 1.0
+    ) -> Float64s:
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
         ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
@@ -229,7 +243,7 @@ class PrecisionGuarantee(Model):
         """
         f32 = ElementKind.F32
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
-        value = np.abs(exact) + accumulated
+        value: Float64s = np.abs(exact) + accumulated
         rounding = value * (2 * f32.unit_roundoff + 1.01 * out.unit_roundoff)
         return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal
 
@@ -269,7 +283,7 @@ _VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator")
 
 
 class PlanPreference(Model):
-    """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: a backend that can't serve raises."""
+    """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
 
     max_workspace_bytes: int | None = Field(default=None, ge=0)
     allow_sm90a: bool = True

@@ -48,7 +48,7 @@ class Sparse24Weight:
     metadata whose positions do not increase or that has stray bits.
     """
 
-    __slots__ = ("m", "k", "element", "device", "values_view", "metadata_view")
+    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
 
     def __init__(
         self, values: Any, metadata: Any, *, element: ElementKind | str | None = None, validate: bool = True
@@ -102,9 +102,7 @@ class Sparse24Weight:
         than two non-zeros: nothing is dropped.
         """
         view = _dense_view(dense, None if element is None else ElementKind(element))
-        return cls._build(
-            view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start)
-        )
+        return cls._build(view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start))
 
     @classmethod
     def prune_compress(
@@ -168,8 +166,7 @@ def _ranker(view: TensorView, scores: Any) -> Any:
     by = TensorView.of(scores, argument="scores")
     if by.shape != view.shape or by.device != view.device:
         raise InvalidProblemError(
-            f"scores: expected shape {list(view.shape)} on {view.device}, "
-            f"got {list(by.shape)} on {by.device}"
+            f"scores: expected shape {list(view.shape)} on {view.device}, got {list(by.shape)} on {by.device}"
         )
     ranks = by.array()
     return lambda bits, rows: canonical.rank_codes(canonical.score_keys(ranks[rows]))

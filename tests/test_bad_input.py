@@ -1,4 +1,4 @@
-"""Bad input gets a typed error that names the argument, what was expected and what came; nothing is written."""
+"""Bad input gets a typed error naming the argument, what was expected and what came; nothing is written."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from .support import Guarded, make_case, random_weight
 gpu = pytest.mark.gpu
 F32, F16 = ElementKind.F32, ElementKind.F16
 N, M, K = 6, 16, 32
+OWN = object()
 
 
-def rejected(case, args, kind, *words, workspace="own", stream=None):
+def rejected(case, args, kind, *words, workspace=OWN, stream=None):
     """``run``, ``bind`` and ``can_implement`` refuse alike, and nothing is written."""
-    space = (case.workspace and case.workspace.view) if workspace == "own" else workspace
+    space = (case.workspace and case.workspace.view) if workspace is OWN else workspace
     with pytest.raises(kind) as caught:
         case.plan.run(args, workspace=space, stream=stream)
     assert isinstance(caught.value, Sparse24Error)
     for word in words:
         assert word in str(caught.value)
     assert case.result.untouched()
-    if workspace == "own" and stream is None:
+    if workspace is OWN and stream is None:
         with pytest.raises(kind):
             case.plan.bind(args, workspace=space)
         verdict = case.plan.can_implement(args)
@@ -107,9 +108,7 @@ def test_wrong_device(case, field):
 
 
 def strided(view, strides):
-    return TensorView(
-        view.address, view.shape, view.element, view.device, strides=strides, owner=view.owner
-    )
+    return TensorView(view.address, view.shape, view.element, view.device, strides=strides, owner=view.owner)
 
 
 @pytest.mark.parametrize("field", ["x", "y"])
@@ -130,7 +129,9 @@ def test_misaligned_element(case):
 @pytest.mark.parametrize("field", ["x", "y"])
 def test_cublas_needs_16_byte_operands(field):
     case = make_case(
-        GemmSparse24Descriptor(n=N, m=M, k=K, element="f16"), 0, PlanPreference(prefer_backend="inflate_cublas")
+        GemmSparse24Descriptor(n=N, m=M, k=K, element="f16"),
+        0,
+        PlanPreference(prefer_backend="inflate_cublas"),
     )
     view = getattr(case.args, field)
     wrong = TensorView(view.address + 2, view.shape, view.element, view.device, owner=view.owner)

@@ -88,9 +88,7 @@ def test_bit_stable_under_load_and_on_every_stream(row):
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in cases]
         for _ in range(10):
             for case, stream in zip(cases, streams, strict=True):
-                case.plan.run(
-                    case.args, workspace=case.workspace and case.workspace.view, stream=stream
-                )
+                case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
         results = [case.fetch() for case in cases]
     alone = case_of(row, element="f32", **medium(row)).run()
     assert all(same_bits(result, alone) for result in results)
@@ -130,9 +128,7 @@ def tiny_values(row: str, element: str):
     x = (rng.uniform(0.5, 1.0, (4, 16)) * scale).astype(dtype)
     dense = (rng.uniform(0.5, 1.0, (8, 16)) * scale).astype(dtype)
     alpha = 1e-33 if element == "f16" else 1.0
-    return case_of(
-        row, n=4, m=8, k=16, element=element, out_element="f32", alpha=alpha, x=x, dense=dense
-    )
+    return case_of(row, n=4, m=8, k=16, element=element, out_element="f32", alpha=alpha, x=x, dense=dense)
 
 
 @promising("subnormals", "preserved")

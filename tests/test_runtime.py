@@ -60,11 +60,11 @@ import cupy
 from tests.test_runtime import medium
 case = medium("{backend}")
 stream = cupy.cuda.Stream(non_blocking=True)
-free = cupy.cuda.runtime.memGetInfo()[0]
 stream.begin_capture()
+free = cupy.cuda.runtime.memGetInfo()[0]
 case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
-graph = stream.end_capture()
 assert cupy.cuda.runtime.memGetInfo()[0] == free, "run allocated device memory"
+graph = stream.end_capture()
 graph.launch(stream)
 stream.synchronize()
 case.check(case.fetch())
@@ -106,9 +106,7 @@ def test_threads_share_a_plan(backend):
         try:
             stream = cupy.cuda.Stream(non_blocking=True)
             for _ in range(100):
-                case.plan.run(
-                    case.args, workspace=case.workspace and case.workspace.view, stream=stream
-                )
+                case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
             stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             errors.append(error)
@@ -155,7 +153,9 @@ def test_every_form_of_stream(backend, form):
         torch = pytest.importorskip("torch")
         given = torch.cuda.Stream()
     else:
-        given = {"none": None, "handle": stream.ptr, "cupy": stream, "protocol": _CudaStream(stream.ptr)}[form]
+        given = {"none": None, "handle": stream.ptr, "cupy": stream, "protocol": _CudaStream(stream.ptr)}[
+            form
+        ]
     case.check(case.run(stream=given))
 
 
@@ -258,7 +258,8 @@ from sparse24_plans import GemmSparse24Descriptor, PlanPreference
 for op, epilogue in (("forward", "bias_gelu"), ("dgrad", "identity")):
     for n, m, k in ((1, 1, 8), (3, 33, 24), (130, 24, 40), (67, 9000 if op == "forward" else 24, 16)):
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=sys.argv[2], op=op, epilogue=epilogue)
-        case = make_case(desc, 0, PlanPreference(prefer_backend=sys.argv[1]), pad=3 if sys.argv[1] == "inflate_strict" else 8)
+        pad = 3 if sys.argv[1] == "inflate_strict" else 8
+        case = make_case(desc, 0, PlanPreference(prefer_backend=sys.argv[1]), pad=pad)
         case.check(case.run())
 print("done")
 """
@@ -271,11 +272,9 @@ def test_compute_sanitizer(backend, tool):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     for element in ("bf16",) if tool != "memcheck" else ("bf16", "f32"):
-        done = subprocess.run(
-            [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED, backend, element],
-            capture_output=True,
-            text=True,
-        )
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
+        command += [sys.executable, "-c", SANITIZED, backend, element]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         assert "done" in done.stdout
         assert "ERROR SUMMARY: 0 errors" in done.stdout

@@ -28,9 +28,7 @@ def as_f32(bits: int) -> np.float32:
 def round_to_f32(value: Fraction) -> np.float32:
     """Round an exact non-zero rational to the nearest float32, ties to even, by integer arithmetic alone."""
     magnitude = abs(value)
-    exponent = max(
-        magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 24, -149
-    )
+    exponent = max(magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 24, -149)
     for e in (exponent, exponent + 1, exponent + 2):
         mantissa = round(magnitude / Fraction(2) ** e)  # Python rounds halves to even
         if mantissa < 2**24 or (mantissa == 2**24 and round(magnitude / Fraction(2) ** (e + 1)) == 2**23):
@@ -80,7 +78,7 @@ def test_fma_near_ties(a, b, shift, nudge):
 
 
 def test_a_twice_rounded_sum_would_be_wrong():
-    """The correction is needed: 2^-24 * (1 - 2^-46) lies just below half a unit of c, float64 can't see it."""
+    """The correction is needed: 2^-24 * (1 - 2^-46) lies just below half a unit of c: float64 misses it."""
     a, b, c = (np.array([v], np.float32) for v in (2**-24 * (1 + 2**-23), 1 - 2**-23, 1 + 2**-23))
     assert (a.astype(np.float64) * b + c).astype(np.float32)[0] == np.float32(1 + 2**-22)
     assert fma_f32(a, b, c)[0] == np.float32(1 + 2**-23)

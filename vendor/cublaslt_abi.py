@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 # cudaDataType_t (library_types.h)
@@ -62,9 +62,9 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(major: int) -> ctypes.CDLL | None:
-    """The library for a CUDA major version, from the process, the system or NVIDIA's wheels; None if absent."""
+    """The library for a CUDA major version, from the system or NVIDIA's wheels; None if absent."""
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{major}")
     except OSError:
@@ -93,7 +93,7 @@ def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
         raise CublasLtError(name, status)
 
 
-@lru_cache(maxsize=None)
+@cache
 def handle(library: ctypes.CDLL, ordinal: int) -> int:
     """One handle a device, made with that device current and kept for the life of the process."""
     out = ctypes.c_void_p()
@@ -157,9 +157,7 @@ class Matmul:
 
     def _find_algorithm(self, alignments: tuple[int, int, int], max_workspace: int) -> _HeuristicResult:
         preference = self._create("MatmulPreference")
-        self._set(
-            "MatmulPreference", preference, _PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(max_workspace)
-        )
+        self._set("MatmulPreference", preference, _PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(max_workspace))
         self._set(
             "MatmulPreference",
             preference,

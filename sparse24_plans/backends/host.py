@@ -27,6 +27,7 @@ class Kernel:
     workspace_size = 0
     workspace_alignment = 1
     weight_alignment = 1
+    launches = 1
     operand_alignment = 1
 
     def __init__(

@@ -43,6 +43,4 @@ class Inflate:
         values, metadata = weight.buffers
         vectors = weight.m * weight.k * weight.element.itemsize // _VECTOR_BYTES
         blocks = -(-vectors // (_THREADS * _PER_THREAD))
-        return self._function.bind(
-            blocks, _Parameters(values.address, metadata.address, dense, vectors)
-        )
+        return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, vectors))

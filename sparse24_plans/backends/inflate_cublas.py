@@ -58,6 +58,7 @@ class Kernel:
         self._dense_bytes, self._acc_bytes = cublas_regions(desc)
         self._fused = not desc.epilogue.has_bias
         self._trivial = desc.n * desc.outputs == 0
+        self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
         self._matmuls: dict[tuple[int, int], cublaslt_abi.Matmul] = {}
         self._inflate = Inflate(desc.element, device)
         self._epilogue = jit.load(

@@ -10,8 +10,12 @@ from ..gemm import GemmSparse24Descriptor, Operands
 from ..registry import STRICT_SMALL_TILE, KernelSpec
 from ..vocab import DeviceProperties, GemmOp, PlanPreference
 
-_LARGE_TILE = (128, 128)
-_THREADS = {_LARGE_TILE: 256, STRICT_SMALL_TILE: 128}
+# (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.
+_TILES = {
+    (128, 128): ("gemm_strict_large", 256),
+    (128, 32): ("gemm_strict_medium", 128),
+    STRICT_SMALL_TILE: ("gemm_strict_small", 128),
+}
 
 
 class _Parameters(ctypes.Structure):
@@ -36,6 +40,7 @@ class Kernel:
     workspace_size = 0
     workspace_alignment = 1
     weight_alignment = 16
+    launches = 1
     operand_alignment = 1  # any element-aligned address; 16-byte rows load faster
 
     def __init__(
@@ -46,16 +51,14 @@ class Kernel:
         preference: PlanPreference,
     ) -> None:
         self._desc = desc
-        # Every result is defined on its own, so the tile is free to follow n: no bit depends on it.
-        enough = _tiles(desc, _LARGE_TILE) >= device.multiprocessors // 2
-        tile = _LARGE_TILE if desc.n > 64 and enough else STRICT_SMALL_TILE
-        self._blocks = _tiles(desc, tile)
-        name = "gemm_strict_large" if tile is _LARGE_TILE else "gemm_strict_small"
+        tile = _tile_for(desc, device)
+        self._blocks = _blocks(desc, tile)
+        name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
         self._function = jit.load(
             "smxx_gemm_strict.cu",
             name,
-            _THREADS[tile],
+            threads,
             device.cuda_arch,
             device.ordinal,
             {
@@ -90,5 +93,16 @@ class Kernel:
         )
 
 
-def _tiles(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[int, int]:
+    """The largest tile that n half fills and that leaves no half of the device idle.
+
+    Every result is defined on its own, so the tile is free to follow n: no bit depends on it.
+    """
+    for tile in _TILES:
+        if 2 * desc.n > tile[1] and 2 * _blocks(desc, tile) >= device.multiprocessors:
+            return tile
+    return STRICT_SMALL_TILE
+
+
+def _blocks(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
     return -(-desc.outputs // tile[0]) * -(-desc.n // tile[1])

@@ -1,0 +1,34 @@
+"""The public names, for type checkers; __init__.py loads each when it is first used."""
+
+from ._version import __version__ as __version__
+from .errors import BackendUnavailableError as BackendUnavailableError
+from .errors import BufferTooSmallError as BufferTooSmallError
+from .errors import DriverError as DriverError
+from .errors import FormatError as FormatError
+from .errors import InvalidProblemError as InvalidProblemError
+from .errors import MisalignedOperandError as MisalignedOperandError
+from .errors import Sparse24Error as Sparse24Error
+from .errors import StorageError as StorageError
+from .errors import UnsupportedError as UnsupportedError
+from .errors import WorkspaceTooSmallError as WorkspaceTooSmallError
+from .gemm import BoundGemm as BoundGemm
+from .gemm import DgradSparse24Args as DgradSparse24Args
+from .gemm import GemmSparse24Args as GemmSparse24Args
+from .gemm import GemmSparse24Descriptor as GemmSparse24Descriptor
+from .gemm import GemmSparse24Plan as GemmSparse24Plan
+from .gemm import explain as explain
+from .tensors import Device as Device
+from .tensors import TensorView as TensorView
+from .tensors import Workspace as Workspace
+from .vocab import BackendKind as BackendKind
+from .vocab import DeviceProperties as DeviceProperties
+from .vocab import ElementKind as ElementKind
+from .vocab import EpilogueKind as EpilogueKind
+from .vocab import GuaranteeRequirement as GuaranteeRequirement
+from .vocab import KernelSku as KernelSku
+from .vocab import PlanPreference as PlanPreference
+from .vocab import PrecisionGuarantee as PrecisionGuarantee
+from .vocab import Tier as Tier
+from .weights import PackedWeight as PackedWeight
+from .weights import Sparse24Weight as Sparse24Weight
+from .weights import prune as prune

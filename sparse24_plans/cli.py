@@ -1,0 +1,331 @@
+"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``.
+
+Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
+Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from . import __version__, inspection, rendering
+from .checkpoint import TensorReport, compress_checkpoint, compressed_names
+from .errors import InvalidProblemError, Sparse24Error
+from .gemm import GemmSparse24Descriptor
+from .rendering import Json, console, print_json
+from .safetensors_file import SafetensorsReader, storage_errors
+from .verification import Verification, verify_checkpoint
+from .vocab import (
+    BackendKind,
+    DeviceProperties,
+    ElementKind,
+    EpilogueKind,
+    GemmOp,
+    GuaranteeRequirement,
+    PlanPreference,
+)
+
+app = typer.Typer(
+    name="sparse24",
+    help="2:4 structured-sparse weights: compress checkpoints, verify them, see which kernel serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_ABSENT_GPUS = {
+    "sm80": ("A100", (8, 0), 108),
+    "sm86": ("A10", (8, 6), 72),
+    "sm89": ("L40S", (8, 9), 142),
+    "sm90a": ("H100", (9, 0), 132),
+    "sm100": ("B200", (10, 0), 148),
+    "sm120": ("RTX 5090", (12, 0), 170),
+}
+Arch = Enum("Arch", {name.upper(): name for name in _ABSENT_GPUS}, type=str)  # type: ignore[misc]
+
+# Options that several commands share.
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="auto|host|N", help="auto: the GPU if there is one, else the host.")
+]
+RequireOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--require",
+        metavar="NAME[=VALUE]",
+        help="Guarantees that the kernel must give, comma-separated or repeated: "
+        + ", ".join(GuaranteeRequirement.model_fields)
+        + ".",
+    ),
+]
+BackendOption = Annotated[BackendKind | None, typer.Option("--backend", help="Force this backend.")]
+TokensOption = Annotated[int, typer.Option("--tokens", min=1, help="Rows of random activations.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random activations.")]
+CheckpointArgument = Annotated[Path, typer.Argument(metavar="CKPT", help="A dense safetensors file.")]
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Versions, devices, and which backends can serve here (and what the others lack)."""
+    with _reported(as_json):
+        about = inspection.environment()
+        print_json(about) if as_json else rendering.show_environment(about)
+
+
+@app.command()
+def compress(
+    source: CheckpointArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    include: Annotated[
+        list[str] | None, typer.Option(help="Compress only names that match this pattern; repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Copy names that match this pattern; repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prune a dense checkpoint to 2:4 and write it compressed. Everything else is copied unchanged."""
+    with _reported(as_json):
+        reports = _compress(source, out, include or (), exclude or (), quiet=as_json)
+        if as_json:
+            print_json(_compression_document(source, out, reports))
+        else:
+            rendering.show_compression(reports, os.path.getsize(source), os.path.getsize(out))
+
+
+@app.command()
+def verify(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A compressed checkpoint.")],
+    against: Annotated[Path, typer.Option("--against", metavar="CKPT", help="The dense file it came from.")],
+    tokens: TokensOption = 8,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    require: RequireOption = None,
+    backend: BackendOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a compressed checkpoint: weights exactly, products against the kernel's guaranteed bound."""
+    place, preference = _device(device), _preference(require, backend)
+    with _reported(as_json):
+        found = _verify(out, against, tokens, place, seed, preference, quiet=as_json)
+        print_json(_verification_document(found)) if as_json else rendering.show_verification(found)
+    raise typer.Exit(0 if found.passed else 1)
+
+
+@app.command()
+def explain(
+    n: Annotated[int, typer.Option("--n", min=0, help="Tokens.")],
+    m: Annotated[int, typer.Option("--m", min=0, help="Out features.")],
+    k: Annotated[int, typer.Option("--k", min=0, help="In features, a multiple of 8.")],
+    element: Annotated[ElementKind, typer.Option(help="Type of W and X.")] = ElementKind.BF16,
+    epilogue: Annotated[EpilogueKind, typer.Option(help="What follows the product.")] = EpilogueKind.IDENTITY,
+    op: Annotated[GemmOp, typer.Option(help="Forward product, or the gradient of X.")] = GemmOp.FORWARD,
+    device: DeviceOption = "auto",
+    arch: Annotated[
+        Arch | None, typer.Option("--arch", help="A GPU that needn't be here, instead of --device.")
+    ] = None,
+    require: RequireOption = None,
+    backend: BackendOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which kernel would serve a problem and why, with its guarantees, error bound and workspace."""
+    if arch is not None and device != "auto":
+        raise typer.BadParameter("--arch and --device exclude each other")
+    place: Any = _device(device) if arch is None else _absent_gpu(arch)
+    preference = _preference(require, backend)
+    with _reported(as_json):
+        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, epilogue=epilogue, op=op)
+        answer = inspection.explain_problem(desc, preference, place)
+        print_json(answer) if as_json else rendering.show_explanation(answer)
+    raise typer.Exit(0 if answer["chosen"] else 1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option("--out", help="Keep the files in this folder.")] = None,
+    tokens: TokensOption = 4,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compress and verify a real checkpoint (of the [demo] extra) or else a small random one."""
+    place = _device(device)
+    with (
+        _reported(as_json),
+        tempfile.TemporaryDirectory() if out is None else nullcontext(str(out)) as folder,
+    ):
+        target = Path(folder)
+        with storage_errors(target):
+            target.mkdir(parents=True, exist_ok=True)
+        source = inspection.packaged_checkpoint()
+        origin = f"{inspection.MODEL_PACKAGE}'s model.safetensors"
+        if source is None:
+            source = target / "random.safetensors"
+            inspection.write_random_checkpoint(source, seed)
+            origin = f"random weights ({inspection.MODEL_PACKAGE} is not installed)"
+        if not as_json:
+            console().print(f"checkpoint: {origin}", highlight=False)
+        compressed = target / "sparse24.safetensors"
+        reports = _compress(source, compressed, (), (), quiet=as_json)
+        found = _verify(compressed, source, tokens, place, seed, PlanPreference(), quiet=as_json)
+        if as_json:
+            document = {
+                "origin": origin,
+                "compress": _compression_document(source, compressed, reports),
+                "verify": _verification_document(found),
+            }
+            print_json(document)
+        else:
+            rendering.show_demo(reports, found, os.path.getsize(source), os.path.getsize(compressed))
+    raise typer.Exit(0 if found.passed else 1)
+
+
+# Their parts --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _reported(as_json: bool) -> Iterator[None]:
+    """Turn the package's errors into one line (or document) and exit code 1."""
+    try:
+        yield
+    except Sparse24Error as error:
+        if as_json:
+            print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+        else:
+            console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _progress(title: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr, gone when done; yields what moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda step: bar.advance(task, step)
+
+
+def _compress(source: Path, out: Path, include: Any, exclude: Any, *, quiet: bool) -> list[TensorReport]:
+    size = os.path.getsize(source) if source.is_file() else 0
+    with _progress("compressing", size, quiet) as advance:
+        return compress_checkpoint(
+            source,
+            out,
+            include=include,
+            exclude=exclude,
+            on_tensor=lambda report: advance(report.bytes_before),
+        )
+
+
+def _verify(
+    out: Path,
+    against: Path,
+    tokens: int,
+    device: int | str | None,
+    seed: int,
+    preference: PlanPreference,
+    *,
+    quiet: bool,
+) -> Verification:
+    with SafetensorsReader(out) as reader:
+        layers = len(compressed_names(reader))
+    with _progress("verifying", layers, quiet) as advance:
+        return verify_checkpoint(
+            out,
+            against,
+            tokens=tokens,
+            device=device,
+            seed=seed,
+            preference=preference,
+            on_layer=lambda layer: advance(1),
+        )
+
+
+def _compression_document(source: Path, out: Path, reports: list[TensorReport]) -> Json:
+    return {
+        "source": str(source),
+        "destination": str(out),
+        "source_bytes": os.path.getsize(source),
+        "destination_bytes": os.path.getsize(out),
+        "tensors": [asdict(report) for report in reports],
+    }
+
+
+def _verification_document(found: Verification) -> Json:
+    layers = [{**asdict(layer), "passed": layer.passed} for layer in found.layers]
+    return {**asdict(found), "layers": layers, "passed": found.passed}
+
+
+def _device(text: str) -> int | str | None:
+    if text == "auto":
+        return None
+    if text == "host":
+        return text
+    ordinal = text.removeprefix("cuda:")
+    if ordinal.isascii() and ordinal.isdigit():
+        return int(ordinal)
+    raise typer.BadParameter(f"--device: expected auto, host or a CUDA ordinal, got {text!r}")
+
+
+def _preference(require: list[str] | None, backend: BackendKind | None) -> PlanPreference:
+    wanted: dict[str, Any] = {}
+    for item in ",".join(require or ()).split(","):
+        name, has_value, value = item.strip().partition("=")
+        if name:
+            wanted[name] = value if has_value else True
+    try:
+        return PlanPreference(prefer_backend=backend, require=GuaranteeRequirement(**wanted))
+    except InvalidProblemError as error:
+        raise typer.BadParameter(f"--require: {error}") from error
+
+
+def _absent_gpu(arch: Any) -> DeviceProperties:
+    """Properties of a GPU of the architecture, with every library installed."""
+    name, capability, multiprocessors = _ABSENT_GPUS[arch.value]
+    return DeviceProperties(
+        kind="cuda",
+        name=f"{name}, assumed",
+        compute_capability=capability,
+        multiprocessors=multiprocessors,
+        cublaslt="assumed",
+    )
+
+
+def _terminate(signum: int, frame: object) -> None:
+    sys.exit(128 + signum)
+
+
+def main() -> None:
+    """Entry point of the ``sparse24`` command."""
+    # As an exception, so that a killed run removes its temporary file.
+    signal.signal(signal.SIGTERM, _terminate)
+    app()
+
+
+if __name__ == "__main__":
+    main()
