@@ -60,7 +60,7 @@ class FormatError(Sparse24Error, ValueError):
 
 
 class StorageError(Sparse24Error, OSError):
-    """A file could not be read or written (a full disk, a missing folder). Carries ``errno``, ``filename``."""
+    """A file could not be read or written: a full disk, a missing folder. Has ``errno``, ``filename``."""
 
 
 class DriverError(Sparse24Error, RuntimeError):

@@ -438,7 +438,7 @@ def explain(
     preference: PlanPreference | None = None,
     device: int | str | DeviceProperties | None = None,
 ) -> Explanation:
-    """What ``select`` would choose and why; compiles nothing. ``device`` may be an absent GPU's properties."""
+    """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
     preference = preference or PlanPreference()
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
     rows = registry.consider(descriptor, preference, properties)

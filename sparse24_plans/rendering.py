@@ -170,9 +170,9 @@ def show_verification(found: Verification) -> None:
 
 def show_demo(reports: list[TensorReport], found: Verification, source_bytes: int, out_bytes: int) -> None:
     energies = [report.kept_energy for report in reports if report.kept_energy is not None]
+    kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
+    _line(f"compressed {len(energies)} layers{kept}: {_change(source_bytes, out_bytes)}")
     show_verification(found)
-    kept = f"pruning kept {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
-    _line(f"{kept}; {_change(source_bytes, out_bytes)}")
 
 
 def show_explanation(answer: Json) -> None:

@@ -1,0 +1,182 @@
+"""Measure, write the record: ``python -m benchmarks.run OUT.json [--n 1,8] [--shapes 4] [--element bf16]``.
+
+The figures: ``gemm`` microseconds of a launch beside dense cuBLAS and cuSPARSELt (null where it wasn't run);
+``prepare`` beside a device copy of the same bytes; ``host`` microseconds of host time a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+from sparse24_plans import (
+    BackendKind,
+    ElementKind,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    PackedWeight,
+    PlanPreference,
+)
+from sparse24_plans.backends.inflate import Inflate
+from sparse24_plans.devices import cuda_properties
+
+from .harness import Contender, environment, time_contenders
+from .problems import SHAPES, TOKENS, Cell, Matrix
+
+_CONTENDERS = {
+    "auto": PlanPreference(),
+    **{
+        kind.value: PlanPreference(prefer_backend=kind)
+        for kind in BackendKind
+        if kind is not BackendKind.HOST
+    },
+}
+_WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3}
+"""Relative error above which a time is not recorded: the result is wrong."""
+
+
+def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
+    """One row a backend for one shape and n, all timed interleaved."""
+    cell = Cell(matrix, n)
+    contenders, errors, chosen = [cell.dense()], {}, ""
+    for name, preference in _CONTENDERS.items():
+        made = cell.ours(name, preference)
+        if made is None:
+            continue
+        contender, plan = made
+        if name == "auto":
+            chosen = plan.sku.backend
+        errors[name] = cell.rel_error(contender.launches[0])
+        if not errors[name] <= _WORST_ERROR[matrix.element]:
+            raise SystemExit(f"{name} {matrix} n={n}: relative error {errors[name]:.3g}, not timed")
+        if name != "auto":  # the same kernel as the backend that select chose: timed once
+            contenders.append(contender)
+    times = time_contenders(contenders)
+    times["auto"] = times[chosen]
+    shared = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
+    return [
+        {
+            **shared,
+            "backend": name,
+            "us": round(times[name], 2),
+            "dense_us": round(times["dense"], 2),
+            "cusparselt_us": None,
+            "rel_error": float(f"{error:.3g}"),
+        }
+        for name, error in errors.items()
+    ]
+
+
+def decompress_row(matrix: Matrix) -> dict[str, Any]:
+    """The inflate kernel beside a device copy that moves as many bytes."""
+    inflate = Inflate(matrix.element, cuda_properties(0))
+    weights = [PackedWeight.canonical(weight) for weight in matrix.weights]
+    outs = [cupy.empty((matrix.m, matrix.k), matrix.element.bits_dtype) for _ in weights]
+    moved = weights[0].nbytes + outs[0].nbytes
+    pairs = [(cupy.empty(moved // 2, "u1"), cupy.empty(moved // 2, "u1")) for _ in weights]
+
+    def copy(source: Any, target: Any) -> Callable[[int], None]:
+        pointers = target.data.ptr, source.data.ptr, source.nbytes
+        return lambda stream: cupy.cuda.runtime.memcpyAsync(
+            *pointers, cupy.cuda.runtime.memcpyDeviceToDevice, stream
+        )
+
+    launches = [inflate.prepare(w, out.data.ptr) for w, out in zip(weights, outs, strict=True)]
+    times = time_contenders(
+        [Contender("inflate", launches), Contender("copy", [copy(*pair) for pair in pairs])]
+    )
+    if not bool((outs[0] == matrix.dense[0]).all()):
+        raise SystemExit(f"inflate {matrix}: wrong result, not recorded")
+    return {
+        "op": "decompress",
+        "m": matrix.m,
+        "k": matrix.k,
+        "element": matrix.element.value,
+        "us": round(times["inflate"], 2),
+        "copy_us": round(times["copy"], 2),
+    }
+
+
+def _host_us(call: Callable[[], object], *, calls: int = 200, rounds: int = 25) -> float:
+    times = []
+    for _ in range(rounds):
+        cupy.cuda.Device().synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    return round(statistics.median(times), 2)
+
+
+_IMPORT = "import time; t = time.perf_counter(); import sparse24_plans; {}; print(time.perf_counter() - t)"
+
+
+def _import_s(then: str) -> float:
+    command = [sys.executable, "-c", _IMPORT.format(then)]
+    runs = [float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(5)]
+    return round(statistics.median(runs), 3)
+
+
+def host_figures() -> dict[str, float]:
+    """Host microseconds a call, CuPy arrays in, on a small problem; by backend, then the selected one's."""
+    figures: dict[str, float] = {}
+    desc = GemmSparse24Descriptor(n=16, m=256, k=256, element="f32")
+    matrix = Matrix(desc.m, desc.k, desc.element)
+    x, y = (cupy.zeros((16, 256), cupy.float32) for _ in range(2))
+    stream = cupy.cuda.Stream(non_blocking=True).ptr
+    for name, preference in _CONTENDERS.items():
+        try:
+            plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
+        except NotImplementedError:
+            continue
+        args = GemmSparse24Args(plan.pack(matrix.weights[0]), x, y)
+        space = cupy.empty(max(plan.workspace_size(), 1), cupy.uint8)
+        bound = plan.bind(args, workspace=space)
+        prefix = "" if name == "auto" else f"{name}_"
+        figures[f"{prefix}run_us"] = _host_us(lambda: plan.run(args, workspace=space, stream=stream))  # noqa: B023
+        figures[f"{prefix}launch_us"] = _host_us(lambda: bound.launch(stream))  # noqa: B023
+    figures["select_cached_us"] = _host_us(
+        lambda: GemmSparse24Plan.select(GemmSparse24Descriptor(n=16, m=256, k=256, element="f32"), device=0)
+    )
+    figures["import_s"] = _import_s("pass")
+    figures["import_all_s"] = _import_s("[getattr(sparse24_plans, n) for n in sparse24_plans.__all__]")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--n", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    parser.add_argument("--element", default="bf16")
+    options = parser.parse_args()
+    record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": []}
+    record["host"] = host_figures()
+    print(record["host"], flush=True)
+    for m, k in SHAPES[: options.shapes]:
+        matrix = Matrix(m, k, ElementKind(options.element))
+        for n in map(int, options.n.split(",")):
+            rows = gemm_rows(matrix, n)
+            record["gemm"] += rows
+            shown = "  ".join(f"{row['backend']} {row['us']}" for row in rows)
+            print(f"{m:>6} {k:>6} {n:>5}  dense {rows[0]['dense_us']}  {shown}", flush=True)
+        if (m, k) in ((8192, 8192), (28672, 4096)):
+            record["prepare"].append(decompress_row(matrix))
+            print(record["prepare"][-1], flush=True)
+        del matrix
+        cupy.get_default_memory_pool().free_all_blocks()
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
