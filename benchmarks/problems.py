@@ -42,8 +42,7 @@ def random_bits(shape: tuple[int, int], element: ElementKind, seed: int) -> Any:
 
 def typed(bits: Any, element: ElementKind) -> TensorView:
     """A view of raw bits as elements."""
-    view = TensorView.of(bits)
-    return TensorView(view.address, view.shape, element, view.device, owner=bits)
+    return TensorView.of(bits, element=element)
 
 
 @dataclass

@@ -119,17 +119,8 @@ def compress_checkpoint(
         selection = _Selection(include, exclude)
         selection.check(reader.tensors)
         reasons = {info.name: selection.reason_to_copy(info) for info in reader.tensors.values()}
-        outputs: list[TensorInfo] = []
-        metadata = {**reader.metadata, FORMAT_KEY: FORMAT_VERSION}
-        for info in reader.tensors.values():
-            if reasons[info.name] is not None:
-                outputs.append(info)
-                continue
-            element = _COMPRESSED_DTYPES[info.dtype]
-            outputs += _stored_tensors(info.name, info.shape, element)
-            _describe(metadata, info.name, info.shape, element)
         reports = []
-        with SafetensorsWriter(destination, outputs, metadata) as writer:
+        with SafetensorsWriter(destination, *_contents(reader, reasons)) as writer:
             for info in reader.tensors.values():
                 report = _transfer(reader, writer, info, reasons[info.name])
                 reports.append(report)
@@ -264,6 +255,22 @@ def _first_match(name: str, patterns: Sequence[str]) -> str | None:
 
 
 # How it is stored ---------------------------------------------------------------------------------
+
+
+def _contents(
+    reader: SafetensorsReader, reasons: Mapping[str, str | None]
+) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Tensors and metadata of the compressed file."""
+    outputs: list[TensorInfo] = []
+    metadata = {**reader.metadata, FORMAT_KEY: FORMAT_VERSION}
+    for info in reader.tensors.values():
+        if reasons[info.name] is not None:
+            outputs.append(info)
+            continue
+        element = _COMPRESSED_DTYPES[info.dtype]
+        outputs += _stored_tensors(info.name, info.shape, element)
+        _describe(metadata, info.name, info.shape, element)
+    return outputs, metadata
 
 
 def _stored_tensors(name: str, shape: tuple[int, ...], element: ElementKind) -> tuple[TensorInfo, TensorInfo]:

@@ -223,7 +223,8 @@ def _reported(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def _progress(title: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, gone when done; yields what moves it."""
+    """A bar on stderr where that is a terminal, gone when done; yields what moves it."""
+    quiet = quiet or not sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(title, total=total)

@@ -1,0 +1,98 @@
+"""Every byte from the caller's own allocator, every launch on the caller's own stream.
+
+Needs a CUDA device. One cudaMalloc serves the weight, the operands and the workspace; the package sees
+addresses only. CuPy launches the kernels, and its memory pool stays empty.
+"""
+
+import numpy as np
+
+from sparse24_plans import (
+    Device,
+    ElementKind,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    Sparse24Weight,
+    TensorView,
+    Workspace,
+)
+from sparse24_plans.devices import cuda_device_count
+
+if not cuda_device_count():
+    print("This example needs a CUDA device that CuPy can use; nothing was run.")
+    raise SystemExit(0)
+
+import cupy
+
+runtime = cupy.cuda.runtime
+DEVICE = Device("cuda", runtime.getDevice())
+TO_DEVICE, TO_HOST = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
+
+
+class Arena:
+    """A bump allocator over one cudaMalloc: stands for the memory manager of a serving runtime."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.base, self.nbytes, self._used = runtime.malloc(nbytes), nbytes, 0
+
+    def take(self, nbytes: int, alignment: int = 256) -> int:
+        start = -(-self._used // alignment) * alignment
+        if start + nbytes > self.nbytes:
+            raise MemoryError(f"the arena holds {self.nbytes} bytes")
+        self._used = start + nbytes
+        return self.base + start
+
+    def tensor(self, shape: tuple[int, ...], element: ElementKind) -> TensorView:
+        address = self.take(int(np.prod(shape)) * element.itemsize)
+        return TensorView(address, shape, element, DEVICE, owner=self)
+
+    def upload(self, array: np.ndarray, element: ElementKind) -> TensorView:
+        view = self.tensor(array.shape, element)
+        runtime.memcpy(view.address, array.ctypes.data, array.nbytes, TO_DEVICE)
+        return view
+
+
+n, m, k = 48, 1024, 512
+rng = np.random.default_rng(0)
+arena = Arena(16 << 20)
+stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)  # a bare cudaStream_t
+
+# The weight is compressed on the host, then uploaded into the arena. The metadata was made here, so the
+# scan of it on the device is skipped.
+on_host = Sparse24Weight.prune_compress(rng.standard_normal((m, k), np.float32).astype(np.float16))
+weight = Sparse24Weight(
+    arena.upload(on_host.values, ElementKind.F16),
+    arena.upload(on_host.metadata, ElementKind.U16),
+    validate=False,
+)
+x_host = rng.standard_normal((n, k), np.float32).astype(np.float16)
+x, y = arena.upload(x_host, ElementKind.F16), arena.tensor((n, m), ElementKind.F32)
+
+desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", out_element="f32")
+plan = GemmSparse24Plan.select(desc, device=DEVICE.ordinal)
+print(plan.explain())
+
+size = plan.workspace_size()
+workspace = Workspace(arena.take(size, plan.workspace_alignment), size, DEVICE, owner=arena)
+args = GemmSparse24Args(plan.pack(weight), x, y)
+
+plan.run(args, workspace=workspace, stream=stream)  # checks, then enqueues
+bound = plan.bind(args, workspace=workspace)  # checks once
+for _ in range(10):
+    bound.launch(stream=stream)
+
+y_host = np.empty((n, m), np.float32)
+runtime.memcpyAsync(y_host.ctypes.data, y.address, y_host.nbytes, TO_HOST, stream)
+runtime.streamSynchronize(stream)
+
+w64, x64 = on_host.decompress().astype(np.float64), x_host.astype(np.float64)
+exact = x64 @ w64.T
+allowed = plan.guarantee.tolerance(k, exact, np.abs(x64) @ np.abs(w64).T, desc.out_element)
+ratio = (np.abs(y_host - exact) / allowed).max()
+print(f"\nworst error: {ratio:.1%} of what the guarantee allows")
+print(f"bytes in CuPy's memory pool: {cupy.get_default_memory_pool().total_bytes()}")
+assert ratio <= 1
+
+del bound  # holds a CUDA graph where the kernel is several launches
+runtime.streamDestroy(stream)
+runtime.free(arena.base)

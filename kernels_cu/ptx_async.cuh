@@ -1,0 +1,56 @@
+// Wrappers of PTX instructions: asynchronous copies, ldmatrix, sparse mma, clusters. One instruction each.
+#pragma once
+#include "common.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// 16 bytes, global to shared, past L1. With keep == false the destination is zeroed and nothing is read.
+__device__ __forceinline__ void copy_async_16(u32 to, const void* from, bool keep) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;"); }
+template <int kPending> __device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// acc += A(16x32, 2:4) * B(32x8). kSelector: which lane pair of every quad holds the metadata.
+template <int kElement, int kSelector>
+__device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+#define S24_MMA_SP(type)                                                                                       \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type ".f32 "             \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"            \
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),        \
+                 "r"(metadata), "n"(kSelector))
+  if constexpr (kElement == S24_F16) S24_MMA_SP("f16");
+  else S24_MMA_SP("bf16");
+#undef S24_MMA_SP
+}
+
+// Clusters (sm_90): every thread of every block meets; what came before is visible after.
+__device__ __forceinline__ void cluster_meet() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A float of block `rank`'s shared memory, at the address that this block's copy of it has.
+__device__ __forceinline__ float load_from_cluster(u32 address, u32 rank) {
+  float v = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %1, %2;\n\tld.shared::cluster.f32 %0, [there]; }"
+               : "=f"(v)
+               : "r"(address), "r"(rank)
+               : "memory");
+#endif
+  return v;
+}

@@ -1,0 +1,212 @@
+// Decode: Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens, W streamed once at memory speed.
+//
+// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns
+// (sparse24_plans/packing.py): 8192 bytes of swizzled values and 1024 bytes of metadata in fragment order, one
+// contiguous block that cp.async brings in as it is.
+//
+// K is cut into S24_SLICES slices (4 or 8, from M and K alone). A slice is summed by one warp in increasing k;
+// slices are folded in the fixed tree ((0+1)+(2+3)) + ((4+5)+(6+7)). So a row's bits don't depend on n, on
+// its place in the batch, or on which of the shapes below computes it.
+//
+// Eight warps work on four tile streams, two warps a stream (32 rows each). S24_BLOCK_TILES of the streams lie
+// along M, the rest along K: few tokens take slices of K side by side (less to fold between blocks), many
+// tokens take rows (X is shared by more of W). Slices of other blocks are read through the cluster.
+#include "common.cuh"
+#include "ptx_async.cuh"
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kTileM = 64, kTileK = 128, kTileBytes = 9216, kValueBytes = 8192;
+constexpr int kStreams = 4;
+constexpr int kBlockTiles = S24_BLOCK_TILES;         // streams along M
+constexpr int kGroups = kStreams / kBlockTiles;      // streams along K
+constexpr int kSlices = S24_SLICES;
+constexpr int kCluster = kSlices / kGroups;          // blocks that share a row block
+constexpr int kColumns = S24_TOKEN_TILES;            // n8 tiles
+constexpr int kTokens = 8 * kColumns;
+constexpr int kStages = S24_STAGES;
+constexpr int kSourceBytes = kTokens * kTileK * 2;   // X of one stream along K
+constexpr int kStageBytes = kStreams * kTileBytes + kGroups * kSourceBytes;
+constexpr int kRows = kBlockTiles * kTileM;          // of a block
+constexpr int kFoldPitch = kRows + 4;                // floats; 4 keeps the fragment stores off each other's banks
+
+struct MmaSpParams {
+  const u8* packed;     // [row tiles][K tiles][9216]
+  const u16* x;         // [n, k], row stride x_stride, 16-byte aligned rows
+  const void* bias;     // [m], or null
+  void* y;              // [n, m], row stride y_stride
+  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
+  float alpha;
+};
+
+typedef Element<S24_OUT> Out;
+typedef Element<S24_BIAS> Bias;
+
+// A thread's part of the loads, one K tile a call. The two warps that multiply a stream also fetch it; all warps
+// along M of one slice fetch its X together.
+struct Loader {
+  static constexpr int kChunks = kTileBytes / 16 / 64;  // 64 threads a tile
+  static constexpr int kPeers = 64 * kBlockTiles;       // threads that share X
+  static constexpr int kTokenStep = kPeers / 16, kTokenLoads = kTokens / kTokenStep;
+
+  const u8* weights;
+  const u16* source;
+  i64 tiles;         // of this thread's slice still to fetch; 0 where its rows lie outside W
+  i64 columns;       // of X from this thread's chunk to the end of a row
+  i64 token_stride;  // elements between this thread's tokens
+  int tokens;        // how many of them lie inside X
+  u32 weights_to, source_to, swap;
+
+  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 row_tile, i64 k_tile, i64 count) {
+    const int stream = threadIdx.x / 64, u = threadIdx.x % 64, peer = threadIdx.x % kPeers;
+    tiles = count;
+    weights = row_tile < p.row_tiles ? p.packed + (row_tile * p.k_tiles + k_tile) * kTileBytes + u * 16 : nullptr;
+    weights_to = base + stream * kTileBytes + u * 16;
+    const int token = peer / 16, chunk = peer % 16;
+    const i64 column = k_tile * kTileK + chunk * 8;
+    source = p.x + token * p.x_stride + column;
+    columns = p.k - column;
+    token_stride = kTokenStep * p.x_stride;
+    tokens = p.n > token ? (int)((p.n - token + kTokenStep - 1) / kTokenStep) : 0;
+    source_to = base + kStreams * kTileBytes + stream / kBlockTiles * kSourceBytes + token * 256 + (chunk ^ (token & 7)) * 16;
+    swap = ((chunk ^ (token + kTokenStep & 7)) - (chunk ^ (token & 7))) * 16;  // where tokens are 4 apart
+  }
+
+  __device__ __forceinline__ void next(int slot) {
+    if (tiles-- <= 0) return;
+    const u32 offset = slot * kStageBytes;
+    if (weights) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) copy_async_16(weights_to + offset + i * 1024, weights + i * 1024, true);
+      weights += kTileBytes;
+    }
+#pragma unroll
+    for (int i = 0; i < kTokenLoads; ++i) {
+      const bool keep = i < tokens && columns > 0;
+      const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
+      copy_async_16(source_to + offset + i * kTokenStep * 256 + odd, keep ? source + i * token_stride : source, keep);
+    }
+    source += kTileK;
+    columns -= kTileK;
+  }
+};
+
+__device__ __forceinline__ i64 slice_begin(i64 k_tiles, int slice) { return k_tiles * slice / kSlices; }
+
+// One k32 step of a warp: 32 rows x all tokens. The selector is an immediate, so the step is a template.
+template <int kStep>
+__device__ __forceinline__ void multiply_step(float (&acc)[2][kColumns][4], u32 tile, u32 source, const u32 (&metadata)[2][2], int row0) {
+  const int lane = threadIdx.x % 32;
+  u32 a[2][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = row0 + 16 * h + lane / 8 % 2 * 8 + lane % 8, chunk = 2 * kStep + lane / 16;
+    load_matrix_x4(a[h], tile + row * 128 + (chunk ^ (row & 7)) * 16);
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    u32 b[4];
+    const int token = 8 * c + lane % 8, chunk = 4 * kStep + lane / 8;
+    load_matrix_x4(b, source + token * 256 + (chunk ^ (token & 7)) * 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mma_sp_m16n8k32<S24_ELEMENT, kStep % 2>(acc[h][c], a[h], b, metadata[h][kStep / 2]);
+  }
+}
+
+__device__ __forceinline__ void multiply_tile(float (&acc)[2][kColumns][4], u32 tile, u32 source, int row0) {
+  const int lane = threadIdx.x % 32;
+  u32 metadata[2][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u32 at = tile + kValueBytes + ((row0 / 16 + h) * 32 + lane) * 8;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(metadata[h][0]), "=r"(metadata[h][1]) : "r"(at));
+  }
+  multiply_step<0>(acc, tile, source, metadata, row0);
+  multiply_step<1>(acc, tile, source, metadata, row0);
+  multiply_step<2>(acc, tile, source, metadata, row0);
+  multiply_step<3>(acc, tile, source, metadata, row0);
+}
+
+// Sum of slice `slice` for one result: shared memory of the block that holds it, [group][token][row].
+__device__ __forceinline__ float slice_sum(u32 base, int slice, int token, int row) {
+  const u32 at = base + ((slice % kGroups * kTokens + token) * kFoldPitch + row) * 4;
+  if constexpr (kCluster > 1) return load_from_cluster(at, slice / kGroups);
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+  return v;
+}
+
+#if S24_SLICES / (4 / S24_BLOCK_TILES) > 1
+#define S24_CLUSTER __cluster_dims__(S24_SLICES / (4 / S24_BLOCK_TILES), 1, 1)
+#else
+#define S24_CLUSTER
+#endif
+
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TILES > 8 ? 1 : 2)
+    gemm_mma_sp(const __grid_constant__ MmaSpParams p) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const int rank = blockIdx.x % kCluster;
+  const u32 base = shared_address(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stream = warp / 2, row0 = warp % 2 * 32;
+  const i64 block_tile = (i64)(blockIdx.x / kCluster) * kBlockTiles, row_tile = block_tile + stream % kBlockTiles;
+  const int slice = rank * kGroups + stream / kBlockTiles;
+  const i64 k_tile = slice_begin(p.k_tiles, slice), count = slice_begin(p.k_tiles, slice + 1) - k_tile;
+  const i64 steps = (p.k_tiles + kSlices - 1) / kSlices;  // of the longest slice
+  Loader loader(p, base, row_tile, k_tile, count);
+
+  float acc[2][kColumns][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[h][c][i] = 0.0f;
+
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    loader.next(s);
+    copy_async_commit();
+  }
+  int slot = 0;
+  for (i64 step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    loader.next(slot == 0 ? kStages - 1 : slot - 1);
+    copy_async_commit();
+    if (step < count && row_tile < p.row_tiles) {
+      const u32 at = base + slot * kStageBytes;
+      multiply_tile(acc, at + stream * kTileBytes, at + kStreams * kTileBytes + stream / kBlockTiles * kSourceBytes, row0);
+    }
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // the stages are free: the sums take their place
+
+  float* const sums = (float*)shared + (stream / kBlockTiles * kTokens) * kFoldPitch + stream % kBlockTiles * kTileM + row0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[(8 * c + lane % 4 * 2 + i % 2) * kFoldPitch + 16 * h + lane / 4 + i / 2 * 8] = acc[h][c][i];
+  if constexpr (kCluster > 1) cluster_meet();
+  else __syncthreads();
+
+  // Each block of the cluster finishes its share of the rows.
+  constexpr int kShare = kRows / kCluster;
+  for (int i = threadIdx.x; i < kShare * kTokens; i += kThreads) {
+    const int token = i / kShare, row = rank * kShare + i % kShare;
+    const i64 m = block_tile * kTileM + row;
+    if (token >= p.n || m >= p.m) continue;
+    float total = 0.0f;
+#pragma unroll
+    for (int four = 0; four < kSlices; four += 4) {
+      const float low = slice_sum(base, four, token, row) + slice_sum(base, four + 1, token, row);
+      const float high = slice_sum(base, four + 2, token, row) + slice_sum(base, four + 3, token, row);
+      total = four == 0 ? low + high : total + (low + high);
+    }
+    const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[m]) : 0.0f;
+    ((Out::Bits*)p.y)[token * p.y_stride + m] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
+  }
+  if constexpr (kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read
+}
