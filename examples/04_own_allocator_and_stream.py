@@ -54,7 +54,7 @@ class Arena:
 
 n, m, k = 48, 1024, 512
 rng = np.random.default_rng(0)
-arena = Arena(16 << 20)
+arena = Arena(64 << 20)
 stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)  # a bare cudaStream_t
 
 # The weight is compressed on the host, then uploaded into the arena. The metadata was made here, so the

@@ -15,14 +15,14 @@ if not cuda_device_count():
 import cupy
 
 n, hidden, inner = 32, 512, 1024
-cupy.random.seed(0)
+rng = np.random.default_rng(0)
 
 
-def random(*shape: int) -> cupy.ndarray:
-    return cupy.random.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16)
+def random(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(np.float16)
 
 
-x = random(n, hidden)
+x = cupy.asarray(random(n, hidden))
 middle, y = cupy.empty((n, inner), cupy.float16), cupy.empty((n, hidden), cupy.float16)
 
 up = GemmSparse24Plan.select(
@@ -34,9 +34,14 @@ down = GemmSparse24Plan.select(
 # Layers that run one after the other on one stream may share a workspace.
 workspace = cupy.empty(max(up.workspace_size(), down.workspace_size()), cupy.uint8)
 up_args = GemmSparse24Args(
-    up.pack(Sparse24Weight.prune_compress(random(inner, hidden))), x, middle, random(inner)
+    up.pack(Sparse24Weight.prune_compress(cupy.asarray(random(inner, hidden)))),
+    x,
+    middle,
+    cupy.asarray(random(inner)),
 )
-down_args = GemmSparse24Args(down.pack(Sparse24Weight.prune_compress(random(hidden, inner))), middle, y)
+down_args = GemmSparse24Args(
+    down.pack(Sparse24Weight.prune_compress(cupy.asarray(random(hidden, inner)))), middle, y
+)
 first_layer = up.bind(up_args, workspace=workspace)
 cupy.cuda.Device().synchronize()  # everything above ran on CuPy's current stream
 
@@ -47,7 +52,7 @@ down.run(down_args, workspace=workspace, stream=stream)
 graph = stream.end_capture()
 
 for step in range(3):
-    x[...] = random(n, hidden)  # new activations in the captured buffer
+    x.set(random(n, hidden))  # new activations in the captured buffer
     y.fill(cupy.nan)
     cupy.cuda.Device().synchronize()
     graph.launch(stream)

@@ -43,14 +43,25 @@ __device__ __forceinline__ void cluster_meet() {
 #endif
 }
 
-// A float of block `rank`'s shared memory, at the address that this block's copy of it has.
-__device__ __forceinline__ float load_from_cluster(u32 address, u32 rank) {
+// Where block `rank` of the cluster has what this block has at `address` of its shared memory.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+  u32 there = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+#endif
+  return there;
+}
+
+__device__ __forceinline__ float load_cluster(u32 address) {
   float v = 0.0f;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %1, %2;\n\tld.shared::cluster.f32 %0, [there]; }"
-               : "=f"(v)
-               : "r"(address), "r"(rank)
-               : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
 #endif
+  return v;
+}
+
+__device__ __forceinline__ float load_shared(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
 }

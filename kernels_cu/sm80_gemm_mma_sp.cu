@@ -24,6 +24,11 @@ constexpr int kCluster = kSlices / kGroups;          // blocks that share a row 
 constexpr int kColumns = S24_TOKEN_TILES;            // n8 tiles
 constexpr int kTokens = 8 * kColumns;
 constexpr int kStages = S24_STAGES;
+// The two warps of a stream share its rows, or, with many tokens, the tokens: then each B fragment that is
+// fetched serves twice as many rows.
+constexpr bool kSplitTokens = kColumns >= 8;
+constexpr int kWarpBlocks = kSplitTokens ? 4 : 2;    // m16 blocks of a warp
+constexpr int kWarpColumns = kSplitTokens ? kColumns / 2 : kColumns;
 constexpr int kSourceBytes = kTokens * kTileK * 2;   // X of one stream along K
 constexpr int kStageBytes = kStreams * kTileBytes + kGroups * kSourceBytes;
 constexpr int kRows = kBlockTiles * kTileM;          // of a block
@@ -92,47 +97,62 @@ struct Loader {
 
 __device__ __forceinline__ i64 slice_begin(i64 k_tiles, int slice) { return k_tiles * slice / kSlices; }
 
-// One k32 step of a warp: 32 rows x all tokens. The selector is an immediate, so the step is a template.
-template <int kStep>
-__device__ __forceinline__ void multiply_step(float (&acc)[2][kColumns][4], u32 tile, u32 source, const u32 (&metadata)[2][2], int row0) {
-  const int lane = threadIdx.x % 32;
-  u32 a[2][4];
+// A warp's share of a tile: all four k32 steps. Fragments are fetched ahead of the mma that takes them: B by
+// kAhead, A by one step.
+struct WarpTile {
+  static constexpr int kAhead = 2, kBuffers = kAhead + 1, kUses = 4 * kWarpColumns;
+
+  u32 tile, source;  // shared memory
+  int row0, token0;
+
+  __device__ __forceinline__ void load_a(u32 (&a)[kWarpBlocks][4], int step) const {
+    const int lane = threadIdx.x % 32, chunk = 2 * step + lane / 16;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = row0 + 16 * h + lane / 8 % 2 * 8 + lane % 8, chunk = 2 * kStep + lane / 16;
-    load_matrix_x4(a[h], tile + row * 128 + (chunk ^ (row & 7)) * 16);
+    for (int h = 0; h < kWarpBlocks; ++h) {
+      const int row = row0 + 16 * h + lane % 16;
+      load_matrix_x4(a[h], tile + row * 128 + (chunk ^ (row & 7)) * 16);
+    }
   }
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    u32 b[4];
-    const int token = 8 * c + lane % 8, chunk = 4 * kStep + lane / 8;
+
+  __device__ __forceinline__ void load_b(u32 (&b)[4], int use) const {
+    const int lane = threadIdx.x % 32, chunk = use / kWarpColumns * 4 + lane / 8;
+    const int token = token0 + use % kWarpColumns * 8 + lane % 8;
     load_matrix_x4(b, source + token * 256 + (chunk ^ (token & 7)) * 16);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) mma_sp_m16n8k32<S24_ELEMENT, kStep % 2>(acc[h][c], a[h], b, metadata[h][kStep / 2]);
   }
+
+  __device__ __forceinline__ void multiply(float (&acc)[kWarpBlocks][kWarpColumns][4]) const {
+    u32 metadata[kWarpBlocks][2], a[2][kWarpBlocks][4], b[kBuffers][4];
+#pragma unroll
+    for (int h = 0; h < kWarpBlocks; ++h) {
+      const u32 at = tile + kValueBytes + ((row0 / 16 + h) * 32 + threadIdx.x % 32) * 8;
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(metadata[h][0]), "=r"(metadata[h][1]) : "r"(at));
+    }
+    load_a(a[0], 0);
+#pragma unroll
+    for (int use = 0; use < kAhead; ++use) load_b(b[use], use);
+#pragma unroll
+    for (int use = 0; use < kUses; ++use) {
+      const int step = use / kWarpColumns, column = use % kWarpColumns;
+      if (use + kAhead < kUses) load_b(b[(use + kAhead) % kBuffers], use + kAhead);
+      if (column == 0 && step < 3) load_a(a[(step + 1) % 2], step + 1);
+#pragma unroll
+      for (int h = 0; h < kWarpBlocks; ++h) {  // the selector is an immediate
+        if (step % 2 == 0) mma_sp_m16n8k32<S24_ELEMENT, 0>(acc[h][column], a[step % 2][h], b[use % kBuffers], metadata[h][step / 2]);
+        else mma_sp_m16n8k32<S24_ELEMENT, 1>(acc[h][column], a[step % 2][h], b[use % kBuffers], metadata[h][step / 2]);
+      }
+    }
+  }
+};
+
+// Where the block that summed `slice` keeps its sums: [group][token][row] floats.
+__device__ __forceinline__ u32 slice_address(u32 base, int slice) {
+  const u32 at = base + (slice % kGroups) * kTokens * kFoldPitch * 4;
+  return kCluster > 1 ? cluster_address(at, slice / kGroups) : at;
 }
 
-__device__ __forceinline__ void multiply_tile(float (&acc)[2][kColumns][4], u32 tile, u32 source, int row0) {
-  const int lane = threadIdx.x % 32;
-  u32 metadata[2][2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const u32 at = tile + kValueBytes + ((row0 / 16 + h) * 32 + lane) * 8;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(metadata[h][0]), "=r"(metadata[h][1]) : "r"(at));
-  }
-  multiply_step<0>(acc, tile, source, metadata, row0);
-  multiply_step<1>(acc, tile, source, metadata, row0);
-  multiply_step<2>(acc, tile, source, metadata, row0);
-  multiply_step<3>(acc, tile, source, metadata, row0);
-}
-
-// Sum of slice `slice` for one result: shared memory of the block that holds it, [group][token][row].
-__device__ __forceinline__ float slice_sum(u32 base, int slice, int token, int row) {
-  const u32 at = base + ((slice % kGroups * kTokens + token) * kFoldPitch + row) * 4;
-  if constexpr (kCluster > 1) return load_from_cluster(at, slice / kGroups);
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
-  return v;
+__device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
+  const u32 at = address + (token * kFoldPitch + row) * 4;
+  return kCluster > 1 ? load_cluster(at) : load_shared(at);
 }
 
 #if S24_SLICES / (4 / S24_BLOCK_TILES) > 1
@@ -146,18 +166,19 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TIL
   extern __shared__ __align__(1024) u8 shared[];
   const int rank = blockIdx.x % kCluster;
   const u32 base = shared_address(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stream = warp / 2, row0 = warp % 2 * 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stream = warp / 2;
+  const int row0 = kSplitTokens ? 0 : warp % 2 * 32, token0 = kSplitTokens ? warp % 2 * kWarpColumns * 8 : 0;
   const i64 block_tile = (i64)(blockIdx.x / kCluster) * kBlockTiles, row_tile = block_tile + stream % kBlockTiles;
   const int slice = rank * kGroups + stream / kBlockTiles;
   const i64 k_tile = slice_begin(p.k_tiles, slice), count = slice_begin(p.k_tiles, slice + 1) - k_tile;
   const i64 steps = (p.k_tiles + kSlices - 1) / kSlices;  // of the longest slice
   Loader loader(p, base, row_tile, k_tile, count);
 
-  float acc[2][kColumns][4];
+  float acc[kWarpBlocks][kWarpColumns][4];
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int h = 0; h < kWarpBlocks; ++h)
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
+    for (int c = 0; c < kWarpColumns; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[h][c][i] = 0.0f;
 
@@ -174,7 +195,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TIL
     copy_async_commit();
     if (step < count && row_tile < p.row_tiles) {
       const u32 at = base + slot * kStageBytes;
-      multiply_tile(acc, at + stream * kTileBytes, at + kStreams * kTileBytes + stream / kBlockTiles * kSourceBytes, row0);
+      const u32 source = at + kStreams * kTileBytes + stream / kBlockTiles * kSourceBytes;
+      WarpTile{at + stream * kTileBytes, source, row0, token0}.multiply(acc);
     }
     slot = slot + 1 == kStages ? 0 : slot + 1;
   }
@@ -183,28 +205,30 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TIL
 
   float* const sums = (float*)shared + (stream / kBlockTiles * kTokens) * kFoldPitch + stream % kBlockTiles * kTileM + row0;
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int h = 0; h < kWarpBlocks; ++h)
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
+    for (int c = 0; c < kWarpColumns; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sums[(8 * c + lane % 4 * 2 + i % 2) * kFoldPitch + 16 * h + lane / 4 + i / 2 * 8] = acc[h][c][i];
+        sums[(token0 + 8 * c + lane % 4 * 2 + i % 2) * kFoldPitch + 16 * h + lane / 4 + i / 2 * 8] = acc[h][c][i];
   if constexpr (kCluster > 1) cluster_meet();
   else __syncthreads();
 
   // Each block of the cluster finishes its share of the rows.
   constexpr int kShare = kRows / kCluster;
+  u32 slices[kSlices];
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i) slices[i] = slice_address(base, i);
+#pragma unroll 4
   for (int i = threadIdx.x; i < kShare * kTokens; i += kThreads) {
     const int token = i / kShare, row = rank * kShare + i % kShare;
+    float v[kSlices];
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) v[s] = slice_sum(slices[s], token, row);
+    float total = (v[0] + v[1]) + (v[2] + v[3]);
+    if constexpr (kSlices == 8) total += (v[4] + v[5]) + (v[6] + v[7]);
     const i64 m = block_tile * kTileM + row;
     if (token >= p.n || m >= p.m) continue;
-    float total = 0.0f;
-#pragma unroll
-    for (int four = 0; four < kSlices; four += 4) {
-      const float low = slice_sum(base, four, token, row) + slice_sum(base, four + 1, token, row);
-      const float high = slice_sum(base, four + 2, token, row) + slice_sum(base, four + 3, token, row);
-      total = four == 0 ? low + high : total + (low + high);
-    }
     const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[m]) : 0.0f;
     ((Out::Bits*)p.y)[token * p.y_stride + m] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
   }

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import Field, model_validator
 
-from . import registry
+from . import packing, registry
 from .devices import resolve
 from .errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, WorkspaceTooSmallError
 from .launching import as_graph, launch_on
@@ -148,8 +148,10 @@ class Kernel(Protocol):
     workspace_alignment: int
     weight_alignment: int
     """Bytes that the addresses of the weight's buffers are multiples of."""
-    operand_alignment: int
-    """The same for source and result."""
+    source_alignment: int
+    source_row_alignment: int
+    """Bytes that the source's address, and the distance of its rows, are multiples of."""
+    result_alignment: int
     launches: int
     """Kernels that one run enqueues."""
     details: str
@@ -299,8 +301,8 @@ class GemmSparse24Plan:
         """
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        packed = PackedWeight.canonical(weight)
-        return self._check_weight(packed)
+        make = PackedWeight.canonical if self._spec.layout == CANONICAL_LAYOUT else packing.pack
+        return self._check_weight(make(weight))
 
     def can_implement(self, args: GemmSparse24Args | DgradSparse24Args) -> Verdict:
         """Whether ``run`` would take these operands (the workspace apart). Touches no memory."""
@@ -347,7 +349,7 @@ class GemmSparse24Plan:
     # Checks ---------------------------------------------------------------------------------------
 
     def _check(self, args: GemmSparse24Args | DgradSparse24Args) -> Operands:
-        desc, alignment = self.descriptor, self._kernel.operand_alignment
+        desc, kernel = self.descriptor, self._kernel
         forward = desc.op is GemmOp.FORWARD
         across, out_across = (desc.k, desc.m) if forward else (desc.m, desc.k)
         expected = GemmSparse24Args if forward else DgradSparse24Args
@@ -366,8 +368,16 @@ class GemmSparse24Plan:
         else:
             assert type(args) is DgradSparse24Args
             names, source, result = ("dy", "dx"), args.dy, args.dx
-        src = _matrix(names[0], source, (desc.n, across), desc.element, self._place, alignment)
-        out = _matrix(names[1], result, (desc.n, out_across), desc.out_element, self._place, alignment)
+        src = _matrix(
+            names[0], source, (desc.n, across), desc.element, self._place, kernel.source_alignment
+        )
+        if desc.n > 1:
+            _check_alignment(
+                f"{names[0]} row stride", src.strides[0] * src.element.itemsize, kernel.source_row_alignment
+            )
+        out = _matrix(
+            names[1], result, (desc.n, out_across), desc.out_element, self._place, kernel.result_alignment
+        )
         if out.readonly:
             raise InvalidProblemError(f"{names[1]}: expected writable memory, got a read-only tensor")
         _check_apart(names[1], out, names[0], src)

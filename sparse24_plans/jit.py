@@ -114,23 +114,31 @@ def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
     return path
 
 
-class Function:
-    """A loaded kernel of one device, launched with ``threads`` a block and one struct of parameters."""
+_SHARED_BY_DEFAULT = 48 << 10
+"""Bytes of dynamic shared memory that a kernel gets without asking."""
 
-    def __init__(self, module: Any, name: str, threads: int) -> None:
-        self._module, self._threads = module, threads
-        self._function = module.get_function(name).kernel
+
+class Function:
+    """A loaded kernel of one device, launched with ``threads`` and ``shared_bytes`` a block and one struct."""
+
+    def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
+        self._module, self._threads, self._shared = module, threads, shared_bytes
+        raw = module.get_function(name)
+        if shared_bytes > _SHARED_BY_DEFAULT:
+            raw.max_dynamic_shared_size_bytes = shared_bytes
+        self._function = raw.kernel
         self._launch = import_cupy().cuda.driver.launchKernel
 
     def bind(self, blocks: int, parameters: ctypes.Structure) -> Callable[[int], None]:
         """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current."""
-        launch, function, threads = self._launch, self._function.ptr, self._threads
+        launch, function = self._launch, self._function.ptr
+        threads, shared = self._threads, self._shared
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         address = ctypes.addressof(pointers)
         keep = (self, parameters, pointers)
 
         def launch_on(stream: int, _keep: Any = keep) -> None:
-            launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0)
+            launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, address, 0)
 
         return launch_on
 
@@ -147,9 +155,16 @@ _load_lock = threading.Lock()
 
 
 def load(
-    source: str, name: str, threads: int, arch: str, ordinal: int, defines: Mapping[str, int]
+    source: str,
+    name: str,
+    threads: int,
+    arch: str,
+    ordinal: int,
+    defines: Mapping[str, int],
+    shared_bytes: int = 0,
 ) -> Function:
     """Kernel ``name`` of ``source``, compiled for ``arch`` and loaded on device ``ordinal``."""
     cupy = import_cupy()
     with _load_lock, cupy.cuda.Device(ordinal):
-        return Function(_module(source, arch, tuple(sorted(defines.items())), ordinal), name, threads)
+        module = _module(source, arch, tuple(sorted(defines.items())), ordinal)
+        return Function(module, name, threads, shared_bytes)

@@ -61,8 +61,8 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
 
     Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
     bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
-    On a GPU the work is queued on CuPy's current stream. Host memory beyond the result: a few megabytes;
-    on a GPU about twice the result.
+    On a GPU the work is queued on CuPy's current stream. Scratch memory: on the host a few megabytes, or
+    three times one row of tiles where that is more; on a GPU three times the result.
 
     Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
     """

@@ -116,6 +116,23 @@ def _host_blas(problem: Problem) -> PrecisionGuarantee:
     )
 
 
+def _mma_sp(problem: Problem) -> PrecisionGuarantee:
+    # Only kept positions are steps; the tensor cores truncate when they align and add: up to 2^-22 a step.
+    precision = {F16: MathPrecision.F16, BF16: MathPrecision.BF16}
+    return PrecisionGuarantee(
+        math_precision=precision[problem.element],
+        accumulator=F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=2.0**-22,
+        terms_per_k=0.5,
+    )
+
+
 def _cublas(problem: Problem) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
     # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
@@ -148,6 +165,17 @@ def _strict_limits(problem: Problem) -> str | None:
     return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
 
 
+MMA_SP_MOST_TOKENS = 128
+
+
+def _mma_sp_limits(problem: Problem) -> str | None:
+    if problem.n > MMA_SP_MOST_TOKENS:
+        return f"serves n <= {MMA_SP_MOST_TOKENS}, not {problem.n}"
+    if problem.n == 0 or problem.m == 0:
+        return "serves no empty results"
+    return None if problem.m < 2**31 else f"m {problem.m} exceeds {2**31 - 1}"
+
+
 def _cublas_limits(problem: Problem) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     return None if largest < 2**31 else f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
@@ -173,6 +201,18 @@ def _needs_cublaslt(device: DeviceProperties) -> str | None:
 # The table ----------------------------------------------------------------------------------------
 
 KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="mma_sp",
+        backend=BackendKind.MMA_SP,
+        tier=Tier.SPARSE_TENSOR_CORE,
+        arch=ArchSku.SM80,
+        min_compute_capability=(9, 0),
+        guarantee=_mma_sp,
+        elements=(F16, BF16),
+        ops=(GemmOp.FORWARD,),
+        layout="tile64x128_16bit_v1",
+        limits=_mma_sp_limits,
+    ),
     KernelSpec(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,

@@ -116,8 +116,7 @@ def test_strides_that_nothing_steps_along_do_not_matter():
     row = np.zeros(1, dtype=[("tag", "u1"), ("values", "<f4", (8,))])["values"]
     assert row.strides == (33, 4)
     assert TensorView.of(row).is_contiguous
-    empty = np.zeros((0, 0), np.uint8).view(np.uint16)
-    assert empty.strides == (1, 2)
+    empty = np.lib.stride_tricks.as_strided(np.zeros(4, np.uint16), (0, 0), (1, 2))
     assert TensorView.of(empty).is_contiguous
 
 

@@ -27,8 +27,10 @@ class Kernel:
     workspace_size = 0
     workspace_alignment = 1
     weight_alignment = 1
+    source_alignment = 1
+    source_row_alignment = 1
+    result_alignment = 1
     launches = 1
-    operand_alignment = 1
 
     def __init__(
         self,

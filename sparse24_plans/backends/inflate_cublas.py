@@ -45,7 +45,9 @@ class _EpilogueParameters(ctypes.Structure):
 class Kernel:
     workspace_alignment = 256
     weight_alignment = ALIGNMENT
-    operand_alignment = ALIGNMENT
+    source_alignment = ALIGNMENT
+    source_row_alignment = 1
+    result_alignment = ALIGNMENT
 
     def __init__(
         self,

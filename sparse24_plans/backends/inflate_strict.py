@@ -40,8 +40,10 @@ class Kernel:
     workspace_size = 0
     workspace_alignment = 1
     weight_alignment = 16
+    source_alignment = 1  # any element-aligned address; 16-byte rows load faster
+    source_row_alignment = 1
+    result_alignment = 1
     launches = 1
-    operand_alignment = 1  # any element-aligned address; 16-byte rows load faster
 
     def __init__(
         self,

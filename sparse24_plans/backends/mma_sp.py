@@ -50,8 +50,8 @@ class Shape(NamedTuple):
 
 
 def slices_of(m: int, multiprocessors: int) -> int:
-    """Slices of K: 8 where a row tile of 64 alone would leave the device half empty, else 4."""
-    return 8 if 2 * -(-m // TILE_M) <= 2 * multiprocessors else 4
+    """Slices of K: 8 where four a row tile would leave half of the device without a block, else 4."""
+    return 8 if 2 * -(-m // TILE_M) <= multiprocessors else 4
 
 
 def shape_of(n: int, m: int, multiprocessors: int, slices: int, most_stages: int = 8) -> Shape:
@@ -70,8 +70,9 @@ class Kernel:
     workspace_size = 0
     workspace_alignment = 1
     weight_alignment = 16
-    operand_alignment = 1
     source_alignment = 16
+    source_row_alignment = 16
+    result_alignment = 1
     launches = 1
 
     def __init__(
