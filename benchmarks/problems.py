@@ -64,6 +64,24 @@ class Matrix:
         first = TensorView.of(self.weights[0].decompress(), element=self.element).bits()
         return [first] + [first.copy() for _ in range(copies_beyond_l2(first.nbytes) - 1)]
 
+    @cached_property
+    def cusparselt(self) -> list[Any] | None:
+        """The same weight in cuSPARSELt's form, through PyTorch; None where that can't be had."""
+        import torch
+
+        try:
+            return [torch._cslt_compress(_tensor(bits, self.element)) for bits in self.dense]
+        except (AttributeError, RuntimeError):
+            return None
+
+
+def _tensor(bits: Any, element: ElementKind) -> Any:
+    """Raw bits as a PyTorch tensor, zero-copy."""
+    import torch
+
+    kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[element]
+    return torch.from_dlpack(bits.view(f"i{bits.itemsize}")).view(kind)
+
 
 def _copy(weight: Sparse24Weight) -> Sparse24Weight:
     values = typed(weight.values_view.bits().copy(), weight.element)
@@ -96,15 +114,35 @@ class Cell:
 
     def dense(self) -> Contender:
         """cuBLAS through PyTorch."""
+        element = self.matrix.element
+        x, y = _tensor(self._x, element), _tensor(self._y, element)
+        weights = [_tensor(bits, element) for bits in self.matrix.dense]
+        return Contender("dense", [_on_torch_stream(_linear(x, w, y)) for w in weights])
+
+    def cusparselt(self) -> Contender | None:
+        """cuSPARSELt through PyTorch, with the algorithm that its own search finds best.
+
+        None where it refuses the sizes or its result is wrong. PyTorch plans on every call, which costs
+        host time that a captured graph doesn't see.
+        """
         import torch
 
-        kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[self.matrix.element]
+        compressed, x = self.matrix.cusparselt, _tensor(self._x, self.matrix.element).t()
+        if compressed is None:
+            return None
+        try:
+            best = torch._cslt_sparse_mm_search(compressed[0], x, transpose_result=True)
+            got = torch._cslt_sparse_mm(compressed[0], x, transpose_result=True, alg_id=best)
+        except RuntimeError:
+            return None
+        exact = torch.mm(x.t(), _tensor(self.matrix.dense[0], self.matrix.element).t()).float()
+        if not torch.linalg.norm(got.float() - exact) < 1e-2 * torch.linalg.norm(exact):
+            return None
 
-        def tensor(bits: Any) -> Any:
-            return torch.from_dlpack(bits.view(f"i{bits.itemsize}")).view(kind)
+        def call(weight: Any) -> Callable[[], None]:
+            return lambda: torch._cslt_sparse_mm(weight, x, transpose_result=True, alg_id=best)
 
-        x, y = tensor(self._x), tensor(self._y)
-        return Contender("dense", [_on_torch_stream(_linear(x, tensor(w), y)) for w in self.matrix.dense])
+        return Contender("cusparselt", [_on_torch_stream(call(weight)) for weight in compressed])
 
     def rel_error(self, launch: Launch) -> float:
         """||y - exact|| / ||exact|| against float64, on up to 64 x 256 sampled results."""

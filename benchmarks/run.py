@@ -49,6 +49,8 @@ def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
     """One row a backend for one shape and n, all timed interleaved."""
     cell = Cell(matrix, n)
     contenders, errors, chosen = [cell.dense()], {}, ""
+    if (peer := cell.cusparselt()) is not None:
+        contenders.append(peer)
     for name, preference in _CONTENDERS.items():
         made = cell.ours(name, preference)
         if made is None:
@@ -70,7 +72,7 @@ def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
             "backend": name,
             "us": round(times[name], 2),
             "dense_us": round(times["dense"], 2),
-            "cusparselt_us": None,
+            "cusparselt_us": round(times["cusparselt"], 2) if peer else None,
             "rel_error": float(f"{error:.3g}"),
         }
         for name, error in errors.items()
@@ -133,7 +135,8 @@ def host_figures() -> dict[str, float]:
     desc = GemmSparse24Descriptor(n=16, m=256, k=256, element="f32")
     matrix = Matrix(desc.m, desc.k, desc.element)
     x, y = (cupy.zeros((16, 256), cupy.float32) for _ in range(2))
-    stream = cupy.cuda.Stream(non_blocking=True).ptr
+    own_stream = cupy.cuda.Stream(non_blocking=True)
+    stream = own_stream.ptr
     for name, preference in _CONTENDERS.items():
         try:
             plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
@@ -169,7 +172,8 @@ def main() -> None:
             rows = gemm_rows(matrix, n)
             record["gemm"] += rows
             shown = "  ".join(f"{row['backend']} {row['us']}" for row in rows)
-            print(f"{m:>6} {k:>6} {n:>5}  dense {rows[0]['dense_us']}  {shown}", flush=True)
+            peers = f"dense {rows[0]['dense_us']}  cusparselt {rows[0]['cusparselt_us']}"
+            print(f"{m:>6} {k:>6} {n:>5}  {peers}  {shown}", flush=True)
         if (m, k) in ((8192, 8192), (28672, 4096)):
             record["prepare"].append(decompress_row(matrix))
             print(record["prepare"][-1], flush=True)

@@ -12,6 +12,7 @@ from sparse24_plans import (
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
+    PlanPreference,
     Sparse24Weight,
     TensorView,
     Workspace,
@@ -69,7 +70,10 @@ x_host = rng.standard_normal((n, k), np.float32).astype(np.float16)
 x, y = arena.upload(x_host, ElementKind.F16), arena.tensor((n, m), ElementKind.F32)
 
 desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", out_element="f32")
-plan = GemmSparse24Plan.select(desc, device=DEVICE.ordinal)
+# This backend is forced because it needs a workspace, and reads the canonical weight where it lies.
+plan = GemmSparse24Plan.select(
+    desc, device=DEVICE.ordinal, preference=PlanPreference(prefer_backend="inflate_cublas")
+)
 print(plan.explain())
 
 size = plan.workspace_size()

@@ -4,13 +4,14 @@
 // (sparse24_plans/packing.py): 8192 bytes of swizzled values and 1024 bytes of metadata in fragment order, one
 // contiguous block that cp.async brings in as it is.
 //
-// K is cut into S24_SLICES slices (4 or 8, from M and K alone). A slice is summed by one warp in increasing k;
-// slices are folded in the fixed tree ((0+1)+(2+3)) + ((4+5)+(6+7)). So a row's bits don't depend on n, on
-// its place in the batch, or on which of the shapes below computes it.
+// K is cut into S24_SLICES slices (4 or 8, from M alone). A slice is summed by one warp in increasing k; slices
+// are folded in the fixed tree ((0+1)+(2+3)) + ((4+5)+(6+7)). So a row's bits don't depend on n, on its place in
+// the batch, or on which of the cuts below computes it.
 //
-// Eight warps work on four tile streams, two warps a stream (32 rows each). S24_BLOCK_TILES of the streams lie
-// along M, the rest along K: few tokens take slices of K side by side (less to fold between blocks), many
-// tokens take rows (X is shared by more of W). Slices of other blocks are read through the cluster.
+// Eight warps work on four tile streams, two warps a stream. S24_BLOCK_TILES of the streams lie along M, the
+// rest along K: few tokens take slices of K side by side (nothing to fold between blocks), many tokens take rows
+// (X is shared by more of W). Slices of other blocks are read through the cluster. Clusters beyond 2 leave
+// multiprocessors idle, since GPCs hold 14 to 18 of them, so they pay only where blocks come in many waves.
 #include "common.cuh"
 #include "ptx_async.cuh"
 
@@ -26,7 +27,7 @@ constexpr int kTokens = 8 * kColumns;
 constexpr int kStages = S24_STAGES;
 // The two warps of a stream share its rows, or, with many tokens, the tokens: then each B fragment that is
 // fetched serves twice as many rows.
-constexpr bool kSplitTokens = kColumns >= 8;
+constexpr bool kSplitTokens = kColumns >= 8 && S24_BLOCKS_PER_SM == 1;
 constexpr int kWarpBlocks = kSplitTokens ? 4 : 2;    // m16 blocks of a warp
 constexpr int kWarpColumns = kSplitTokens ? kColumns / 2 : kColumns;
 constexpr int kSourceBytes = kTokens * kTileK * 2;   // X of one stream along K
@@ -41,6 +42,7 @@ struct MmaSpParams {
   void* y;              // [n, m], row stride y_stride
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;
+  u32 token_blocks;     // blocks of kTokens that cover n
 };
 
 typedef Element<S24_OUT> Out;
@@ -61,17 +63,18 @@ struct Loader {
   int tokens;        // how many of them lie inside X
   u32 weights_to, source_to, swap;
 
-  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 row_tile, i64 k_tile, i64 count) {
+  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 token0, i64 row_tile, i64 k_tile, i64 count) {
     const int stream = threadIdx.x / 64, u = threadIdx.x % 64, peer = threadIdx.x % kPeers;
     tiles = count;
     weights = row_tile < p.row_tiles ? p.packed + (row_tile * p.k_tiles + k_tile) * kTileBytes + u * 16 : nullptr;
     weights_to = base + stream * kTileBytes + u * 16;
     const int token = peer / 16, chunk = peer % 16;
     const i64 column = k_tile * kTileK + chunk * 8;
-    source = p.x + token * p.x_stride + column;
+    const i64 rows = p.n - token0 - token;
+    source = p.x + (token0 + token) * p.x_stride + column;
     columns = p.k - column;
     token_stride = kTokenStep * p.x_stride;
-    tokens = p.n > token ? (int)((p.n - token + kTokenStep - 1) / kTokenStep) : 0;
+    tokens = rows <= 0 ? 0 : rows >= kTokens ? kTokenLoads : (int)((rows + kTokenStep - 1) / kTokenStep);
     source_to = base + kStreams * kTileBytes + stream / kBlockTiles * kSourceBytes + token * 256 + (chunk ^ (token & 7)) * 16;
     swap = ((chunk ^ (token + kTokenStep & 7)) - (chunk ^ (token & 7))) * 16;  // where tokens are 4 apart
   }
@@ -161,18 +164,20 @@ __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
 #define S24_CLUSTER
 #endif
 
-extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TILES > 8 ? 1 : 2)
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PER_SM)
     gemm_mma_sp(const __grid_constant__ MmaSpParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const int rank = blockIdx.x % kCluster;
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stream = warp / 2;
   const int row0 = kSplitTokens ? 0 : warp % 2 * 32, token0 = kSplitTokens ? warp % 2 * kWarpColumns * 8 : 0;
-  const i64 block_tile = (i64)(blockIdx.x / kCluster) * kBlockTiles, row_tile = block_tile + stream % kBlockTiles;
+  const u32 item = blockIdx.x / kCluster;  // token blocks of the same rows follow each other: W stays in L2
+  const i64 first_token = (i64)(item % p.token_blocks) * kTokens;
+  const i64 block_tile = (i64)(item / p.token_blocks) * kBlockTiles, row_tile = block_tile + stream % kBlockTiles;
   const int slice = rank * kGroups + stream / kBlockTiles;
   const i64 k_tile = slice_begin(p.k_tiles, slice), count = slice_begin(p.k_tiles, slice + 1) - k_tile;
   const i64 steps = (p.k_tiles + kSlices - 1) / kSlices;  // of the longest slice
-  Loader loader(p, base, row_tile, k_tile, count);
+  Loader loader(p, base, first_token, row_tile, k_tile, count);
 
   float acc[kWarpBlocks][kWarpColumns][4];
 #pragma unroll
@@ -228,9 +233,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_TOKEN_TIL
     float total = (v[0] + v[1]) + (v[2] + v[3]);
     if constexpr (kSlices == 8) total += (v[4] + v[5]) + (v[6] + v[7]);
     const i64 m = block_tile * kTileM + row;
-    if (token >= p.n || m >= p.m) continue;
+    if (first_token + token >= p.n || m >= p.m) continue;
     const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[m]) : 0.0f;
-    ((Out::Bits*)p.y)[token * p.y_stride + m] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
+    ((Out::Bits*)p.y)[(first_token + token) * p.y_stride + m] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
   }
   if constexpr (kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read
 }

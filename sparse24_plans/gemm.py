@@ -7,7 +7,7 @@ once for many launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -22,6 +22,7 @@ from .errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, 
 from .launching import as_graph, launch_on
 from .tensors import HOST, Device, TensorView, Workspace, stream_handle
 from .vocab import (
+    CANONICAL_LAYOUT,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -33,7 +34,7 @@ from .vocab import (
     PrecisionGuarantee,
     Tier,
 )
-from .weights import CANONICAL_LAYOUT, PackedWeight, Sparse24Weight
+from .weights import PackedWeight, Sparse24Weight
 
 _INT64_MAX = 2**63 - 1
 
@@ -236,13 +237,14 @@ class GemmSparse24Plan:
     def select(
         descriptor: GemmSparse24Descriptor,
         *,
-        preference: PlanPreference | None = None,
+        preference: PlanPreference | Mapping[str, Any] | None = None,
         device: int | str | None = None,
     ) -> GemmSparse24Plan:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there
-        is none). Plans are cached by their arguments.
+        is none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by their
+        arguments.
 
         Raises
         ------
@@ -255,7 +257,7 @@ class GemmSparse24Plan:
             raise InvalidProblemError(
                 f"descriptor: expected GemmSparse24Descriptor, got {type(descriptor).__name__}"
             )
-        return _select(descriptor, preference or PlanPreference(), resolve(device))
+        return _select(descriptor, _preference(preference), resolve(device))
 
     @property
     def guarantee(self) -> PrecisionGuarantee:
@@ -307,7 +309,7 @@ class GemmSparse24Plan:
     def can_implement(self, args: GemmSparse24Args | DgradSparse24Args) -> Verdict:
         """Whether ``run`` would take these operands (the workspace apart). Touches no memory."""
         try:
-            self._check(args)
+            self._kernel.prepare(self._check(args), 0)
         except Sparse24Error as error:
             return Verdict(error)
         return Verdict()
@@ -368,9 +370,7 @@ class GemmSparse24Plan:
         else:
             assert type(args) is DgradSparse24Args
             names, source, result = ("dy", "dx"), args.dy, args.dx
-        src = _matrix(
-            names[0], source, (desc.n, across), desc.element, self._place, kernel.source_alignment
-        )
+        src = _matrix(names[0], source, (desc.n, across), desc.element, self._place, kernel.source_alignment)
         if desc.n > 1:
             _check_alignment(
                 f"{names[0]} row stride", src.strides[0] * src.element.itemsize, kernel.source_row_alignment
@@ -445,15 +445,23 @@ class GemmSparse24Plan:
 def explain(
     descriptor: GemmSparse24Descriptor,
     *,
-    preference: PlanPreference | None = None,
+    preference: PlanPreference | Mapping[str, Any] | None = None,
     device: int | str | DeviceProperties | None = None,
 ) -> Explanation:
     """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
-    preference = preference or PlanPreference()
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
-    rows = registry.consider(descriptor, preference, properties)
+    rows = registry.consider(descriptor, _preference(preference), properties)
     chosen = next((row.spec for row in rows if row.reason is None), None)
     return _explanation(properties, rows, chosen, None)
+
+
+def _preference(given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
+    if given is None:
+        return _NO_PREFERENCE
+    return given if type(given) is PlanPreference else PlanPreference.model_validate(given)
+
+
+_NO_PREFERENCE = PlanPreference()
 
 
 def _explanation(

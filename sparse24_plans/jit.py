@@ -119,7 +119,7 @@ _SHARED_BY_DEFAULT = 48 << 10
 
 
 class Function:
-    """A loaded kernel of one device, launched with ``threads`` and ``shared_bytes`` a block and one struct."""
+    """A loaded kernel of one device; ``threads`` and ``shared_bytes`` a block, one struct of parameters."""
 
     def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
         self._module, self._threads, self._shared = module, threads, shared_bytes

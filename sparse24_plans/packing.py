@@ -31,10 +31,10 @@ import numpy as np
 from . import canonical
 from .errors import InvalidProblemError, UnsupportedError
 from .tensors import HOST, Device, TensorView, import_cupy
-from .vocab import ElementKind
+from .vocab import TILE64X128_LAYOUT, ElementKind
 from .weights import PackedWeight, Sparse24Weight
 
-LAYOUT_ID = "tile64x128_16bit_v1"
+LAYOUT_ID = TILE64X128_LAYOUT
 TILE_M = 64
 """Rows of a tile."""
 TILE_K = 128

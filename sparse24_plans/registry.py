@@ -7,11 +7,13 @@ pure function of descriptor, preference and device properties: it times nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .errors import BackendUnavailableError, UnsupportedError
 from .vocab import (
+    CANONICAL_LAYOUT,
+    TILE64X128_LAYOUT,
     ArchSku,
     BackendKind,
     DeviceProperties,
@@ -61,7 +63,7 @@ class KernelSpec:
     guarantee: Callable[[Problem], PrecisionGuarantee]
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
-    layout: str = "canonical"
+    layout: str = CANONICAL_LAYOUT
     limits: Callable[[Problem], str | None] = lambda problem: None
     min_workspace: Callable[[Problem], int] = lambda problem: 0
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
@@ -165,15 +167,21 @@ def _strict_limits(problem: Problem) -> str | None:
     return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
 
 
-MMA_SP_MOST_TOKENS = 128
+MMA_SP_FEW_TOKENS = 128
+"""Up to here the mma_sp kernel is preferred; beyond, only its guarantees are."""
 
 
 def _mma_sp_limits(problem: Problem) -> str | None:
-    if problem.n > MMA_SP_MOST_TOKENS:
-        return f"serves n <= {MMA_SP_MOST_TOKENS}, not {problem.n}"
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
-    return None if problem.m < 2**31 else f"m {problem.m} exceeds {2**31 - 1}"
+    blocks = -(-problem.m // 64) * -(-problem.n // 64) * 8
+    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+
+
+def _mma_sp_few_limits(problem: Problem) -> str | None:
+    if problem.n > MMA_SP_FEW_TOKENS:
+        return f"serves n <= {MMA_SP_FEW_TOKENS}, not {problem.n}"
+    return _mma_sp_limits(problem)
 
 
 def _cublas_limits(problem: Problem) -> str | None:
@@ -200,19 +208,21 @@ def _needs_cublaslt(device: DeviceProperties) -> str | None:
 
 # The table ----------------------------------------------------------------------------------------
 
+_MMA_SP = KernelSpec(
+    name="mma_sp",
+    backend=BackendKind.MMA_SP,
+    tier=Tier.SPARSE_TENSOR_CORE,
+    arch=ArchSku.SM80,
+    min_compute_capability=(9, 0),  # its blocks fold through clusters
+    guarantee=_mma_sp,
+    elements=(F16, BF16),
+    ops=(GemmOp.FORWARD,),
+    layout=TILE64X128_LAYOUT,
+    limits=_mma_sp_few_limits,
+)
+
 KERNELS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        name="mma_sp",
-        backend=BackendKind.MMA_SP,
-        tier=Tier.SPARSE_TENSOR_CORE,
-        arch=ArchSku.SM80,
-        min_compute_capability=(9, 0),
-        guarantee=_mma_sp,
-        elements=(F16, BF16),
-        ops=(GemmOp.FORWARD,),
-        layout="tile64x128_16bit_v1",
-        limits=_mma_sp_limits,
-    ),
+    _MMA_SP,
     KernelSpec(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,
@@ -224,6 +234,8 @@ KERNELS: tuple[KernelSpec, ...] = (
         min_workspace=lambda problem: sum(cublas_regions(problem)),
         missing=_needs_cublaslt,
     ),
+    # The same kernel and the same bits for any n: chosen where batch invariance is required.
+    replace(_MMA_SP, name="mma_sp_many", limits=_mma_sp_limits),
     KernelSpec(
         name="inflate_strict",
         backend=BackendKind.INFLATE_STRICT,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .errors import BackendUnavailableError, InvalidProblemError
-from .vocab import ElementKind
+from .vocab import ElementKind, element_kind
 
 
 class Device(NamedTuple):
@@ -64,14 +64,16 @@ class TensorView:
         self.address = address
         self.shape = shape
         self.strides = contiguous_strides(shape) if strides is None else strides
-        self.element = element if type(element) is ElementKind else ElementKind(element)
+        self.element = element if type(element) is ElementKind else element_kind(element)
         self.device = device
         self.readonly = readonly
         self.owner = owner
         self._end = -1
 
     @classmethod
-    def of(cls, obj: Any, *, element: ElementKind | None = None, argument: str = "tensor") -> TensorView:
+    def of(
+        cls, obj: Any, *, element: ElementKind | str | None = None, argument: str = "tensor"
+    ) -> TensorView:
         """View ``obj`` without a copy.
 
         ``element`` reinterprets integers or opaque bytes of the same size: the way to pass bfloat16 or
@@ -81,6 +83,8 @@ class TensorView:
         if kind is cls:
             view: TensorView = obj
             return view
+        if element is not None and type(element) is not ElementKind:
+            element = element_kind(element)
         adapt = _ADAPTER_OF_TYPE.get(kind)
         if adapt is not None:
             return adapt(obj, element, argument)
@@ -346,6 +350,8 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
     readonly = False
     if (pointer := _capsule_pointer(capsule, b"dltensor_versioned")) is not None:
         managed = _DLManagedTensorVersioned.from_address(pointer)
+        if managed.major != 1:
+            raise InvalidProblemError(f"{argument}: expected DLPack 1, got version {managed.major}")
         tensor, readonly = managed.dl_tensor, bool(managed.flags & 1)
     elif (pointer := _capsule_pointer(capsule, b"dltensor")) is not None:
         tensor = _DLTensor.from_address(pointer)

@@ -89,8 +89,17 @@ def _finfo(dtype: Dtype) -> _FloatLimits:
     return _FloatLimits(float(about.eps), float(about.smallest_subnormal))
 
 
+def element_kind(value: ElementKind | str, argument: str = "element") -> ElementKind:
+    """``value`` as an ElementKind. Raises InvalidProblemError naming ``argument``."""
+    try:
+        return ElementKind(value)
+    except ValueError:
+        names = ", ".join(ElementKind)
+        raise InvalidProblemError(f"{argument}: expected one of {names}, got {value!r}") from None
+
+
 class MathPrecision(_Word):
-    """Precision of the products and of the accumulator."""
+    """Precision of the operands of a product; the accumulator has a field of its own."""
 
     F32 = "f32"
     TF32 = "tf32"
@@ -120,6 +129,11 @@ class GemmOp(_Word):
 
     FORWARD = "forward"
     DGRAD = "dgrad"
+
+
+# Weight layouts: the canonical one (weights.py), and the tiles of 16-bit sparse tensor cores (packing.py).
+CANONICAL_LAYOUT = "canonical"
+TILE64X128_LAYOUT = "tile64x128_16bit_v1"
 
 
 class OpCategory(_Word):

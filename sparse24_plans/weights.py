@@ -14,9 +14,7 @@ import numpy as np
 from . import canonical
 from .errors import InvalidProblemError
 from .tensors import HOST, Device, TensorView, import_cupy
-from .vocab import ElementKind
-
-CANONICAL_LAYOUT = "canonical"
+from .vocab import CANONICAL_LAYOUT, ElementKind
 
 
 def device_of(device: int | str | None) -> Device:
@@ -28,11 +26,11 @@ def device_of(device: int | str | None) -> Device:
     raise InvalidProblemError(f"device: expected 'host' or a CUDA ordinal, got {device!r}")
 
 
-def _dense_view(dense: Any, element: ElementKind | None, argument: str = "dense") -> TensorView:
-    view = TensorView.of(dense, element=element, argument=argument)
+def _dense_view(dense: Any, element: ElementKind | str | None) -> TensorView:
+    view = TensorView.of(dense, element=element, argument="dense")
     if len(view.shape) != 2 or view.shape[1] % 8:
         raise InvalidProblemError(
-            f"{argument}: expected shape [M, K] with K a multiple of 8, got {list(view.shape)}"
+            f"dense: expected shape [M, K] with K a multiple of 8, got {list(view.shape)}"
         )
     return view
 
@@ -53,8 +51,7 @@ class Sparse24Weight:
     def __init__(
         self, values: Any, metadata: Any, *, element: ElementKind | str | None = None, validate: bool = True
     ) -> None:
-        wanted = None if element is None else ElementKind(element)
-        v = TensorView.of(values, element=wanted, argument="values")
+        v = TensorView.of(values, element=element, argument="values")
         d = TensorView.of(metadata, element=ElementKind.U16, argument="metadata")
         if len(v.shape) != 2 or v.shape[1] % 4:
             raise InvalidProblemError(
@@ -101,7 +98,7 @@ class Sparse24Weight:
         ``-0.0`` counts as zero. Raises FormatError, with row and group, where a group of four has more
         than two non-zeros: nothing is dropped.
         """
-        view = _dense_view(dense, None if element is None else ElementKind(element))
+        view = _dense_view(dense, element)
         return cls._build(view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start))
 
     @classmethod
@@ -113,7 +110,7 @@ class Sparse24Weight:
         Ranked by |value|, or by ``scores`` [M, K] (as they are, signed). Ties keep the lower index; NaN
         ranks highest and is kept.
         """
-        view = _dense_view(dense, None if element is None else ElementKind(element))
+        view = _dense_view(dense, element)
         return cls._build(view, _ranker(view, scores))
 
     @classmethod

@@ -185,6 +185,29 @@ def test_weight_of_another_layout(case):
     rejected(case, replace(case.args, weight=weight), InvalidProblemError, "canonical", "plan.pack")
 
 
+@gpu
+class TestMmaSp:
+    @pytest.fixture
+    def case(self):
+        desc = GemmSparse24Descriptor(n=N, m=M, k=K, element="f16")
+        return make_case(desc, 0, PlanPreference(prefer_backend="mma_sp"))
+
+    def test_canonical_weight(self, case):
+        weight = random_weight(np.random.default_rng(0), M, K, F16, 0)
+        rejected(case, replace(case.args, weight=weight), InvalidProblemError, "weight", "plan.pack")
+        canonical = PackedWeight.canonical(weight)
+        rejected(case, replace(case.args, weight=canonical), InvalidProblemError, "canonical", "plan.pack")
+
+    def test_row_stride_off_16_bytes(self, case):
+        wide = Guarded((N, K), F16, 0, K + 4).view
+        rejected(case, replace(case.args, x=wide), MisalignedOperandError, "x row stride", "16")
+
+    def test_misaligned_x(self, case):
+        view = case.args.x
+        wrong = TensorView(view.address + 8, view.shape, F16, view.device, owner=view.owner)
+        rejected(case, replace(case.args, x=wrong), MisalignedOperandError, "x", "16")
+
+
 def test_weight_that_is_none(case):
     rejected(case, replace(case.args, weight=None), InvalidProblemError, "weight", "PackedWeight")
     with pytest.raises(InvalidProblemError, match="Sparse24Weight"):

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.registry import KERNELS
+
 from .support import HAS_GPU
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,3 +97,40 @@ def test_named_tests_exist():
         for name, ellipsis in re.findall(r"`(test_\w+?)(\.\.\.)?`", page.read_text()):
             known = any(f.startswith(name) for f in functions) if ellipsis else name in functions
             assert known, f"{relative(page)} names {name}"
+
+
+def promises_in_the_guide() -> dict[str, dict[str, str]]:
+    """docs/guarantees.md's table of rows: kernel -> field -> what it says."""
+    text = (ROOT / "docs" / "guarantees.md").read_text().partition("## What each row promises")[2]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    heads = [re.findall(r"`(\w+)`", cell) for cell in lines[0][1:-1]]
+    found: dict[str, dict[str, str]] = {name: {} for names in heads for name in names}
+    for field, *cells in lines[2:]:
+        for names, cell in zip(heads, cells[:-1], strict=True):
+            for name in names:
+                found[name][field.strip(" `")] = cell.strip()
+    return found
+
+
+@pytest.mark.parametrize("name", promises_in_the_guide())
+def test_the_guide_says_what_the_registry_says(name):
+    said = promises_in_the_guide()[name]
+    spec = next(spec for spec in KERNELS if spec.name == name)
+    promised = spec.guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element="bf16")).model_dump(mode="json")
+    assert said.keys() == promised.keys()
+    for field in ("subnormals", "nonfinite", "accumulator"):
+        assert said[field] == promised[field]
+    for field in (field for field, value in promised.items() if isinstance(value, bool)):
+        assert said[field] == ("yes" if promised[field] else "no")
+    assert (
+        said["unit_roundoff"].split(";")[0]
+        == {2.0**-22: "2^-22", 2.0**-24: "2^-24"}[promised["unit_roundoff"]]
+    )
+    assert float(said["terms_per_k"].split(";")[0]) == promised["terms_per_k"]
+
+
+def test_every_row_of_the_registry_is_documented():
+    names = [spec.name for spec in KERNELS]
+    readme = (ROOT / "README.md").read_text().partition("## Kernels")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", readme, re.MULTILINE) == names
+    assert sorted(promises_in_the_guide()) == sorted(names)

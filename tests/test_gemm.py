@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import GemmSparse24Descriptor, PlanPreference
+from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, UnsupportedError
 
-from .support import ELEMENTS, EPILOGUES, HAS_GPU, make_case, same_bits
+from .support import ELEMENTS, EPILOGUES, make_case, same_bits
 
 gpu = pytest.mark.gpu
 STRICT = PlanPreference(require={"batch_invariant": True})
@@ -21,8 +21,24 @@ KERNELS = [
     pytest.param("host", STRICT, id="host_strict"),
     pytest.param(0, PlanPreference(prefer_backend="inflate_cublas"), id="inflate_cublas", marks=gpu),
     pytest.param(0, PlanPreference(prefer_backend="inflate_strict"), id="inflate_strict", marks=gpu),
+    pytest.param(0, PlanPreference(prefer_backend="mma_sp"), id="mma_sp", marks=gpu),
 ]
 kernels = pytest.mark.parametrize(("device", "preference"), KERNELS)
+
+
+def run_and_check(desc: GemmSparse24Descriptor, device, preference, **options) -> None:
+    """The result is right; or the kernel doesn't list the element, the op or empty results, and says so."""
+    if preference.prefer_backend == "mma_sp" and (
+        desc.element == "f32" or desc.op == "dgrad" or desc.n * desc.m == 0
+    ):
+        with pytest.raises(UnsupportedError, match=r"mma_sp: (serves|does not serve)"):
+            GemmSparse24Plan.select(desc, device=device, preference=preference)
+        return
+    case = make_case(desc, device, preference, **options)
+    got = case.run()
+    case.check(got)
+    if desc.reduction == 0 and desc.epilogue == "identity":
+        assert same_bits(got, np.zeros(got.shape, got.dtype))
 
 
 @kernels
@@ -34,8 +50,7 @@ def test_forward(device, preference, element, epilogue, out_f32):
     desc = GemmSparse24Descriptor(
         n=17, m=72, k=136, element=element, epilogue=epilogue, alpha=0.75, out_element=out
     )
-    case = make_case(desc, device, preference)
-    case.check(case.run())
+    run_and_check(desc, device, preference)
 
 
 @kernels
@@ -43,8 +58,7 @@ def test_forward(device, preference, element, epilogue, out_f32):
 @pytest.mark.parametrize("alpha", [1.0, -2.5])
 def test_dgrad(device, preference, element, alpha):
     desc = GemmSparse24Descriptor(n=17, m=72, k=136, element=element, op="dgrad", alpha=alpha)
-    case = make_case(desc, device, preference)
-    case.check(case.run())
+    run_and_check(desc, device, preference)
 
 
 @kernels
@@ -53,8 +67,7 @@ def test_bias_of_either_type(device, preference, bias_element):
     desc = GemmSparse24Descriptor(
         n=5, m=40, k=64, element="f16", epilogue="bias", bias_element=bias_element, out_element="f32"
     )
-    case = make_case(desc, device, preference)
-    case.check(case.run())
+    run_and_check(desc, device, preference)
 
 
 @kernels
@@ -64,8 +77,7 @@ def test_bias_of_either_type(device, preference, bias_element):
 def test_ragged_sizes(device, preference, op, n, m, k):
     if device == "host" and n == 1000 and m * k > 10000:
         m = 13  # the emulated fma takes its time
-    case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", op=op), device, preference)
-    case.check(case.run())
+    run_and_check(GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", op=op), device, preference)
 
 
 @kernels
@@ -73,35 +85,29 @@ def test_ragged_sizes(device, preference, op, n, m, k):
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_row_strides(device, preference, op, element):
     desc = GemmSparse24Descriptor(n=19, m=48, k=64, element=element, op=op)
-    case = make_case(desc, device, preference, pad=24)
-    case.check(case.run())
+    run_and_check(desc, device, preference, pad=24)
 
 
 @kernels
+@pytest.mark.parametrize("element", ["f32", "bf16"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_empty_reduction_is_the_epilogue_of_zero(device, preference, epilogue):
-    case = make_case(
-        GemmSparse24Descriptor(n=3, m=10, k=0, element="f32", epilogue=epilogue), device, preference
+def test_empty_reduction_is_the_epilogue_of_zero(device, preference, element, epilogue):
+    run_and_check(
+        GemmSparse24Descriptor(n=3, m=10, k=0, element=element, epilogue=epilogue), device, preference
     )
-    got = case.run()
-    case.check(got)
-    if epilogue == "identity":
-        assert same_bits(got, np.zeros((3, 10), np.float32))
 
 
 @kernels
 def test_empty_reduction_of_dgrad(device, preference):
-    case = make_case(GemmSparse24Descriptor(n=3, m=0, k=16, element="f32", op="dgrad"), device, preference)
-    assert same_bits(case.run(), np.zeros((3, 16), np.float32))
+    run_and_check(GemmSparse24Descriptor(n=3, m=0, k=16, element="f32", op="dgrad"), device, preference)
 
 
 @kernels
 @pytest.mark.parametrize(("n", "m"), [(0, 16), (4, 0), (0, 0)])
 def test_empty_result(device, preference, n, m):
-    case = make_case(
+    run_and_check(
         GemmSparse24Descriptor(n=n, m=m, k=16, element="f16", epilogue="bias_gelu"), device, preference
     )
-    assert case.run().size == 0
 
 
 @kernels
@@ -132,15 +138,21 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 150), st.integers(1, 40).ma
 def test_any_problem(device, preference, shape, element, op, alpha, pad, seed):
     n, m, k = shape
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, op=op, alpha=alpha)
-    case = make_case(desc, device, preference, seed=seed, pad=pad)
-    case.check(case.run())
+    run_and_check(desc, device, preference, seed=seed, pad=pad)
 
 
 @gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device that CuPy can use")
-@pytest.mark.parametrize("preference", [p.values[1] for p in KERNELS[2:]], ids=["cublas", "strict"])
+@pytest.mark.parametrize("preference", [p.values[1] for p in KERNELS[2:]], ids=["cublas", "strict", "mma_sp"])
 @pytest.mark.parametrize(("n", "m", "k"), [(200, 4096, 4096), (1000, 1536, 384), (16, 4096, 14336)])
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
 def test_model_sized(preference, n, m, k, op):
-    case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", op=op), 0, preference)
-    case.check(case.run())
+    run_and_check(GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", op=op), 0, preference)
+
+
+@gpu
+@pytest.mark.parametrize("n", [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 200])
+@pytest.mark.parametrize(("m", "k"), [(4096, 1024), (8448, 640), (20000, 136), (200, 16)])
+def test_every_cut_of_mma_sp(n, m, k):
+    """Every tile shape, full and ragged in n, m and k, in one wave and in several."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", epilogue="bias_silu", out_element="f32")
+    run_and_check(desc, 0, PlanPreference(prefer_backend="mma_sp"), pad=8)

@@ -20,6 +20,8 @@ PREFERENCE = {
     "host_strict": ("host", PlanPreference(require={"batch_invariant": True})),
     "inflate_cublas": (0, PlanPreference(prefer_backend="inflate_cublas")),
     "inflate_strict": (0, PlanPreference(prefer_backend="inflate_strict")),
+    "mma_sp": (0, PlanPreference(prefer_backend="mma_sp")),
+    "mma_sp_many": (0, PlanPreference(prefer_backend="mma_sp")),
 }
 
 
@@ -27,12 +29,26 @@ def test_every_row_is_listed_here():
     assert set(PREFERENCE) == {spec.name for spec in KERNELS}
 
 
-def promising(flag: str, value: object = True) -> pytest.MarkDecorator:
-    """The rows whose guarantee has this value, straight from the registry."""
+def promising(
+    flag: str,
+    value: object = True,
+    elements: tuple[str, ...] = ("bf16",),
+    ops: tuple[str, ...] = ("forward",),
+) -> pytest.MarkDecorator:
+    """The rows whose guarantee has this value, straight from the registry, with all that they serve."""
     problem = GemmSparse24Descriptor(n=1, m=8, k=8, element="bf16")
-    rows = [spec.name for spec in KERNELS if getattr(spec.guarantee(problem), flag) == value]
-    marks = [pytest.param(name, marks=[] if PREFERENCE[name][0] == "host" else [gpu]) for name in rows]
-    return pytest.mark.parametrize("row", marks)
+    combinations = [
+        pytest.param(spec.name, element, op, marks=[] if spec.on_host else [gpu])
+        for spec in KERNELS
+        if getattr(spec.guarantee(problem), flag) == value
+        for element in elements
+        for op in ops
+        if serves(spec.name, element, op)
+    ]
+    return pytest.mark.parametrize(("row", "element", "op"), combinations)
+
+
+BOTH_OPS = ("forward", "dgrad")
 
 
 def case_of(row: str, **problem: object):
@@ -43,13 +59,19 @@ def case_of(row: str, **problem: object):
 
 
 def medium(row: str) -> dict[str, int]:
-    return {"n": 6, "m": 48, "k": 96} if PREFERENCE[row][0] == "host" else {"n": 96, "m": 1024, "k": 2048}
+    if PREFERENCE[row][0] == "host":
+        return {"n": 6, "m": 48, "k": 96}
+    return {"n": 200 if row == "mma_sp_many" else 96, "m": 1024, "k": 2048}
 
 
-@promising("deterministic")
-@pytest.mark.parametrize("op", ["forward", "dgrad"])
-def test_deterministic(row, op):
-    case = case_of(row, element="bf16", op=op, **medium(row))
+def serves(row: str, element: str = "bf16", op: str = "forward") -> bool:
+    spec = next(spec for spec in KERNELS if spec.name == row)
+    return element in spec.elements and op in spec.ops
+
+
+@promising("deterministic", ops=BOTH_OPS)
+def test_deterministic(row, element, op):
+    case = case_of(row, element=element, op=op, **medium(row))
     first = case.run()
     assert all(same_bits(case.run(), first) for _ in range(20))
 
@@ -63,7 +85,7 @@ print(hashlib.sha256(case.run().tobytes()).hexdigest())
 
 
 @promising("bit_stable_on_same_hardware")
-def test_bit_stable_in_other_processes(row):
+def test_bit_stable_in_other_processes(row, element, op):
     import hashlib
 
     case = case_of(row, element="f16", epilogue="bias_gelu", **medium(row))
@@ -75,36 +97,35 @@ def test_bit_stable_in_other_processes(row):
         assert there.stdout.strip() == here
 
 
-@promising("bit_stable_on_same_hardware")
-def test_bit_stable_under_load_and_on_every_stream(row):
+@promising("bit_stable_on_same_hardware", elements=ELEMENTS)
+def test_bit_stable_under_load_and_on_every_stream(row, element, op):
     if PREFERENCE[row][0] == "host":
-        cases = [case_of(row, element="f32", **medium(row)) for _ in range(4)]
+        cases = [case_of(row, element=element, **medium(row)) for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             results = list(pool.map(lambda case: case.run(), cases))
     else:
         import cupy
 
-        cases = [case_of(row, element="f32", **medium(row)) for _ in range(8)]
+        cases = [case_of(row, element=element, **medium(row)) for _ in range(8)]
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in cases]
         for _ in range(10):
             for case, stream in zip(cases, streams, strict=True):
                 case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
         results = [case.fetch() for case in cases]
-    alone = case_of(row, element="f32", **medium(row)).run()
+    alone = case_of(row, element=element, **medium(row)).run()
     assert all(same_bits(result, alone) for result in results)
 
 
-@promising("batch_invariant")
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("op", ["forward", "dgrad"])
-def test_batch_invariant(row, element, op):
-    """A row's bits are the same alone, in any batch size and at any position."""
+@promising("batch_invariant", elements=ELEMENTS, ops=BOTH_OPS)
+@pytest.mark.parametrize("m", [4096, 8448, 20000])
+def test_batch_invariant(row, element, op, m):
+    """A row's bits are the same alone, in any batch size and at any position, whatever cut n calls for."""
     most = 9 if PREFERENCE[row][0] == "host" else 300
-    sizes = {"m": 40, "k": 64} if PREFERENCE[row][0] == "host" else {"m": 4096, "k": 256}
+    sizes = {"m": m // 100, "k": 64} if PREFERENCE[row][0] == "host" else {"m": m, "k": 1032}
     full = case_of(row, n=most, element=element, op=op, **sizes)
     whole = full.run()
     dense = full.dense.astype(full.plan.descriptor.element.dtype)
-    for n in (1, 2, 7, 65, 128, 299):
+    for n in (1, 2, 7, 16, 31, 64, 65, 128, 129, 299):
         if n > most:
             continue
         rows = np.random.default_rng(n).permutation(most)[:n]
@@ -112,9 +133,8 @@ def test_batch_invariant(row, element, op):
         assert same_bits(part.run(), whole[rows])
 
 
-@promising("bit_stable_across_hardware")
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_bit_stable_across_hardware(row, element):
+@promising("bit_stable_across_hardware", elements=ELEMENTS)
+def test_bit_stable_across_hardware(row, element, op):
     """The host oracle stands for every other device."""
     problem = {"n": 21, "m": 100, "k": 160, "element": element, "epilogue": "bias_silu"}
     assert same_bits(case_of(row, **problem).run(), case_of("host_strict", **problem).run())
@@ -131,9 +151,8 @@ def tiny_values(row: str, element: str):
     return case_of(row, n=4, m=8, k=16, element=element, out_element="f32", alpha=alpha, x=x, dense=dense)
 
 
-@promising("subnormals", "preserved")
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_subnormals_are_preserved(row, element):
+@promising("subnormals", "preserved", elements=ELEMENTS)
+def test_subnormals_are_preserved(row, element, op):
     case = tiny_values(row, element)
     got = case.run()
     case.check(got)
@@ -152,10 +171,9 @@ def with_nonfinite_at_pruned(row: str, value: float, element: str):
     return case_of(row, n=5, m=24, k=64, element=element, x=x, dense=dense)
 
 
-@promising("nonfinite", "skips_pruned")
-@pytest.mark.parametrize("element", ELEMENTS)
+@promising("nonfinite", "skips_pruned", elements=ELEMENTS)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_nonfinite_at_pruned_positions_is_skipped(row, element, value):
+def test_nonfinite_at_pruned_positions_is_skipped(row, element, op, value):
     case = with_nonfinite_at_pruned(row, value, element)
     case.x[:, 2::4] = 0
     case.check(case.run())
@@ -163,16 +181,13 @@ def test_nonfinite_at_pruned_positions_is_skipped(row, element, value):
 
 @promising("nonfinite", "propagates")
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_nonfinite_at_pruned_positions_propagates(row, value):
+def test_nonfinite_at_pruned_positions_propagates(row, element, op, value):
     assert np.isnan(with_nonfinite_at_pruned(row, value, "bf16").run()).all()
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(name, marks=[] if PREFERENCE[name][0] == "host" else [gpu]) for name in PREFERENCE]
-)
-@pytest.mark.parametrize("element", ELEMENTS)
+@promising("accumulator", "f32", elements=ELEMENTS)
 @pytest.mark.parametrize("kind", ["normal", "one sign", "cancelling"])
-def test_error_bound(row, element, kind):
+def test_error_bound(row, element, op, kind):
     """Also where rounding errors add up (one sign) and where the result is small beside its terms."""
     on_host = PREFERENCE[row][0] == "host"
     n, m, k = (4, 16, 1024) if on_host else (48, 512, 8192)

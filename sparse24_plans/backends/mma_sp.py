@@ -14,9 +14,7 @@ from ..vocab import DeviceProperties, PlanPreference
 
 _THREADS = 256
 _STREAMS = 4  # tiles of W that a block works on side by side
-_SHARED_ALONE, _SHARED_PAIRED = 227 << 10, 113 << 10  # bytes of a block that has its SM alone, or shares it
-# n8 tiles -> how many of the streams lie along M: the more tokens, the more rows share one X.
-_BLOCK_TILES = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4}
+_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
 
 
 class _Parameters(ctypes.Structure):
@@ -35,18 +33,25 @@ class _Parameters(ctypes.Structure):
         ("row_tiles", ctypes.c_int64),
         ("k_tiles", ctypes.c_int64),
         ("alpha", ctypes.c_float),
+        ("token_blocks", ctypes.c_uint32),
     ]
 
 
-class Shape(NamedTuple):
-    """How a problem is cut. ``slices`` fixes the bits and depends on M and the device alone."""
+class Cut(NamedTuple):
+    """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
 
+    slices: int
     token_tiles: int
     block_tiles: int
-    slices: int
+    blocks_per_sm: int
     stages: int
+    token_blocks: int
     blocks: int
-    shared_bytes: int
+
+    @property
+    def stage_bytes(self) -> int:
+        sources = _STREAMS // self.block_tiles * 8 * self.token_tiles * TILE_K * 2
+        return _STREAMS * TILE_BYTES + sources
 
 
 def slices_of(m: int, multiprocessors: int) -> int:
@@ -54,16 +59,31 @@ def slices_of(m: int, multiprocessors: int) -> int:
     return 8 if 2 * -(-m // TILE_M) <= multiprocessors else 4
 
 
-def shape_of(n: int, m: int, multiprocessors: int, slices: int, most_stages: int = 8) -> Shape:
-    """The cut for n tokens and m out features."""
-    token_tiles = next(tiles for tiles in _BLOCK_TILES if 8 * tiles >= n)
-    block_tiles = _BLOCK_TILES[token_tiles]
-    groups = _STREAMS // block_tiles
-    blocks = -(-m // (TILE_M * block_tiles)) * (slices // groups)
-    stage = _STREAMS * TILE_BYTES + groups * 8 * token_tiles * TILE_K * 2
-    alone = blocks <= multiprocessors or token_tiles > 8
-    stages = min(most_stages, (_SHARED_ALONE if alone else _SHARED_PAIRED) // stage)
-    return Shape(token_tiles, block_tiles, slices, stages, blocks, stages * stage)
+def cut_of(n: int, m: int, multiprocessors: int) -> Cut:
+    """The cut for n tokens and m out features, as measured on an H200.
+
+    The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
+    deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
+    """
+    slices = slices_of(m, multiprocessors)
+    most = 8 if slices == 8 else 16
+    token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), most)
+    # (block tiles, blocks per multiprocessor)
+    shapes = {
+        1: ((1, 1), (1, 2)),
+        2: ((1, 1), (1, 2)),
+        4: ((1, 1), (2, 2)),
+        8: ((1, 1),) if slices == 8 else ((2, 1), (4, 2)),
+        16: ((2, 1),),
+    }[token_tiles]
+    token_blocks = -(-n // (8 * token_tiles))
+    for block_tiles, per_sm in shapes:
+        clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
+        blocks = clusters * (slices * block_tiles // _STREAMS)
+        if per_sm == 1 and blocks <= multiprocessors:
+            break
+    cut = Cut(slices, token_tiles, block_tiles, per_sm, 0, token_blocks, blocks)
+    return cut._replace(stages=min(8, _SHARED_BYTES[per_sm] // cut.stage_bytes))
 
 
 class Kernel:
@@ -83,11 +103,10 @@ class Kernel:
         preference: PlanPreference,
     ) -> None:
         self._desc = desc
-        sms = device.multiprocessors
-        self._shape = shape = shape_of(desc.n, desc.m, sms, slices_of(desc.m, sms))
+        self._cut = cut = cut_of(desc.n, desc.m, device.multiprocessors)
         self.details = (
-            f"{shape.blocks} blocks of {TILE_M * shape.block_tiles} rows x {8 * shape.token_tiles} tokens, "
-            f"{shape.slices} slices of K, {shape.stages} stages"
+            f"{cut.blocks} blocks of {TILE_M * cut.block_tiles} rows x {8 * cut.token_tiles} tokens, "
+            f"{cut.slices} slices of K, {cut.stages} stages"
         )
         self._function = jit.load(
             "sm80_gemm_mma_sp.cu",
@@ -95,14 +114,14 @@ class Kernel:
             _THREADS,
             device.cuda_arch,
             device.ordinal,
-            defines(desc, shape),
-            shared_bytes=shape.shared_bytes,
+            defines(desc, cut),
+            shared_bytes=cut.stages * cut.stage_bytes,
         )
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
         desc = self._desc
         return self._function.bind(
-            self._shape.blocks,
+            self._cut.blocks,
             _Parameters(
                 operands.weight.buffers[0].address,
                 operands.source.address,
@@ -116,19 +135,21 @@ class Kernel:
                 -(-desc.m // TILE_M),
                 -(-desc.k // TILE_K),
                 desc.alpha,
+                self._cut.token_blocks,
             ),
         )
 
 
-def defines(desc: GemmSparse24Descriptor, shape: Shape) -> dict[str, int]:
+def defines(desc: GemmSparse24Descriptor, cut: Cut) -> dict[str, int]:
     """Macros of the kernel for one problem type and cut."""
     return {
         "ELEMENT": jit.ELEMENT_CODES[desc.element],
         "OUT": jit.ELEMENT_CODES[desc.out_element],
         "BIAS": jit.ELEMENT_CODES[desc.bias_element],
         "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
-        "TOKEN_TILES": shape.token_tiles,
-        "BLOCK_TILES": shape.block_tiles,
-        "SLICES": shape.slices,
-        "STAGES": shape.stages,
+        "SLICES": cut.slices,
+        "TOKEN_TILES": cut.token_tiles,
+        "BLOCK_TILES": cut.block_tiles,
+        "BLOCKS_PER_SM": cut.blocks_per_sm,
+        "STAGES": cut.stages,
     }

@@ -1,0 +1,399 @@
+"""Every kernel that a plan can ask for compiles, for every architecture, without spills; and the cubin cache.
+
+NVRTC needs no GPU. What plans ask for is taken from the backends themselves, on invented devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    DeviceProperties,
+    DriverError,
+    ElementKind,
+    EpilogueKind,
+    GemmSparse24Descriptor,
+    PlanPreference,
+    StorageError,
+    jit,
+    registry,
+)
+from sparse24_plans.backends import host
+from sparse24_plans.vocab import GemmOp
+
+SOURCES = sorted(path.name for path in jit.KERNEL_FOLDER.glob("*.cu"))
+CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
+HOPPER = (9, 0)
+
+# What plans ask for -------------------------------------------------------------------------------
+
+KINDS = (
+    {"element": "bf16", "epilogue": "bias_gelu"},
+    {"element": "f16", "epilogue": "bias"},
+    {"element": "f32", "epilogue": "bias_relu"},
+    {"element": "bf16", "epilogue": "bias_silu", "out_element": "f32", "bias_element": "f32"},
+    {"element": "f16", "op": "dgrad"},
+    {"element": "f32", "op": "dgrad"},
+)
+SIZES = {
+    # cuBLAS itself is asked for an algorithm only where there is a result.
+    "inflate_cublas": [{"n": 0}],
+    "inflate_strict": [{"n": 1}],
+    "mma_sp": [{"n": n, "m": m} for m in (4096, 28672) for n in (1, 9, 17, 33, 65)],
+}
+ROWS = [spec for spec in registry.KERNELS if not spec.on_host]
+
+
+class Request(NamedTuple):
+    """One compilation, as a backend asks for it."""
+
+    source: str
+    function: str
+    arch: str
+    defines: tuple[tuple[str, int], ...]
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return "-".join([self.source, self.arch, *(f"{name}{value}" for name, value in self.defines)])
+
+
+def device_of(capability: tuple[int, int]) -> DeviceProperties:
+    return DeviceProperties(
+        kind="cuda",
+        compute_capability=capability,
+        multiprocessors=CAPABILITIES[capability],
+        cublaslt="120900",
+    )
+
+
+def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[Request]:
+    """On Hopper every kind at one size and every size of one kind; elsewhere one of each."""
+    sizes = SIZES.get(spec.name, [{}])
+    cases = [(sizes[0], KINDS[0])]
+    if capability == HOPPER:
+        cases += [(sizes[0], kind) for kind in KINDS[1:]] + [(size, KINDS[0]) for size in sizes[1:]]
+    found: list[Request] = []
+
+    def record(source, name, threads, arch, ordinal, defines, shared_bytes=0):
+        found.append(Request(source, name, arch, tuple(sorted(defines.items())), shared_bytes))
+
+    device, backend = device_of(capability), import_module(f"sparse24_plans.backends.{spec.backend}")
+    preference = PlanPreference(prefer_backend=spec.backend)
+    with mock.patch.object(jit, "load", record):
+        for size, kind in cases:
+            desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
+            rows = registry.consider(desc, preference, device)
+            if any(row.spec is spec and row.reason is None for row in rows):
+                backend.Kernel(desc, device, spec, preference)
+    return found
+
+
+REQUESTS = list(
+    dict.fromkeys(
+        request for spec in ROWS for capability in CAPABILITIES for request in requests_of(spec, capability)
+    )
+)
+every_request = pytest.mark.parametrize("request_", REQUESTS, ids=str)
+LIMITS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99}
+"""KiB of shared memory that a block can have (CUDA programming guide, technical specifications)."""
+
+
+def test_every_device_row_and_every_source_is_covered():
+    assert all(requests_of(spec, HOPPER) for spec in ROWS)
+    assert {request.source for request in REQUESTS} == set(SOURCES)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_architecture_that_a_source_is_for_is_covered(source):
+    rows = [spec for spec in ROWS if any(r.source == source for r in requests_of(spec, HOPPER))]
+    oldest = min(spec.min_compute_capability for spec in rows)
+    wanted = {device_of(capability).cuda_arch for capability in CAPABILITIES if capability >= oldest}
+    assert {request.arch for request in REQUESTS if request.source == source} == wanted
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
+def test_every_element_and_epilogue_is_covered_on_hopper(spec):
+    asked = [dict(request.defines) for request in requests_of(spec, HOPPER)]
+    assert {d["ELEMENT"] for d in asked} == {jit.ELEMENT_CODES[element] for element in spec.elements}
+    if "DGRAD" in asked[0]:
+        assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in spec.ops}
+    heavy = {jit.EPILOGUE_CODES[kind] for kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)}
+    assert heavy <= {d["EPILOGUE"] for d in asked}
+
+
+# Compilation --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tuple[bytes, str]:
+    return jit.compile_cubin(source, arch, dict(defines))
+
+
+PROPERTIES = re.compile(
+    r"Function properties for (\S+)\s+ptxas\s+\.\s+"
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+STATIC_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@every_request
+def test_compiles_without_spills_or_a_local_stack(request_):
+    _, log = compiled(request_.source, request_.arch, request_.defines)
+    entries = ENTRY.findall(log)
+    assert request_.function in {name for name, _ in entries}
+    assert {arch for _, arch in entries} == {request_.arch}
+    functions = {
+        name: (int(stack), int(stores), int(loads)) for name, stack, stores, loads in PROPERTIES.findall(log)
+    }
+    assert {name for name, _ in entries} <= set(functions)
+    assert {name: used for name, used in functions.items() if any(used)} == {}
+    assert "warning" not in log.lower()
+
+
+@every_request
+def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
+    _, log = compiled(request_.source, request_.arch, request_.defines)
+    static = max((int(size) for size in STATIC_SHARED.findall(log)), default=0)
+    assert static + request_.shared_bytes <= LIMITS[request_.arch] * 1024
+
+
+def test_a_cubin_is_a_whole_elf_file():
+    """CuPy hands cubins over one byte short; what is compiled here ends where its tables end."""
+    for request in REQUESTS[:2]:
+        cubin, _ = compiled(request.source, request.arch, request.defines)
+        assert cubin[:5] == b"\x7fELF\x02"
+        program_at, sections_at = struct.unpack_from("<QQ", cubin, 32)
+        program_size, programs, section_size, sections = struct.unpack_from("<HHHH", cubin, 54)
+        ends = (program_at + programs * program_size, sections_at + sections * section_size)
+        assert len(cubin) == max(ends)
+
+
+def test_codes_are_those_of_the_header():
+    text = (jit.KERNEL_FOLDER / "common.cuh").read_text()
+    codes = {name: int(code) for name, code in re.findall(r"^#define S24_(\w+) (\d+)$", text, re.MULTILINE)}
+    for kind, code in jit.ELEMENT_CODES.items():
+        assert codes[kind.name] == code
+    for kind, code in jit.EPILOGUE_CODES.items():
+        assert codes["BIAS_ADD" if kind is EpilogueKind.BIAS else kind.name] == code
+    assert set(jit.EPILOGUE_CODES) == set(EpilogueKind)
+    assert set(jit.ELEMENT_CODES) == {ElementKind.F32, ElementKind.F16, ElementKind.BF16}
+
+
+def test_every_kernel_file_belongs_to_some_kernel():
+    reached = {name for source in SOURCES for name in jit.closure(source)}
+    assert {path.name for path in jit.KERNEL_FOLDER.iterdir()} == reached
+
+
+def test_the_hosts_strict_constants_are_read_from_the_kernels_file(monkeypatch, tmp_path):
+    v = np.linspace(-4, 4, 1000, dtype=np.float32)
+    kinds = (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
+    before = {kind: host.apply_epilogue(v, 1.0, None, kind) for kind in kinds}
+    text = (jit.KERNEL_FOLDER / "strict_math.inc").read_text()
+    # 1/3! becomes 1/4, in the exponential that both activations use.
+    changed = text.replace("0x1.5555555555555p-3", "0x1.0000000000000p-2")
+    assert changed != text
+    (tmp_path / "strict_math.inc").write_text(changed)
+    monkeypatch.setattr(host, "KERNEL_FOLDER", tmp_path)
+    host._constants.cache_clear()
+    try:
+        for kind, values in before.items():
+            assert (host.apply_epilogue(v, 1.0, None, kind) != values).any()
+    finally:
+        host._constants.cache_clear()
+
+
+# Includes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path) -> Path:
+    """A copy of the kernels' folder that the test may change."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(jit.KERNEL_FOLDER, folder)
+    monkeypatch.setattr(jit, "KERNEL_FOLDER", folder)
+    return folder
+
+
+def test_closure_follows_includes(kernels):
+    (kernels / "a.cu").write_text(
+        '#include "b.cuh"\n  #  include   "c.inc"\n// #include "not.this"\n#include <nor.this>\n'
+    )
+    (kernels / "b.cuh").write_text('#pragma once\n#include "d.cuh"\n')
+    (kernels / "c.inc").write_text('#include "d.cuh"\n')
+    (kernels / "d.cuh").write_text('#pragma once\n#include "b.cuh"\n')
+    found = jit.closure("a.cu")
+    assert list(found) == ["a.cu", "b.cuh", "c.inc", "d.cuh"]
+    assert all(found[name] == (kernels / name).read_bytes() for name in found)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kernel_shares_the_header_and_the_constants(source):
+    assert {source, "common.cuh", "strict_math.inc"} <= set(jit.closure(source))
+
+
+# The cache ----------------------------------------------------------------------------------------
+
+INFLATE = ("smxx_inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    folder = tmp_path / "not" / "yet" / "there"
+    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list[str]:
+    """Stands in for the compiler, and counts."""
+    calls: list[str] = []
+
+    def compile_cubin(source, arch, defines):
+        calls.append(source)
+        return b"a cubin", ""
+
+    monkeypatch.setattr(jit, "compile_cubin", compile_cubin)
+    return calls
+
+
+def test_a_kernel_is_compiled_once_and_kept(cache, compilations):
+    path = jit.cubin_path(*INFLATE)
+    assert path.read_bytes() == b"a cubin"
+    assert jit.cubin_path(*INFLATE) == path
+    assert compilations == ["smxx_inflate.cu"]
+    assert list(cache.iterdir()) == [path]
+
+
+def test_what_is_kept_is_what_was_compiled(cache):
+    path = jit.cubin_path(*INFLATE)
+    assert path.read_bytes() == compiled(INFLATE[0], INFLATE[1], tuple(INFLATE[2].items()))[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("smxx_inflate.cu", "sm_86", INFLATE[2]),
+        ("smxx_inflate.cu", "sm_80", {**INFLATE[2], "ELEMENT": 1}),
+        ("smxx_inflate.cu", "sm_80", {**INFLATE[2], "MORE": 0}),
+        ("smxx_epilogue.cu", "sm_80", INFLATE[2]),
+    ],
+)
+def test_another_kernel_architecture_or_macro_is_another_file(cache, compilations, other):
+    assert jit.cubin_path(*other) != jit.cubin_path(*INFLATE)
+    assert len(compilations) == 2
+
+
+def test_the_order_of_macros_does_not_matter(cache, compilations):
+    backwards = dict(reversed(INFLATE[2].items()))
+    assert jit.cubin_path(INFLATE[0], INFLATE[1], backwards) == jit.cubin_path(*INFLATE)
+
+
+@pytest.mark.parametrize("name", ["smxx_inflate.cu", "common.cuh", "strict_math.inc"])
+def test_a_changed_source_or_header_is_another_file(cache, compilations, kernels, name):
+    before = jit.cubin_path(*INFLATE)
+    with open(kernels / name, "a") as file:
+        file.write("// changed\n")
+    assert jit.cubin_path(*INFLATE) != before
+    assert len(compilations) == 2
+
+
+def test_a_changed_file_that_is_not_included_changes_nothing(cache, compilations, kernels):
+    before = jit.cubin_path(*INFLATE)
+    (kernels / "smxx_epilogue.cu").write_text("")
+    assert jit.cubin_path(*INFLATE) == before
+
+
+def test_another_compiler_is_another_file(cache, compilations, monkeypatch):
+    from cupy.cuda import nvrtc
+
+    before = jit.cubin_path(*INFLATE)
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 0))
+    assert jit.cubin_path(*INFLATE) != before
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"SPARSE24_CACHE_DIR": "/chosen", "XDG_CACHE_HOME": "/xdg"}, "/chosen"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/sparse24_plans"),
+        ({"SPARSE24_CACHE_DIR": "", "XDG_CACHE_HOME": ""}, "/home/someone/.cache/sparse24_plans"),
+        ({}, "/home/someone/.cache/sparse24_plans"),
+    ],
+)
+def test_where_the_cache_is(monkeypatch, environment, folder):
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("SPARSE24_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert jit.cache_folder() == Path(folder)
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, compilations):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match="SPARSE24_CACHE_DIR") as caught:
+        jit.cubin_path(*INFLATE)
+    assert caught.value.filename == str(tmp_path / "file" / "cache")
+    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+
+
+def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jit.os, "replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        jit.cubin_path(*INFLATE)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
+    (kernels / "smxx_inflate.cu").write_text('#include "common.cuh"\nint broken( { return 0; }\n')
+    with pytest.raises(DriverError) as caught:
+        jit.cubin_path(*INFLATE)
+    for word in ("smxx_inflate.cu", "sm_80", "smxx_inflate.cu(2): error"):
+        assert word in str(caught.value)
+    assert caught.value.code == 6  # NVRTC_ERROR_COMPILATION
+    assert not cache.exists()
+
+
+def test_an_architecture_that_the_compiler_does_not_know(cache):
+    with pytest.raises(DriverError, match="sm_999"):
+        jit.cubin_path(INFLATE[0], "sm_999", INFLATE[2])
+
+
+COMPILE = f"""
+from sparse24_plans import jit
+print(jit.cubin_path{INFLATE!r})
+"""
+
+
+def test_two_processes_may_compile_at_once(cache):
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    answers = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    path = Path(answers[0][0].strip())
+    assert answers[0][0] == answers[1][0]
+    assert list(cache.iterdir()) == [path]
+    assert path.read_bytes()[:4] == b"\x7fELF"

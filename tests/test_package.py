@@ -1,0 +1,215 @@
+"""The wheel is whole, works away from the repository, and shows documented names only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.version import Version
+
+import sparse24_plans
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "sparse24_plans"
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Every file of the package, links followed: path relative to the package's parent -> contents."""
+    return {
+        path.relative_to(folder.parent).as_posix(): path.read_bytes()
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for path in (Path(parent, name) for name in names)
+        if "__pycache__" not in path.parts
+    }
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def has_setuptools(major: int) -> bool:
+    """Whether the build needs no download."""
+    try:
+        return Version(metadata.version("setuptools")).major >= major
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, so that no build folder appears in the repository."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("sparse24_plans", "vendor", "kernels_cu"):
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    isolation = ["--no-build-isolation"] if has_setuptools(77) else []
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *isolation, "-w", out, ".", cwd=source)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with nothing but the installed wheel in it."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--target", folder, wheel, cwd=folder)
+    return folder
+
+
+# The wheel ----------------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    assert set(inside) == set(files_below(PACKAGE))
+    assert inside == files_below(PACKAGE)
+
+
+def test_the_wheel_holds_kernels_vendor_code_and_the_typing_mark(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    kernels = {path.name for path in (ROOT / "kernels_cu").iterdir()}
+    assert {Path(name).suffix for name in kernels} >= {".cu", ".cuh", ".inc"}
+    assert {f"sparse24_plans/kernels_cu/{name}" for name in kernels} <= names
+    assert {"sparse24_plans/_vendor/cublaslt_abi.py", "sparse24_plans/py.typed"} <= names
+    assert not [name for name in names if "test" in name]
+
+
+def test_the_wheel_is_pure_python_with_version_licence_and_command(wheel):
+    assert wheel.name == f"sparse24_plans-{sparse24_plans.__version__}-py3-none-any.whl"
+    info = f"sparse24_plans-{sparse24_plans.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        assert b"sparse24 = sparse24_plans.cli:main" in archive.read(f"{info}/entry_points.txt")
+        about = archive.read(f"{info}/METADATA").decode()
+    assert "Requires-Python: >=3.10" in about
+    assert f"Version: {sparse24_plans.__version__}\n" in about
+
+
+def test_the_version_is_one():
+    parsed = Version(sparse24_plans.__version__)
+    assert str(parsed) == sparse24_plans.__version__
+
+
+# Away from the repository -------------------------------------------------------------------------
+
+AWAY = """
+import json
+import numpy as np
+import sparse24_plans as s
+from sparse24_plans import jit
+weight = s.Sparse24Weight.prune_compress(np.ones((8, 16), np.float32))
+desc = s.GemmSparse24Descriptor(n=2, m=8, k=16, element="f32", epilogue="bias_silu")
+strict = s.PlanPreference(require={"deterministic": True})
+plan = s.GemmSparse24Plan.select(desc, device="host", preference=strict)
+y = np.full((2, 8), np.nan, np.float32)
+plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.zeros(8, np.float32)))
+sources = sorted(path.name for path in jit.KERNEL_FOLDER.glob("*.cu"))
+cubin, _ = jit.compile_cubin("smxx_inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
+print(json.dumps({
+    "file": s.__file__,
+    "y": sorted(set(y.ravel().tolist())),
+    "sources": sources,
+    "reached": sorted({name for source in sources for name in jit.closure(source)}),
+    "cubin": len(cubin),
+}))
+"""
+
+
+def test_the_installed_wheel_works_away_from_the_repository(installed, tmp_path):
+    answer = json.loads(run(sys.executable, "-c", AWAY, cwd=tmp_path, PYTHONPATH=str(installed)))
+    assert Path(answer["file"]).parent == installed / "sparse24_plans"
+    assert answer["y"] == [pytest.approx(8 / (1 + 2.718281828**-8), rel=1e-6)]
+    assert answer["sources"] == sorted(path.name for path in (ROOT / "kernels_cu").glob("*.cu"))
+    assert answer["reached"] == sorted(path.name for path in (ROOT / "kernels_cu").iterdir())
+    assert answer["cubin"] > 1000
+
+
+def test_the_command_works_away_from_the_repository(installed, tmp_path):
+    command = (sys.executable, "-m", "sparse24_plans.cli", "demo", "--json")
+    answer = json.loads(run(*command, cwd=tmp_path, PYTHONPATH=str(installed)))
+    assert answer["verify"]["passed"] is True
+    assert list(tmp_path.iterdir()) == []
+
+
+# Public names -------------------------------------------------------------------------------------
+
+NAMES = [name for name in sparse24_plans.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_a_docstring_of_its_own(name):
+    thing = getattr(sparse24_plans, name)
+    doc = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
+    assert doc
+    assert doc not in ("An enumeration.", f"{name}()")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_stands_in_the_documents(name):
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    assert any(re.search(rf"\b{name}\b", document.read_text()) for document in documents)
+
+
+def test_nothing_else_is_public():
+    for name in NAMES:
+        getattr(sparse24_plans, name)
+    visible = {
+        name
+        for name, thing in vars(sparse24_plans).items()
+        if not name.startswith("_") and not isinstance(thing, ModuleType)
+    }
+    assert visible == set(NAMES)
+    assert sorted(dir(sparse24_plans)) == sorted(sparse24_plans.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'typo'"):
+        sparse24_plans.typo  # noqa: B018 - looking it up is the test
+
+
+def test_type_checkers_see_the_same_names():
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert set(seen) == set(sparse24_plans.__all__)
+    for name in NAMES:
+        assert f"{getattr(sparse24_plans, name).__module__}.{name}" == f"sparse24_plans.{seen[name]}"
+
+
+# Size ---------------------------------------------------------------------------------------------
+
+MODULES = sorted(name for name in files_below(PACKAGE) if name.endswith(".py"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_and_no_function_is_long(module):
+    text = (ROOT / module).read_text()
+    assert len(text.splitlines()) <= 600
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    long = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    assert {name: lines for name, lines in long.items() if lines > 60} == {}
