@@ -253,16 +253,22 @@ def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> Tens
     return TensorView(address, tuple(obj.shape), kind, device, strides=tuple(obj.stride()), owner=obj)
 
 
+_CUDA_MEMORY_DEVICE, _CUDA_MEMORY_MANAGED = 2, 3  # cudaMemoryType
+
+
 def _cuda_ordinal_of(address: int, argument: str) -> int:
     cupy = import_cupy()
     if address == 0:
         return int(cupy.cuda.runtime.getDevice())
     try:
-        return int(cupy.cuda.runtime.pointerGetAttributes(address).device)
+        about = cupy.cuda.runtime.pointerGetAttributes(address)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise InvalidProblemError(
             f"{argument}: expected device memory, got {address:#x} ({error})"
         ) from error
+    if about.type not in (_CUDA_MEMORY_DEVICE, _CUDA_MEMORY_MANAGED):
+        raise InvalidProblemError(f"{argument}: expected device memory, got host memory {address:#x}")
+    return int(about.device)
 
 
 def _from_cuda_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:

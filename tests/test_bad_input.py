@@ -387,7 +387,7 @@ class TestWorkspace:
             rejected(case, case.args, InvalidProblemError, "workspace", workspace=thing)
 
     def test_limit_at_selection(self, case):
-        desc = case.plan.descriptor
+        desc = GemmSparse24Descriptor(n=N, m=M, k=K, element="f32")
         none = PlanPreference(max_workspace_bytes=0)
         assert GemmSparse24Plan.select(desc, device=0, preference=none).sku.backend == "inflate_strict"
         with pytest.raises(UnsupportedError, match="max_workspace_bytes"):
