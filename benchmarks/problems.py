@@ -26,6 +26,7 @@ from .harness import Contender, Launch, copies_beyond_l2
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 SHAPES = LLAMA_8B + LLAMA_70B
+PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 

@@ -1,19 +1,17 @@
-"""Measure, write the record: ``python -m benchmarks.run OUT.json [--n 1,8] [--shapes 4] [--element bf16]``.
+"""Measures the record: ``sparse24 bench -o benchmarks/results/h200.json``.
 
-The figures: ``gemm`` microseconds of a launch beside dense cuBLAS and cuSPARSELt (null where it wasn't run);
-``prepare`` beside a device copy of the same bytes; ``host`` microseconds of host time a call.
+The figures: ``gemm`` microseconds of a launch beside dense cuBLAS and cuSPARSELt (null where it can't
+serve); ``prepare`` beside a device copy of the same bytes; ``host`` microseconds of host time a call, of
+the plan that select chooses and, with a prefix, of each backend forced.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -31,7 +29,7 @@ from sparse24_plans.backends.inflate import Inflate
 from sparse24_plans.devices import cuda_properties
 
 from .harness import Contender, environment, time_contenders
-from .problems import SHAPES, TOKENS, Cell, Matrix
+from .problems import PREPARE_SHAPES, Cell, Matrix
 
 _CONTENDERS = {
     "auto": PlanPreference(),
@@ -126,15 +124,15 @@ _IMPORT = "import time; t = time.perf_counter(); import sparse24_plans; {}; prin
 def _import_s(then: str) -> float:
     command = [sys.executable, "-c", _IMPORT.format(then)]
     runs = [float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(5)]
-    return round(statistics.median(runs), 3)
+    return round(statistics.median(runs), 4)
 
 
 def host_figures() -> dict[str, float]:
     """Host microseconds a call, CuPy arrays in, on a small problem; by backend, then the selected one's."""
     figures: dict[str, float] = {}
-    desc = GemmSparse24Descriptor(n=16, m=256, k=256, element="f32")
+    desc = GemmSparse24Descriptor(n=16, m=256, k=256, element="bf16")
     matrix = Matrix(desc.m, desc.k, desc.element)
-    x, y = (cupy.zeros((16, 256), cupy.float32) for _ in range(2))
+    x, y = (cupy.zeros((16, 256), cupy.uint16) for _ in range(2))
     own_stream = cupy.cuda.Stream(non_blocking=True)
     stream = own_stream.ptr
     for name, preference in _CONTENDERS.items():
@@ -149,38 +147,30 @@ def host_figures() -> dict[str, float]:
         figures[f"{prefix}run_us"] = _host_us(lambda: plan.run(args, workspace=space, stream=stream))  # noqa: B023
         figures[f"{prefix}launch_us"] = _host_us(lambda: bound.launch(stream))  # noqa: B023
     figures["select_cached_us"] = _host_us(
-        lambda: GemmSparse24Plan.select(GemmSparse24Descriptor(n=16, m=256, k=256, element="f32"), device=0)
+        lambda: GemmSparse24Plan.select(GemmSparse24Descriptor(n=16, m=256, k=256, element="bf16"), device=0)
     )
     figures["import_s"] = _import_s("pass")
     figures["import_all_s"] = _import_s("[getattr(sparse24_plans, n) for n in sparse24_plans.__all__]")
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--n", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    parser.add_argument("--element", default="bf16")
-    options = parser.parse_args()
+def measure(
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    element: ElementKind,
+    on_rows: Callable[[list[dict[str, Any]]], None],
+) -> dict[str, Any]:
+    """The whole record (schema 1). ``on_rows`` gets the gemm rows of each (shape, n) as they come."""
     record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": []}
     record["host"] = host_figures()
-    print(record["host"], flush=True)
-    for m, k in SHAPES[: options.shapes]:
-        matrix = Matrix(m, k, ElementKind(options.element))
-        for n in map(int, options.n.split(",")):
+    for m, k in shapes:
+        matrix = Matrix(m, k, element)
+        for n in tokens:
             rows = gemm_rows(matrix, n)
             record["gemm"] += rows
-            shown = "  ".join(f"{row['backend']} {row['us']}" for row in rows)
-            peers = f"dense {rows[0]['dense_us']}  cusparselt {rows[0]['cusparselt_us']}"
-            print(f"{m:>6} {k:>6} {n:>5}  {peers}  {shown}", flush=True)
-        if (m, k) in ((8192, 8192), (28672, 4096)):
+            on_rows(rows)
+        if (m, k) in PREPARE_SHAPES:
             record["prepare"].append(decompress_row(matrix))
-            print(record["prepare"][-1], flush=True)
         del matrix
         cupy.get_default_memory_pool().free_all_blocks()
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return record

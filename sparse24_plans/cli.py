@@ -1,4 +1,4 @@
-"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``.
+"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -6,6 +6,7 @@ Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wro
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -205,6 +206,25 @@ def demo(
     raise typer.Exit(0 if found.passed else 1)
 
 
+@app.command()
+def bench(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the record (JSON) here.")] = None,
+    n: Annotated[
+        str, typer.Option("--n", help="Tokens, comma-separated; all of the record's by default.")
+    ] = "",
+    shapes: Annotated[int, typer.Option("--shapes", min=1, help="How many of the Llama shapes.")] = 8,
+    element: Annotated[ElementKind, typer.Option(help="Type of W and X.")] = ElementKind.BF16,
+    as_json: AsJson = False,
+) -> None:
+    """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
+    with _reported(as_json):
+        record = _measure(n, shapes, element, quiet=as_json)
+        if out is not None:
+            with storage_errors(out):
+                out.write_text(json.dumps(record, indent=1) + "\n")
+        print_json(record) if as_json else rendering.show_benchmark(record)
+
+
 # Their parts --------------------------------------------------------------------------------------
 
 
@@ -265,6 +285,15 @@ def _verify(
             preference=preference,
             on_layer=lambda layer: advance(1),
         )
+
+
+def _measure(tokens: str, shapes: int, element: ElementKind, *, quiet: bool) -> dict[str, Any]:
+    benchmarks = inspection.benchmarks()
+    chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
+    matrices = benchmarks.problems.SHAPES[:shapes]
+    with _progress("measuring", len(matrices) * len(chosen), quiet) as advance:
+        record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, element, lambda rows: advance(1))
+    return record
 
 
 def _compression_document(source: Path, out: Path, reports: list[TensorReport]) -> Json:

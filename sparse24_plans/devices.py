@@ -6,7 +6,7 @@ from functools import cache
 
 from ._vendor import cublaslt_abi
 from .errors import BackendUnavailableError, InvalidProblemError
-from .tensors import import_cupy
+from .tensors import HOST, Device, import_cupy
 from .vocab import DeviceProperties
 
 HOST_PROPERTIES = DeviceProperties(kind="host")
@@ -57,3 +57,8 @@ def resolve(device: int | str | None) -> DeviceProperties:
     if type(device) is not int or device < 0:
         raise InvalidProblemError(f"device: expected None, 'host' or a CUDA ordinal, got {device!r}")
     return cuda_properties(device)
+
+
+def place_of(properties: DeviceProperties) -> Device:
+    """Where memory of the device lives."""
+    return HOST if properties.kind == "host" else Device("cuda", properties.ordinal)

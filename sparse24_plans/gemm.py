@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from . import packing, registry
-from .devices import resolve
+from .devices import place_of, resolve
 from .errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, WorkspaceTooSmallError
 from .launching import as_graph, launch_on
-from .tensors import HOST, Device, TensorView, Workspace, stream_handle
+from .tensors import Device, TensorView, Workspace, stream_handle
 from .vocab import (
     CANONICAL_LAYOUT,
     DeviceProperties,
@@ -230,7 +230,7 @@ class GemmSparse24Plan:
         self.descriptor = descriptor
         self.preference = preference
         self.device = properties
-        self._place = HOST if properties.kind == "host" else Device("cuda", properties.ordinal)
+        self._place = place_of(properties)
         self._rows, self._spec, self._kernel = rows, spec, kernel
 
     @staticmethod

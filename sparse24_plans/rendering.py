@@ -203,6 +203,32 @@ def show_explanation(answer: Json) -> None:
     console().print(table)
 
 
+def show_benchmark(record: Json) -> None:
+    """Microseconds by shape and n: the peers, then every backend; and the host's."""
+    backends = list(dict.fromkeys(row["backend"] for row in record["gemm"]))
+    table = _table(
+        "M x K",
+        "N",
+        "dense",
+        "cuSPARSELt",
+        *backends,
+        "auto / dense",
+        right=("N", "dense", "cuSPARSELt", *backends),
+    )
+    cells: dict[tuple[Any, ...], Json] = {}
+    for row in record["gemm"]:
+        key = (row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
+        cells.setdefault(key, {})[row["backend"]] = row["us"]
+    for (m, k, n, dense, peer), times in cells.items():
+        shown = ["-" if us is None else f"{us:.2f}" for us in (dense, peer, *map(times.get, backends))]
+        _add(table, _shape((m, k)), n, *shown, f"{dense / times['auto']:.2f}x")
+    console().print(table)
+    for row in record["prepare"]:
+        share = 100 * row["copy_us"] / row["us"]
+        _line(f"{row['op']} {row['m']} x {row['k']}: {row['us']} us, {share:.0f}% of a copy's speed")
+    _line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+
+
 def _result(layer: LayerResult) -> Text:
     return _text("pass", "green") if layer.passed else _text(f"FAIL: {layer.problem}", "bold red")
 

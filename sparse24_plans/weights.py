@@ -12,18 +12,10 @@ from typing import Any
 import numpy as np
 
 from . import canonical
+from .devices import place_of, resolve
 from .errors import InvalidProblemError
 from .tensors import HOST, Device, TensorView, import_cupy
 from .vocab import CANONICAL_LAYOUT, ElementKind
-
-
-def device_of(device: int | str | None) -> Device:
-    """``"host"`` (or ``"cpu"``) or a CUDA ordinal as a Device."""
-    if device in ("host", "cpu"):
-        return HOST
-    if type(device) is int and device >= 0:
-        return Device("cuda", device)
-    raise InvalidProblemError(f"device: expected 'host' or a CUDA ordinal, got {device!r}")
 
 
 def _dense_view(dense: Any, element: ElementKind | str | None) -> TensorView:
@@ -137,8 +129,11 @@ class Sparse24Weight:
         return TensorView.of(dense, element=self.element).array()
 
     def to(self, device: int | str) -> Sparse24Weight:
-        """The same weight on ``"host"`` or on a CUDA device; itself where it is there already."""
-        target = device_of(device)
+        """The same weight on ``"host"`` or on a CUDA device; itself where it is there already.
+
+        Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
+        """
+        target = place_of(resolve(device))
         if target == self.device:
             return self
         parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]

@@ -187,31 +187,29 @@ class Matmul:
         return result
 
     def bind(self, a: int, b: int, d: int, workspace: int) -> Callable[[int], None]:
-        """A launcher for fixed addresses: call it with a stream handle. The converted arguments are kept."""
+        """A launcher for fixed addresses: call it with a stream handle."""
         matmul = self._library.cublasLtMatmul
         fixed = (
-            ctypes.c_void_p(self._handle),
-            self._desc,
-            ctypes.cast(ctypes.byref(self._alpha), ctypes.c_void_p),
-            ctypes.c_void_p(a),
-            self._a,
-            ctypes.c_void_p(b),
-            self._b,
-            ctypes.cast(ctypes.byref(self._beta), ctypes.c_void_p),
-            ctypes.c_void_p(d),
-            self._d,
-            ctypes.c_void_p(d),
-            self._d,
-            ctypes.cast(ctypes.byref(self._result), ctypes.c_void_p),
-            ctypes.c_void_p(workspace),
-            ctypes.c_size_t(self.workspace_size),
+            self._handle,
+            self._desc.value,
+            ctypes.addressof(self._alpha),
+            a,
+            self._a.value,
+            b,
+            self._b.value,
+            ctypes.addressof(self._beta),
+            d,
+            self._d.value,
+            d,
+            self._d.value,
+            ctypes.addressof(self._result),
+            workspace,
+            self._result.workspace_size,
         )
-        keep = self
 
-        def launch(stream: int) -> None:
+        def launch(stream: int, _keep: Any = self) -> None:  # the layouts must outlive the launcher
             status = matmul(*fixed, stream)
             if status:
-                raise CublasLtError("cublasLtMatmul", status) from None
-            keep  # noqa: B018 - the layouts must outlive the launcher
+                raise CublasLtError("cublasLtMatmul", status)
 
         return launch
