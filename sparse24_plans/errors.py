@@ -5,9 +5,20 @@ Messages name the argument, what was expected and what came.
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def _rebuild(kind: type[Sparse24Error], args: tuple[Any, ...], state: dict[str, Any]) -> Sparse24Error:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class Sparse24Error(Exception):
-    """Base of all errors raised by sparse24_plans."""
+    """Base of all errors raised by sparse24_plans. Errors survive pickling, with their attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class InvalidProblemError(Sparse24Error, ValueError):
@@ -61,6 +72,8 @@ class FormatError(Sparse24Error, ValueError):
 
 class StorageError(Sparse24Error, OSError):
     """A file could not be read or written: a full disk, a missing folder. Has ``errno``, ``filename``."""
+
+    __reduce__ = OSError.__reduce__  # knows that filename is no member of args
 
 
 class DriverError(Sparse24Error, RuntimeError):

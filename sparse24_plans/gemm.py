@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from . import packing, registry
 from .devices import place_of, resolve
@@ -75,6 +75,11 @@ class GemmSparse24Descriptor(Model):
     alpha: float = Field(default=1.0, allow_inf_nan=False)
     out_element: ElementKind = Field(default_factory=lambda data: data["element"])
     bias_element: ElementKind = Field(default_factory=lambda data: data["element"])
+
+    @field_validator("alpha")
+    @classmethod
+    def _one_zero(cls, alpha: float) -> float:
+        return alpha + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
@@ -253,10 +258,7 @@ class GemmSparse24Plan:
         BackendUnavailableError
             The device, CuPy or a library is missing; the message says what to install.
         """
-        if type(descriptor) is not GemmSparse24Descriptor:
-            raise InvalidProblemError(
-                f"descriptor: expected GemmSparse24Descriptor, got {type(descriptor).__name__}"
-            )
+        _check_descriptor(descriptor)
         return _select(descriptor, _preference(preference), resolve(device))
 
     @property
@@ -449,16 +451,30 @@ def explain(
     device: int | str | DeviceProperties | None = None,
 ) -> Explanation:
     """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
+    _check_descriptor(descriptor)
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
     rows = registry.consider(descriptor, _preference(preference), properties)
     chosen = next((row.spec for row in rows if row.reason is None), None)
     return _explanation(properties, rows, chosen, None)
 
 
+def _check_descriptor(descriptor: object) -> None:
+    if type(descriptor) is not GemmSparse24Descriptor:
+        raise InvalidProblemError(
+            f"descriptor: expected GemmSparse24Descriptor, got {type(descriptor).__name__}"
+        )
+
+
 def _preference(given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
     if given is None:
         return _NO_PREFERENCE
-    return given if type(given) is PlanPreference else PlanPreference.model_validate(given)
+    if type(given) is PlanPreference:
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidProblemError(
+            f"preference: expected PlanPreference or a mapping of its fields, got {type(given).__name__}"
+        )
+    return PlanPreference.model_validate(given)
 
 
 _NO_PREFERENCE = PlanPreference()

@@ -157,6 +157,8 @@ def _cublas(problem: Problem) -> PrecisionGuarantee:
 # Limits -------------------------------------------------------------------------------------------
 
 _GRID_X = 2**31 - 1
+INFLATE_BLOCK_BYTES = 16384
+"""Dense bytes that a block of the inflate kernel writes."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -186,7 +188,10 @@ def _mma_sp_few_limits(problem: Problem) -> str | None:
 
 def _cublas_limits(problem: Problem) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
-    return None if largest < 2**31 else f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
+    if largest >= 2**31:
+        return f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
+    blocks = -(-problem.m * problem.k * problem.element.itemsize // INFLATE_BLOCK_BYTES)
+    return None if blocks <= _GRID_X else f"{blocks} inflate blocks exceed the grid limit {_GRID_X}"
 
 
 def align_up(size: int, alignment: int = 256) -> int:

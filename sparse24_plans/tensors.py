@@ -82,7 +82,7 @@ class TensorView:
         kind = type(obj)
         if kind is cls:
             view: TensorView = obj
-            return view
+            return view if element is None or element is view.element else view._as(element, argument)
         if element is not None and type(element) is not ElementKind:
             element = element_kind(element)
         adapt = _ADAPTER_OF_TYPE.get(kind)
@@ -98,6 +98,19 @@ class TensorView:
             f"__dlpack__ or __array_interface__), got {type(obj).__name__}"
         )
 
+    def _as(self, element: ElementKind | str, argument: str) -> TensorView:
+        """The same memory as another element, under the rule of ``of``."""
+        kind = _element(self.element.dtype, element_kind(element), argument)
+        return TensorView(
+            self.address,
+            self.shape,
+            kind,
+            self.device,
+            strides=self.strides,
+            readonly=self.readonly,
+            owner=self,
+        )
+
     @property
     def end(self) -> int:
         """Address behind the last element; ``address`` for an empty tensor."""
@@ -107,7 +120,7 @@ class TensorView:
                 if size == 0:
                     self._end = self.address
                     break
-                last += (size - 1) * stride
+                last += (size - 1) * abs(stride)
             else:
                 self._end = self.address + (last + 1) * self.element.itemsize
         return self._end
@@ -188,7 +201,7 @@ _BY_FOREIGN_DTYPE: dict[Any, ElementKind] = {}
 
 
 def _element(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) -> ElementKind:
-    found = _BY_DTYPE.get(dtype)
+    found = _BY_DTYPE.get(dtype) if dtype.isnative else None
     if wanted is None or found is wanted:
         if found is None:
             raise InvalidProblemError(
@@ -196,7 +209,7 @@ def _element(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) ->
                 "pass element=... to reinterpret opaque bytes"
             )
         return found
-    if dtype.kind not in "iuV" or dtype.itemsize != wanted.itemsize:
+    if dtype.kind not in "iuV" or dtype.itemsize != wanted.itemsize or not dtype.isnative:
         raise InvalidProblemError(f"{argument}: expected {wanted}, got {dtype}")
     return wanted
 
@@ -207,8 +220,8 @@ def _element_strides(
     if byte_strides is None:
         return contiguous_strides(shape)
     strides = tuple([stride // itemsize for stride in byte_strides])
-    for stride, nbytes in zip(strides, byte_strides):  # noqa: B905 - on the path of every run
-        if stride * itemsize != nbytes:
+    for size, stride, nbytes in zip(shape, strides, byte_strides):  # noqa: B905 - on the path of every run
+        if stride * itemsize != nbytes and size > 1:
             raise InvalidProblemError(
                 f"{argument}: expected strides that are multiples of {itemsize} bytes, got {byte_strides}"
             )
@@ -272,22 +285,27 @@ def _cuda_ordinal_of(address: int, argument: str) -> int:
 
 
 def _from_cuda_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
-    about = obj.__cuda_array_interface__
-    kind = _element(np.dtype(about["typestr"]), element, argument)
-    shape = tuple(about["shape"])
-    strides = _element_strides(shape, about.get("strides"), kind.itemsize, argument)
-    address, readonly = about["data"]
-    device = _CUDA[_cuda_ordinal_of(address, argument)]
-    return TensorView(address, shape, kind, device, strides=strides, readonly=readonly, owner=obj)
+    view = _from_protocol(obj.__cuda_array_interface__, element, argument, obj)
+    view.device = _CUDA[_cuda_ordinal_of(view.address, argument)]
+    return view
 
 
 def _from_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
-    about = obj.__array_interface__
-    kind = _element(np.dtype(about["typestr"]), element, argument)
-    shape = tuple(about["shape"])
+    return _from_protocol(obj.__array_interface__, element, argument, obj)
+
+
+def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner: object) -> TensorView:
+    """A view, on the host for now, from the dictionary that both array interfaces give."""
+    try:
+        dtype, shape = np.dtype(about["typestr"]), tuple(about["shape"])
+        address, readonly = about["data"]
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidProblemError(
+            f"{argument}: expected an array interface with typestr, shape and address: {error}"
+        ) from error
+    kind = _element(dtype, element, argument)
     strides = _element_strides(shape, about.get("strides"), kind.itemsize, argument)
-    address, readonly = about["data"]
-    return TensorView(address, shape, kind, HOST, strides=strides, readonly=readonly, owner=obj)
+    return TensorView(address, shape, kind, HOST, strides=strides, readonly=readonly, owner=owner)
 
 
 class _DLTensor(ctypes.Structure):
@@ -348,9 +366,10 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
     # -1 asks a CUDA producer not to synchronise: ordering is the caller's, through `stream`.
     order = {} if obj.__dlpack_device__()[0] in (_DL_HOST, _DL_CUDA_HOST) else {"stream": -1}
     try:
-        capsule = obj.__dlpack__(max_version=(1, 0), **order)
-    except TypeError:
-        capsule = obj.__dlpack__(**order)
+        try:
+            capsule = obj.__dlpack__(max_version=(1, 1), **order)
+        except TypeError:  # a producer of before DLPack 1
+            capsule = obj.__dlpack__(**order)
     except (BufferError, RuntimeError) as error:
         raise InvalidProblemError(f"{argument}: the producer refused DLPack export: {error}") from error
     readonly = False

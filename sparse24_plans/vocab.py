@@ -7,7 +7,7 @@ Nothing here touches a device. Every model is immutable, hashable and survives
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -173,7 +173,7 @@ class Tier(_Word):
 class Model(BaseModel):
     """Base of the package's models: frozen, no unknown fields, and typed errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, ser_json_inf_nan="strings")
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -195,12 +195,8 @@ class Model(BaseModel):
         except ValidationError as error:
             raise InvalidProblemError(_explain(cls.__name__, error)) from error
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
 
 
 def _explain(model: str, error: ValidationError) -> str:

@@ -133,6 +133,8 @@ class Sparse24Weight:
 
         Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
         """
+        if device is None:
+            raise InvalidProblemError("device: expected 'host' or a CUDA ordinal, got None")
         target = place_of(resolve(device))
         if target == self.device:
             return self

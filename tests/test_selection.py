@@ -455,7 +455,13 @@ def test_what_is_no_descriptor(descriptor):
             ask(descriptor, device="host")
 
 
-@pytest.mark.parametrize("preference", ["fast", {"tier": "host"}, GuaranteeRequirement()])
+def test_a_preference_may_be_a_mapping():
+    mapped = GemmSparse24Plan.select(PROBLEM, preference={"require": {"deterministic": True}}, device="host")
+    typed = PlanPreference(require=GuaranteeRequirement(deterministic=True))
+    assert mapped is GemmSparse24Plan.select(PROBLEM, preference=typed, device="host")
+
+
+@pytest.mark.parametrize("preference", ["fast", 3, GuaranteeRequirement()])
 def test_what_is_no_preference(preference):
     for ask in (explain, GemmSparse24Plan.select):
         with pytest.raises(InvalidProblemError, match="preference: expected PlanPreference"):
@@ -537,7 +543,7 @@ def test_the_sources_are_found():
         ("tensors", {"errors", "vocab"}),
         ("canonical", {"errors", "vocab"}),
         ("registry", {"errors", "vocab"}),
-        ("weights", {"errors", "vocab", "tensors", "canonical"}),
+        ("weights", {"errors", "vocab", "tensors", "devices", "canonical"}),
         ("jit", {"errors", "vocab", "tensors"}),
     ],
 )

@@ -6,12 +6,14 @@ import ctypes
 from collections.abc import Callable
 
 from .. import jit
+from ..registry import INFLATE_BLOCK_BYTES
 from ..vocab import DeviceProperties, ElementKind
 from ..weights import PackedWeight
 
 ALIGNMENT = 16
-_THREADS, _PER_THREAD = 256, 4
+_THREADS = 256
 _VECTOR_BYTES = 16
+_BLOCK_VECTORS = INFLATE_BLOCK_BYTES // _VECTOR_BYTES
 
 
 class _Parameters(ctypes.Structure):
@@ -42,5 +44,5 @@ class Inflate:
         """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
         values, metadata = weight.buffers
         vectors = weight.m * weight.k * weight.element.itemsize // _VECTOR_BYTES
-        blocks = -(-vectors // (_THREADS * _PER_THREAD))
+        blocks = -(-vectors // _BLOCK_VECTORS)
         return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, vectors))
