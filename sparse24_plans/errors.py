@@ -73,7 +73,8 @@ class FormatError(Sparse24Error, ValueError):
 class StorageError(Sparse24Error, OSError):
     """A file could not be read or written: a full disk, a missing folder. Has ``errno``, ``filename``."""
 
-    __reduce__ = OSError.__reduce__  # knows that filename is no member of args
+    def __reduce__(self) -> Any:
+        return OSError.__reduce__(self)  # knows that filename is no member of args
 
 
 class DriverError(Sparse24Error, RuntimeError):
