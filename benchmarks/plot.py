@@ -42,6 +42,7 @@ def speedups(rows: list[dict[str, Any]], key: str) -> dict[int, float]:
 
 def main(record_path: str, out: str) -> None:
     record = json.loads(Path(record_path).read_text())
+    record["gemm"] = [row for row in record["gemm"] if row["element"] == "bf16"]
     figure, axes = plt.subplots(figsize=(8, 4.5))
     lines = {
         label: speedups([row for row in record["gemm"] if row["backend"] == backend], "us")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import cupy
@@ -157,13 +158,13 @@ def host_figures() -> dict[str, float]:
 def measure(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
-    element: ElementKind,
+    elements: Sequence[ElementKind],
     on_rows: Callable[[list[dict[str, Any]]], None],
 ) -> dict[str, Any]:
     """The whole record (schema 1). ``on_rows`` gets the gemm rows of each (shape, n) as they come."""
     record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": []}
     record["host"] = host_figures()
-    for m, k in shapes:
+    for element, (m, k) in product(elements, shapes):
         matrix = Matrix(m, k, element)
         for n in tokens:
             rows = gemm_rows(matrix, n)

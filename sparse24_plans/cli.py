@@ -213,12 +213,14 @@ def bench(
         str, typer.Option("--n", help="Tokens, comma-separated; all of the record's by default.")
     ] = "",
     shapes: Annotated[int, typer.Option("--shapes", min=1, help="How many of the Llama shapes.")] = 8,
-    element: Annotated[ElementKind, typer.Option(help="Type of W and X.")] = ElementKind.BF16,
+    element: Annotated[
+        list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
     with _reported(as_json):
-        record = _measure(n, shapes, element, quiet=as_json)
+        record = _measure(n, shapes, element or [ElementKind.BF16], quiet=as_json)
         if out is not None:
             with storage_errors(out):
                 out.write_text(json.dumps(record, indent=1) + "\n")
@@ -287,12 +289,12 @@ def _verify(
         )
 
 
-def _measure(tokens: str, shapes: int, element: ElementKind, *, quiet: bool) -> dict[str, Any]:
+def _measure(tokens: str, shapes: int, elements: list[ElementKind], *, quiet: bool) -> dict[str, Any]:
     benchmarks = inspection.benchmarks()
     chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
     matrices = benchmarks.problems.SHAPES[:shapes]
-    with _progress("measuring", len(matrices) * len(chosen), quiet) as advance:
-        record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, element, lambda rows: advance(1))
+    with _progress("measuring", len(elements) * len(matrices) * len(chosen), quiet) as advance:
+        record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, elements, lambda rows: advance(1))
     return record
 
 

@@ -104,9 +104,13 @@ def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(cubin)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
     except OSError as error:
         raise StorageError(
             error.errno, f"kernel cache: {error.strerror}; set SPARSE24_CACHE_DIR", str(folder)

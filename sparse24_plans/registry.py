@@ -63,6 +63,7 @@ class KernelSpec:
     guarantee: Callable[[Problem], PrecisionGuarantee]
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
+    below_compute_capability: tuple[int, int] = (99, 0)
     layout: str = CANONICAL_LAYOUT
     limits: Callable[[Problem], str | None] = lambda problem: None
     min_workspace: Callable[[Problem], int] = lambda problem: 0
@@ -169,8 +170,9 @@ def _strict_limits(problem: Problem) -> str | None:
     return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
 
 
-MMA_SP_FEW_TOKENS = 128
-"""Up to here the mma_sp kernel is preferred; beyond, only its guarantees are."""
+def few_tokens(problem: Problem) -> int:
+    """Up to which n mma_sp is the faster one, as measured on an H200; beyond, only its guarantees count."""
+    return 256 if problem.m * problem.k >= 1 << 26 else 128
 
 
 def _mma_sp_limits(problem: Problem) -> str | None:
@@ -181,9 +183,8 @@ def _mma_sp_limits(problem: Problem) -> str | None:
 
 
 def _mma_sp_few_limits(problem: Problem) -> str | None:
-    if problem.n > MMA_SP_FEW_TOKENS:
-        return f"serves n <= {MMA_SP_FEW_TOKENS}, not {problem.n}"
-    return _mma_sp_limits(problem)
+    most = few_tokens(problem)
+    return _mma_sp_limits(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
 
 def _cublas_limits(problem: Problem) -> str | None:
@@ -218,7 +219,8 @@ _MMA_SP = KernelSpec(
     backend=BackendKind.MMA_SP,
     tier=Tier.SPARSE_TENSOR_CORE,
     arch=ArchSku.SM80,
-    min_compute_capability=(9, 0),  # its blocks fold through clusters
+    min_compute_capability=(9, 0),  # its blocks fold through clusters,
+    below_compute_capability=(12, 0),  # and take up to 227 KiB of shared memory
     guarantee=_mma_sp,
     elements=(F16, BF16),
     ops=(GemmOp.FORWARD,),
@@ -296,6 +298,9 @@ def _mismatch(
         return f"runs on {'the host' if spec.on_host else 'a CUDA device'}, the plan is for {device}"
     if device.compute_capability < spec.min_compute_capability:
         return f"needs compute capability {spec.min_compute_capability}, got {device.compute_capability}"
+    if device.compute_capability >= spec.below_compute_capability:
+        below = spec.below_compute_capability
+        return f"needs a compute capability below {below}, got {device.compute_capability}"
     if spec.arch is ArchSku.SM90A and not preference.allow_sm90a:
         return "allow_sm90a is false"
     if problem.element not in spec.elements:

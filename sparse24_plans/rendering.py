@@ -207,6 +207,7 @@ def show_benchmark(record: Json) -> None:
     """Microseconds by shape and n: the peers, then every backend; and the host's."""
     backends = list(dict.fromkeys(row["backend"] for row in record["gemm"]))
     table = _table(
+        "element",
         "M x K",
         "N",
         "dense",
@@ -217,11 +218,11 @@ def show_benchmark(record: Json) -> None:
     )
     cells: dict[tuple[Any, ...], Json] = {}
     for row in record["gemm"]:
-        key = (row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
+        key = (row["element"], row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
         cells.setdefault(key, {})[row["backend"]] = row["us"]
-    for (m, k, n, dense, peer), times in cells.items():
+    for (element, m, k, n, dense, peer), times in cells.items():
         shown = ["-" if us is None else f"{us:.2f}" for us in (dense, peer, *map(times.get, backends))]
-        _add(table, _shape((m, k)), n, *shown, f"{dense / times['auto']:.2f}x")
+        _add(table, element, _shape((m, k)), n, *shown, f"{dense / times['auto']:.2f}x")
     console().print(table)
     for row in record["prepare"]:
         share = 100 * row["copy_us"] / row["us"]
