@@ -340,7 +340,7 @@ class GemmSparse24Plan:
         """Check once, launch many times. Raises what :meth:`run` raises.
 
         Where the kernel is several launches, they become one CUDA graph here, which holds a little device
-        memory for as long as the BoundGemm lives.
+        memory for as long as the BoundGemm lives; so bind outside of a capture.
         """
         operands = self._check(args)
         launch = self._kernel.prepare(operands, self._check_workspace(workspace))

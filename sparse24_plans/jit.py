@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import BackendUnavailableError, DriverError, StorageError
 from .tensors import import_cupy
@@ -26,6 +26,26 @@ KERNEL_FOLDER = Path(__file__).parent / "kernels_cu"
 # The numbers that kernels_cu/common.cuh gives these words.
 ELEMENT_CODES = {ElementKind.F32: 0, ElementKind.F16: 1, ElementKind.BF16: 2}
 EPILOGUE_CODES = {kind: code for code, kind in enumerate(EpilogueKind)}
+
+
+class TypedProblem(Protocol):
+    """What a kernel is compiled for."""
+
+    element: ElementKind
+    out_element: ElementKind
+    bias_element: ElementKind
+    epilogue: EpilogueKind
+
+
+def type_defines(problem: TypedProblem) -> dict[str, int]:
+    """The macros that common.cuh asks of every kernel with an epilogue."""
+    return {
+        "ELEMENT": ELEMENT_CODES[problem.element],
+        "OUT": ELEMENT_CODES[problem.out_element],
+        "BIAS": ELEMENT_CODES[problem.bias_element],
+        "EPILOGUE": EPILOGUE_CODES[problem.epilogue],
+    }
+
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 

@@ -156,6 +156,8 @@ class ArchSku(_Word):
 
 
 class BackendKind(_Word):
+    """A family of kernels; also the name of its module under ``backends/``, once it exists."""
+
     HOST = "host"
     INFLATE_STRICT = "inflate_strict"
     INFLATE_CUBLAS = "inflate_cublas"
@@ -165,6 +167,8 @@ class BackendKind(_Word):
 
 
 class Tier(_Word):
+    """How a backend uses the sparsity: not at all fast (``host``), to save memory, or to save time too."""
+
     HOST = "host"
     INFLATE = "inflate"
     SPARSE_TENSOR_CORE = "sparse_tensor_core"

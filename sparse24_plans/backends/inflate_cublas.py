@@ -63,19 +63,17 @@ class Kernel:
         self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
         self._matmuls: dict[tuple[int, int], cublaslt_abi.Matmul] = {}
         self._inflate = Inflate(desc.element, device)
-        self._epilogue = jit.load(
-            "smxx_epilogue.cu",
-            "epilogue_rows",
-            _THREADS,
-            device.cuda_arch,
-            device.ordinal,
-            {
-                "ELEMENT": jit.ELEMENT_CODES[desc.element],
-                "OUT": jit.ELEMENT_CODES[desc.out_element],
-                "BIAS": jit.ELEMENT_CODES[desc.bias_element],
-                "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
-            },
-        )
+        # Not needed where cuBLASLt writes the result itself.
+        self._epilogue = None
+        if not self._fused or not desc.reduction:
+            self._epilogue = jit.load(
+                "smxx_epilogue.cu",
+                "epilogue_rows",
+                _THREADS,
+                device.cuda_arch,
+                device.ordinal,
+                jit.type_defines(desc),
+            )
         self._budget = _SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:
             spare = preference.max_workspace_bytes - self._dense_bytes - self._acc_bytes
@@ -117,6 +115,7 @@ class Kernel:
 
     def _finish(self, operands: Operands, acc: int) -> Callable[[int], None]:
         n, m = self._desc.n, self._desc.outputs
+        assert self._epilogue is not None
         return self._epilogue.bind(
             min(n * -(-m // _CHUNK), _MOST_BLOCKS),
             _EpilogueParameters(

@@ -64,10 +64,7 @@ class Kernel:
             device.cuda_arch,
             device.ordinal,
             {
-                "ELEMENT": jit.ELEMENT_CODES[desc.element],
-                "OUT": jit.ELEMENT_CODES[desc.out_element],
-                "BIAS": jit.ELEMENT_CODES[desc.bias_element],
-                "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
+                **jit.type_defines(desc),
                 "DGRAD": int(desc.op is GemmOp.DGRAD),
             },
         )

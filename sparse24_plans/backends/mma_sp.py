@@ -143,10 +143,7 @@ class Kernel:
 def defines(desc: GemmSparse24Descriptor, cut: Cut) -> dict[str, int]:
     """Macros of the kernel for one problem type and cut."""
     return {
-        "ELEMENT": jit.ELEMENT_CODES[desc.element],
-        "OUT": jit.ELEMENT_CODES[desc.out_element],
-        "BIAS": jit.ELEMENT_CODES[desc.bias_element],
-        "EPILOGUE": jit.EPILOGUE_CODES[desc.epilogue],
+        **jit.type_defines(desc),
         "SLICES": cut.slices,
         "TOKEN_TILES": cut.token_tiles,
         "BLOCK_TILES": cut.block_tiles,
