@@ -53,7 +53,7 @@ SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
     "inflate_cublas": [{"n": 0}],
     "inflate_strict": [{"n": 1}],
-    "mma_sp": [{"n": n, "m": m} for m in (4096, 28672) for n in (1, 9, 17, 33, 65)],
+    "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9, 17, 33, 65)],
 }
 ROWS = [spec for spec in registry.KERNELS if not spec.on_host]
 

@@ -1,0 +1,57 @@
+"""The committed GPU records were taken with the kernels in the tree, and say what other tools read."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks.harness import ROOT, kernels_sha256
+from benchmarks.problems import SHAPES, TOKENS
+from sparse24_plans import BackendKind
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def record(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["h200.json", "h200-tests.json"])
+def test_a_record_belongs_to_these_kernels(name):
+    found = record(name)
+    assert found["kernels_sha256"] == kernels_sha256()
+    assert found["gpu"] == "NVIDIA H200"
+    assert found["driver"]
+    assert found["cuda"]
+
+
+def test_the_gpu_suite_passed():
+    found = record("h200-tests.json")
+    assert found["failed"] == 0
+    assert found["passed"] > 700
+
+
+def test_the_benchmark_record_is_complete():
+    found = record("h200.json")
+    assert found["schema"] == 1
+    cells = {(row["m"], row["k"], row["n"]) for row in found["gemm"] if row["backend"] == "auto"}
+    assert cells == {(*shape, n) for shape in SHAPES for n in TOKENS}
+    backends = {"auto", *(kind.value for kind in BackendKind)}
+    for row in found["gemm"]:
+        assert row["backend"] in backends
+        assert row["us"] > 0
+        assert row["dense_us"] > 0
+        assert 0 <= row["rel_error"] < 5e-3
+        assert row["cusparselt_us"] is None or math.isfinite(row["cusparselt_us"])
+    assert {"run_us", "launch_us", "select_cached_us", "import_s"} <= found["host"].keys()
+    assert all({"op", "m", "k", "element", "us", "copy_us"} == row.keys() for row in found["prepare"])
+
+
+def test_host_costs_are_within_what_is_promised():
+    host = record("h200.json")["host"]
+    assert host["launch_us"] <= 6
+    assert host["run_us"] <= 20
+    assert host["select_cached_us"] <= 50
+    assert host["import_s"] <= 0.3
