@@ -59,6 +59,14 @@ def _occupancy_table() -> np.ndarray:
     return table
 
 
+# The smallest magnitude bits that are a NaN. e4m3 has but one.
+_FIRST_NAN = {
+    ElementKind.F32: 0x7F800001,
+    ElementKind.F16: 0x7C01,
+    ElementKind.BF16: 0x7F81,
+    ElementKind.FP8_E5M2: 0x7D,
+}
+
 _RANKING = _ranking_table()
 _OCCUPANCY = _occupancy_table()
 _IS_VALID = np.isin(np.arange(256), VALID_CODES)
@@ -80,7 +88,10 @@ def magnitude_keys(bits: Any, element: ElementKind) -> Any:
         return array_module(bits).where(negative, ~bits + bits.dtype.type(1), bits)
     if element in (ElementKind.U8, ElementKind.U16):
         return bits
-    return bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+    magnitude = bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+    if element in _FIRST_NAN:  # one rank for all NaNs: their payload is no magnitude
+        magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(_FIRST_NAN[element]))
+    return magnitude
 
 
 def score_keys(scores: Any) -> Any:

@@ -69,8 +69,7 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, int]) -> tuple[b
     """
     nvrtc = _nvrtc()
     files = closure(source)
-    options = [f"-arch={arch}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
-    options += [f"-DS24_{name}={value}" for name, value in sorted(defines.items())]
+    options = _options(arch, defines)
     headers = {name: text for name, text in files.items() if name != source}
     program = nvrtc.createProgram(
         files[source].decode(), source, list(headers.values()), [name.encode() for name in headers]
@@ -85,6 +84,11 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, int]) -> tuple[b
         nvrtc.destroyProgram(program)
     # CuPy takes the cubin for a C string and cuts its last byte, a zero.
     return cubin + b"\0", log
+
+
+def _options(arch: str, defines: Mapping[str, int]) -> list[str]:
+    fixed = [f"-arch={arch}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    return fixed + [f"-DS24_{name}={value}" for name, value in sorted(defines.items())]
 
 
 def _nvrtc() -> Any:
@@ -108,7 +112,7 @@ def cache_folder() -> Path:
 
 
 def _key(source: str, arch: str, defines: Mapping[str, int]) -> str:
-    digest = hashlib.sha256(repr((arch, sorted(defines.items()), _nvrtc().getVersion())).encode())
+    digest = hashlib.sha256(repr((_options(arch, defines), _nvrtc().getVersion())).encode())
     for name, text in closure(source).items():
         digest.update(name.encode() + b"\0" + text + b"\0")
     return digest.hexdigest()

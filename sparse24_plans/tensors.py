@@ -255,6 +255,8 @@ def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> Tens
         kind = _element(dtype, element, argument)
         if element is None:
             _BY_FOREIGN_DTYPE[obj.dtype] = kind
+    if hasattr(obj, "is_neg") and obj.is_neg():
+        raise InvalidProblemError(f"{argument}: expected materialised values, got PyTorch's lazy negative")
     home = obj.device
     if home.type not in ("cpu", "cuda"):
         raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {home.type}")
@@ -506,10 +508,17 @@ def _stream_of_object(stream: Any) -> tuple[Any, int | None]:
         return stream.cuda_stream, getattr(getattr(stream, "device", None), "index", None)
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
-        version, handle = protocol() if callable(protocol) else protocol
+        answer = protocol() if callable(protocol) else protocol
+        try:
+            version, handle = answer
+            handle = None if handle is None else int(handle)
+        except (TypeError, ValueError) as error:
+            raise InvalidProblemError(
+                f"stream: expected (version, handle) from __cuda_stream__, got {answer!r}"
+            ) from error
         if version != 0:
             raise InvalidProblemError(f"stream: expected __cuda_stream__ protocol 0, got {version!r}")
-        return (handle if handle is None else int(handle)), None
+        return handle, None
     raise InvalidProblemError(
         "stream: expected None, an integer handle, or an object with ptr, cuda_stream or "
         f"__cuda_stream__, got {type(stream).__name__}"

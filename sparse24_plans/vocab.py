@@ -6,6 +6,7 @@ Nothing here touches a device. Every model is immutable, hashable and survives
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -198,6 +199,10 @@ class Model(BaseModel):
             return super().model_validate_json(json_data, **options)
         except ValidationError as error:
             raise InvalidProblemError(_explain(cls.__name__, error)) from error
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed; validated, unlike pydantic's own."""
+        return type(self)(**{**self.__dict__, **(update or {})})
 
     def __hash__(self) -> int:
         return hash(tuple(self.__dict__[name] for name in type(self).model_fields))

@@ -99,8 +99,8 @@ class Sparse24Weight:
     ) -> Sparse24Weight:
         """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
 
-        Ranked by |value|, or by ``scores`` [M, K] (as they are, signed). Ties keep the lower index; NaN
-        ranks highest and is kept.
+        Ranked by |value|, or by ``scores`` [M, K] of any element, or NumPy's float64 (as they are, signed).
+        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike.
         """
         view = _dense_view(dense, element)
         return cls._build(view, _ranker(view, scores))
@@ -157,12 +157,15 @@ def _copy_to(view: TensorView, target: Device) -> Any:
 def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
         return lambda bits, rows: canonical.rank_codes(canonical.magnitude_keys(bits, view.element))
-    by = TensorView.of(scores, argument="scores")
-    if by.shape != view.shape or by.device != view.device:
+    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
+        ranks, shape, device = scores, scores.shape, HOST
+    else:
+        by = TensorView.of(scores, argument="scores")
+        ranks, shape, device = by.array(), by.shape, by.device
+    if shape != view.shape or device != view.device:
         raise InvalidProblemError(
-            f"scores: expected shape {list(view.shape)} on {view.device}, got {list(by.shape)} on {by.device}"
+            f"scores: expected shape {list(view.shape)} on {view.device}, got {list(shape)} on {device}"
         )
-    ranks = by.array()
     return lambda bits, rows: canonical.rank_codes(canonical.score_keys(ranks[rows]))
 
 

@@ -553,3 +553,22 @@ def test_a_weight_survives_the_way_to_a_gpu_and_back(element):
 def test_repr_says_what_it_is():
     weight = Sparse24Weight.prune_compress(np.ones((4, 8), ml_dtypes.bfloat16))
     assert repr(weight) == "Sparse24Weight(bf16[4, 8], host)"
+
+
+@pytest.mark.parametrize(
+    ("element", "nans"),
+    [("f16", [0x7E01, 0x7E03, 0x7E02, 0xFE02]), ("f32", [0x7F800001, 0xFFFFFFFF, 0x7FC00000, 0x7F800002])],
+)
+def test_nans_tie_whatever_their_payload(element, nans):
+    kind = ElementKind(element)
+    bits = np.array([nans + [0] * 4], kind.bits_dtype)
+    weight = Sparse24Weight.prune_compress(bits, element=kind)
+    assert weight.values.view(kind.bits_dtype)[0, :2].tolist() == nans[:2]
+
+
+def test_scores_may_be_numpys_float64():
+    dense = np.arange(1, 9, dtype=np.float32)[None]
+    scores = np.array([[4, 3, 2, 1, 1, 2, 3, 4]], np.float64)
+    assert Sparse24Weight.prune_compress(dense, scores=scores).values.tolist() == [[1, 2, 7, 8]]
+    with pytest.raises(InvalidProblemError, match="scores"):
+        Sparse24Weight.prune_compress(dense, scores=scores[:, :4])

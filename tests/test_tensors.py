@@ -812,3 +812,21 @@ def test_streams_of_cupy():
     assert stream_handle(stream, CUDA) == stream.ptr
     with stream:
         assert stream_handle(None, CUDA) == stream.ptr
+
+
+@pytest.mark.parametrize("answer", [(0,), 5, (0, "x"), None, (0, 1, 2)])
+def test_a_cuda_stream_protocol_that_is_malformed(answer):
+    class Stream:
+        def __cuda_stream__(self) -> object:
+            return answer
+
+    with pytest.raises(InvalidProblemError, match="stream"):
+        stream_handle(Stream(), Device("cuda", 0))
+
+
+def test_pytorchs_lazy_negative_is_refused():
+    torch = pytest.importorskip("torch")
+    lazy = torch.complex(torch.ones(4, 8), torch.ones(4, 8)).conj().imag
+    assert lazy.is_neg()
+    with pytest.raises(InvalidProblemError, match="negative"):
+        TensorView.of(lazy)

@@ -439,3 +439,11 @@ def test_errors_travel_between_processes(error):
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
+
+
+def test_a_changed_copy_is_validated():
+    desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="f32")
+    assert desc.model_copy(update={"n": 5}).n == 5
+    for wrong in ({"alpha": math.nan}, {"k": 12}, {"typo": 1}):
+        with pytest.raises(InvalidProblemError):
+            desc.model_copy(update=wrong)
