@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .support import HAS_GPU
@@ -17,3 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> int | str:
     """Every place that a plan can run on here."""
     return request.param
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors"

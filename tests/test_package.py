@@ -213,3 +213,26 @@ def test_no_module_and_no_function_is_long(module):
     ]
     long = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
     assert {name: lines for name, lines in long.items() if lines > 60} == {}
+
+
+HOST_ONLY = """
+import sys
+import numpy as np
+import sparse24_plans as s
+weight = s.Sparse24Weight.prune_compress(np.ones((8, 16), np.float32))
+desc = s.GemmSparse24Descriptor(n=2, m=8, k=16, element="f32", epilogue="bias_gelu")
+for require in ({}, {"batch_invariant": True}):
+    plan = s.GemmSparse24Plan.select(desc, device="host", preference=s.PlanPreference(require=require))
+    y = np.full((2, 8), np.nan, np.float32)
+    plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.ones(8, np.float32)))
+    assert (y == 9).all(), y
+absent = s.DeviceProperties(kind="cuda", compute_capability=(9, 0))
+assert s.explain(desc, device=absent).chosen == "inflate_strict"
+loaded = {"torch", "cupy", "jax", "typer", "rich"} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+def test_the_host_tier_imports_no_framework():
+    done = subprocess.run([sys.executable, "-c", HOST_ONLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,12 +1,10 @@
-"""Tensors, workspaces and streams of any framework are read as they are: no copy, no framework imported."""
+"""Tensors of any framework are read as they are: no copy, no framework imported."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import math
-import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -17,36 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Error, TensorView, Workspace
-from sparse24_plans.tensors import HOST, stream_handle
+from sparse24_plans.tensors import HOST
+
+from .tensor_likes import (
+    BF16,
+    CUDA,
+    F16,
+    F32,
+    U16,
+    OnlyArrayInterface,
+    OnlyCudaArrayInterface,
+    OnlyDlpack,
+    Torchlike,
+    assert_views,
+    numbers,
+)
 
 gpu = pytest.mark.gpu
-CUDA = Device("cuda", 0)
 every_element = pytest.mark.parametrize("element", ElementKind)
-
-
-def numbers(shape: tuple[int, ...], element: ElementKind) -> np.ndarray:
-    """An array whose every byte is different (up to 251)."""
-    size = math.prod(shape) * element.itemsize
-    return (np.arange(size) % 251).astype(np.uint8).view(element.dtype).reshape(shape)
-
-
-def assert_views(view: TensorView, array: np.ndarray, element: ElementKind) -> None:
-    """``view`` is ``array``: address, shape, strides, element, and its bytes in both directions."""
-    assert view.address == array.ctypes.data
-    assert view.shape == array.shape
-    assert view.element is element
-    assert view.device == HOST
-    for size, stride, nbytes in zip(view.shape, view.strides, array.strides, strict=True):
-        assert size <= 1 or stride * element.itemsize == nbytes
-    source = array.view(element.bits_dtype)
-    np.testing.assert_array_equal(view.bits(), source)
-    assert view.bits().dtype == element.bits_dtype
-    assert view.array().dtype == element.dtype
-    assert view.array().tobytes() == source.tobytes()
-    if array.flags.writeable and array.size:
-        at = (-1,) * array.ndim
-        view.bits()[at] ^= 1
-        assert view.bits()[at] == source[at], "a copy was made"
 
 
 # NumPy --------------------------------------------------------------------------------------------
@@ -139,9 +125,6 @@ def test_an_array_of_the_element_itself_passes(element):
     assert_views(TensorView.of(array, element=element), array, element)
 
 
-BF16, F16, F32, U16 = ElementKind.BF16, ElementKind.F16, ElementKind.F32, ElementKind.U16
-
-
 @pytest.mark.parametrize(
     ("dtype", "element"),
     [("f2", BF16), ("f4", ElementKind.I32), ("u1", BF16), ("u4", BF16), ("?", ElementKind.U8), ("c8", F32)],
@@ -171,20 +154,6 @@ def test_a_view_is_its_own_view():
 
 
 # data_ptr() (PyTorch) -----------------------------------------------------------------------------
-
-
-class Torchlike:
-    """As little of a torch.Tensor as can be."""
-
-    def __init__(self, array: np.ndarray, dtype: str, kind: str = "cpu", index: int | None = None) -> None:
-        self.array, self.dtype, self.shape = array, dtype, array.shape
-        self.device = SimpleNamespace(type=kind, index=index)
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(nbytes // self.array.itemsize for nbytes in self.array.strides)
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
 
 
 TORCH_NAMES = {
@@ -253,12 +222,6 @@ def test_data_ptr_of_a_tensor_without_storage():
 # __array_interface__ ------------------------------------------------------------------------------
 
 
-class OnlyArrayInterface:
-    def __init__(self, array: np.ndarray, **change: object) -> None:
-        self.array = array
-        self.__array_interface__ = {**array.__array_interface__, **change}
-
-
 @every_element
 def test_array_interface(element):
     array = numbers((6, 8), element)[::2]
@@ -311,21 +274,6 @@ def test_array_interface_that_names_no_address(data):
 
 
 # __dlpack__ ---------------------------------------------------------------------------------------
-
-
-class OnlyDlpack:
-    """A NumPy array that shows nothing but the DLPack protocol, of today or of before DLPack 1.0."""
-
-    def __init__(self, array: np.ndarray, old: bool = False) -> None:
-        self.array, self.old = array, old
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, *, stream: object = None, **options: object) -> object:
-        if self.old and options:
-            raise TypeError(f"__dlpack__() got an unexpected keyword argument {next(iter(options))!r}")
-        return self.array.__dlpack__(stream=stream, **options)
 
 
 DLPACK_NUMPY = [element for element in ElementKind if element.dtype.isbuiltin == 1]
@@ -534,170 +482,6 @@ def test_repr_shows_what_an_error_message_needs():
         assert part in text
 
 
-# Workspaces ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("element", [ElementKind.U8, F32])
-def test_workspace_of_an_array(element):
-    array = numbers((4, 8), element)
-    space = Workspace.of(array, HOST)
-    assert (space.address, space.nbytes, space.device) == (array.ctypes.data, array.nbytes, HOST)
-    assert space.owner is array
-
-
-def test_workspace_of_a_view_and_of_a_workspace():
-    view = TensorView.of(numbers((4, 8), F32))
-    space = Workspace.of(view, HOST)
-    assert (space.address, space.nbytes) == (view.address, 128)
-    assert Workspace.of(space, CUDA) is space
-
-
-@pytest.mark.parametrize("fields", [{"size": 512}, {"nbytes": 512}, {"nbytes": 512, "size": 128}], ids=str)
-def test_workspace_of_an_address_and_a_size(fields):
-    """``nbytes`` before ``size``, which may count elements; without ``device_id``, on the plan's device."""
-    space = Workspace.of(SimpleNamespace(ptr=4096, **fields), Device("cuda", 2))
-    assert (space.address, space.nbytes, space.device) == (4096, 512, Device("cuda", 2))
-
-
-def test_workspace_that_says_where_it_lives():
-    space = Workspace.of(SimpleNamespace(ptr=4096, size=512, device_id=3), CUDA)
-    assert space.device == Device("cuda", 3)
-
-
-def test_workspace_of_a_pointer_into_a_block():
-    """CuPy's MemoryPointer: what is left behind the pointer, not the whole block."""
-    block = SimpleNamespace(ptr=4096, size=1000)
-    space = Workspace.of(SimpleNamespace(ptr=4096 + 256, mem=block, device_id=0), CUDA)
-    assert (space.address, space.nbytes) == (4352, 744)
-
-
-def read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
-@pytest.mark.parametrize(
-    ("thing", "word"),
-    [
-        (np.zeros((4, 8))[:, ::2].astype("f4")[:, ::2], "contiguous"),
-        (read_only(np.zeros(8, "u1")), "writable"),
-        (np.zeros(8, "f8"), "float64"),
-        (4096, "int"),
-        (1.5, "float"),
-        ("w", "str"),
-        (b"w", "bytes"),
-        (None, "NoneType"),
-        (object(), "object"),
-        (SimpleNamespace(ptr=4096), "SimpleNamespace"),
-        (SimpleNamespace(ptr=4096, size=-1), "-1"),
-        (SimpleNamespace(ptr="4096", size=8), "SimpleNamespace"),
-    ],
-)
-def test_what_is_no_workspace(thing, word):
-    with pytest.raises(InvalidProblemError, match="workspace") as caught:
-        Workspace.of(thing, HOST)
-    assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(("address", "nbytes"), [(-1, 8), (8, -1)])
-def test_workspace_by_hand(address, nbytes):
-    with pytest.raises(InvalidProblemError, match="workspace"):
-        Workspace(address, nbytes, HOST)
-
-
-# Streams ------------------------------------------------------------------------------------------
-
-
-def protocol(answer: object) -> SimpleNamespace:
-    return SimpleNamespace(__cuda_stream__=lambda: answer)
-
-
-def torchlike_stream(handle: object, index: int | None) -> SimpleNamespace:
-    return SimpleNamespace(cuda_stream=handle, device=SimpleNamespace(type="cuda", index=index))
-
-
-@pytest.mark.parametrize("stream", [0, 1, SimpleNamespace(ptr=0), protocol((0, 1)), False, "s"])
-def test_a_host_plan_takes_no_stream(stream):
-    assert stream_handle(None, HOST) == 0
-    with pytest.raises(InvalidProblemError, match="stream: expected None for a host plan"):
-        stream_handle(stream, HOST)
-
-
-@pytest.mark.parametrize(
-    ("stream", "handle"),
-    [
-        (0, 0),
-        (1, 1),
-        (0x7F0012345678, 0x7F0012345678),
-        (SimpleNamespace(ptr=0), 0),
-        (SimpleNamespace(ptr=123), 123),
-        (SimpleNamespace(ptr=123, device_id=0), 123),
-        (SimpleNamespace(ptr=123, device_id=-1), 123),
-        (torchlike_stream(77, 0), 77),
-        (torchlike_stream(77, None), 77),
-        (SimpleNamespace(cuda_stream=77), 77),
-        (protocol((0, 55)), 55),
-        (SimpleNamespace(__cuda_stream__=(0, 55)), 55),
-        (protocol((0, np.int64(55))), 55),
-    ],
-)
-def test_every_form_of_stream(stream, handle):
-    got = stream_handle(stream, CUDA)
-    assert got == handle
-    assert type(got) is int
-
-
-@pytest.mark.parametrize(
-    ("stream", "word"),
-    [
-        (True, "bool"),
-        (-1, "-1"),
-        (1.0, "float"),
-        ("1", "str"),
-        (object(), "object"),
-        (SimpleNamespace(handle=1), "SimpleNamespace"),
-        (SimpleNamespace(ptr=None), "None"),
-        (SimpleNamespace(ptr=-5), "-5"),
-        (SimpleNamespace(ptr=True), "True"),
-        (torchlike_stream(None, 0), "None"),
-        (torchlike_stream(77, 1), "cuda:1"),
-        (SimpleNamespace(ptr=123, device_id=1), "cuda:1"),
-        (protocol((0, None)), "None"),
-        (protocol((1, 55)), "1"),
-        (protocol((0, -1)), "-1"),
-    ],
-)
-def test_what_is_no_stream_of_the_device(stream, word):
-    with pytest.raises(InvalidProblemError, match="stream") as caught:
-        stream_handle(stream, CUDA)
-    assert word in str(caught.value)
-
-
-# Imports ------------------------------------------------------------------------------------------
-
-HOST_ONLY = """
-import sys
-import numpy as np
-import sparse24_plans as s
-weight = s.Sparse24Weight.prune_compress(np.ones((8, 16), np.float32))
-desc = s.GemmSparse24Descriptor(n=2, m=8, k=16, element="f32", epilogue="bias_gelu")
-for require in ({}, {"batch_invariant": True}):
-    plan = s.GemmSparse24Plan.select(desc, device="host", preference=s.PlanPreference(require=require))
-    y = np.full((2, 8), np.nan, np.float32)
-    plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.ones(8, np.float32)))
-    assert (y == 9).all(), y
-absent = s.DeviceProperties(kind="cuda", compute_capability=(9, 0))
-assert s.explain(desc, device=absent).chosen == "inflate_strict"
-loaded = {"torch", "cupy", "jax", "typer", "rich"} & set(sys.modules)
-assert not loaded, loaded
-"""
-
-
-def test_the_host_tier_imports_no_framework():
-    done = subprocess.run([sys.executable, "-c", HOST_ONLY], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # Real frameworks ----------------------------------------------------------------------------------
 
 
@@ -719,11 +503,6 @@ def test_torch_without_storage():
         TensorView.of(torch.empty(4, device="meta"))
     with pytest.raises(InvalidProblemError, match="storage"):
         TensorView.of(torch.eye(4).to_sparse())
-
-
-class OnlyCudaArrayInterface:
-    def __init__(self, array: object) -> None:
-        self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
 
 
 def on_gpu(element: ElementKind):
@@ -802,26 +581,6 @@ def test_workspace_of_gpu_memory():
     assert 744 <= space.nbytes <= array.data.mem.size - 256
     assert Workspace.of(array, CUDA).nbytes == 1000
     assert Workspace.of(array.data.mem, CUDA).address == array.data.mem.ptr
-
-
-@gpu
-def test_streams_of_cupy():
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    assert stream_handle(stream, CUDA) == stream.ptr
-    with stream:
-        assert stream_handle(None, CUDA) == stream.ptr
-
-
-@pytest.mark.parametrize("answer", [(0,), 5, (0, "x"), None, (0, 1, 2)])
-def test_a_cuda_stream_protocol_that_is_malformed(answer):
-    class Stream:
-        def __cuda_stream__(self) -> object:
-            return answer
-
-    with pytest.raises(InvalidProblemError, match="stream"):
-        stream_handle(Stream(), Device("cuda", 0))
 
 
 def test_pytorchs_lazy_negative_is_refused():
