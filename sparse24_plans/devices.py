@@ -28,6 +28,8 @@ def cuda_properties(ordinal: int) -> DeviceProperties:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
         raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
+    if not count:
+        raise BackendUnavailableError("no usable CUDA device: the driver sees 0")
     if ordinal >= count:
         raise BackendUnavailableError(f"device: expected a CUDA ordinal below {count}, got {ordinal}")
     about = cupy.cuda.runtime.getDeviceProperties(ordinal)

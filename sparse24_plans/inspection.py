@@ -36,7 +36,10 @@ def environment() -> Json:
         cupy, obstacle = None, str(error)
     gpus = [cuda_properties(ordinal) for ordinal in range(cuda_device_count())] if cupy else []
     if cupy and not gpus:
-        obstacle = _why_no_device()
+        try:
+            cuda_properties(0)
+        except BackendUnavailableError as error:
+            obstacle = str(error)
     return {
         "version": _version.__version__,
         "python": platform.python_version(),
@@ -63,14 +66,6 @@ def benchmarks() -> Any:
             f"the benchmarks don't load ({error}): run from a checkout's root, with PyTorch for the peers"
         ) from error
     return sys.modules["benchmarks"]
-
-
-def _why_no_device() -> str:
-    try:
-        count = import_cupy().cuda.runtime.getDeviceCount()
-    except Exception as error:  # noqa: BLE001 - CuPy raises several unrelated types where no driver is
-        return f"no usable CUDA device: {error}"
-    return f"no usable CUDA device: the driver sees {count}"
 
 
 def _device(gpu: DeviceProperties) -> Json:
