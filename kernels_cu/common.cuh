@@ -44,6 +44,12 @@ template <> struct Element<S24_F16> {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(v));
     return b;
   }
+  // Two of them, `low` in the lower half.
+  static __device__ __forceinline__ u32 pair(float low, float high) {
+    u32 b;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
+    return b;
+  }
 };
 
 template <> struct Element<S24_BF16> {
@@ -52,6 +58,11 @@ template <> struct Element<S24_BF16> {
   static __device__ __forceinline__ u16 from_float(float v) {
     u16 b;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(v));
+    return b;
+  }
+  static __device__ __forceinline__ u32 pair(float low, float high) {
+    u32 b;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
     return b;
   }
 };
@@ -112,7 +123,7 @@ struct FastMath {
 };
 
 // v = alpha * acc, plus bias, then the activation. NaN passes through every activation.
-template <class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
+template <class Math> __device__ __forceinline__ float activated(float acc, float alpha, float bias) {
   float v = __fmul_rn(alpha, acc);
 #if S24_EPILOGUE != S24_IDENTITY
   v = __fadd_rn(v, bias);
@@ -124,5 +135,9 @@ template <class Math> __device__ __forceinline__ float epilogue(float acc, float
 #elif S24_EPILOGUE == S24_BIAS_SILU
   v = v == v ? Math::silu(v) : v;
 #endif
-  return canonical_nan(v);
+  return v;
+}
+// The same with the one NaN, which conversions to 16 bits give by themselves.
+template <class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
+  return canonical_nan(activated<Math>(acc, alpha, bias));
 }

@@ -36,10 +36,25 @@ __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[
 #undef S24_MMA_SP
 }
 
+// Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
+// here before it touches memory; and it lets the next one start, which then waits in its turn.
+__device__ __forceinline__ void follow_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Clusters (sm_90): every thread of every block meets; what came before is visible after.
 __device__ __forceinline__ void cluster_meet() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The same where no memory is exchanged: it costs no fence.
+__device__ __forceinline__ void cluster_meet_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
@@ -64,4 +79,32 @@ __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
+}
+
+__device__ __forceinline__ void load_cluster_x4(float (&v)[4], u32 address) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address));
+#endif
+}
+
+// Shared memory by address.
+__device__ __forceinline__ void load_shared_pair(u32 (&v)[2], u32 address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
+}
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+#endif
 }

@@ -5,7 +5,7 @@
 // contiguous block that cp.async brings in as it is.
 //
 // K is cut into S24_SLICES slices (4 or 8, from M alone). A slice is summed by one warp in increasing k; slices
-// are folded in the fixed tree ((0+1)+(2+3)) + ((4+5)+(6+7)). So a row's bits don't depend on n, on its place in
+// are folded from the first to the last, ((0+1)+2)+3. So a row's bits don't depend on n, on its place in
 // the batch, or on which of the cuts below computes it.
 //
 // Eight warps work on four tile streams, two warps a stream. S24_BLOCK_TILES of the streams lie along M, the
@@ -187,6 +187,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[h][c][i] = 0.0f;
 
+  follow_predecessors();
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     loader.next(s);
@@ -230,8 +231,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
     float v[kSlices];
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) v[s] = slice_sum(slices[s], token, row);
-    float total = (v[0] + v[1]) + (v[2] + v[3]);
-    if constexpr (kSlices == 8) total += (v[4] + v[5]) + (v[6] + v[7]);
+    float total = v[0];
+#pragma unroll
+    for (int s = 1; s < kSlices; ++s) total += v[s];
     const i64 m = block_tile * kTileM + row;
     if (first_token + token >= p.n || m >= p.m) continue;
     const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[m]) : 0.0f;

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ._vendor import cuda_driver_abi
 from .errors import BackendUnavailableError, DriverError, StorageError
 from .tensors import import_cupy
 from .vocab import ElementKind, EpilogueKind
@@ -157,13 +158,28 @@ class Function:
         self._function = raw.kernel
         self._launch = import_cupy().cuda.driver.launchKernel
 
-    def bind(self, blocks: int, parameters: ctypes.Structure) -> Callable[[int], None]:
-        """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current."""
+    def bind(
+        self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
+    ) -> Callable[[int], None]:
+        """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current.
+
+        ``overlapping``: the kernel waits for its predecessors by itself, so it may start before they end.
+        """
         launch, function = self._launch, self._function.ptr
         threads, shared = self._threads, self._shared
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         address = ctypes.addressof(pointers)
         keep = (self, parameters, pointers)
+        if overlapping:
+            early = cuda_driver_abi.overlapping_launcher(function, blocks, threads, shared, address)
+
+            def launch_early(stream: int, _keep: Any = keep) -> None:
+                try:
+                    early(stream)
+                except cuda_driver_abi.CudaDriverError as error:
+                    raise DriverError(error.call, error.status) from error
+
+            return launch_early
 
         def launch_on(stream: int, _keep: Any = keep) -> None:
             launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, address, 0)

@@ -137,6 +137,7 @@ class Kernel:
                 desc.alpha,
                 self._cut.token_blocks,
             ),
+            overlapping=True,
         )
 
 

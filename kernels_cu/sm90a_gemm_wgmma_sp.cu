@@ -1,0 +1,397 @@
+// Prefill and wide batches: Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) on the tensor cores' own copy path.
+//
+// W is the sparse A operand of wgmma.sp m64nNk32, X is B; both are read from shared memory. W comes packed in tiles
+// of 64 rows x 128 columns (sparse24_plans/packing.py), each one bulk copy of 9216 bytes; X comes through a tensor
+// map in boxes of 64 columns. Two warps of the last warpgroup copy, the others multiply: kRowBlocks row tiles of W
+// a warpgroup, all with the block's tokens. W and X have rings of their own, for W comes in steps of 128 columns.
+//
+// The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
+// With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other.
+// A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
+// of a row depend on kSlices * kParts alone, and they are those of sm80_gemm_mma_sp.cu for as many slices.
+#include "common.cuh"
+#include "ptx_wgmma.cuh"
+
+constexpr int kTileM = 64, kTileBytes = 9216, kValueBytes = 8192;
+constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
+constexpr int kRowBlocks = S24_ROW_BLOCKS;   // row tiles of a warpgroup
+constexpr int kTokens = S24_TOKENS;          // of a block
+constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = kShare * kSlices;
+constexpr int kParts = S24_PARTS;
+static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
+constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
+constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * kTileM;  // of a block
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+constexpr int kWeightBytes = kRowTiles * kTileBytes, kSourceBytes = kTokens * 128;  // of a stage
+constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
+constexpr int kBand = 8;            // row blocks that are taken with one block of tokens before the next, for L2
+
+// Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
+constexpr int kSourceAt = kWeightStages * kWeightBytes;
+constexpr int kStageAt = kSourceAt + kSourceStages * kSourceBytes;
+constexpr int kStagePitch = 68;  // floats a token; 4 more than the rows keep the stores off each other's banks
+constexpr int kStageBytes = 16 * kStagePitch * 4;
+constexpr int kBarrierAt = kStageAt + (kSlices == 1 ? kWarpgroups * kStageBytes : 0);
+constexpr int kFoldPitch = kRows + 4;  // floats
+
+// Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
+constexpr bool kTrade = S24_BLOCKS_PER_SM == 1 && kWarpgroups == 2;
+constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+
+struct WgmmaSpParams {
+  TensorMap x;       // X[n, k] in boxes of kTokens / kShare rows x 64 columns, 128-byte swizzle
+  const u8* packed;  // [row tiles][K tiles][9216]
+  const void* bias;  // [m], or null
+  void* y;           // [n, m], row stride y_stride
+  i64 n, m, y_stride, row_tiles, k_tiles;
+  float alpha;
+  u32 token_blocks;  // of kTokens, that cover n
+  u32 items;         // of a cluster's rows and tokens
+  u32 vectors;       // y takes 16-byte stores
+};
+
+typedef Element<S24_OUT> Out;
+typedef Element<S24_BIAS> Bias;
+
+// A place in a ring of stages, and the parity of its barriers.
+template <int kStages> struct Place {
+  u32 slot = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+struct Barriers {
+  u32 at;
+  __device__ __forceinline__ u32 weight_full(u32 slot) const { return at + 8 * slot; }
+  __device__ __forceinline__ u32 weight_free(u32 slot) const { return at + 8 * (kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_full(u32 slot) const { return at + 8 * (2 * kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_free(u32 slot) const { return at + 8 * (2 * kWeightStages + kSourceStages + slot); }
+};
+
+// What a block works on: its first row tile and token.
+struct Item {
+  i64 row_tile, token;
+
+  __device__ __forceinline__ Item(const WgmmaSpParams& p, u32 index, u32 share) {
+    const u32 row_blocks = (u32)((p.row_tiles + kRowTiles * kShare - 1) / (kRowTiles * kShare));
+    const u32 band = index / (kBand * p.token_blocks), rest = index % (kBand * p.token_blocks);
+    const u32 wide = min((u32)kBand, row_blocks - band * kBand);
+    row_tile = ((i64)(band * kBand + rest % wide) * kShare + share) * kRowTiles;
+    token = (i64)(rest / wide) * kTokens;
+  }
+};
+
+__device__ __forceinline__ i64 slice_begin(const WgmmaSpParams& p, u32 slice) { return p.k_tiles * slice / kSlices; }
+
+__device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
+  const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
+  return p.packed + (row_tile * p.k_tiles + tile) * kTileBytes;
+}
+
+// The thread that copies W.
+__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  Place<kWeightStages> place;
+  for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+    const Item item(p, index, share);
+    for (i64 tile = slice_begin(p, slice); tile < slice_begin(p, slice + 1); ++tile, place.next()) {
+      barrier_wait(barriers.weight_free(place.slot), place.parity ^ 1);
+      barrier_expect(barriers.weight_full(place.slot), kWeightBytes);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+        copy_bulk(base + place.slot * kWeightBytes + i * kTileBytes, weight_tile(p, item, i, tile), kTileBytes,
+                  barriers.weight_full(place.slot));
+    }
+  }
+}
+
+// The thread that copies X: its part, for every block that shares it.
+__device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  constexpr int kPart = kTokens / kShare;
+  Place<kSourceStages> place;
+  for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+    const Item item(p, index, share);
+    for (i64 half = 2 * slice_begin(p, slice); half < 2 * slice_begin(p, slice + 1); ++half, place.next()) {
+      barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
+      const u32 full = barriers.source_full(place.slot), to = base + kSourceAt + place.slot * kSourceBytes;
+      barrier_expect(full, kSourceBytes);
+      if constexpr (kShare == 1) copy_tensor(to, &p.x, (u32)half * 64, (u32)item.token, full);
+      else copy_tensor_multicast(to + share * kPart * 128, &p.x, (u32)half * 64, (u32)item.token + share * kPart, full,
+                                 (u16)(((1 << kShare) - 1) << kShare * slice));
+    }
+  }
+}
+
+// One warpgroup's sums of one item.
+struct Multiplier {
+  Place<kWeightStages> weight;
+  Place<kSourceStages> source;
+  u32 base, warpgroup, source_free;  // the last: of the block of the cluster that this lane reports to
+  Barriers barriers;
+  u32 last_weight = 0, last_source = 0;
+
+  __device__ __forceinline__ void free_weight(u32 slot) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot));
+  }
+  __device__ __forceinline__ void free_source(u32 slot) const {
+    if (threadIdx.x % 32 >= kShare) return;
+    if constexpr (kShare == 1) barrier_arrive(source_free + 8 * slot);
+    else barrier_arrive_cluster(source_free + 8 * slot);
+  }
+
+  // Two steps of 32 columns: half a tile of W with one stage of X.
+  template <int kHalf>
+  __device__ __forceinline__ void half(float (&sums)[kRowBlocks][kSums], u64 a, const u32 (&metadata)[kRowBlocks][2]) {
+    barrier_wait(barriers.source_full(source.slot), source.parity);
+    const u64 b = matrix_descriptor(base + kSourceAt + source.slot * kSourceBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
+      const u64 at = a + r * (kTileBytes >> 4) + kHalf * 4;
+      wgmma_sp<S24_ELEMENT, 0>(sums[r], at, b, metadata[r][kHalf]);
+      wgmma_sp<S24_ELEMENT, 1>(sums[r], at + 2, b + 4, metadata[r][kHalf]);
+    }
+    wgmma_commit();
+  }
+
+  // A tile of W. `metadata` stays untouched while its wgmma run, which is until the next tile's first wait.
+  __device__ __forceinline__ void tile(float (&sums)[kRowBlocks][kSums], u32 (&metadata)[kRowBlocks][2],
+                                       const u32 (&last)[kRowBlocks][2], bool first) {
+    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+    const u32 values = base + weight.slot * kWeightBytes + warpgroup * kRowBlocks * kTileBytes;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+      load_shared_pair(metadata[r], values + r * kTileBytes + kValueBytes + threadIdx.x % 128 * 8);
+    const u64 a = matrix_descriptor(values);
+    half<0>(sums, a, metadata);
+    wgmma_wait<1>();  // all but the half just issued: the stages before it are free
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) asm volatile("" ::"r"(last[r][0]), "r"(last[r][1]));
+    if (!first) free_last();
+    last_source = source.slot, last_weight = weight.slot;
+    source.next(), weight.next();
+    half<1>(sums, a, metadata);
+    wgmma_wait<1>();
+    free_source(last_source);
+    last_source = source.slot;
+    source.next();
+  }
+
+  __device__ __forceinline__ void free_last() const {
+    free_source(last_source);
+    free_weight(last_weight);
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[kRowBlocks][kSums], i64 tiles) {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[r][i] = 0.0f;
+    u32 even[kRowBlocks][2] = {}, odd[kRowBlocks][2] = {};
+    for (i64 at = 0; at < tiles; at += 2) {
+      tile(sums, even, odd, at == 0);
+      if (at + 1 < tiles) tile(sums, odd, even, false);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
+    if (tiles > 0) free_last();
+  }
+
+  // All of K, in kParts.
+  __device__ __forceinline__ void multiply_parts(float (&totals)[kRowBlocks][kSums], i64 tiles) {
+    multiply(totals, tiles / kParts);
+#pragma unroll 1
+    for (int part = 1; part < kParts; ++part) {
+      float sums[kRowBlocks][kSums];
+      multiply(sums, tiles * (part + 1) / kParts - tiles * part / kParts);
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) totals[r][i] += sums[r][i];
+    }
+  }
+};
+
+// Stores 64 rows x kTokens tokens of one warpgroup, through its staging area, so that 128 bytes of a token go together.
+template <class Result> struct Writer {
+  const WgmmaSpParams& p;
+  u32 stage;
+  int barrier;
+
+  static constexpr int kOutBytes = sizeof(typename Result::Bits), kLane = 16 / kOutBytes;  // outputs of a 16-byte store
+  static constexpr int kStep = kTokens < 64 / kOutBytes ? kTokens : 64 / kOutBytes;  // tokens staged at a time
+
+  __device__ __forceinline__ void write(const float (&sums)[kSums], i64 row0, i64 token0) const {
+    const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    float bias[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const i64 row = row0 + 16 * warp + g + 8 * i;
+      if (p.bias && row < p.m) bias[i] = Bias::to_float(((const Bias::Bits*)p.bias)[row]);
+    }
+#pragma unroll
+    for (int step = 0; step < kTokens / kStep; ++step) {
+      if (token0 + step * kStep >= p.n) break;
+      threads_meet(barrier, 128);
+#pragma unroll
+      for (int j = 0; j < kStep / 8; ++j) {
+        const float* d = sums + (step * kStep / 8 + j) * 4;
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = activated<FastMath>(d[i], p.alpha, bias[i / 2]);
+        if constexpr (kOutBytes == 2) {
+          const int lane = thread % 32, token = 8 * j + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+          store_matrix_transposed_x2(stage + token * 128 + (chunk ^ token % 8) * 16, Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            store_shared(stage + ((8 * j + 2 * t + i % 2) * kStagePitch + 16 * warp + g + i / 2 * 8) * 4, Result::from_float(canonical_nan(v[i])));
+        }
+      }
+      threads_meet(barrier, 128);
+#pragma unroll
+      for (int i = thread; i < kStep * (64 / kLane); i += 128) {
+        const int token = i / (64 / kLane), chunk = i % (64 / kLane);
+        const u32 at = kOutBytes == 2 ? stage + token * 128 + (chunk ^ token % 8) * 16 : stage + (token * kStagePitch + chunk * kLane) * 4;
+        store(load_shared_16(at), token0 + step * kStep + token, row0 + chunk * kLane);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(uint4 v, i64 token, i64 row) const {
+    if (token >= p.n || row >= p.m) return;
+    typedef typename Result::Bits Bits;
+    Bits* to = (Bits*)p.y + token * p.y_stride + row;
+    if (p.vectors && row + kLane <= p.m) {
+      *(uint4*)to = v;
+      return;
+    }
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < kLane; ++i)
+      if (row + i < p.m) to[i] = (Bits)(words[i * kOutBytes / 4] >> i * kOutBytes % 4 * 8);
+  }
+};
+
+// The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows, four at a time.
+struct Folder {
+  const WgmmaSpParams& p;
+  Item item;
+  u32 from[kSlices];
+  int row0;
+
+  static constexpr int kQuads = (kRows / 4 + kSlices - 1) / kSlices, kShareRows = 4 * kQuads, kCount = kQuads * kTokens;
+  static constexpr int kFolders = 128 * kWarpgroups;
+  static constexpr int kAhead = S24_BLOCKS_PER_SM == 2 ? (kSlices < 3 ? 2 : 1) : 12 / kSlices;  // loads in flight hide the way to the other blocks
+
+  __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
+      : p(p), item(item), row0(slice * kShareRows) {
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) from[s] = cluster_address(base, share + kShare * s);
+  }
+
+  __device__ __forceinline__ void store(float (&v)[kSlices][4], int token, int row) const {
+    const i64 n = item.token + token, m = item.row_tile * kTileM + row;
+    if (n >= p.n || row >= kRows) return;
+    Out::Bits out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float total = v[0][j];
+#pragma unroll
+      for (int s = 1; s < kSlices; ++s) total += v[s][j];
+      const float bias = p.bias && m + j < p.m ? Bias::to_float(((const Bias::Bits*)p.bias)[m + j]) : 0.0f;
+      out[j] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
+    }
+    Out::Bits* to = (Out::Bits*)p.y + n * p.y_stride + m;
+    if (p.vectors && m + 4 <= p.m) {
+      if constexpr (sizeof(Out::Bits) == 2) *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
+      else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (m + j < p.m) to[j] = out[j];
+  }
+
+  __device__ __forceinline__ void run() const {
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
+      float v[kAhead][kSlices][4];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
+        if (i >= kCount || row >= kRows) continue;
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) load_cluster_x4(v[a][s], from[s] + (token * kFoldPitch + row) * 4);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int i = first + a * kFolders;
+        if (i < kCount) store(v[a], i / kQuads, row0 + i % kQuads * 4);
+      }
+    }
+  }
+};
+
+#if S24_SHARE * S24_SLICES > 1
+#define S24_CLUSTER __cluster_dims__(S24_SHARE * S24_SLICES, 1, 1)
+#else
+#define S24_CLUSTER
+#endif
+
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PER_SM)
+    gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const u32 base = shared_address(shared);
+  const Barriers barriers{base + kBarrierAt};
+  const u32 rank = blockIdx.x % kCluster, share = rank % kShare, slice = rank / kShare;
+  const u32 warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.x);
+    for (int i = 0; i < kWeightStages; ++i) barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * kWarpgroups);
+    for (int i = 0; i < kSourceStages; ++i) barrier_init(barriers.source_full(i), 1), barrier_init(barriers.source_free(i), 4 * kWarpgroups * kShare);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) cluster_meet_relaxed();
+  follow_predecessors();
+
+  if (warpgroup == kWarpgroups) {
+    if constexpr (kTrade) registers_lower<kCopyRegisters>();
+    const u32 thread = threadIdx.x % 128;
+    if (thread == 0) copy_weights(p, base, barriers, share, slice);
+    if (thread == 32) copy_source(p, base, barriers, share, slice);
+    __syncwarp();
+    if constexpr (kSlices > 1) cluster_meet();
+  } else {
+    if constexpr (kTrade) registers_raise<kSumRegisters>();
+    Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
+    if constexpr (kShare > 1) multiplier.source_free = cluster_address(barriers.source_free(0), threadIdx.x % 32 % kShare + kShare * slice);
+    float sums[kRowBlocks][kSums];
+    for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+      const Item item(p, index, share);
+      const i64 tiles = slice_begin(p, slice + 1) - slice_begin(p, slice);
+      if constexpr (kParts > 1) multiplier.multiply_parts(sums, tiles);
+      else multiplier.multiply(sums, tiles);
+      const u32 row_tile = warpgroup * kRowBlocks;
+      if constexpr (kSlices == 1) {
+        const Writer<Out> writer{p, base + kStageAt + warpgroup * kStageBytes, 1 + (int)warpgroup};
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) writer.write(sums[r], (item.row_tile + row_tile + r) * kTileM, item.token);
+      } else {
+        threads_meet(1, 128 * kWarpgroups);  // every stage has been read: the sums take their place
+        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+          for (int i = 0; i < kSums; ++i)
+            store_shared(base + ((i / 4 * 8 + lane % 4 * 2 + i % 2) * kFoldPitch + (row_tile + r) * kTileM + 16 * warp + lane / 4 + i / 2 % 2 * 8) * 4,
+                         __float_as_uint(sums[r][i]));
+        cluster_meet();
+        Folder(p, item, base, share, slice).run();
+      }
+    }
+  }
+  if constexpr (kCluster > 1) cluster_meet_relaxed();  // nobody leaves while others still reach into its shared memory
+}

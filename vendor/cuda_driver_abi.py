@@ -1,0 +1,125 @@
+"""The parts of the CUDA driver C ABI that CuPy doesn't offer: tensor maps, and launches that may overlap.
+
+Provenance: VENDOR.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+# CUtensorMapDataType, by bytes of an unsigned element
+_UNSIGNED = {1: 0, 2: 1, 4: 2}
+# CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+
+TENSOR_MAP_BYTES = 128
+_ALIGNMENT = 64
+
+
+class CudaDriverError(Exception):
+    """A call answered with a CUresult other than 0."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call} answered status {status}")
+        self.call, self.status = call, status
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+_P, _INT = ctypes.c_void_p, ctypes.c_int
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuTensorMapEncodeTiled": [_P, _INT, ctypes.c_uint32, *[_P] * 5, *[_INT] * 4],
+    "cuLaunchKernelEx": [_P] * 4,
+}
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    for name, signature in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = signature, _INT
+    return library
+
+
+def overlapping_launcher(
+    function: int, blocks: int, threads: int, shared_bytes: int, parameters: int
+) -> Callable[[int], None]:
+    """A launcher of ``function`` that takes a stream handle: the kernel may start before its predecessor ends.
+
+    So the kernel itself must wait (``griddepcontrol.wait``) before it touches memory. ``parameters`` is the
+    address of the array of pointers to its parameters. Any thread may call the launcher; it raises
+    CudaDriverError.
+    """
+    launch = _driver().cuLaunchKernelEx
+    attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    template = _LaunchConfig(
+        (blocks, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), 1
+    )
+    byref, copy = ctypes.byref, _LaunchConfig.from_buffer_copy
+
+    def launch_on(stream: int, _keep: Any = attribute) -> None:
+        config = copy(template)
+        config.stream = stream
+        status = launch(byref(config), function, parameters, None)
+        if status:
+            raise CudaDriverError("cuLaunchKernelEx", status)
+
+    return launch_on
+
+
+def swizzled_matrix_map(
+    address: int, rows: int, columns: int, row_bytes: int, itemsize: int, box_rows: int
+) -> bytes:
+    """A CUtensorMap of a row-major matrix, read in boxes of ``box_rows`` rows x 128 bytes, 128-byte swizzle.
+
+    What lies outside of the matrix reads as zero bits. ``address`` and ``row_bytes`` are multiples of 16,
+    ``row_bytes`` below 2^40, the extents from 1 to 2^32, ``box_rows`` at most 256. Raises CudaDriverError.
+    """
+    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
+    at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        at,
+        _UNSIGNED[itemsize],
+        2,
+        address,
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(row_bytes),
+        (ctypes.c_uint32 * 2)(128 // itemsize, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        _FILL_ZEROS,
+    )
+    if status:
+        raise CudaDriverError("cuTensorMapEncodeTiled", status)
+    return ctypes.string_at(at, TENSOR_MAP_BYTES)
