@@ -97,12 +97,16 @@ class Cell:
         self._x = random_bits((n, matrix.k), matrix.element, seed=n)
         self._y = cupy.empty((n, matrix.m), matrix.element.bits_dtype)
 
-    def ours(self, name: str, preference: PlanPreference) -> tuple[Contender, GemmSparse24Plan] | None:
+    @property
+    def descriptor(self) -> GemmSparse24Descriptor:
+        matrix = self.matrix
+        return GemmSparse24Descriptor(n=self.n, m=matrix.m, k=matrix.k, element=matrix.element)
+
+    def ours(self, name: str, preference: PlanPreference) -> Contender | None:
         """Our plan under ``preference``; None where no kernel can serve."""
         matrix = self.matrix
-        desc = GemmSparse24Descriptor(n=self.n, m=matrix.m, k=matrix.k, element=matrix.element)
         try:
-            plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
+            plan = GemmSparse24Plan.select(self.descriptor, device=0, preference=preference)
         except Sparse24Error:
             return None
         x, y = typed(self._x, matrix.element), typed(self._y, matrix.element)
@@ -111,7 +115,7 @@ class Cell:
             plan.bind(GemmSparse24Args(plan.pack(weight), x, y), workspace=space).launch
             for weight in matrix.weights
         ]
-        return Contender(name, launches), plan
+        return Contender(name, launches)
 
     def dense(self) -> Contender:
         """cuBLAS through PyTorch."""

@@ -32,13 +32,8 @@ from sparse24_plans.devices import cuda_properties
 from .harness import Contender, environment, time_contenders
 from .problems import PREPARE_SHAPES, Cell, Matrix
 
-_CONTENDERS = {
-    "auto": PlanPreference(),
-    **{
-        kind.value: PlanPreference(prefer_backend=kind)
-        for kind in BackendKind
-        if kind is not BackendKind.HOST
-    },
+_FORCED = {
+    kind.value: PlanPreference(prefer_backend=kind) for kind in BackendKind if kind is not BackendKind.HOST
 }
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
@@ -47,23 +42,21 @@ _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3}
 def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
     """One row a backend for one shape and n, all timed interleaved."""
     cell = Cell(matrix, n)
-    contenders, errors, chosen = [cell.dense()], {}, ""
+    contenders, errors = [cell.dense()], {}
     if (peer := cell.cusparselt()) is not None:
         contenders.append(peer)
-    for name, preference in _CONTENDERS.items():
+    for name, preference in _FORCED.items():
         made = cell.ours(name, preference)
         if made is None:
             continue
-        contender, plan = made
-        if name == "auto":
-            chosen = plan.sku.backend
-        errors[name] = cell.rel_error(contender.launches[0])
+        errors[name] = cell.rel_error(made.launches[0])
         if not errors[name] <= _WORST_ERROR[matrix.element]:
             raise SystemExit(f"{name} {matrix} n={n}: relative error {errors[name]:.3g}, not timed")
-        if name != "auto":  # the same kernel as the backend that select chose: timed once
-            contenders.append(contender)
+        contenders.append(made)
     times = time_contenders(contenders)
-    times["auto"] = times[chosen]
+    # The kernel of the backend that select chooses is the one just timed.
+    chosen = GemmSparse24Plan.select(cell.descriptor, device=0).sku.backend.value
+    times["auto"], errors["auto"] = times[chosen], errors[chosen]
     shared = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
     return [
         {
@@ -136,7 +129,7 @@ def host_figures() -> dict[str, float]:
     x, y = (cupy.zeros((16, 256), cupy.uint16) for _ in range(2))
     own_stream = cupy.cuda.Stream(non_blocking=True)
     stream = own_stream.ptr
-    for name, preference in _CONTENDERS.items():
+    for name, preference in {"auto": PlanPreference(), **_FORCED}.items():
         try:
             plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
         except NotImplementedError:

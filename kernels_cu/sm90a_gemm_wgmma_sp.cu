@@ -283,7 +283,7 @@ struct Folder {
 
   static constexpr int kQuads = (kRows / 4 + kSlices - 1) / kSlices, kShareRows = 4 * kQuads, kCount = kQuads * kTokens;
   static constexpr int kFolders = 128 * kWarpgroups;
-  static constexpr int kAhead = S24_BLOCKS_PER_SM == 2 ? (kSlices < 3 ? 2 : 1) : 12 / kSlices;  // loads in flight hide the way to the other blocks
+  static constexpr int kAhead = kTrade || kWarpgroups == 1 ? 12 / kSlices / S24_BLOCKS_PER_SM : kSlices < 3 ? 2 : 1;  // loads in flight
 
   __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
       : p(p), item(item), row0(slice * kShareRows) {

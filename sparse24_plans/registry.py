@@ -136,6 +136,11 @@ def _mma_sp(problem: Problem) -> PrecisionGuarantee:
     )
 
 
+def _wgmma_sp(problem: Problem) -> PrecisionGuarantee:
+    # The slices of K are chosen for the shape, n included.
+    return _mma_sp(problem).model_copy(update={"batch_invariant": False})
+
+
 def _cublas(problem: Problem) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
     # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
@@ -170,21 +175,42 @@ def _strict_limits(problem: Problem) -> str | None:
     return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
 
 
+DECODE_TOKENS = 16
+"""Up to which n mma_sp is the fastest kernel, as measured on an H200."""
+
+
 def few_tokens(problem: Problem) -> int:
-    """Up to which n mma_sp is the faster one, as measured on an H200; beyond, only its guarantees count."""
+    """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
     return 256 if problem.m * problem.k >= 1 << 26 else 128
 
 
 def _mma_sp_limits(problem: Problem) -> str | None:
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
-    blocks = -(-problem.m // 64) * -(-problem.n // 64) * 8
+    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
     return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
 
 
-def _mma_sp_few_limits(problem: Problem) -> str | None:
-    most = few_tokens(problem)
-    return _mma_sp_limits(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
+def _up_to(tokens: Callable[[Problem], int]) -> Callable[[Problem], str | None]:
+    """mma_sp's limits, and a preference for at most so many tokens."""
+
+    def limits(problem: Problem) -> str | None:
+        most = tokens(problem)
+        return (
+            _mma_sp_limits(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
+        )
+
+    return limits
+
+
+def _wgmma_sp_limits(problem: Problem) -> str | None:
+    if problem.n == 0 or problem.m == 0 or problem.k == 0:
+        return "serves no empty operands"
+    largest = max(problem.n, problem.m, problem.k)
+    if largest >= 2**31:
+        return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
+    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
+    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
 
 
 def _cublas_limits(problem: Problem) -> str | None:
@@ -219,17 +245,32 @@ _MMA_SP = KernelSpec(
     backend=BackendKind.MMA_SP,
     tier=Tier.SPARSE_TENSOR_CORE,
     arch=ArchSku.SM80,
-    min_compute_capability=(9, 0),  # its blocks fold through clusters,
-    below_compute_capability=(12, 0),  # and take up to 227 KiB of shared memory
+    min_compute_capability=(8, 0),
     guarantee=_mma_sp,
     elements=(F16, BF16),
     ops=(GemmOp.FORWARD,),
     layout=TILE64X128_LAYOUT,
-    limits=_mma_sp_few_limits,
+    limits=_up_to(lambda problem: DECODE_TOKENS),
+)
+
+_WGMMA_SP = replace(
+    _MMA_SP,
+    name="wgmma_sp",
+    backend=BackendKind.WGMMA_SP,
+    arch=ArchSku.SM90A,
+    min_compute_capability=(9, 0),
+    below_compute_capability=(9, 1),  # wgmma is of this architecture alone
+    guarantee=_wgmma_sp,
+    limits=_wgmma_sp_limits,
 )
 
 KERNELS: tuple[KernelSpec, ...] = (
     _MMA_SP,
+    _WGMMA_SP,
+    # The bits of mma_sp for any n: chosen where batch invariance is required.
+    replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=_mma_sp),
+    # Where there is no wgmma.
+    replace(_MMA_SP, name="mma_sp_batch", limits=_up_to(few_tokens)),
     KernelSpec(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,
@@ -241,7 +282,6 @@ KERNELS: tuple[KernelSpec, ...] = (
         min_workspace=lambda problem: sum(cublas_regions(problem)),
         missing=_needs_cublaslt,
     ),
-    # The same kernel and the same bits for any n: chosen where batch invariance is required.
     replace(_MMA_SP, name="mma_sp_many", limits=_mma_sp_limits),
     KernelSpec(
         name="inflate_strict",

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, UnsupportedError
+from sparse24_plans.backends import wgmma_sp
 
 from .support import ELEMENTS, EPILOGUES, make_case, same_bits
 
@@ -22,16 +23,23 @@ KERNELS = [
     pytest.param(0, PlanPreference(prefer_backend="inflate_cublas"), id="inflate_cublas", marks=gpu),
     pytest.param(0, PlanPreference(prefer_backend="inflate_strict"), id="inflate_strict", marks=gpu),
     pytest.param(0, PlanPreference(prefer_backend="mma_sp"), id="mma_sp", marks=gpu),
+    pytest.param(0, PlanPreference(prefer_backend="wgmma_sp"), id="wgmma_sp", marks=gpu),
+    pytest.param(
+        0,
+        PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True}),
+        id="wgmma_sp_invariant",
+        marks=gpu,
+    ),
 ]
 kernels = pytest.mark.parametrize(("device", "preference"), KERNELS)
 
 
 def run_and_check(desc: GemmSparse24Descriptor, device, preference, **options) -> None:
     """The result is right; or the kernel doesn't list the element, the op or empty results, and says so."""
-    if preference.prefer_backend == "mma_sp" and (
-        desc.element == "f32" or desc.op == "dgrad" or desc.n * desc.m == 0
-    ):
-        with pytest.raises(UnsupportedError, match=r"mma_sp: (serves|does not serve)"):
+    backend = preference.prefer_backend
+    empty = desc.n * desc.m == 0 or (backend == "wgmma_sp" and desc.k == 0)
+    if backend in ("mma_sp", "wgmma_sp") and (desc.element == "f32" or desc.op == "dgrad" or empty):
+        with pytest.raises(UnsupportedError, match=rf"{backend}: (serves|does not serve)"):
             GemmSparse24Plan.select(desc, device=device, preference=preference)
         return
     case = make_case(desc, device, preference, **options)
@@ -142,7 +150,7 @@ def test_any_problem(device, preference, shape, element, op, alpha, pad, seed):
 
 
 @gpu
-@pytest.mark.parametrize("preference", [p.values[1] for p in KERNELS[2:]], ids=["cublas", "strict", "mma_sp"])
+@pytest.mark.parametrize("preference", [p.values[1] for p in KERNELS[2:]], ids=[p.id for p in KERNELS[2:]])
 @pytest.mark.parametrize(("n", "m", "k"), [(200, 4096, 4096), (1000, 1536, 384), (16, 4096, 14336)])
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
 def test_model_sized(preference, n, m, k, op):
@@ -156,3 +164,23 @@ def test_every_cut_of_mma_sp(n, m, k):
     """Every tile shape, full and ragged in n, m and k, in one wave and in several."""
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", epilogue="bias_silu", out_element="f32")
     run_and_check(desc, 0, PlanPreference(prefer_backend="mma_sp"), pad=8)
+
+
+WGMMA_CUTS = [
+    (n, cut)
+    for n in (8, 13, 32, 60, 200, 1030)
+    for cut in (*wgmma_sp.cuts(n), *wgmma_sp.invariant_cuts(n, 8))
+]
+
+
+@gpu
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize(("n", "cut"), WGMMA_CUTS, ids=str)
+def test_every_cut_of_wgmma_sp(monkeypatch, element, n, cut):
+    """Forced on a problem that is ragged in n, m and k, has several row blocks, and uneven slices."""
+    monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
+    alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64
+    desc = GemmSparse24Descriptor(
+        n=n, m=2000, k=1048, element=element, epilogue="bias_silu", out_element="f32", alpha=alpha
+    )  # an alpha of its own: plans are cached
+    run_and_check(desc, 0, PlanPreference(prefer_backend="wgmma_sp"), pad=8)

@@ -21,7 +21,13 @@ PREFERENCE = {
     "inflate_cublas": (0, PlanPreference(prefer_backend="inflate_cublas")),
     "inflate_strict": (0, PlanPreference(prefer_backend="inflate_strict")),
     "mma_sp": (0, PlanPreference(prefer_backend="mma_sp")),
+    "mma_sp_batch": (0, PlanPreference(prefer_backend="mma_sp")),
     "mma_sp_many": (0, PlanPreference(prefer_backend="mma_sp")),
+    "wgmma_sp": (0, PlanPreference(prefer_backend="wgmma_sp")),
+    "wgmma_sp_invariant": (
+        0,
+        PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True}),
+    ),
 }
 
 
@@ -61,7 +67,7 @@ def case_of(row: str, **problem: object):
 def medium(row: str) -> dict[str, int]:
     if PREFERENCE[row][0] == "host":
         return {"n": 6, "m": 48, "k": 96}
-    return {"n": 200 if row == "mma_sp_many" else 96, "m": 1024, "k": 2048}
+    return {"n": {"mma_sp": 16, "mma_sp_many": 200}.get(row, 96), "m": 1024, "k": 2048}
 
 
 def serves(row: str, element: str = "bf16", op: str = "forward") -> bool:
@@ -131,6 +137,18 @@ def test_batch_invariant(row, element, op, m):
         rows = np.random.default_rng(n).permutation(most)[:n]
         part = case_of(row, n=n, element=element, op=op, dense=dense, x=full.x[rows], **sizes)
         assert same_bits(part.run(), whole[rows])
+
+
+@gpu
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize(("m", "k"), [(4096, 4096), (8448, 1032), (20000, 136), (200, 8)])
+@pytest.mark.parametrize("n", [1, 9, 40, 100, 300, 1100])
+def test_the_invariant_rows_give_the_same_bits(element, m, k, n):
+    """So a batch-invariant pipeline may decode with one kernel and prefill with another."""
+    mma = case_of("mma_sp", n=n, m=m, k=k, element=element)
+    dense = mma.dense.astype(mma.plan.descriptor.element.dtype)
+    wgmma = case_of("wgmma_sp_invariant", n=n, m=m, k=k, element=element, dense=dense, x=mma.x)
+    assert same_bits(wgmma.run(), mma.run())
 
 
 @promising("bit_stable_across_hardware", elements=ELEMENTS)

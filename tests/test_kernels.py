@@ -32,7 +32,7 @@ from sparse24_plans import (
     jit,
     registry,
 )
-from sparse24_plans.backends import host
+from sparse24_plans.backends import host, wgmma_sp
 from sparse24_plans.vocab import GemmOp
 
 SOURCES = sorted(path.name for path in jit.KERNEL_FOLDER.glob("*.cu"))
@@ -53,7 +53,15 @@ SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
     "inflate_cublas": [{"n": 0}],
     "inflate_strict": [{"n": 1}],
-    "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9, 17, 33, 65)],
+    "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9)],
+    "mma_sp_batch": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (17, 33, 65)],
+    "mma_sp_many": [{"n": 300}],
+    "wgmma_sp": [{"n": 8}],
+    "wgmma_sp_invariant": [{"n": 8}],
+}
+WGMMA_CUTS = {
+    "wgmma_sp": {n: wgmma_sp.cuts(n) for n in (8, 64, 128, 1024)},
+    "wgmma_sp_invariant": {n: wgmma_sp.invariant_cuts(n, 8) for n in (8, 64, 1024)},
 }
 ROWS = [spec for spec in registry.KERNELS if not spec.on_host]
 
@@ -81,11 +89,11 @@ def device_of(capability: tuple[int, int]) -> DeviceProperties:
 
 
 def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[Request]:
-    """On Hopper every kind at one size and every size of one kind; elsewhere one of each."""
+    """Every size of one kind; on Hopper also every kind at one size."""
     sizes = SIZES.get(spec.name, [{}])
-    cases = [(sizes[0], KINDS[0])]
+    cases = [(size, KINDS[0]) for size in sizes]
     if capability == HOPPER:
-        cases += [(sizes[0], kind) for kind in KINDS[1:]] + [(size, KINDS[0]) for size in sizes[1:]]
+        cases += [(sizes[0], kind) for kind in KINDS[1:]]
     found: list[Request] = []
 
     def record(source, name, threads, arch, ordinal, defines, shared_bytes=0):
@@ -99,6 +107,10 @@ def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[
             rows = registry.consider(desc, preference, device)
             if any(row.spec is spec and row.reason is None for row in rows):
                 backend.Kernel(desc, device, spec, preference)
+        for n, cuts in WGMMA_CUTS.get(spec.name, {}).items() if capability == HOPPER else ():
+            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **KINDS[0])
+            for cut in cuts:
+                backend.Kernel(desc, device, spec, preference, cut)
     return found
 
 

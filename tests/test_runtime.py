@@ -22,7 +22,7 @@ from sparse24_plans import (
 from .support import ELEMENTS, make_case, same_bits
 
 pytestmark = pytest.mark.gpu
-BACKENDS = ("inflate_cublas", "inflate_strict", "mma_sp")
+BACKENDS = ("inflate_cublas", "inflate_strict", "mma_sp", "wgmma_sp")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -257,8 +257,9 @@ import sys
 from tests.support import make_case
 from sparse24_plans import GemmSparse24Descriptor, PlanPreference
 ops = (("forward", "bias_gelu"), ("dgrad", "identity"))
-for op, epilogue in ops[:1] if sys.argv[1] == "mma_sp" else ops:
-    for n, m, k in ((1, 1, 8), (3, 33, 24), (130, 24, 40), (67, 9000 if op == "forward" else 24, 16)):
+for op, epilogue in ops[:1] if sys.argv[1].endswith("mma_sp") else ops:
+    wide = 9000 if op == "forward" else 24
+    for n, m, k in ((1, 1, 8), (3, 33, 24), (40, 72, 520), (130, 24, 40), (67, wide, 16)):
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=sys.argv[2], op=op, epilogue=epilogue)
         pad = 3 if sys.argv[1] == "inflate_strict" else 8
         case = make_case(desc, 0, PlanPreference(prefer_backend=sys.argv[1]), pad=pad)
@@ -273,7 +274,7 @@ def test_compute_sanitizer(backend, tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    for element in ("bf16",) if tool != "memcheck" or backend == "mma_sp" else ("bf16", "f32"):
+    for element in ("bf16",) if tool != "memcheck" or backend.endswith("mma_sp") else ("bf16", "f32"):
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         command += [sys.executable, "-c", SANITIZED, backend, element]
         done = subprocess.run(command, capture_output=True, text=True)

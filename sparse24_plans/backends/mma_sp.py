@@ -15,6 +15,11 @@ from ..vocab import DeviceProperties, PlanPreference
 _THREADS = 256
 _STREAMS = 4  # tiles of W that a block works on side by side
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
+_FOLDING = ((9, 0), (12, 0))
+"""Compute capabilities, from and below, whose blocks can fold through clusters and have that much memory."""
+_MIDDLE_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10}
+_LEAST_BYTES = 99 << 10
+"""Shared memory of a block elsewhere."""
 
 
 class _Parameters(ctypes.Structure):
@@ -86,6 +91,22 @@ def cut_of(n: int, m: int, multiprocessors: int) -> Cut:
     return cut._replace(stages=min(8, _SHARED_BYTES[per_sm] // cut.stage_bytes))
 
 
+def cut_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Cut:
+    """The cut where blocks can't fold through clusters: a row tile's slices all in one block.
+
+    As many tokens a block as leave two stages.
+    """
+    room = _MIDDLE_BYTES.get(compute_capability, _LEAST_BYTES)
+    wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
+    for token_tiles in (4, 2, 1):
+        token_blocks = -(-n // (8 * token_tiles))
+        cut = Cut(_STREAMS, token_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
+        stages = min(8, room // cut.stage_bytes)
+        if token_tiles <= wanted and stages >= 2:
+            break
+    return cut._replace(stages=stages)
+
+
 class Kernel:
     workspace_size = 0
     workspace_alignment = 1
@@ -103,7 +124,12 @@ class Kernel:
         preference: PlanPreference,
     ) -> None:
         self._desc = desc
-        self._cut = cut = cut_of(desc.n, desc.m, device.multiprocessors)
+        capability = device.compute_capability
+        self._folding = _FOLDING[0] <= capability < _FOLDING[1]
+        if self._folding:
+            self._cut = cut = cut_of(desc.n, desc.m, device.multiprocessors)
+        else:
+            self._cut = cut = cut_in_block(desc.n, desc.m, capability)
         self.details = (
             f"{cut.blocks} blocks of {TILE_M * cut.block_tiles} rows x {8 * cut.token_tiles} tokens, "
             f"{cut.slices} slices of K, {cut.stages} stages"
@@ -137,7 +163,7 @@ class Kernel:
                 desc.alpha,
                 self._cut.token_blocks,
             ),
-            overlapping=True,
+            overlapping=self._folding,
         )
 
 

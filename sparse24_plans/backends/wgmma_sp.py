@@ -1,8 +1,9 @@
-"""Launches ``sm90a_gemm_wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine, one kernel, no workspace."""
+"""Launches ``sm90a_gemm_wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine, no workspace."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,9 +14,11 @@ from ..gemm import GemmSparse24Descriptor, Operands
 from ..packing import TILE_BYTES, TILE_K, TILE_M
 from ..registry import KernelSpec
 from ..vocab import DeviceProperties, PlanPreference
+from .mma_sp import slices_of
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
 _STAGING_BYTES = 16 * 68 * 4  # of a warpgroup's results on their way out
+_BARRIER_BYTES = 512
 
 
 class _Parameters(ctypes.Structure):
@@ -40,53 +43,136 @@ class _Parameters(ctypes.Structure):
 
 
 class Cut(NamedTuple):
-    """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
+    """How a problem is cut into blocks. ``slices * parts`` alone fixes the bits."""
 
     warpgroups: int
     row_blocks: int
     tokens: int
-    share: int
-    slices: int
+    share: int = 1
+    slices: int = 1
     blocks_per_sm: int = 1
     parts: int = 1
-    ring: tuple[int, int] | None = None
 
     @property
-    def row_tiles(self) -> int:
-        return self.warpgroups * self.row_blocks
+    def rows(self) -> int:
+        """Of W that a block multiplies."""
+        return TILE_M * self.warpgroups * self.row_blocks
 
     @property
     def cluster(self) -> int:
         return self.share * self.slices
 
     @property
+    def _staging_bytes(self) -> int:
+        return self.warpgroups * _STAGING_BYTES if self.slices == 1 else 0
+
+    @property
+    def _stage_bytes(self) -> tuple[int, int]:
+        return self.rows // TILE_M * TILE_BYTES, 128 * self.tokens
+
+    @property
     def stages(self) -> tuple[int, int]:
-        """Of W and of X: as many as fit, X half as coarse along K."""
-        if self.ring: return self.ring
-        weight, source = self.row_tiles * TILE_BYTES, 128 * self.tokens
-        room = _SHARED_BYTES[self.blocks_per_sm] - 256
-        if self.slices == 1:
-            room -= self.warpgroups * _STAGING_BYTES
-        best = max(
-            ((w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room),
-            key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)),
-        )
-        return best
+        """Of W and of X: as many as fit. X comes in steps half as long."""
+        weight, source = self._stage_bytes
+        room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes
+        fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
+        return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
     @property
     def shared_bytes(self) -> int:
-        weight, source = self.stages
-        stages = weight * self.row_tiles * TILE_BYTES + source * 128 * self.tokens
-        staging = self.warpgroups * _STAGING_BYTES if self.slices == 1 else 0
-        return stages + staging + 16 * (weight + source)
+        (weights, sources), (weight, source) = self.stages, self._stage_bytes
+        return weights * weight + sources * source + self._staging_bytes + _BARRIER_BYTES
 
     def items(self, n: int, m: int) -> int:
         """Pieces of work, one a cluster."""
-        return -(-m // (TILE_M * self.row_tiles * self.share)) * -(-n // self.tokens)
+        return -(-m // (self.rows * self.share)) * -(-n // self.tokens)
+
+    def resident_clusters(self, multiprocessors: int) -> int:
+        """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
+        usable = multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11
+        return max(1, usable * self.blocks_per_sm // self.cluster)
+
+    def microseconds(self, n: int, m: int, k: int, multiprocessors: int) -> float:
+        """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing."""
+        depth = k / self.slices
+        multiply = 2e-6 * self.rows * self.tokens * depth / _TERAFLOPS[self.tokens]
+        copy = depth * (1.125 * self.rows + 2 * self.tokens) / _BYTES_PER_US
+        if self.blocks_per_sm == 2 or (self.warpgroups == 1 and self.tokens <= 64):
+            copy *= 1.25
+        each = _soft_max(multiply, copy)
+        if self.slices > 1:
+            each += 1.1 + 0.84e-4 * self.rows * self.tokens + (self.slices - 2)
+        resident = self.resident_clusters(multiprocessors) // self.blocks_per_sm
+        waves = -(-self.items(n, m) // max(1, resident))
+        memory = (1.125 * m * k + 2 * n * (k + m)) / _MEMORY_BYTES_PER_US
+        return _LAUNCH_US + _soft_max(waves * each, memory)
 
 
-def cut_of(n: int, m: int, k: int, multiprocessors: int) -> Cut:
-    return Cut(2, 1, 256, 2, 1)
+def _soft_max(a: float, b: float) -> float:
+    """The time of two things that overlap, nearly."""
+    return math.sqrt(math.hypot(a * a, b * b))
+
+
+# Of one multiprocessor, by tokens of a block
+_TERAFLOPS = {8: 6.4, 16: 6.4, 32: 6.4, 64: 6.4, 128: 7.9, 192: 8.8, 256: 9.3}
+_BYTES_PER_US = 125e3
+_MEMORY_BYTES_PER_US = 4e6
+_LAUNCH_US = 2.7
+
+
+# (warpgroups, row tiles of one, slices, blocks per multiprocessor)
+_FEW_TOKENS = (
+    (1, 1, 1, 1),
+    (1, 1, 2, 1),
+    (2, 1, 1, 1),
+    (2, 1, 2, 1),
+    (3, 1, 1, 1),
+    (3, 1, 2, 1),
+    (2, 2, 1, 1),
+    (1, 1, 1, 2),
+    (1, 1, 2, 2),
+    (2, 1, 1, 2),
+)
+# (warpgroups, row tiles of one, tokens, slices)
+_MANY_TOKENS = ((2, 1, 256, 1), (2, 1, 192, 1), (2, 1, 128, 1), (2, 2, 128, 1))
+_SOME_TOKENS = (
+    (1, 1, 128, 1),
+    (3, 1, 128, 1),
+    (1, 1, 128, 2),
+    (2, 1, 128, 2),
+    (3, 1, 128, 2),
+    (2, 2, 128, 2),
+    (2, 1, 256, 2),
+)
+_SHARED_FROM = 1024
+"""Tokens from which a cluster of two shares X: measured to pay where there are many waves."""
+
+
+def cuts(n: int) -> tuple[Cut, ...]:
+    """The cuts that are tried for n tokens."""
+    if n <= 64:
+        tokens = next(t for t in (8, 16, 32, 64) if n <= t)
+        return tuple(Cut(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in _FEW_TOKENS)
+    if n >= _SHARED_FROM:
+        return tuple(Cut(w, r, tokens, 2) for w, r, tokens, _ in _MANY_TOKENS)
+    return tuple(Cut(w, r, tokens, 1, slices) for w, r, tokens, slices in _MANY_TOKENS + _SOME_TOKENS)
+
+
+def invariant_cuts(n: int, parts: int) -> tuple[Cut, ...]:
+    """Those whose bits don't depend on n: K in as many parts as ``mma_sp`` has slices, all in one block."""
+    if n <= 64:
+        tokens = next(t for t in (8, 16, 32, 64) if n <= t)
+        return tuple(Cut(w, 1, tokens, parts=parts) for w in (1, 2))
+    return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _SHARED_FROM else 1, parts=parts) for w in (1, 2))
+
+
+def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> Cut:
+    """The cut of the least predicted time: the same one whenever it is asked."""
+    if spec.guarantee(desc).batch_invariant:
+        tried = invariant_cuts(desc.n, slices_of(desc.m, multiprocessors))
+    else:
+        tried = cuts(desc.n)
+    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, desc.k, multiprocessors))
 
 
 class Kernel:
@@ -107,14 +193,16 @@ class Kernel:
         cut: Cut | None = None,
     ) -> None:
         self._desc = desc
-        self._cut = cut = cut or cut_of(desc.n, desc.m, desc.k, device.multiprocessors)
-        items = cut.items(desc.n, desc.m)
-        clusters = min(items, {1: 132, 2: 66, 4: 30}[cut.cluster] * cut.blocks_per_sm) if cut.slices == 1 else items
-        self._items, self._blocks = items, clusters * cut.cluster
+        self._cut = cut = cut or cut_of(desc, spec, device.multiprocessors)
+        self._items = items = cut.items(desc.n, desc.m)
+        # One slice: blocks stay and take tile after tile.
+        clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
+        self._blocks = clusters * cut.cluster
         weight_stages, source_stages = cut.stages
         self.details = (
-            f"{items * cut.cluster} tiles of {TILE_M * cut.row_tiles} rows x {cut.tokens} tokens, clusters of "
-            f"{cut.share} rows x {cut.slices} slices of K, {weight_stages} + {source_stages} stages"
+            f"{items * cut.share} tiles of {cut.rows} rows x {cut.tokens} tokens on {self._blocks} blocks, "
+            f"K in {cut.slices * cut.parts} slices, clusters of {cut.cluster}, "
+            f"{weight_stages} + {source_stages} stages"
         )
         self._function = jit.load(
             "sm90a_gemm_wgmma_sp.cu",
