@@ -73,7 +73,7 @@ def _driver() -> ctypes.CDLL:
 def overlapping_launcher(
     function: int, blocks: int, threads: int, shared_bytes: int, parameters: int
 ) -> Callable[[int], None]:
-    """A launcher of ``function`` that takes a stream handle: the kernel may start before its predecessor ends.
+    """A launcher of ``function``, taking a stream handle: the kernel may start before its predecessor ends.
 
     So the kernel itself must wait (``griddepcontrol.wait``) before it touches memory. ``parameters`` is the
     address of the array of pointers to its parameters. Any thread may call the launcher; it raises
