@@ -16,6 +16,8 @@ from typing import Any
 
 import cupy
 
+from sparse24_plans.devices import driver_version
+
 Launch = Callable[[int], None]
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,16 +90,7 @@ def environment() -> dict[str, str]:
     version = cupy.cuda.runtime.runtimeGetVersion()
     return {
         "gpu": name,
-        "driver": _driver(),
+        "driver": driver_version(),
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "kernels_sha256": kernels_sha256(),
     }
-
-
-def _driver() -> str:
-    text = Path("/proc/driver/nvidia/version")
-    if text.exists():
-        for word in text.read_text().split():
-            if word.count(".") >= 1 and word.replace(".", "").isdigit():
-                return word
-    return str(cupy.cuda.runtime.driverGetVersion())
