@@ -345,6 +345,7 @@ def _absent_gpu(arch: Any) -> DeviceProperties:
         compute_capability=capability,
         multiprocessors=multiprocessors,
         cublaslt="assumed",
+        cusparselt="0.8.0",
     )
 
 

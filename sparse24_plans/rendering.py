@@ -92,7 +92,8 @@ def show_environment(about: Json) -> None:
         major, minor = gpu["compute_capability"]
         _line(
             f"cuda:{gpu['ordinal']}: {gpu['name']}, compute capability {major}.{minor}, "
-            f"{gpu['multiprocessors']} SMs, cuBLASLt {gpu['cublaslt'] or 'not found'}"
+            f"{gpu['multiprocessors']} SMs, driver {gpu['driver']}, "
+            f"cuBLASLt {gpu['cublaslt'] or 'not found'}, cuSPARSELt {gpu['cusparselt'] or 'not found'}"
         )
     if not about["devices"]:
         _line(f"no GPU: {about['no_device']}")

@@ -22,6 +22,9 @@ PREFERENCE = {
     "inflate_strict": (0, PlanPreference(prefer_backend="inflate_strict")),
     "mma_sp": (0, PlanPreference(prefer_backend="mma_sp")),
     "mma_sp_many": (0, PlanPreference(prefer_backend="mma_sp")),
+    # Tested in sizes that the library takes: tests/test_cusparselt.py.
+    "cusparselt": (0, PlanPreference(prefer_backend="cusparselt")),
+    "cusparselt_fp8": (0, PlanPreference(prefer_backend="cusparselt")),
 }
 
 
@@ -40,7 +43,7 @@ def promising(
     combinations = [
         pytest.param(spec.name, element, op, marks=[] if spec.on_host else [gpu])
         for spec in KERNELS
-        if getattr(spec.guarantee(problem), flag) == value
+        if getattr(spec.guarantee(problem), flag) == value and spec.backend != "cusparselt"
         for element in elements
         for op in ops
         if serves(spec.name, element, op)
