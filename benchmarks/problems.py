@@ -20,8 +20,7 @@ from sparse24_plans import (
     Sparse24Weight,
     TensorView,
 )
-
-from .harness import Contender, Launch, copies_beyond_l2
+from sparse24_plans.timing import Contender, Launch, copies_beyond_l2
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))

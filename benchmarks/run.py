@@ -28,8 +28,9 @@ from sparse24_plans import (
 )
 from sparse24_plans.backends.inflate import Inflate
 from sparse24_plans.devices import cuda_properties
+from sparse24_plans.timing import Contender, time_contenders
 
-from .harness import Contender, environment, time_contenders
+from .harness import environment
 from .problems import PREPARE_SHAPES, Cell, Matrix
 
 _CONTENDERS = {

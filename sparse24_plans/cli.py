@@ -1,4 +1,4 @@
-"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``.
+"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -21,12 +21,14 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from . import __version__, inspection, rendering
+from . import __version__, inspection, rendering, tuning
 from .checkpoint import TensorReport, compress_checkpoint, compressed_names
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import GemmSparse24Descriptor
 from .rendering import Json, console, print_json
 from .safetensors_file import SafetensorsReader, storage_errors
+from .tuning import Trials
+from .tuning_table import TuningTable
 from .verification import Verification, verify_checkpoint
 from .vocab import (
     BackendKind,
@@ -227,6 +229,30 @@ def bench(
         print_json(record) if as_json else rendering.show_benchmark(record)
 
 
+@app.command()
+def tune(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The table (JSON) to write.")],
+    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated: the n that you serve.")],
+    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    element: Annotated[
+        list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Row of the registry; repeatable. All that can be tuned.")
+    ] = None,
+    device: DeviceOption = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Search the fastest right configuration of the kernels that can be tuned, for this GPU. Takes minutes."""
+    place = _device(device)
+    problems = _problems(n, shape, element or [ElementKind.BF16])
+    with _reported(as_json):
+        table, trials = _tune(problems, kernel, place, quiet=as_json)
+        table.save(out)
+        document = rendering.tuning_document(table, trials)
+        print_json(document) if as_json else rendering.show_tuning(document, out)
+
+
 # Their parts --------------------------------------------------------------------------------------
 
 
@@ -296,6 +322,34 @@ def _measure(tokens: str, shapes: int, elements: list[ElementKind], *, quiet: bo
     with _progress("measuring", len(elements) * len(matrices) * len(chosen), quiet) as advance:
         record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, elements, lambda rows: advance(1))
     return record
+
+
+def _problems(tokens: str, shapes: list[str], elements: list[ElementKind]) -> list[GemmSparse24Descriptor]:
+    try:
+        sizes = [tuple(int(side) for side in shape.split("x")) for shape in shapes]
+        chosen = [int(n) for n in tokens.split(",")]
+        return [
+            GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
+            for element in elements
+            for m, k in sizes
+            for n in chosen
+        ]
+    except (ValueError, InvalidProblemError) as error:
+        raise typer.BadParameter(f"--n, --shape: expected 1,16 and 4096x4096 or such: {error}") from error
+
+
+def _tune(
+    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, *, quiet: bool
+) -> tuple[TuningTable, list[Trials]]:
+    trials: list[Trials] = []
+    with _progress("tuning", len(problems), quiet) as advance:
+
+        def on_trials(found: Trials) -> None:
+            trials.append(found)
+            advance(1)
+
+        table = tuning.tune(problems, kernels=kernels, device=device, on_trials=on_trials)
+    return table, trials
 
 
 def _compression_document(source: Path, out: Path, reports: list[TensorReport]) -> Json:

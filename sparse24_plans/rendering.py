@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .checkpoint import TensorReport
+from .tuning import Trials
+from .tuning_table import TuningTable
 from .verification import LayerResult, Verification
 
 Json = dict[str, Any]
@@ -246,3 +250,53 @@ def _verdict(found: Verification) -> str:
         return f"FAIL: {failed} problems; {checked}"
     worst = max(layer.worst_ratio or 0.0 for layer in found.layers)
     return f"PASS: {checked}; the worst error is {worst:.2%} of what the guarantee allows"
+
+
+def tuning_document(table: TuningTable, trials: Sequence[Trials]) -> Json:
+    return {
+        "gpu": table.gpu,
+        "driver": table.driver,
+        "results": [
+            {
+                "kernel": one.kernel,
+                "problem": one.problem.model_dump(mode="json"),
+                "right": one.right,
+                "refused_or_wrong": one.refused_or_wrong,
+                "fatal": one.fatal,
+                "chosen": None if one.chosen is None else one.chosen.model_dump(mode="json"),
+            }
+            for one in trials
+        ],
+    }
+
+
+def show_tuning(document: Json, path: Path) -> None:
+    table = _table("kernel", "n, m, k, element", "right", "not", "chosen", "us", "default us", "self-test")
+    for row in document["results"]:
+        problem, chosen = row["problem"], row["chosen"]
+        size = f"{problem['n']}, {problem['m']}, {problem['k']}, {problem['element']}"
+        counts = (str(row["right"]), str(row["refused_or_wrong"] + len(row["fatal"])))
+        if chosen is None:
+            _add(table, row["kernel"], size, *counts, "none is right", "", "", "")
+            continue
+        settings = ", ".join(f"{name} {value}" for name, value in chosen["configuration"].items())
+        _add(
+            table,
+            row["kernel"],
+            size,
+            *counts,
+            settings or "the default",
+            f"{chosen['microseconds']:.2f}",
+            f"{chosen['default_microseconds']:.2f}",
+            "passed" if chosen["promises"] else "failed",
+        )
+    console().print(table)
+    fatal = {
+        f"{row['kernel']} {problem['element']} {one}"
+        for row in document["results"]
+        for problem in [row["problem"]]
+        for one in row["fatal"]
+    }
+    for line in sorted(fatal):
+        _line(f"left out, it ended the CUDA context: {line}")
+    _line(f"{document['gpu']}, driver {document['driver']}: written to {path}")
