@@ -218,11 +218,17 @@ def bench(
     element: Annotated[
         list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
     ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Only this backend, or auto; repeatable. All by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
+    for name in backend or ():
+        if name not in ("auto", *BackendKind):
+            raise typer.BadParameter(f"--backend: expected auto or a backend, got {name!r}")
     with _reported(as_json):
-        record = _measure(n, shapes, element or [ElementKind.BF16], quiet=as_json)
+        record = _measure(n, shapes, element or [ElementKind.BF16], backend or [], quiet=as_json)
         if out is not None:
             with storage_errors(out):
                 out.write_text(json.dumps(record, indent=1) + "\n")
@@ -243,7 +249,7 @@ def tune(
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Search the fastest right configuration of the kernels that can be tuned, for this GPU. Takes minutes."""
+    """Search the fastest right configurations of the kernels that can be tuned, for this GPU: minutes."""
     place = _device(device)
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with _reported(as_json):
@@ -315,12 +321,16 @@ def _verify(
         )
 
 
-def _measure(tokens: str, shapes: int, elements: list[ElementKind], *, quiet: bool) -> dict[str, Any]:
+def _measure(
+    tokens: str, shapes: int, elements: list[ElementKind], backends: list[str], *, quiet: bool
+) -> dict[str, Any]:
     benchmarks = inspection.benchmarks()
     chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
     matrices = benchmarks.problems.SHAPES[:shapes]
     with _progress("measuring", len(elements) * len(matrices) * len(chosen), quiet) as advance:
-        record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, elements, lambda rows: advance(1))
+        record: dict[str, Any] = benchmarks.run.measure(
+            matrices, chosen, elements, lambda rows: advance(1), backends
+        )
     return record
 
 

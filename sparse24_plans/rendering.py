@@ -227,7 +227,8 @@ def show_benchmark(record: Json) -> None:
         cells.setdefault(key, {})[row["backend"]] = row["us"]
     for (element, m, k, n, dense, peer), times in cells.items():
         shown = ["-" if us is None else f"{us:.2f}" for us in (dense, peer, *map(times.get, backends))]
-        _add(table, element, _shape((m, k)), n, *shown, f"{dense / times['auto']:.2f}x")
+        ratio = f"{dense / times['auto']:.2f}x" if dense and "auto" in times else "-"
+        _add(table, element, _shape((m, k)), n, *shown, ratio)
     console().print(table)
     for row in record["prepare"]:
         share = 100 * row["copy_us"] / row["us"]

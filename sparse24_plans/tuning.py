@@ -54,10 +54,13 @@ class Trials:
 
 
 def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[registry.KernelSpec]:
-    """The rows of the registry that can be tuned and serve the problem on the device."""
+    """The rows of the registry that can be tuned and serve the problem: the first one of each backend."""
     rows = registry.consider(desc, PlanPreference(), device)
-    specs = [row.spec for row in rows if row.reason is None]
-    return [spec for spec in specs if hasattr(_module(spec), "candidates")]
+    first: dict[str, registry.KernelSpec] = {}
+    for row in rows:
+        if row.reason is None:
+            first.setdefault(row.spec.backend, row.spec)
+    return [spec for spec in first.values() if hasattr(_module(spec), "candidates")]
 
 
 def _module(spec: registry.KernelSpec) -> Any:

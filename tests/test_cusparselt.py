@@ -115,7 +115,10 @@ def test_orders(element, out, x_order, y_order, pad):
 @pytest.mark.parametrize("out", RESULTS["s8"])
 @pytest.mark.parametrize("epilogue", ["identity", "bias_relu"])
 def test_a_scale_a_channel(out, epilogue):
-    case = case_of(descriptor("s8", out, alpha=1.0, scale_w="row", epilogue=epilogue, k=64))
+    rng = np.random.default_rng(5)
+    x, dense = (rng.integers(-9, 10, shape).astype(np.int8) for shape in ((48, 64), (96, 64)))
+    desc = descriptor("s8", out, alpha=1.0, scale_w="row", epilogue=epilogue, k=64)
+    case = case_of(desc, x=x, dense=dense)
     case.check(case.run())
 
 
