@@ -1,8 +1,9 @@
 """Measures the record: ``sparse24 bench -o benchmarks/results/h200.json``.
 
-The figures: ``gemm`` microseconds of a launch beside dense cuBLAS and cuSPARSELt (null where it can't
-serve); ``prepare`` beside a device copy of the same bytes; ``host`` microseconds of host time a call, of
-the plan that select chooses and, with a prefix, of each backend forced.
+The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
+cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``prepare`` beside a
+device copy of the same bytes; ``host`` microseconds of host time a call, of the plan that select chooses and,
+with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
 """
 
 from __future__ import annotations
@@ -28,24 +29,27 @@ from sparse24_plans import (
 )
 from sparse24_plans.backends.inflate import Inflate
 from sparse24_plans.devices import cuda_properties
+from sparse24_plans.timing import Contender, time_contenders
 
-from .harness import Contender, environment, time_contenders
-from .problems import PREPARE_SHAPES, Cell, Matrix
+from .harness import environment
+from .problems import PREPARE_SHAPES, Cell, Matrix, host_call_of_torch
 
 _FORCED = {
     kind.value: PlanPreference(prefer_backend=kind) for kind in BackendKind if kind is not BackendKind.HOST
 }
-_WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3}
+_WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
+_INFLATED = ("f32", "f16", "bf16")
 
 
-def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
-    """One row a backend for one shape and n, all timed interleaved."""
+def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row a backend for one shape and n, all timed interleaved; of the named ones alone, if any."""
     cell = Cell(matrix, n)
-    contenders, errors = [cell.dense()], {}
-    if (peer := cell.cusparselt()) is not None:
-        contenders.append(peer)
+    dense = cell.dense()
+    contenders, errors = [dense] if dense else [], {}
     for name, preference in _FORCED.items():
+        if backends and name not in backends:
+            continue
         made = cell.ours(name, preference)
         if made is None:
             continue
@@ -53,18 +57,22 @@ def gemm_rows(matrix: Matrix, n: int) -> list[dict[str, Any]]:
         if not errors[name] <= _WORST_ERROR[matrix.element]:
             raise SystemExit(f"{name} {matrix} n={n}: relative error {errors[name]:.3g}, not timed")
         contenders.append(made)
+    if not errors:
+        return []
     times = time_contenders(contenders)
-    # The kernel of the backend that select chooses is the one just timed.
-    chosen = GemmSparse24Plan.select(cell.descriptor, device=0).sku.backend.value
-    times["auto"], errors["auto"] = times[chosen], errors[chosen]
+    chosen = GemmSparse24Plan.select(cell.desc, device=0).sku.backend.value
+    if chosen in errors:  # what select chooses is the kernel of that backend, just timed
+        times["auto"], errors["auto"] = times[chosen], errors[chosen]
+    peers = {
+        f"{name}_us": round(times[name], 2) if name in times else None for name in ("dense", "cusparselt")
+    }
     shared = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
     return [
         {
             **shared,
             "backend": name,
             "us": round(times[name], 2),
-            "dense_us": round(times["dense"], 2),
-            "cusparselt_us": round(times["cusparselt"], 2) if peer else None,
+            **peers,
             "rel_error": float(f"{error:.3g}"),
         }
         for name, error in errors.items()
@@ -140,6 +148,8 @@ def host_figures() -> dict[str, float]:
         prefix = "" if name == "auto" else f"{name}_"
         figures[f"{prefix}run_us"] = _host_us(lambda: plan.run(args, workspace=space, stream=stream))  # noqa: B023
         figures[f"{prefix}launch_us"] = _host_us(lambda: bound.launch(stream))  # noqa: B023
+    if (torch_call := host_call_of_torch(matrix, 16)) is not None:
+        figures["torch_cusparselt_us"] = _host_us(torch_call, calls=20)
     figures["select_cached_us"] = _host_us(
         lambda: GemmSparse24Plan.select(GemmSparse24Descriptor(n=16, m=256, k=256, element="bf16"), device=0)
     )
@@ -153,6 +163,7 @@ def measure(
     tokens: Sequence[int],
     elements: Sequence[ElementKind],
     on_rows: Callable[[list[dict[str, Any]]], None],
+    backends: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The whole record (schema 1). ``on_rows`` gets the gemm rows of each (shape, n) as they come."""
     record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": []}
@@ -160,10 +171,10 @@ def measure(
     for element, (m, k) in product(elements, shapes):
         matrix = Matrix(m, k, element)
         for n in tokens:
-            rows = gemm_rows(matrix, n)
+            rows = gemm_rows(matrix, n, backends)
             record["gemm"] += rows
             on_rows(rows)
-        if (m, k) in PREPARE_SHAPES:
+        if (m, k) in PREPARE_SHAPES and element.value in _INFLATED:
             record["prepare"].append(decompress_row(matrix))
         del matrix
         cupy.get_default_memory_pool().free_all_blocks()

@@ -1,4 +1,4 @@
-"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``.
+"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -21,12 +21,14 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from . import __version__, inspection, rendering
+from . import __version__, inspection, rendering, tuning
 from .checkpoint import TensorReport, compress_checkpoint, compressed_names
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import GemmSparse24Descriptor
 from .rendering import Json, console, print_json
 from .safetensors_file import SafetensorsReader, storage_errors
+from .tuning import Trials
+from .tuning_table import TuningTable
 from .verification import Verification, verify_checkpoint
 from .vocab import (
     BackendKind,
@@ -216,15 +218,45 @@ def bench(
     element: Annotated[
         list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
     ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Only this backend, or auto; repeatable. All by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
+    for name in backend or ():
+        if name not in ("auto", *BackendKind):
+            raise typer.BadParameter(f"--backend: expected auto or a backend, got {name!r}")
     with _reported(as_json):
-        record = _measure(n, shapes, element or [ElementKind.BF16], quiet=as_json)
+        record = _measure(n, shapes, element or [ElementKind.BF16], backend or [], quiet=as_json)
         if out is not None:
             with storage_errors(out):
                 out.write_text(json.dumps(record, indent=1) + "\n")
         print_json(record) if as_json else rendering.show_benchmark(record)
+
+
+@app.command()
+def tune(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The table (JSON) to write.")],
+    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated: the n that you serve.")],
+    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    element: Annotated[
+        list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Row of the registry; repeatable. All that can be tuned.")
+    ] = None,
+    device: DeviceOption = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Search the fastest right configurations of the kernels that can be tuned, for this GPU: minutes."""
+    place = _device(device)
+    problems = _problems(n, shape, element or [ElementKind.BF16])
+    with _reported(as_json):
+        table, trials = _tune(problems, kernel, place, quiet=as_json)
+        table.save(out)
+        document = rendering.tuning_document(table, trials)
+        print_json(document) if as_json else rendering.show_tuning(document, out)
 
 
 # Their parts --------------------------------------------------------------------------------------
@@ -289,13 +321,45 @@ def _verify(
         )
 
 
-def _measure(tokens: str, shapes: int, elements: list[ElementKind], *, quiet: bool) -> dict[str, Any]:
+def _measure(
+    tokens: str, shapes: int, elements: list[ElementKind], backends: list[str], *, quiet: bool
+) -> dict[str, Any]:
     benchmarks = inspection.benchmarks()
     chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
     matrices = benchmarks.problems.SHAPES[:shapes]
     with _progress("measuring", len(elements) * len(matrices) * len(chosen), quiet) as advance:
-        record: dict[str, Any] = benchmarks.run.measure(matrices, chosen, elements, lambda rows: advance(1))
+        record: dict[str, Any] = benchmarks.run.measure(
+            matrices, chosen, elements, lambda rows: advance(1), backends
+        )
     return record
+
+
+def _problems(tokens: str, shapes: list[str], elements: list[ElementKind]) -> list[GemmSparse24Descriptor]:
+    try:
+        sizes = [tuple(int(side) for side in shape.split("x")) for shape in shapes]
+        chosen = [int(n) for n in tokens.split(",")]
+        return [
+            GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
+            for element in elements
+            for m, k in sizes
+            for n in chosen
+        ]
+    except (ValueError, InvalidProblemError) as error:
+        raise typer.BadParameter(f"--n, --shape: expected 1,16 and 4096x4096 or such: {error}") from error
+
+
+def _tune(
+    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, *, quiet: bool
+) -> tuple[TuningTable, list[Trials]]:
+    trials: list[Trials] = []
+    with _progress("tuning", len(problems), quiet) as advance:
+
+        def on_trials(found: Trials) -> None:
+            trials.append(found)
+            advance(1)
+
+        table = tuning.tune(problems, kernels=kernels, device=device, on_trials=on_trials)
+    return table, trials
 
 
 def _compression_document(source: Path, out: Path, reports: list[TensorReport]) -> Json:
@@ -345,6 +409,7 @@ def _absent_gpu(arch: Any) -> DeviceProperties:
         compute_capability=capability,
         multiprocessors=multiprocessors,
         cublaslt="assumed",
+        cusparselt="0.8.0",
     )
 
 

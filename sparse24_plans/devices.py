@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
-from ._vendor import cublaslt_abi
+from ._vendor import cublaslt_abi, cusparselt_abi
 from .errors import BackendUnavailableError, InvalidProblemError
 from .tensors import HOST, Device, import_cupy
 from .vocab import DeviceProperties
@@ -40,7 +41,20 @@ def cuda_properties(ordinal: int) -> DeviceProperties:
         compute_capability=(about["major"], about["minor"]),
         multiprocessors=about["multiProcessorCount"],
         cublaslt=cublaslt_abi.version(cuda_major()),
+        cusparselt=cusparselt_abi.version(),
+        driver=driver_version(),
     )
+
+
+@cache
+def driver_version() -> str:
+    """The GPU driver's own version ("580.65.06") where the system tells it, else that of its CUDA API."""
+    text = Path("/proc/driver/nvidia/version")
+    if text.exists():
+        for word in text.read_text().split():
+            if word.count(".") >= 1 and word.replace(".", "").isdigit():
+                return word
+    return str(import_cupy().cuda.runtime.driverGetVersion())
 
 
 def cuda_major() -> int:

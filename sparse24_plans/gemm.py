@@ -13,16 +13,18 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, Protocol
 
-import numpy as np
-from pydantic import Field, field_validator, model_validator
-
 from . import packing, registry
+from .descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .devices import place_of, resolve
-from .errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, WorkspaceTooSmallError
+from .errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from .launching import as_graph, launch_on
+from .operands import Operands as Operands
+from .operands import check_alignment, check_apart, check_tensor, matrix, reinterpretable
 from .tensors import Device, TensorView, Workspace, stream_handle
+from .tuning_table import TunedKernel, TuningTable, shipped
 from .vocab import (
     CANONICAL_LAYOUT,
+    BackendKind,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -32,77 +34,10 @@ from .vocab import (
     OpCategory,
     PlanPreference,
     PrecisionGuarantee,
+    ScaleKind,
     Tier,
 )
 from .weights import PackedWeight, Sparse24Weight
-
-_INT64_MAX = 2**63 - 1
-
-
-class GemmSparse24Descriptor(Model):
-    """The problem: sizes, types and epilogue. Frozen, hashable, JSON round-trip.
-
-    Parameters
-    ----------
-    n, m, k : int
-        Tokens, out features, in features; k a multiple of 8. Any may be 0.
-    element : ElementKind
-        Type of W's values and of X: ``f32``, ``f16`` or ``bf16``.
-    op : GemmOp
-        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
-    epilogue : EpilogueKind
-        v = alpha * acc, then per kind: v; v + bias; relu(v + bias); gelu(v + bias) = t * Phi(t) (the exact
-        one); silu(v + bias) = t / (1 + exp(-t)). ``dgrad`` takes only ``identity``.
-    alpha : float
-        Finite in float32.
-    out_element : ElementKind, optional
-        Type of the result: ``element`` (default) or ``f32``.
-    bias_element : ElementKind, optional
-        Type of bias[M]: ``element`` (default) or ``f32``.
-
-    Raises
-    ------
-    InvalidProblemError
-        Naming the field.
-    """
-
-    n: int = Field(ge=0, le=_INT64_MAX, strict=True)
-    m: int = Field(ge=0, le=_INT64_MAX, strict=True)
-    k: int = Field(ge=0, le=_INT64_MAX, multiple_of=8, strict=True)
-    element: ElementKind
-    op: GemmOp = GemmOp.FORWARD
-    epilogue: EpilogueKind = EpilogueKind.IDENTITY
-    alpha: float = Field(default=1.0, allow_inf_nan=False)
-    out_element: ElementKind = Field(default_factory=lambda data: data["element"])
-    bias_element: ElementKind = Field(default_factory=lambda data: data["element"])
-
-    @field_validator("alpha")
-    @classmethod
-    def _one_zero(cls, alpha: float) -> float:
-        return alpha + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
-
-    @model_validator(mode="after")
-    def _consistent(self) -> GemmSparse24Descriptor:
-        for name in ("out_element", "bias_element"):
-            if getattr(self, name) not in (self.element, ElementKind.F32):
-                raise ValueError(f"{name}: expected {self.element} or f32, got {getattr(self, name)}")
-        if abs(self.alpha) > float(np.finfo(np.float32).max):
-            raise ValueError(f"alpha: expected a value finite in float32, got {self.alpha}")
-        if self.op is GemmOp.DGRAD and self.epilogue.has_bias:
-            raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")
-        if self.m * self.k > _INT64_MAX or self.n * max(self.m, self.k) > _INT64_MAX:
-            raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
-        return self
-
-    @property
-    def reduction(self) -> int:
-        """Length of the sum behind one result: K for ``forward``, M for ``dgrad``."""
-        return self.k if self.op is GemmOp.FORWARD else self.m
-
-    @property
-    def outputs(self) -> int:
-        """Results per token: M for ``forward``, K for ``dgrad``."""
-        return self.m if self.op is GemmOp.FORWARD else self.k
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +46,17 @@ class GemmSparse24Args:
 
     ``weight``: what ``plan.pack`` returned, or a canonical Sparse24Weight where the plan reads that.
     ``x`` [N, K] of the element; ``y`` [N, M] of ``out_element``, written; ``bias`` [M] of ``bias_element``
-    exactly when the epilogue has one. Rows of x and y may be further apart than their width.
+    exactly when the epilogue has one. Rows of x and y may be further apart than their width; in a ``column``
+    order it is their columns that are contiguous. ``scale_x``, ``scale_w``: f32, [1] for a scale of the
+    tensor, [N] and [M] for one a row, exactly when the descriptor has them.
     """
 
     weight: Sparse24Weight | PackedWeight
     x: Any
     y: Any
     bias: Any = None
+    scale_x: Any = None
+    scale_w: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +66,6 @@ class DgradSparse24Args:
     weight: Sparse24Weight | PackedWeight
     dy: Any
     dx: Any
-
-
-class Operands:
-    """Checked operands, as backends get them: names by role, so that both ops share code.
-
-    Row strides are in elements. A plain class: one is made on every run.
-    """
-
-    __slots__ = ("bias", "result", "result_stride", "source", "source_stride", "weight")
-
-    def __init__(
-        self, weight: PackedWeight, source: TensorView, result: TensorView, bias: TensorView | None
-    ) -> None:
-        self.weight, self.source, self.result, self.bias = weight, source, result, bias
-        rows, width = source.shape
-        self.source_stride = source.strides[0] if rows > 1 else width
-        rows, width = result.shape
-        self.result_stride = result.strides[0] if rows > 1 else width
 
 
 class Kernel(Protocol):
@@ -163,6 +84,9 @@ class Kernel(Protocol):
     details: str
     """One line for ``explain``: tile, algorithm."""
 
+    # A kernel whose layout is neither the canonical one nor packing.py's has ``pack(weight)``. One that can
+    # be tuned takes ``configuration``, a mapping of names to integers, beside the arguments below; its module
+    # has ``candidates`` and ``tuning_version`` (tuning_table.TunableBackend).
     def __init__(
         self,
         desc: GemmSparse24Descriptor,
@@ -231,12 +155,13 @@ class GemmSparse24Plan:
         rows: tuple[registry.Considered, ...],
         spec: registry.KernelSpec,
         kernel: Kernel,
+        tested: tuple[str, ...] = (),
     ) -> None:
         self.descriptor = descriptor
         self.preference = preference
         self.device = properties
         self._place = place_of(properties)
-        self._rows, self._spec, self._kernel = rows, spec, kernel
+        self._rows, self._spec, self._kernel, self._tested = rows, spec, kernel, tested
 
     @staticmethod
     def select(
@@ -244,12 +169,14 @@ class GemmSparse24Plan:
         *,
         preference: PlanPreference | Mapping[str, Any] | None = None,
         device: int | str | None = None,
+        tuning: TuningTable | None = None,
     ) -> GemmSparse24Plan:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there
-        is none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by their
-        arguments.
+        is none). ``preference`` may be a mapping of PlanPreference's fields. ``tuning`` has configurations
+        for the kernels that can be tuned; None is the table that comes with the package for the device. What
+        is stamped for another machine is ignored with a TuningWarning. Plans are cached by their arguments.
 
         Raises
         ------
@@ -259,7 +186,8 @@ class GemmSparse24Plan:
             The device, CuPy or a library is missing; the message says what to install.
         """
         _check_descriptor(descriptor)
-        return _select(descriptor, _preference(preference), resolve(device))
+        properties = resolve(device)
+        return _select(descriptor, _preference(preference), properties, _table(tuning, properties))
 
     @property
     def guarantee(self) -> PrecisionGuarantee:
@@ -278,7 +206,7 @@ class GemmSparse24Plan:
             epilogue=self.descriptor.epilogue,
             arch=self._spec.arch,
             backend=self._spec.backend,
-            precision_guarantee=self._spec.guarantee(self.descriptor),
+            precision_guarantee=registry.guarantee_of(self._spec, self.descriptor, self._tested),
         )
 
     @property
@@ -305,7 +233,9 @@ class GemmSparse24Plan:
         """
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        make = PackedWeight.canonical if self._spec.layout == CANONICAL_LAYOUT else packing.pack
+        self._check_fit(weight)
+        own = getattr(self._kernel, "pack", None)  # a library's layout: only its kernel can make it
+        make = PackedWeight.canonical if self._spec.layout == CANONICAL_LAYOUT else own or packing.pack
         return self._check_weight(make(weight))
 
     def can_implement(self, args: GemmSparse24Args | DgradSparse24Args) -> Verdict:
@@ -372,25 +302,57 @@ class GemmSparse24Plan:
         else:
             assert type(args) is DgradSparse24Args
             names, source, result = ("dy", "dx"), args.dy, args.dx
-        src = _matrix(names[0], source, (desc.n, across), desc.element, self._place, kernel.source_alignment)
-        if desc.n > 1:
-            _check_alignment(
-                f"{names[0]} row stride", src.strides[0] * src.element.itemsize, kernel.source_row_alignment
-            )
-        out = _matrix(
-            names[1], result, (desc.n, out_across), desc.out_element, self._place, kernel.result_alignment
+        shape, alignment = (desc.n, across), kernel.source_alignment
+        src, src_stride = matrix(
+            names[0],
+            source,
+            shape,
+            desc.element,
+            self._place,
+            alignment,
+            desc.x_order,
+            kernel.source_row_alignment,
+        )
+        shape, alignment = (desc.n, out_across), kernel.result_alignment
+        out, out_stride = matrix(
+            names[1], result, shape, desc.out_element, self._place, alignment, desc.y_order
         )
         if out.readonly:
             raise InvalidProblemError(f"{names[1]}: expected writable memory, got a read-only tensor")
-        _check_apart(names[1], out, names[0], src)
+        check_apart(names[1], out, names[0], src)
         for view in weight.buffers:
-            _check_apart(names[1], out, "weight", view)
+            check_apart(names[1], out, "weight", view)
         if bias is not None:
-            _check_apart(names[1], out, "bias", bias)
-        return Operands(weight, src, out, bias)
+            check_apart(names[1], out, "bias", bias)
+        operands = Operands(weight, src, out, bias, src_stride, out_stride)
+        if type(args) is GemmSparse24Args:
+            operands.scale_x = self._check_scale("scale_x", args.scale_x, desc.scale_x, desc.n, out)
+            operands.scale_w = self._check_scale("scale_w", args.scale_w, desc.scale_w, desc.m, out)
+        return operands
+
+    def _check_scale(
+        self, name: str, scale: Any, kind: ScaleKind, rows: int, out: TensorView
+    ) -> TensorView | None:
+        length = 1 if kind is ScaleKind.TENSOR else rows
+        if (scale is None) != (kind is ScaleKind.NONE):
+            wanted = "None" if kind is ScaleKind.NONE else f"a tensor [{length}]"
+            raise InvalidProblemError(f"{name}: expected {wanted}, got {type(scale).__name__}")
+        if scale is None:
+            return None
+        view = self._vector(name, scale, length, ElementKind.F32)
+        check_apart("y", out, name, view)
+        return view
+
+    def _vector(self, name: str, tensor: Any, length: int, element: ElementKind) -> TensorView:
+        view = TensorView.of(tensor, element=reinterpretable(element), argument=name)
+        check_tensor(name, view, (length,), element, self._place)
+        if length > 1 and view.strides[0] != 1:
+            raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
+        check_alignment(name, view.address, view.element.itemsize)
+        return view
 
     def _check_weight(self, weight: Any) -> PackedWeight:
-        desc, layout = self.descriptor, self._spec.layout
+        layout = self._spec.layout
         if type(weight) is not PackedWeight:
             hint = "; call plan.pack(weight)" if type(weight) is Sparse24Weight else ""
             raise InvalidProblemError(
@@ -400,6 +362,13 @@ class GemmSparse24Plan:
             raise InvalidProblemError(
                 f"weight: expected layout {layout!r}, got {weight.layout_id!r}; call plan.pack(weight)"
             )
+        self._check_fit(weight)
+        for view in weight.buffers:
+            check_alignment("weight", view.address, self._kernel.weight_alignment)
+        return weight
+
+    def _check_fit(self, weight: PackedWeight | Sparse24Weight) -> None:
+        desc = self.descriptor
         if (weight.m, weight.k) != (desc.m, desc.k) or weight.element is not desc.element:
             raise InvalidProblemError(
                 f"weight: expected {desc.element}[{desc.m}, {desc.k}], "
@@ -407,9 +376,6 @@ class GemmSparse24Plan:
             )
         if weight.device != self._place:
             raise InvalidProblemError(f"weight: expected memory on {self._place}, got {weight.device}")
-        for view in weight.buffers:
-            _check_alignment("weight", view.address, self._kernel.weight_alignment)
-        return weight
 
     def _check_bias(self, bias: Any) -> TensorView | None:
         desc = self.descriptor
@@ -420,12 +386,7 @@ class GemmSparse24Plan:
             )
         if bias is None:
             return None
-        view = TensorView.of(bias, element=_reinterpretable(desc.bias_element), argument="bias")
-        _check_tensor("bias", view, (desc.m,), desc.bias_element, self._place)
-        if desc.m > 1 and view.strides[0] != 1:
-            raise InvalidProblemError(f"bias: expected contiguous memory, got {view!r}")
-        _check_alignment("bias", view.address, view.element.itemsize)
-        return view
+        return self._vector("bias", bias, desc.m, desc.bias_element)
 
     def _check_workspace(self, workspace: Any) -> int:
         needed = self._kernel.workspace_size
@@ -440,7 +401,7 @@ class GemmSparse24Plan:
             raise InvalidProblemError(f"workspace: expected memory on {self._place}, got {space.device}")
         if space.nbytes < needed:
             raise WorkspaceTooSmallError(needed, space.nbytes)
-        _check_alignment("workspace", space.address, self._kernel.workspace_alignment)
+        check_alignment("workspace", space.address, self._kernel.workspace_alignment)
         return space.address
 
 
@@ -449,11 +410,14 @@ def explain(
     *,
     preference: PlanPreference | Mapping[str, Any] | None = None,
     device: int | str | DeviceProperties | None = None,
+    tuning: TuningTable | None = None,
 ) -> Explanation:
     """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
     _check_descriptor(descriptor)
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
-    rows = registry.consider(descriptor, _preference(preference), properties)
+    entries, _ = _tuned(descriptor, properties, _table(tuning, properties))
+    tested = {name: entry.promises for name, entry in entries.items()}
+    rows = registry.consider(descriptor, _preference(preference), properties, tested)
     chosen = next((row.spec for row in rows if row.reason is None), None)
     return _explanation(properties, rows, chosen, None)
 
@@ -495,65 +459,47 @@ def _explanation(
     )
 
 
+def _table(tuning: TuningTable | None, properties: DeviceProperties) -> TuningTable:
+    if tuning is not None and type(tuning) is not TuningTable:
+        raise InvalidProblemError(f"tuning: expected a TuningTable, got {type(tuning).__name__}")
+    return shipped(properties.name) if tuning is None else tuning
+
+
+def _backend(kind: BackendKind) -> Any:
+    return import_module(f".backends.{kind}", __package__)
+
+
+def _tuned(
+    descriptor: GemmSparse24Descriptor, properties: DeviceProperties, table: TuningTable
+) -> tuple[dict[str, TunedKernel], dict[str, str]]:
+    """The table's entries for the problem: those that apply here, and why the others don't, by row."""
+    fitting: dict[str, TunedKernel] = {}
+    reasons: dict[str, str] = {}
+    for name, entry in table.find(descriptor).items():
+        spec = registry.find(name)
+        version = _backend(spec.backend).tuning_version(properties) if spec else "gone"
+        if reason := table.mismatch(entry, properties, version):
+            reasons[name] = reason
+        else:
+            fitting[name] = entry
+    return fitting, reasons
+
+
 @lru_cache(maxsize=4096)
 def _select(
-    descriptor: GemmSparse24Descriptor, preference: PlanPreference, properties: DeviceProperties
+    descriptor: GemmSparse24Descriptor,
+    preference: PlanPreference,
+    properties: DeviceProperties,
+    table: TuningTable,
 ) -> GemmSparse24Plan:
-    rows = registry.consider(descriptor, preference, properties)
+    entries, reasons = _tuned(descriptor, properties, table)
+    tested = {name: entry.promises for name, entry in entries.items()}
+    rows = registry.consider(descriptor, preference, properties, tested)
     spec = registry.choose(rows, preference)
-    backend = import_module(f".backends.{spec.backend}", __package__)
-    kernel = backend.Kernel(descriptor, properties, spec, preference)
-    return GemmSparse24Plan(descriptor, preference, properties, rows, spec, kernel)
-
-
-def _reinterpretable(element: ElementKind) -> ElementKind | None:
-    """Types that some frameworks lack may arrive as raw bits; the rest must come as themselves."""
-    return element if element in (ElementKind.BF16, ElementKind.FP8_E4M3, ElementKind.FP8_E5M2) else None
-
-
-def _matrix(
-    name: str, tensor: Any, shape: tuple[int, int], element: ElementKind, device: Device, alignment: int
-) -> TensorView:
-    view = TensorView.of(tensor, element=_reinterpretable(element), argument=name)
-    _check_tensor(name, view, shape, element, device)
-    rows, width = shape
-    if rows == 0 or width == 0:
-        return view
-    if width > 1 and view.strides[1] != 1:
-        raise InvalidProblemError(f"{name}: expected unit stride along its rows, got strides {view.strides}")
-    _check_alignment(name, view.address, max(alignment, element.itemsize))
-    if rows > 1 and view.strides[0] < width:
-        raise InvalidProblemError(
-            f"{name}: expected a row stride of at least {width} elements, got {view.strides[0]}"
-        )
-    return view
-
-
-def _check_tensor(
-    name: str, view: TensorView, shape: tuple[int, ...], element: ElementKind, device: Device
-) -> None:
-    if view.shape != shape:
-        raise InvalidProblemError(f"{name}: expected shape {list(shape)}, got {list(view.shape)}")
-    if view.element is not element:
-        raise InvalidProblemError(f"{name}: expected element {element}, got {view.element}")
-    if view.device != device:
-        raise InvalidProblemError(f"{name}: expected memory on {device}, got {view.device}")
-
-
-def _check_alignment(name: str, address: int, alignment: int) -> None:
-    if address % alignment:
-        raise MisalignedOperandError(name, alignment, address)
-
-
-def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
-    """Refuse a result that shares memory with an input. Column windows of one buffer share none."""
-    if out.address >= other.end or other.address >= out.end:
-        return
-    if len(other.shape) == 2 and out.shape[0] > 1 and other.shape[0] > 1:
-        pitch = out.strides[0] * out.element.itemsize
-        if pitch == other.strides[0] * other.element.itemsize:
-            apart = (other.address - out.address) % pitch
-            own, others = out.shape[1] * out.element.itemsize, other.shape[1] * other.element.itemsize
-            if apart >= own and apart + others <= pitch:
-                return
-    raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")
+    if spec.name in reasons:
+        table.warn(table.find(descriptor)[spec.name], reasons[spec.name])
+    entry = entries.get(spec.name)
+    tuned: dict[str, Any] = {"configuration": dict(entry.configuration)} if entry else {}
+    kernel = _backend(spec.backend).Kernel(descriptor, properties, spec, preference, **tuned)
+    tested_here = entry.promises if entry else ()
+    return GemmSparse24Plan(descriptor, preference, properties, rows, spec, kernel, tested_here)

@@ -75,6 +75,8 @@ def _device(gpu: DeviceProperties) -> Json:
         "compute_capability": list(gpu.compute_capability),
         "multiprocessors": gpu.multiprocessors,
         "cublaslt": gpu.cublaslt,
+        "cusparselt": gpu.cusparselt,
+        "driver": gpu.driver,
     }
 
 

@@ -63,6 +63,14 @@ def closure(source: str) -> dict[str, bytes]:
     return found
 
 
+def digest(source: str) -> str:
+    """A hash of ``source`` and of every file it includes: what a tuned configuration of it is bound to."""
+    found = hashlib.sha256()
+    for name, text in closure(source).items():
+        found.update(name.encode() + b"\0" + text + b"\0")
+    return found.hexdigest()[:16]
+
+
 def compile_cubin(source: str, arch: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
     """Compile ``kernels_cu/<source>`` for ``arch`` ("sm_90a"). Returns the cubin and ptxas's report.
 

@@ -6,13 +6,14 @@ pure function of descriptor, preference and device properties: it times nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .errors import BackendUnavailableError, UnsupportedError
 from .vocab import (
     CANONICAL_LAYOUT,
+    CUSPARSELT_LAYOUT,
     TILE64X128_LAYOUT,
     ArchSku,
     BackendKind,
@@ -21,12 +22,15 @@ from .vocab import (
     EpilogueKind,
     GemmOp,
     MathPrecision,
+    MatrixOrder,
     PlanPreference,
     PrecisionGuarantee,
+    ScaleKind,
     Tier,
 )
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
+S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
 
 class Problem(Protocol):
@@ -38,7 +42,13 @@ class Problem(Protocol):
     op: GemmOp
     element: ElementKind
     epilogue: EpilogueKind
+    alpha: float
     out_element: ElementKind
+    bias_element: ElementKind
+    x_order: MatrixOrder
+    y_order: MatrixOrder
+    scale_x: ScaleKind
+    scale_w: ScaleKind
 
     @property
     def reduction(self) -> int: ...
@@ -65,6 +75,10 @@ class KernelSpec:
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
     below_compute_capability: tuple[int, int] = (99, 0)
     layout: str = CANONICAL_LAYOUT
+    column_order: bool = False
+    """Whether X or Y may lie in columns; ``limits`` may refuse some."""
+    scales: bool = False
+    """Whether it takes scale_x or scale_w; ``limits`` may refuse some."""
     limits: Callable[[Problem], str | None] = lambda problem: None
     min_workspace: Callable[[Problem], int] = lambda problem: 0
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
@@ -86,44 +100,53 @@ class Considered:
 
 # Guarantees ---------------------------------------------------------------------------------------
 
+_PRECISION = {
+    F32: MathPrecision.F32,
+    F16: MathPrecision.F16,
+    BF16: MathPrecision.BF16,
+    S8: MathPrecision.INT8,
+    FP8: MathPrecision.FP8_E4M3,
+}
+
 
 def _strict(problem: Problem) -> PrecisionGuarantee:
     # Only kept positions are steps: K/2 of a row, but up to all M of a column.
+    integer = problem.element is S8
     return PrecisionGuarantee(
-        math_precision=MathPrecision.F32,
-        accumulator=F32,
+        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
+        accumulator=I32 if integer else F32,
         deterministic=True,
         bit_stable_on_same_hardware=True,
         batch_invariant=True,
         bit_stable_across_hardware=True,
         subnormals="preserved",
         nonfinite="skips_pruned",
-        unit_roundoff=2.0**-24,
+        unit_roundoff=0.0 if integer else 2.0**-24,
         terms_per_k=0.5 if problem.op is GemmOp.FORWARD else 1.0,
     )
 
 
 def _host_blas(problem: Problem) -> PrecisionGuarantee:
     # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
+    integer = problem.element is S8
     return PrecisionGuarantee(
-        math_precision=MathPrecision.F32,
-        accumulator=F32,
+        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
+        accumulator=I32 if integer else F32,
         deterministic=False,
         bit_stable_on_same_hardware=False,
         batch_invariant=False,
         bit_stable_across_hardware=False,
         subnormals="preserved",
         nonfinite="propagates",
-        unit_roundoff=2.0**-24,
+        unit_roundoff=0.0 if integer else 2.0**-24,
         terms_per_k=1.0,
     )
 
 
 def _mma_sp(problem: Problem) -> PrecisionGuarantee:
     # Only kept positions are steps; the tensor cores truncate when they align and add: up to 2^-22 a step.
-    precision = {F16: MathPrecision.F16, BF16: MathPrecision.BF16}
     return PrecisionGuarantee(
-        math_precision=precision[problem.element],
+        math_precision=_PRECISION[problem.element],
         accumulator=F32,
         deterministic=True,
         bit_stable_on_same_hardware=True,
@@ -145,9 +168,8 @@ def _cublas(problem: Problem) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
     # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
     on_cores = problem.element is not F32
-    precision = {F32: MathPrecision.F32, F16: MathPrecision.F16, BF16: MathPrecision.BF16}
     return PrecisionGuarantee(
-        math_precision=precision[problem.element],
+        math_precision=_PRECISION[problem.element],
         accumulator=F32,
         deterministic=True,
         bit_stable_on_same_hardware=True,
@@ -157,6 +179,25 @@ def _cublas(problem: Problem) -> PrecisionGuarantee:
         nonfinite="propagates",
         unit_roundoff=2.0**-22 if on_cores else 2.0**-24,
         terms_per_k=1.0,
+    )
+
+
+def _cusparselt(problem: Problem) -> PrecisionGuarantee:
+    # NVIDIA says nothing of bits, and some algorithms are wrong (pytorch#155333): a plan promises more only
+    # where its algorithm is pinned by a tuning table whose self-test it passed (tuning_table.py).
+    # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
+    roundoff = {S8: 0.0, FP8: 2.0**-13}.get(problem.element, 2.0**-22)
+    return PrecisionGuarantee(
+        math_precision=_PRECISION[problem.element],
+        accumulator=I32 if problem.element is S8 else F32,
+        deterministic=False,
+        bit_stable_on_same_hardware=False,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=roundoff,
+        terms_per_k=0.5,
     )
 
 
@@ -238,6 +279,50 @@ def _needs_cublaslt(device: DeviceProperties) -> str | None:
     return "cuBLASLt doesn't load: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
 
 
+# What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.
+_CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+
+
+def _cusparselt_limits(problem: Problem) -> str | None:
+    out, element = problem.out_element, problem.element
+    if problem.n == 0 or problem.m == 0 or problem.k == 0:
+        return "serves no empty operands"
+    size = element.itemsize
+    for name, unit in (("n", 16 // size), ("m", 16 if size == 2 else 32), ("k", 16 if size == 2 else 32)):
+        if getattr(problem, name) % unit:
+            return f"needs {name} a multiple of {unit} for {element}, got {getattr(problem, name)}"
+    if max(problem.n, problem.m, problem.k) >= 2**31:
+        return f"serves dimensions below {2**31}"
+    if out not in _CUSPARSELT_OUT[element]:
+        return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
+    if problem.epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU):
+        return f"has no {problem.epilogue}: the library's GELU is the tanh approximation, and it has no SiLU"
+    bias = F32 if out.is_integer else out
+    if problem.epilogue.has_bias and problem.bias_element is not bias:
+        return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"
+    if problem.x_order is MatrixOrder.COLUMN and size == 1:
+        return f"serves x_order row for {element}"
+    if problem.scale_x is not ScaleKind.NONE or problem.scale_w is ScaleKind.TENSOR:
+        return "takes no scale but a scale_w of rows"
+    if problem.scale_w is ScaleKind.ROW and (element is not S8 or problem.alpha != 1):
+        return f"takes a scale_w for s8 with alpha 1, not for {element} with alpha {problem.alpha}"
+    return None
+
+
+_CUSPARSELT_OLDEST, _CUSPARSELT_BELOW = (0, 8), (1, 0)
+"""The versions whose structs the vendor code knows."""
+
+
+def _needs_cusparselt(device: DeviceProperties) -> str | None:
+    install = "pip install -U 'sparse24_plans[cusparselt12]' (or [cusparselt13])"
+    if device.cusparselt is None:
+        return f"cuSPARSELt doesn't load: {install}"
+    major, minor = (int(part) for part in device.cusparselt.split(".")[:2])
+    if not _CUSPARSELT_OLDEST <= (major, minor) < _CUSPARSELT_BELOW:
+        return f"cuSPARSELt {device.cusparselt} loads, but 0.8 or a later 0.x is needed: {install}"
+    return None
+
+
 # The table ----------------------------------------------------------------------------------------
 
 _MMA_SP = KernelSpec(
@@ -262,6 +347,24 @@ _WGMMA_SP = replace(
     below_compute_capability=(9, 1),  # wgmma is of this architecture alone
     guarantee=_wgmma_sp,
     limits=_wgmma_sp_limits,
+)
+
+_HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
+
+_CUSPARSELT = KernelSpec(
+    name="cusparselt",
+    backend=BackendKind.CUSPARSELT,
+    tier=Tier.SPARSE_TENSOR_CORE,
+    arch=ArchSku.SM80,
+    min_compute_capability=(8, 0),
+    guarantee=_cusparselt,
+    elements=(F16, BF16, S8),
+    ops=(GemmOp.FORWARD,),
+    layout=CUSPARSELT_LAYOUT,
+    column_order=True,
+    scales=True,
+    limits=_cusparselt_limits,
+    missing=_needs_cusparselt,
 )
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -292,6 +395,10 @@ KERNELS: tuple[KernelSpec, ...] = (
         guarantee=_strict,
         limits=_strict_limits,
     ),
+    # Below this package's own kernels, whose bits and layouts are ours to promise: chosen for what they
+    # don't serve, and where it is asked for.
+    _CUSPARSELT,
+    replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=(8, 9), elements=(FP8,)),
     KernelSpec(
         name="host_blas",
         backend=BackendKind.HOST,
@@ -299,6 +406,9 @@ KERNELS: tuple[KernelSpec, ...] = (
         arch=ArchSku.ANY,
         min_compute_capability=(0, 0),
         guarantee=_host_blas,
+        elements=_HOST_ELEMENTS,
+        column_order=True,
+        scales=True,
     ),
     KernelSpec(
         name="host_strict",
@@ -307,28 +417,58 @@ KERNELS: tuple[KernelSpec, ...] = (
         arch=ArchSku.ANY,
         min_compute_capability=(0, 0),
         guarantee=_strict,
+        elements=_HOST_ELEMENTS,
+        column_order=True,
+        scales=True,
     ),
 )
 
 
+def find(name: str) -> KernelSpec | None:
+    """The row of this name."""
+    return next((spec for spec in KERNELS if spec.name == name), None)
+
+
 def consider(
-    problem: Problem, preference: PlanPreference, device: DeviceProperties
+    problem: Problem,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tested: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[Considered, ...]:
-    """Every row of the table, in order, with the reason why it can't serve."""
-    return tuple(_judge(spec, problem, preference, device) for spec in KERNELS)
+    """Every row of the table, in order, with the reason why it can't serve.
+
+    ``tested``: row -> flags of its guarantee that a self-test of the configuration at hand has confirmed.
+    """
+    return tuple(
+        _judge(spec, problem, preference, device, (tested or {}).get(spec.name, ())) for spec in KERNELS
+    )
+
+
+def guarantee_of(spec: KernelSpec, problem: Problem, tested: tuple[str, ...]) -> PrecisionGuarantee:
+    """What the row promises for the problem, and what a self-test adds."""
+    promised = spec.guarantee(problem)
+    return promised.model_copy(update=dict.fromkeys(tested, True)) if tested else promised
 
 
 def _judge(
-    spec: KernelSpec, problem: Problem, preference: PlanPreference, device: DeviceProperties
+    spec: KernelSpec,
+    problem: Problem,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tested: tuple[str, ...],
 ) -> Considered:
-    reason = _mismatch(spec, problem, preference, device)
+    reason = _mismatch(spec, problem, preference, device, tested)
     if reason is None and (absent := spec.missing(device)) is not None:
         return Considered(spec, absent, unavailable=True)
     return Considered(spec, reason)
 
 
 def _mismatch(
-    spec: KernelSpec, problem: Problem, preference: PlanPreference, device: DeviceProperties
+    spec: KernelSpec,
+    problem: Problem,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tested: tuple[str, ...],
 ) -> str | None:
     if preference.prefer_backend not in (None, spec.backend):
         return f"prefer_backend is {preference.prefer_backend}"
@@ -347,12 +487,16 @@ def _mismatch(
         return f"serves elements {', '.join(spec.elements)}, not {problem.element}"
     if problem.op not in spec.ops:
         return f"does not serve op {problem.op}"
+    if not spec.column_order and MatrixOrder.COLUMN in (problem.x_order, problem.y_order):
+        return "serves x_order and y_order row"
+    if not spec.scales and (problem.scale_x, problem.scale_w) != (ScaleKind.NONE, ScaleKind.NONE):
+        return "takes no scale_x or scale_w"
     if (limit := spec.limits(problem)) is not None:
         return limit
     needed, allowed = spec.min_workspace(problem), preference.max_workspace_bytes
     if allowed is not None and needed > allowed:
         return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
-    return preference.require.unmet(spec.guarantee(problem), problem.reduction)
+    return preference.require.unmet(guarantee_of(spec, problem, tested), problem.reduction)
 
 
 def choose(rows: tuple[Considered, ...], preference: PlanPreference) -> KernelSpec:

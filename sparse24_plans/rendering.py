@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .checkpoint import TensorReport
+from .tuning import Trials
+from .tuning_table import TuningTable
 from .verification import LayerResult, Verification
 
 Json = dict[str, Any]
@@ -92,7 +96,8 @@ def show_environment(about: Json) -> None:
         major, minor = gpu["compute_capability"]
         _line(
             f"cuda:{gpu['ordinal']}: {gpu['name']}, compute capability {major}.{minor}, "
-            f"{gpu['multiprocessors']} SMs, cuBLASLt {gpu['cublaslt'] or 'not found'}"
+            f"{gpu['multiprocessors']} SMs, driver {gpu['driver']}, "
+            f"cuBLASLt {gpu['cublaslt'] or 'not found'}, cuSPARSELt {gpu['cusparselt'] or 'not found'}"
         )
     if not about["devices"]:
         _line(f"no GPU: {about['no_device']}")
@@ -222,7 +227,8 @@ def show_benchmark(record: Json) -> None:
         cells.setdefault(key, {})[row["backend"]] = row["us"]
     for (element, m, k, n, dense, peer), times in cells.items():
         shown = ["-" if us is None else f"{us:.2f}" for us in (dense, peer, *map(times.get, backends))]
-        _add(table, element, _shape((m, k)), n, *shown, f"{dense / times['auto']:.2f}x")
+        ratio = f"{dense / times['auto']:.2f}x" if dense and "auto" in times else "-"
+        _add(table, element, _shape((m, k)), n, *shown, ratio)
     console().print(table)
     for row in record["prepare"]:
         share = 100 * row["copy_us"] / row["us"]
@@ -245,3 +251,53 @@ def _verdict(found: Verification) -> str:
         return f"FAIL: {failed} problems; {checked}"
     worst = max(layer.worst_ratio or 0.0 for layer in found.layers)
     return f"PASS: {checked}; the worst error is {worst:.2%} of what the guarantee allows"
+
+
+def tuning_document(table: TuningTable, trials: Sequence[Trials]) -> Json:
+    return {
+        "gpu": table.gpu,
+        "driver": table.driver,
+        "results": [
+            {
+                "kernel": one.kernel,
+                "problem": one.problem.model_dump(mode="json"),
+                "right": one.right,
+                "refused_or_wrong": one.refused_or_wrong,
+                "fatal": one.fatal,
+                "chosen": None if one.chosen is None else one.chosen.model_dump(mode="json"),
+            }
+            for one in trials
+        ],
+    }
+
+
+def show_tuning(document: Json, path: Path) -> None:
+    table = _table("kernel", "n, m, k, element", "right", "not", "chosen", "us", "default us", "self-test")
+    for row in document["results"]:
+        problem, chosen = row["problem"], row["chosen"]
+        size = f"{problem['n']}, {problem['m']}, {problem['k']}, {problem['element']}"
+        counts = (str(row["right"]), str(row["refused_or_wrong"] + len(row["fatal"])))
+        if chosen is None:
+            _add(table, row["kernel"], size, *counts, "none is right", "", "", "")
+            continue
+        settings = ", ".join(f"{name} {value}" for name, value in chosen["configuration"].items())
+        _add(
+            table,
+            row["kernel"],
+            size,
+            *counts,
+            settings or "the default",
+            f"{chosen['microseconds']:.2f}",
+            f"{chosen['default_microseconds']:.2f}",
+            "passed" if chosen["promises"] else "failed",
+        )
+    console().print(table)
+    fatal = {
+        f"{row['kernel']} {problem['element']} {one}"
+        for row in document["results"]
+        for problem in [row["problem"]]
+        for one in row["fatal"]
+    }
+    for line in sorted(fatal):
+        _line(f"left out, it ended the CUDA context: {line}")
+    _line(f"{document['gpu']}, driver {document['driver']}: written to {path}")

@@ -58,6 +58,10 @@ class ElementKind(_Word):
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).eps / 2
 
     @property
+    def is_integer(self) -> bool:
+        return self in _INTEGERS
+
+    @property
     def smallest_subnormal(self) -> float:
         """Spacing of the values around zero (0 for integers)."""
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_subnormal
@@ -132,9 +136,26 @@ class GemmOp(_Word):
     DGRAD = "dgrad"
 
 
-# Weight layouts: the canonical one (weights.py), and the tiles of 16-bit sparse tensor cores (packing.py).
+class MatrixOrder(_Word):
+    """Which elements of X or Y are adjacent: those of one token (``row``), or of one feature (``column``)."""
+
+    ROW = "row"
+    COLUMN = "column"
+
+
+class ScaleKind(_Word):
+    """Factors of X or W: none, one for the ``tensor``, or one a ``row`` (a token, an out feature)."""
+
+    NONE = "none"
+    TENSOR = "tensor"
+    ROW = "row"
+
+
+# Weight layouts: the canonical one (weights.py), the tiles of 16-bit sparse tensor cores (packing.py), and
+# cuSPARSELt's own (backends/cusparselt.py).
 CANONICAL_LAYOUT = "canonical"
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"
+CUSPARSELT_LAYOUT = "cusparselt_blob"
 
 
 class OpCategory(_Word):
@@ -237,8 +258,8 @@ class PrecisionGuarantee(Model):
     bit_stable_across_hardware: bool
     subnormals: Literal["preserved", "flushed"]
     nonfinite: Literal["skips_pruned", "propagates"]
-    unit_roundoff: float = Field(gt=0)
-    """Relative error of one step of the accumulation."""
+    unit_roundoff: float = Field(ge=0)
+    """Relative error of one step of the accumulation; 0 where integers are summed exactly."""
     terms_per_k: float = Field(gt=0)
     """Steps that can round, for each unit of the reduction length."""
 
@@ -264,7 +285,8 @@ class PrecisionGuarantee(Model):
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
         value: Float64s = np.abs(exact) + accumulated
         rounding = value * (2 * f32.unit_roundoff + 1.01 * out.unit_roundoff)
-        return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal
+        to_integer = 0.5 if out.is_integer else 0.0
+        return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
 
 
 class GuaranteeRequirement(Model):
@@ -337,6 +359,10 @@ class DeviceProperties(Model):
     multiprocessors: int = 0
     cublaslt: str | None = None
     """Version of the cuBLASLt library that loads, or None."""
+    cusparselt: str | None = None
+    """Version of the cuSPARSELt library that loads ("0.8.0"), or None."""
+    driver: str | None = None
+    """Version of the GPU driver, or None where it isn't known."""
 
     @property
     def cuda_arch(self) -> str:

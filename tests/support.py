@@ -50,12 +50,24 @@ def view_on(array: np.ndarray, device: int | str, element: ElementKind) -> Tenso
 
 
 class Guarded:
-    """A tensor [rows, width] with poison inside and guard bytes before, after and between its rows."""
+    """A tensor [rows, width] with poison inside and guard bytes before, after and between its rows.
+
+    With ``column`` its columns are what is contiguous, and ``row_stride`` is that of the columns.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], element: ElementKind, device: int | str, row_stride: int | None = None
+        self,
+        shape: tuple[int, ...],
+        element: ElementKind,
+        device: int | str,
+        row_stride: int | None = None,
+        *,
+        column: bool = False,
     ) -> None:
         rows, width = shape if len(shape) == 2 else (1, shape[0])
+        self._column = column
+        if column:
+            rows, width = width, rows
         stride = width if row_stride is None else row_stride
         size = element.itemsize
         raw = np.full(2 * GUARD_BYTES + rows * stride * size, GUARD, np.uint8)
@@ -65,7 +77,7 @@ class Guarded:
         raw[self._inside] = POISON
         self._memory = to_place(raw, place_of(device))
         base = TensorView.of(self._memory)
-        strides = (stride, 1) if len(shape) == 2 else (1,)
+        strides = (1,) if len(shape) == 1 else (1, stride) if column else (stride, 1)
         self.view = TensorView(
             base.address + GUARD_BYTES, shape, element, base.device, strides=strides, owner=self._memory
         )
@@ -83,7 +95,8 @@ class Guarded:
         raw = self._bytes()
         assert (raw[~self._inside] == GUARD).all(), "guard bytes were overwritten"
         inside = raw[self._inside].view(self.view.element.dtype)
-        return inside.reshape(self.view.shape)
+        shape = self.view.shape
+        return inside.reshape(shape[::-1]).T if self._column else inside.reshape(shape)
 
     def untouched(self) -> bool:
         raw = self._bytes()
@@ -97,7 +110,7 @@ def scratch(nbytes: int, device: int | str) -> Guarded | None:
 def random_weight(
     rng: np.random.Generator, m: int, k: int, element: ElementKind, device: int | str
 ) -> Sparse24Weight:
-    dense = rng.standard_normal((m, k)).astype(np.float32).astype(element.dtype)
+    dense = random_values(rng, (m, k), element)
     weight = Sparse24Weight.prune_compress(dense)
     return weight.to(device if device == "host" else int(device))
 
@@ -114,6 +127,8 @@ class Case:
     x: np.ndarray
     dense: np.ndarray
     bias: np.ndarray | None
+    scale: np.ndarray | float = 1.0
+    """scale_x times scale_w, float64."""
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
@@ -129,7 +144,7 @@ class Case:
 
     def check(self, got: np.ndarray) -> float:
         """Assert that ``got`` is inside the guarantee's bound; returns the worst error / tolerance."""
-        exact, tolerance = reference(self.plan, self.x, self.dense, self.bias)
+        exact, tolerance = reference(self.plan, self.x, self.dense, self.bias, self.scale)
         error = np.abs(got.astype(np.float64) - exact)
         assert not np.isnan(error).any(), "the result holds NaN"
         ratio = error / tolerance
@@ -157,31 +172,54 @@ def make_case(
     """``pad`` elements lie between the rows of x and of y. ``dense`` and ``x`` replace random data."""
     rng = np.random.default_rng(seed)
     plan = GemmSparse24Plan.select(desc, device=device, preference=preference)
-    dtype = desc.element.dtype
     if dense is None:
         weight = random_weight(rng, desc.m, desc.k, desc.element, device)
     else:
         weight = Sparse24Weight.prune_compress(dense).to(device if device == "host" else int(device))
     shape = (desc.n, desc.reduction)
     if x is None:
-        x = rng.standard_normal(shape).astype(np.float32).astype(dtype)
-    source = Guarded(shape, desc.element, device, shape[1] + pad).fill(x)
+        x = random_values(rng, shape, desc.element)
     out_shape = (desc.n, desc.outputs)
-    result = Guarded(out_shape, desc.out_element, device, out_shape[1] + pad)
+    columns = desc.x_order == "column", desc.y_order == "column"
+    widths = [shape[not column] + pad for shape, column in zip((shape, out_shape), columns, strict=True)]
+    source = Guarded(shape, desc.element, device, widths[0], column=columns[0]).fill(x)
+    result = Guarded(out_shape, desc.out_element, device, widths[1], column=columns[1])
     inputs, bias, bias_operand = [source], None, None
     if desc.epilogue.has_bias:
-        bias = rng.standard_normal(desc.m).astype(np.float32).astype(desc.bias_element.dtype)
+        bias = random_values(rng, (desc.m,), desc.bias_element)
         bias_operand = Guarded((desc.m,), desc.bias_element, device).fill(bias)
         inputs.append(bias_operand)
     packed = plan.pack(weight)
     args: GemmSparse24Args | DgradSparse24Args
     if desc.op == "forward":
-        args = GemmSparse24Args(packed, source.view, result.view, bias_operand and bias_operand.view)
+        scale, scales = random_scales(rng, desc, device)
+        args = GemmSparse24Args(packed, source.view, result.view, bias_operand and bias_operand.view, *scales)
     else:
+        scale = 1.0
         args = DgradSparse24Args(packed, source.view, result.view)
     with np.errstate(invalid="ignore"):  # signalling NaNs among hostile values
         dense64 = weight.to("host").decompress().astype(np.float64)
-    return Case(plan, args, result, scratch(plan.workspace_size(), device), tuple(inputs), x, dense64, bias)
+    space = scratch(plan.workspace_size(), device)
+    return Case(plan, args, result, space, tuple(inputs), x, dense64, bias, scale)
+
+
+def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:
+    if element == "s8":
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    return rng.standard_normal(shape).astype(np.float32).astype(element.dtype)
+
+
+def random_scales(rng: np.random.Generator, desc: GemmSparse24Descriptor, device: int | str):
+    """scale_x * scale_w as float64 that broadcasts to [N, M], and the two operands."""
+    product, operands = np.ones((1, 1)), []
+    for kind, length, axis in ((desc.scale_x, desc.n, 1), (desc.scale_w, desc.m, 0)):
+        operands.append(None)
+        if kind != "none":
+            size = 1 if kind == "tensor" else length
+            values = rng.uniform(0.5, 2.0, size).astype(np.float32)
+            operands[-1] = Guarded((size,), ElementKind.F32, device).fill(values).view
+            product = product * np.expand_dims(values.astype(np.float64), axis)
+    return product, operands
 
 
 _erfc = np.vectorize(math.erfc, otypes=[float])
@@ -194,29 +232,41 @@ def activate(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
     if kind == "bias_gelu":
         return v * 0.5 * _erfc(-v / math.sqrt(2)) if v.size else v
     if kind == "bias_silu":
-        return v / (1 + np.exp(-v))
+        with np.errstate(over="ignore"):
+            return v / (1 + np.exp(-v))
     return v
 
 
 def reference(
-    plan: GemmSparse24Plan, x: np.ndarray, dense: np.ndarray, bias: np.ndarray | None
+    plan: GemmSparse24Plan,
+    x: np.ndarray,
+    dense: np.ndarray,
+    bias: np.ndarray | None,
+    scale: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact result and the allowed error, float64 [N, outputs]."""
     desc = plan.descriptor
     w = dense.T if desc.op == "forward" else dense
     wide = x.astype(np.float64)
-    exact, abs_sum = desc.alpha * (wide @ w), np.abs(wide) @ np.abs(w)
+    exact, abs_sum = desc.alpha * (wide @ w) * scale, np.abs(wide) @ np.abs(w) * scale
+    f32, out = ElementKind.F32, desc.out_element
+    scaling = np.abs(exact) * (4 * f32.unit_roundoff) * np.any(np.asarray(scale) != 1)
     if bias is None:
-        return exact, plan.guarantee.tolerance(desc.reduction, exact, abs_sum, desc.out_element, desc.alpha)
-    f32 = ElementKind.F32
-    before = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, f32, desc.alpha)
+        allowed = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, out, desc.alpha) + scaling
+        return saturated(exact, out), allowed
+    before = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, f32, desc.alpha) + scaling
     v = exact + bias.astype(np.float64)
     before += np.abs(v) * f32.unit_roundoff
     value = activate(v, desc.epilogue)
     # Activations have slopes below 1.13; float32 activations add a few units in the last place.
     after = 1.13 * before + (np.abs(value) + before) * (8 * f32.unit_roundoff)
-    rounding = (np.abs(value) + after) * 1.01 * desc.out_element.unit_roundoff
-    return value, after + rounding + desc.out_element.smallest_subnormal + f32.smallest_subnormal
+    rounding = (np.abs(value) + after) * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
+    return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
+
+
+def saturated(value: np.ndarray, out: ElementKind) -> np.ndarray:
+    """What an integer result can hold of ``value``."""
+    return np.clip(value, np.iinfo(out.dtype).min, np.iinfo(out.dtype).max) if out.is_integer else value
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -295,6 +295,10 @@ def test_weight_parts_that_do_not_fit():
         ({"out_element": "f16"}, "out_element"),
         ({"bias_element": "bf16"}, "bias_element"),
         ({"typo": 1}, "typo"),
+        ({"x_order": "diagonal"}, "x_order"),
+        ({"scale_w": "block"}, "scale_w"),
+        ({"op": "dgrad", "y_order": "column"}, "y_order"),
+        ({"op": "dgrad", "scale_x": "tensor"}, "scale_x"),
     ],
 )
 def test_descriptor(change, word):
@@ -330,7 +334,7 @@ def test_a_forced_backend_that_cannot_serve(device, backend):
         assert row in str(caught.value)
 
 
-@pytest.mark.parametrize("element", ["s8", "fp8_e4m3", "i32"])
+@pytest.mark.parametrize("element", ["fp8_e5m2", "u8", "i32"])
 def test_an_element_that_no_row_serves(device, element):
     with pytest.raises(UnsupportedError, match=element):
         GemmSparse24Plan.select(

@@ -28,6 +28,9 @@ PREFERENCE = {
         0,
         PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True}),
     ),
+    # Tested in sizes that the library takes: tests/test_cusparselt.py.
+    "cusparselt": (0, PlanPreference(prefer_backend="cusparselt")),
+    "cusparselt_fp8": (0, PlanPreference(prefer_backend="cusparselt")),
 }
 
 
@@ -46,7 +49,7 @@ def promising(
     combinations = [
         pytest.param(spec.name, element, op, marks=[] if spec.on_host else [gpu])
         for spec in KERNELS
-        if getattr(spec.guarantee(problem), flag) == value
+        if getattr(spec.guarantee(problem), flag) == value and spec.backend != "cusparselt"
         for element in elements
         for op in ops
         if serves(spec.name, element, op)

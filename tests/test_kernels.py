@@ -63,7 +63,8 @@ WGMMA_CUTS = {
     "wgmma_sp": {n: wgmma_sp.cuts(n) for n in (8, 64, 128, 1024)},
     "wgmma_sp_invariant": {n: wgmma_sp.invariant_cuts(n, 8) for n in (8, 64, 1024)},
 }
-ROWS = [spec for spec in registry.KERNELS if not spec.on_host]
+ROWS = [spec for spec in registry.KERNELS if not spec.on_host and spec.backend != "cusparselt"]
+"""Those of our own kernels: the library brings its own."""
 
 
 class Request(NamedTuple):
@@ -110,7 +111,7 @@ def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[
         for n, cuts in WGMMA_CUTS.get(spec.name, {}).items() if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **KINDS[0])
             for cut in cuts:
-                backend.Kernel(desc, device, spec, preference, cut)
+                backend.Kernel(desc, device, spec, preference, cut._asdict())
     return found
 
 

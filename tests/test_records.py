@@ -42,7 +42,8 @@ def test_the_benchmark_record_is_complete():
     for row in found["gemm"]:
         assert row["backend"] in backends
         assert row["us"] > 0
-        assert row["dense_us"] > 0
+        # PyTorch has no dense product of 8-bit elements for so few tokens.
+        assert row["dense_us"] or (row["element"] in ("s8", "fp8_e4m3") and row["n"] <= 16)
         assert 0 <= row["rel_error"] < 5e-3
         assert row["cusparselt_us"] is None or math.isfinite(row["cusparselt_us"])
     assert {"run_us", "launch_us", "select_cached_us", "import_s"} <= found["host"].keys()

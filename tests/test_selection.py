@@ -45,6 +45,7 @@ def gpu_of(major: int, minor: int, *, cublaslt: bool = True) -> DeviceProperties
         compute_capability=(major, minor),
         multiprocessors=100,
         cublaslt="120900" if cublaslt else None,
+        cusparselt="0.8.0" if cublaslt else None,
     )
 
 
@@ -138,7 +139,7 @@ def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
     assert chosen(HOPPER, desc, max_workspace_bytes=needed - 1, **forced) is None
 
 
-@pytest.mark.parametrize("element", ["s8", "fp8_e4m3", "fp8_e5m2", "i32", "u16", "u8"])
+@pytest.mark.parametrize("element", ["fp8_e5m2", "i32", "u16", "u8"])
 @pytest.mark.parametrize("device", PLACES, ids=str)
 def test_elements_that_no_row_serves(device, element):
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element)

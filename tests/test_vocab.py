@@ -39,7 +39,15 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.gemm import Explanation
-from sparse24_plans.vocab import ArchSku, GemmOp, MathPrecision, Model, OpCategory
+from sparse24_plans.vocab import (
+    ArchSku,
+    GemmOp,
+    MathPrecision,
+    MatrixOrder,
+    Model,
+    OpCategory,
+    ScaleKind,
+)
 
 # Enums --------------------------------------------------------------------------------------------
 
@@ -125,13 +133,25 @@ sizes = st.integers(0, 2**31)
 alphas = st.floats(-(2.0**127), 2.0**127)
 
 
+RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
+"""Of the 8-bit elements; the default first."""
+
+
 @st.composite
 def descriptors(draw: st.DrawFn) -> GemmSparse24Descriptor:
     element = draw(st.sampled_from(ElementKind))
     op = draw(st.sampled_from(GemmOp))
     kinds = list(EpilogueKind) if op is GemmOp.FORWARD else [EpilogueKind.IDENTITY]
-    either = st.sampled_from([element, ElementKind.F32])
-    optional = draw(st.fixed_dictionaries({}, optional={"out_element": either, "bias_element": either}))
+    out = draw(st.sampled_from(RESULTS.get(element, [element, ElementKind.F32])))
+    bias = [element if element not in RESULTS else out, ElementKind.F32]
+    if out in ("s8", "i32") and element == "s8":
+        bias = [ElementKind.F32]
+    choices = {"out_element": st.just(out)}
+    if op is GemmOp.FORWARD:
+        choices |= {"x_order": st.sampled_from(MatrixOrder), "scale_w": st.sampled_from(ScaleKind)}
+    optional = draw(st.fixed_dictionaries({}, optional=choices))
+    if "out_element" in optional:
+        optional["bias_element"] = draw(st.sampled_from(bias))
     return GemmSparse24Descriptor(
         n=draw(sizes),
         m=draw(sizes),
@@ -172,6 +192,8 @@ devices = st.builds(
     compute_capability=st.tuples(st.integers(0, 20), st.integers(0, 9)),
     multiprocessors=st.integers(0, 500),
     cublaslt=st.none() | st.text(),
+    cusparselt=st.none() | st.text(),
+    driver=st.none() | st.text(),
 )
 
 
@@ -262,6 +284,10 @@ CHANGES = {
     "alpha": 0.5,
     "out_element": "f32",
     "bias_element": "f32",
+    "x_order": "column",
+    "y_order": "column",
+    "scale_x": "tensor",
+    "scale_w": "row",
 }
 
 
@@ -270,6 +296,26 @@ def test_any_changed_field_makes_another_problem():
     problems = [GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items()]
     assert set(CHANGES) == set(GemmSparse24Descriptor.model_fields)
     assert len({GemmSparse24Descriptor(**fields), *problems}) == 1 + len(CHANGES)
+
+
+@pytest.mark.parametrize(("element", "results"), RESULTS.items())
+def test_results_and_biases_of_8_bit_elements(element, results):
+    sizes = {"n": 1, "m": 8, "k": 8, "element": element}
+    desc = GemmSparse24Descriptor(**sizes)
+    assert desc.out_element == results[0]
+    for out in ElementKind:
+        if out not in results:
+            with pytest.raises(InvalidProblemError, match="out_element: expected"):
+                GemmSparse24Descriptor(**sizes, out_element=out)
+            continue
+        integer = out in ("s8", "i32")
+        assert GemmSparse24Descriptor(**sizes, out_element=out).bias_element == ("f32" if integer else out)
+        for bias in ElementKind:
+            if bias in ("f32", *([] if integer else [out])):
+                assert GemmSparse24Descriptor(**sizes, out_element=out, bias_element=bias)
+            else:
+                with pytest.raises(InvalidProblemError, match="bias_element: expected"):
+                    GemmSparse24Descriptor(**sizes, out_element=out, bias_element=bias)
 
 
 @every_model

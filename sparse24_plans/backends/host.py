@@ -1,7 +1,8 @@
 """The host tier: NumPy. ``host_blas`` inflates and calls BLAS; ``host_strict`` is the oracle.
 
 The strict mode computes, bit for bit, what ``smxx_gemm_strict.cu`` computes: one float32 accumulator a
-result, one fma a kept position in increasing order, then the epilogue of ``common.cuh``.
+result, one fma a kept position in increasing order, then the epilogue of ``common.cuh``. Products of s8 are
+summed exactly in both modes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..gemm import GemmSparse24Descriptor, Operands
 from ..jit import KERNEL_FOLDER
 from ..registry import KernelSpec
 from ..tensors import TensorView
-from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference, ScaleKind
 
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +53,9 @@ class Kernel:
         values = operands.weight.buffers[0]
         codes = canonical.from_metadata(operands.weight.buffers[1].bits())
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
-            if self._strict:
+            if desc.element is ElementKind.S8:
+                product = _exact(source, canonical.scatter(values.bits(), codes).view(np.int8), desc.op)
+            elif self._strict:
                 kept = values.array().astype(np.float32)
                 product = (_strict_forward if desc.op is GemmOp.FORWARD else _strict_dgrad)(
                     source, kept, codes, desc.k
@@ -61,8 +64,34 @@ class Kernel:
                 bits = canonical.scatter(values.bits(), codes)
                 dense = bits.view(desc.element.dtype).astype(np.float32)
                 product = source @ (dense.T if desc.op is GemmOp.FORWARD else dense)
+            if desc.out_element is ElementKind.I32 and _is_plain(desc):
+                operands.result.bits()[...] = product.astype(np.int64).astype(np.uint32)  # wraps
+                return
+            product = scaled(product.astype(np.float32), operands)
             bias = None if operands.bias is None else operands.bias.array().astype(np.float32)
             _write(operands.result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
+
+
+def _is_plain(desc: GemmSparse24Descriptor) -> bool:
+    """Whether the result is the sum itself."""
+    none = ScaleKind.NONE
+    plain = desc.epilogue is EpilogueKind.IDENTITY and desc.alpha == 1
+    return plain and desc.scale_x is none and desc.scale_w is none
+
+
+def _exact(source: Array, dense: Array, op: GemmOp) -> Array:
+    """The product of s8 operands as float64, which holds every such sum of fewer than 2^39 terms exactly."""
+    wide = dense.astype(np.float64)
+    return source.astype(np.float64) @ (wide.T if op is GemmOp.FORWARD else wide)
+
+
+def scaled(product: Array, operands: Operands) -> Array:
+    """float32 in and out: times scale_x, then scale_w, each rounded on its own."""
+    if operands.scale_x is not None:
+        product = product * operands.scale_x.array()[:, None]
+    if operands.scale_w is not None:
+        product = product * operands.scale_w.array()
+    return product
 
 
 # Strict accumulation ------------------------------------------------------------------------------
@@ -176,7 +205,15 @@ _NAN_BITS = {ElementKind.F32: 0x7FFFFFFF, ElementKind.F16: 0x7FFF, ElementKind.B
 
 
 def _write(result: TensorView, value: Array) -> None:
-    """Round to the result's element and store; every NaN becomes the one that the kernels write."""
+    """Round to the result's element and store; every NaN becomes the one that the kernels write.
+
+    Integers are rounded to nearest even and saturate; NaN becomes 0.
+    """
+    if result.element.is_integer:
+        limits = np.iinfo(result.element.dtype)
+        rounded = np.rint(np.nan_to_num(value.astype(np.float64), posinf=np.inf, neginf=-np.inf))
+        result.array()[...] = np.clip(rounded, limits.min, limits.max).astype(result.element.dtype)
+        return
     bits = value.astype(result.element.dtype).view(result.element.bits_dtype)
     bits[np.isnan(value)] = _NAN_BITS[result.element]
     result.bits()[...] = bits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .. import jit
@@ -12,6 +12,7 @@ from ..packing import TILE_BYTES, TILE_K, TILE_M
 from ..registry import KernelSpec
 from ..vocab import DeviceProperties, PlanPreference
 
+_SOURCE = "sm80_gemm_mma_sp.cu"
 _THREADS = 256
 _STREAMS = 4  # tiles of W that a block works on side by side
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
@@ -70,25 +71,44 @@ def cut_of(n: int, m: int, multiprocessors: int) -> Cut:
     The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
     deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
     """
-    slices = slices_of(m, multiprocessors)
-    most = 8 if slices == 8 else 16
-    token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), most)
-    # (block tiles, blocks per multiprocessor)
-    shapes = {
-        1: ((1, 1), (1, 2)),
-        2: ((1, 1), (1, 2)),
-        4: ((1, 1), (2, 2)),
-        8: ((1, 1),) if slices == 8 else ((2, 1), (4, 2)),
-        16: ((2, 1),),
-    }[token_tiles]
-    token_blocks = -(-n // (8 * token_tiles))
-    for block_tiles, per_sm in shapes:
-        clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
-        blocks = clusters * (slices * block_tiles // _STREAMS)
-        if per_sm == 1 and blocks <= multiprocessors:
+    shapes = _shapes_of(slices_of(m, multiprocessors))
+    token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
+    for block_tiles, per_sm in shapes[token_tiles]:
+        cut = _cut(n, m, multiprocessors, token_tiles, block_tiles, per_sm)
+        if per_sm == 1 and cut.blocks <= multiprocessors:
             break
-    cut = Cut(slices, token_tiles, block_tiles, per_sm, 0, token_blocks, blocks)
-    return cut._replace(stages=min(8, _SHARED_BYTES[per_sm] // cut.stage_bytes))
+    return cut
+
+
+def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Token tiles of a block -> (block tiles, blocks per multiprocessor) that there are."""
+    few = {1: ((1, 1), (1, 2)), 2: ((1, 1), (1, 2)), 4: ((1, 1), (2, 2))}
+    return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
+
+
+def _cut(n: int, m: int, multiprocessors: int, token_tiles: int, block_tiles: int, blocks_per_sm: int) -> Cut:
+    slices = slices_of(m, multiprocessors)
+    token_blocks = -(-n // (8 * token_tiles))
+    clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
+    blocks = clusters * (slices * block_tiles // _STREAMS)
+    cut = Cut(slices, token_tiles, block_tiles, blocks_per_sm, 0, token_blocks, blocks)
+    return cut._replace(stages=min(8, _SHARED_BYTES[blocks_per_sm] // cut.stage_bytes))
+
+
+def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+    """The cuts of the default's slices, so of the same bits, with blocks of at most twice n tokens."""
+    default = cut_of(desc.n, desc.m, device.multiprocessors)
+    found = []
+    for token_tiles, shapes in _shapes_of(default.slices).items():
+        for block_tiles, per_sm in shapes:
+            shape = (token_tiles, block_tiles, per_sm)
+            if 4 * token_tiles < max(desc.n, 8) and shape != default[1:4]:
+                found.append(dict(zip(Cut._fields[1:4], shape, strict=True)))
+    return found
+
+
+def tuning_version(device: DeviceProperties) -> str:
+    return f"sources {jit.digest(_SOURCE)}"
 
 
 def cut_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Cut:
@@ -122,20 +142,24 @@ class Kernel:
         device: DeviceProperties,
         spec: KernelSpec,
         preference: PlanPreference,
+        configuration: Mapping[str, int] | None = None,
     ) -> None:
         self._desc = desc
         capability = device.compute_capability
         self._folding = _FOLDING[0] <= capability < _FOLDING[1]
-        if self._folding:
-            self._cut = cut = cut_of(desc.n, desc.m, device.multiprocessors)
+        if configuration:
+            cut = _cut(desc.n, desc.m, device.multiprocessors, **configuration)
+        elif self._folding:
+            cut = cut_of(desc.n, desc.m, device.multiprocessors)
         else:
-            self._cut = cut = cut_in_block(desc.n, desc.m, capability)
+            cut = cut_in_block(desc.n, desc.m, capability)
+        self._cut = cut
         self.details = (
             f"{cut.blocks} blocks of {TILE_M * cut.block_tiles} rows x {8 * cut.token_tiles} tokens, "
             f"{cut.slices} slices of K, {cut.stages} stages"
         )
         self._function = jit.load(
-            "sm80_gemm_mma_sp.cu",
+            _SOURCE,
             "gemm_mma_sp",
             _THREADS,
             device.cuda_arch,

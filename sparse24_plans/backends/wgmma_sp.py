@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .. import jit
@@ -16,6 +16,7 @@ from ..registry import KernelSpec
 from ..vocab import DeviceProperties, PlanPreference
 from .mma_sp import slices_of
 
+_SOURCE = "sm90a_gemm_wgmma_sp.cu"
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
 _STAGING_BYTES = 16 * 68 * 4  # of a warpgroup's results on their way out
 _BARRIER_BYTES = 512
@@ -175,6 +176,15 @@ def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int)
     return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, desc.k, multiprocessors))
 
 
+def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+    """For the row that promises no batch invariance: what the model ranks."""
+    return [cut._asdict() for cut in cuts(desc.n)]
+
+
+def tuning_version(device: DeviceProperties) -> str:
+    return f"sources {jit.digest(_SOURCE)}"
+
+
 class Kernel:
     workspace_size = 0
     workspace_alignment = 1
@@ -190,10 +200,12 @@ class Kernel:
         device: DeviceProperties,
         spec: KernelSpec,
         preference: PlanPreference,
-        cut: Cut | None = None,
+        configuration: Mapping[str, int] | None = None,
     ) -> None:
         self._desc = desc
-        self._cut = cut = cut or cut_of(desc, spec, device.multiprocessors)
+        self._cut = cut = (
+            Cut(**configuration) if configuration else cut_of(desc, spec, device.multiprocessors)
+        )
         self._items = items = cut.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
@@ -205,7 +217,7 @@ class Kernel:
             f"{weight_stages} + {source_stages} stages"
         )
         self._function = jit.load(
-            "sm90a_gemm_wgmma_sp.cu",
+            _SOURCE,
             "gemm_wgmma_sp",
             128 * (cut.warpgroups + 1),
             device.cuda_arch,
