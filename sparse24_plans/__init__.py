@@ -11,6 +11,7 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
+    "convert": "from_foreign to_foreign",
     "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
     "gemm": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Descriptor GemmSparse24Plan explain",

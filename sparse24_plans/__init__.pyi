@@ -1,6 +1,8 @@
 """The public names, for type checkers; __init__.py loads each when it is first used."""
 
 from ._version import __version__ as __version__
+from .convert import from_foreign as from_foreign
+from .convert import to_foreign as to_foreign
 from .errors import BackendUnavailableError as BackendUnavailableError
 from .errors import BufferTooSmallError as BufferTooSmallError
 from .errors import DriverError as DriverError

@@ -196,3 +196,69 @@ def _complaint(byte: int) -> str:
     if byte > 15:
         return f"expected bits 4-7 to be zero, got byte {byte:#04x}"
     return f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"
+
+
+# Other people's positions -------------------------------------------------------------------------
+
+IMPOSSIBLE = 0xFF
+"""Marks, in a table of targets, the occupied positions that no target covers."""
+_LOWEST_FREE = np.where(_OCCUPANCY == TOO_MANY, np.uint8(IMPOSSIBLE), _OCCUPANCY)
+
+
+def normalise(values: Any, codes: Any, element: ElementKind, first_row: int = 0) -> tuple[Any, Any]:
+    """Kept bits [rows, K/2] with codes [groups] of any positions, in canonical form.
+
+    The positions may be unsorted, and those of zeros anything at all. The dense matrix stays the same, bit
+    for bit: what holds bits (-0.0 as well) stays where it is, the other slots take the lowest free
+    positions. Raises FormatError, with row and group, where two non-zeros stand at one position.
+    """
+    return relocate(values, codes, element, _LOWEST_FREE, first_row, "")
+
+
+def relocate(
+    values: Any, codes: Any, element: ElementKind, targets: Any, first_row: int, complaint: str
+) -> tuple[Any, Any]:
+    """``values`` and ``codes`` with the positions that ``targets`` [16] names for the occupied ones.
+
+    Raises FormatError with ``complaint`` where the target is IMPOSSIBLE.
+    """
+    xp = array_module(values)
+    groups = values.shape[1] // 2
+    pairs = xp.ascontiguousarray(values).reshape(-1, 2)
+    positions = (codes & np.uint8(3), codes >> np.uint8(2) & np.uint8(3))
+    occupied = _occupied(pairs, positions, element, groups, first_row)
+    mask = occupied[0].view(np.uint8) << positions[0] | occupied[1].view(np.uint8) << positions[1]
+    moved = xp.asarray(targets)[mask]
+    refused = moved == np.uint8(IMPOSSIBLE)
+    if bool(refused.any()):
+        row, group = divmod(int(refused.argmax()), groups)
+        raise FormatError(complaint, row=first_row + row, group=group)
+    result = xp.zeros_like(pairs)
+    for slot in range(2):
+        wanted = moved >> np.uint8(2 * slot) & np.uint8(3)
+        for source in range(2):
+            here = occupied[source] & (positions[source] == wanted)
+            result[:, slot] = xp.where(here, pairs[:, source], result[:, slot])
+    return result.reshape(values.shape), moved
+
+
+def _occupied(
+    pairs: Any, positions: tuple[Any, Any], element: ElementKind, groups: int, first_row: int
+) -> tuple[Any, Any]:
+    """Which of the two slots of each group hold bits. Of two at one position, a zero or an equal yields."""
+    occupied = (pairs[:, 0] != 0, pairs[:, 1] != 0)
+    clash = occupied[0] & occupied[1] & (positions[0] == positions[1])
+    if not bool(clash.any()):
+        return occupied
+    nonzero = magnitude_keys(pairs, element) != 0
+    both = clash & nonzero[:, 0] & nonzero[:, 1] & (pairs[:, 0] != pairs[:, 1])
+    if bool(both.any()):
+        at = int(both.argmax())
+        row, group = divmod(at, groups)
+        raise FormatError(
+            f"metadata: expected two positions, got {int(positions[0][at])} for two values",
+            row=first_row + row,
+            group=group,
+        )
+    keeps_first = ~clash | nonzero[:, 0] | ~nonzero[:, 1]
+    return occupied[0] & keeps_first, occupied[1] & (~clash | ~keeps_first)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -116,7 +116,7 @@ def compress_checkpoint(
     with SafetensorsReader(source) as reader:
         if any(key == FORMAT_KEY or key.startswith(LAYER_KEY_PREFIX) for key in reader.metadata):
             raise InvalidProblemError(f"source: expected a dense checkpoint, {source} is compressed already")
-        selection = _Selection(include, exclude)
+        selection = Selection(include, exclude)
         selection.check(reader.tensors)
         reasons = {info.name: selection.reason_to_copy(info) for info in reader.tensors.values()}
         reports = []
@@ -140,8 +140,8 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
     for name, weight in weights.items():
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"{name}: expected Sparse24Weight, got {type(weight).__name__}")
-        outputs += _stored_tensors(name, (weight.m, weight.k), weight.element)
-        _describe(metadata, name, (weight.m, weight.k), weight.element)
+        outputs += stored_tensors(name, (weight.m, weight.k), weight.element)
+        describe(metadata, name, (weight.m, weight.k), weight.element)
     with SafetensorsWriter(path, outputs, metadata) as writer:
         for name, weight in weights.items():
             _write_weight(writer, name, weight.to("host"))
@@ -187,7 +187,7 @@ def read_weight(reader: SafetensorsReader, name: str) -> Sparse24Weight:
     """One compressed tensor of an open file; see :func:`load_weight`."""
     m, k, element = _parse_description(reader, name)
     arrays = []
-    for expected in _stored_tensors(name, (m, k), element):
+    for expected in stored_tensors(name, (m, k), element):
         info = reader.tensors.get(expected.name)
         if info is None:
             raise _broken(reader, name, f"{expected.name} is missing")
@@ -212,14 +212,20 @@ def read_weight(reader: SafetensorsReader, name: str) -> Sparse24Weight:
 # What is compressed -------------------------------------------------------------------------------
 
 
-class _Selection:
-    """The include and exclude patterns."""
+class Selection:
+    """The include and exclude patterns, for tensors of ``dtypes``."""
 
-    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
+    def __init__(
+        self, include: Sequence[str], exclude: Sequence[str], dtypes: Container[str] = _COMPRESSED_DTYPES
+    ) -> None:
         for argument, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidProblemError(f"{argument}: expected a sequence of patterns, got {patterns!r}")
-        self._include, self._exclude = tuple(include), tuple(exclude)
+        self._include, self._exclude, self._dtypes = tuple(include), tuple(exclude), dtypes
+
+    def names(self, name: str) -> bool:
+        """Whether an include pattern matches, and no exclude pattern."""
+        return _first_match(name, self._include) is not None and _first_match(name, self._exclude) is None
 
     def check(self, names: Mapping[str, object]) -> None:
         """Raise for a pattern that matches nothing: most likely it is mistyped."""
@@ -230,7 +236,7 @@ class _Selection:
 
     def reason_to_copy(self, info: TensorInfo) -> str | None:
         """Why the tensor is not compressed, or None where it is. Patterns come after what is impossible."""
-        if info.dtype not in _COMPRESSED_DTYPES:
+        if info.dtype not in self._dtypes:
             return f"element {info.dtype.lower()}"
         if len(info.shape) != 2:
             return f"{len(info.shape)}-d"
@@ -268,12 +274,12 @@ def _contents(
             outputs.append(info)
             continue
         element = _COMPRESSED_DTYPES[info.dtype]
-        outputs += _stored_tensors(info.name, info.shape, element)
-        _describe(metadata, info.name, info.shape, element)
+        outputs += stored_tensors(info.name, info.shape, element)
+        describe(metadata, info.name, info.shape, element)
     return outputs, metadata
 
 
-def _stored_tensors(name: str, shape: tuple[int, ...], element: ElementKind) -> tuple[TensorInfo, TensorInfo]:
+def stored_tensors(name: str, shape: tuple[int, ...], element: ElementKind) -> tuple[TensorInfo, TensorInfo]:
     """The entries of NAME.values24 and NAME.meta24 for a dense tensor [M, K]."""
     m, k = shape
     if element not in DTYPES:
@@ -282,7 +288,8 @@ def _stored_tensors(name: str, shape: tuple[int, ...], element: ElementKind) -> 
     return values, TensorInfo(name + META_SUFFIX, "U16", (m, k // 8), m * k // 4)
 
 
-def _describe(metadata: dict[str, str], name: str, shape: tuple[int, ...], element: ElementKind) -> None:
+def describe(metadata: dict[str, str], name: str, shape: tuple[int, ...], element: ElementKind) -> None:
+    """Add what the file's metadata says of a compressed tensor."""
     metadata[LAYER_KEY_PREFIX + name] = json.dumps({"shape": list(shape), "element": element.value})
 
 
@@ -310,7 +317,7 @@ def _transfer(
     after = info.nbytes
     if reason is None:
         energy = _compress_tensor(reader, writer, info)
-        stored = _stored_tensors(info.name, info.shape, _COMPRESSED_DTYPES[info.dtype])
+        stored = stored_tensors(info.name, info.shape, _COMPRESSED_DTYPES[info.dtype])
         after = sum(part.nbytes for part in stored)
     else:
         for start in range(0, info.nbytes, _COPY_BYTES):

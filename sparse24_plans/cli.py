@@ -1,4 +1,5 @@
-"""The ``sparse24`` command: ``info``, ``compress``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``.
+"""The ``sparse24`` command: ``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``,
+``tune``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -23,10 +24,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from . import __version__, inspection, rendering, tuning
 from .checkpoint import TensorReport, compress_checkpoint, compressed_names
+from .convert_checkpoint import CHECKPOINT_FORMATS, ConversionReport, convert_checkpoint
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import GemmSparse24Descriptor
 from .rendering import Json, console, print_json
 from .safetensors_file import SafetensorsReader, storage_errors
+from .shards import stored_bytes
 from .tuning import Trials
 from .tuning_table import TuningTable
 from .verification import Verification, verify_checkpoint
@@ -58,6 +61,8 @@ _ABSENT_GPUS = {
     "sm120": ("RTX 5090", (12, 0), 170),
 }
 Arch = Enum("Arch", {name.upper(): name for name in _ABSENT_GPUS}, type=str)  # type: ignore[misc]
+
+Format = Enum("Format", {name.upper(): name for name in CHECKPOINT_FORMATS}, type=str)  # type: ignore[misc]
 
 # Options that several commands share.
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
@@ -119,6 +124,48 @@ def compress(
             print_json(_compression_document(source, out, reports))
         else:
             rendering.show_compression(reports, os.path.getsize(source), os.path.getsize(out))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A safetensors file, or a folder of them with its index.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, or the new folder, to write.")],
+    from_format: Annotated[Format, typer.Option("--from", help="What IN holds.")],
+    to_format: Annotated[Format, typer.Option("--to", help="What to write.")],
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="From dense: convert only names that match this pattern; repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="From dense: copy names that match this pattern; repeatable.")
+    ] = None,
+    tile_k: Annotated[
+        int | None,
+        typer.Option("--tile-k", min=8, help="cutlass_sm90: tile K of the mainloop; 128 by default."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the 2:4 weights of a checkpoint in another format. Nothing is pruned; all else is copied."""
+    with _reported(as_json):
+        before = stored_bytes(source)
+        with _progress("converting", before, as_json) as advance:
+            reports = convert_checkpoint(
+                source,
+                out,
+                from_format=from_format.value,
+                to_format=to_format.value,
+                include=include or (),
+                exclude=exclude or (),
+                tile_k=tile_k,
+                on_tensor=lambda report: advance(report.bytes_before),
+            )
+        after = stored_bytes(out)
+        if as_json:
+            print_json(_conversion_document(source, out, before, after, reports))
+        else:
+            rendering.show_conversion(reports, before, after)
 
 
 @app.command()
@@ -368,6 +415,18 @@ def _compression_document(source: Path, out: Path, reports: list[TensorReport]) 
         "destination": str(out),
         "source_bytes": os.path.getsize(source),
         "destination_bytes": os.path.getsize(out),
+        "tensors": [asdict(report) for report in reports],
+    }
+
+
+def _conversion_document(
+    source: Path, out: Path, before: int, after: int, reports: list[ConversionReport]
+) -> Json:
+    return {
+        "source": str(source),
+        "destination": str(out),
+        "source_bytes": before,
+        "destination_bytes": after,
         "tensors": [asdict(report) for report in reports],
     }
 

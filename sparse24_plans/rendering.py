@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .checkpoint import TensorReport
+from .convert_checkpoint import ConversionReport
 from .tuning import Trials
 from .tuning_table import TuningTable
 from .verification import LayerResult, Verification
@@ -132,19 +133,30 @@ def show_compression(reports: list[TensorReport], source_bytes: int, out_bytes: 
         table.add_section()
         _add(table, f"total of {len(compressed)}", "", "", "", _size(before), _size(after))
         console().print(table)
-    if copied:
-        table = _table("copied", "shape", "element", "why", "size", right=("size",))
-        for report in copied:
-            _add(
-                table,
-                report.name,
-                _shape(report.shape),
-                report.element,
-                report.reason,
-                _size(report.bytes_before),
-            )
-        console().print(table)
+    _show_copied(copied)
     _line(f"{len(compressed)} compressed, {len(copied)} copied: {_change(source_bytes, out_bytes)}")
+
+
+def show_conversion(reports: list[ConversionReport], source_bytes: int, out_bytes: int) -> None:
+    converted = [report for report in reports if report.action == "converted"]
+    copied = [report for report in reports if report.action == "copied"]
+    if converted:
+        table = _table("converted", "shape", "element", "before", "after", right=("before", "after"))
+        for report in converted:
+            sizes = (_size(report.bytes_before), _size(report.bytes_after))
+            _add(table, report.name, _shape(report.shape), report.element, *sizes)
+        console().print(table)
+    _show_copied(copied)
+    _line(f"{len(converted)} converted, {len(copied)} copied: {_change(source_bytes, out_bytes)}")
+
+
+def _show_copied(reports: Sequence[TensorReport | ConversionReport]) -> None:
+    if reports:
+        table = _table("copied", "shape", "element", "why", "size", right=("size",))
+        for report in reports:
+            reason = report.reason or "no weight of the format"
+            _add(table, report.name, _shape(report.shape), report.element, reason, _size(report.bytes_before))
+        console().print(table)
 
 
 def show_verification(found: Verification) -> None:
