@@ -1,5 +1,6 @@
-"""The ``sparse24`` command: ``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``,
-``tune``.
+"""The ``sparse24`` command.
+
+``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.

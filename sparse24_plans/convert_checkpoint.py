@@ -173,12 +173,14 @@ def _check_request(
 
 def _write_folder(job: _Job, folder: Path) -> None:
     store = job.store
+    config = store.config()
+    changed = None if config is None else _new_config(config, job)
     for shard in store.shards:
         job.write(shard, folder / shard.name)
     if store.index_name is not None:
         write_index(folder / store.index_name, {shard.name: job.outputs(shard) for shard in store.shards})
-    if (config := store.config()) is not None:
-        write_json(folder / CONFIG_NAME, _new_config(config, job))
+    if changed is not None:
+        write_json(folder / CONFIG_NAME, changed)
     for path in store.others():
         with storage_errors(path):
             shutil.copyfile(path, folder / path.name)

@@ -338,6 +338,10 @@ def _sm90_blob(shape: WeightShape) -> tuple[int, int]:
     return -(-shape.m // step) * step, -(-shape.k // step) * step // 4
 
 
+def _fits_cusparselt_sm90(shape: WeightShape) -> bool:
+    return shape.m % 32 == 0 and shape.k % (64 if shape.element.itemsize == 1 else 32) == 0
+
+
 def _layout_cusparselt_sm90(shape: WeightShape) -> Layout:
     metadata_bytes = math.prod(_sm90_blob(shape)) // 2
     return {"packed": (VALUES, (shape.m * shape.k // 2 + metadata_bytes // shape.element.itemsize,))}
@@ -476,8 +480,8 @@ _ROWS = (
         origin="cuSPARSELt 0.8 on sm_90; torch._cslt_compress there",
         elements=(_F16, _BF16, _S8, _E4M3),
         parts=("packed",),
-        constraint="M and K multiples of 32",
-        fits=lambda shape: shape.m % 32 == 0 and shape.k % 32 == 0,
+        constraint="M and K multiples of 32 (8-bit: K of 64)",
+        fits=_fits_cusparselt_sm90,
         layout=_layout_cusparselt_sm90,
         decode=_from_cusparselt_sm90,
         encode=_to_cusparselt_sm90,

@@ -55,11 +55,10 @@ class ShardedReader:
                 Shard(name, stack.enter_context(SafetensorsReader(where / name))) for name in names
             )
             self._homes = self._locate()
+            self.tensors: Mapping[str, TensorInfo] = {
+                name: shard.reader.tensors[name] for name, shard in self._homes.items()
+            }
             self._stack = stack.pop_all()
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: shard.reader.tensors[name] for name, shard in self._homes.items()}
 
     def shard_of(self, name: str) -> Shard:
         """The shard that holds a tensor."""

@@ -32,7 +32,7 @@ STEPS = {
     "tilelang": (1, 32),
     "torch_tile": (8, 8),
     "cutlass_sm90": (1, 32),
-    "cusparselt_sm90": (32, 32),
+    "cusparselt_sm90": (32, 64),
 }
 STEPS["cusparselt_sm80"] = (128, 128)
 

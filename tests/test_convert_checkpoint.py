@@ -17,7 +17,7 @@ from sparse24_plans.convert import FORMATS, to_foreign
 from sparse24_plans.convert_checkpoint import CHECKPOINT_FORMATS, convert_checkpoint
 from sparse24_plans.safetensors_file import SafetensorsReader
 
-from .checkpoints import dense_file, drop, library_load, random_array, rewrite, swap
+from .checkpoints import REAL, dense_file, drop, library_load, needs_real, random_array, rewrite, swap
 from .support import same_bits
 
 INTEROP = Path(__file__).parent / "interop"
@@ -105,6 +105,21 @@ def test_compressed_tensors_reads_what_we_write(tmp_path):
         assert same_bits(read[name].numpy(), array)
 
 
+def test_compressed_tensors_reads_a_folder_of_shards(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors 0.10.2 is not installed")
+    from .interop import writers
+
+    arrays = sharded_model(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "ours", "compressed_tensors", "sparse24")
+    convert(tmp_path / "ours", tmp_path / "again", "sparse24", "compressed_tensors")
+    for folder in ("model", "again"):
+        read = writers.compressed_tensors_to_dense(tmp_path / folder)
+        assert read.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert same_bits(read[name].float().numpy(), array.astype(np.float32))
+
+
 # Every format -------------------------------------------------------------------------------------
 
 
@@ -143,6 +158,21 @@ def test_parts_that_somebody_saved_by_hand_need_no_note(tmp_path):
     dense_file(tmp_path / "theirs", {f"w.{name}": part for name, part in parts.items()})
     convert(tmp_path / "theirs", tmp_path / "back", "torch_cutlass", "dense")
     assert same_bits(library_load(tmp_path / "back")[0]["w"], tiled((32, 64), "f16"))
+
+
+@needs_real
+def test_a_real_model_there_and_back(tmp_path):
+    assert REAL is not None
+    ours, theirs, dense = (tmp_path / name for name in ("ours", "theirs", "dense"))
+    compress_checkpoint(REAL, ours)
+    convert(ours, theirs, "sparse24", "compressed_tensors")
+    convert(theirs, dense, "compressed_tensors", "dense")
+    weights = dict(iter_weights(ours))
+    assert len(weights) == 37
+    got, expected = library_load(dense)[0], library_load(REAL)[0]
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert same_bits(got[name], prune(array) if name in weights else array)
 
 
 def test_ours_and_the_others_agree_on_a_pruned_model(files):
