@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from sparse24_plans import FormatError, InvalidProblemError, StorageError, UnsupportedError, prune
+from sparse24_plans import (
+    FormatError,
+    InvalidProblemError,
+    Sparse24Error,
+    StorageError,
+    UnsupportedError,
+    prune,
+)
 from sparse24_plans.checkpoint import DTYPES, compress_checkpoint, iter_weights, load_weight
 from sparse24_plans.convert import FORMATS, to_foreign
 from sparse24_plans.convert_checkpoint import CHECKPOINT_FORMATS, convert_checkpoint
@@ -394,6 +403,32 @@ def test_hostile_notes(tmp_path, text, complaint):
     with pytest.raises(FormatError, match=complaint):
         convert(tmp_path / "in", tmp_path / "out", "cusparselt_sm90", "dense")
     assert snapshot(tmp_path) == before
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_give_typed_errors_and_no_file(tmp_path, data):
+    """A few bytes changed anywhere: a Sparse24Error and nothing written, or a file that is sound."""
+    name = data.draw(st.sampled_from(["compressed_tensors", "cusparselt_sm90", "cutlass_sm90", "torch_tile"]))
+    source, damaged, out = tmp_path / name, tmp_path / "damaged", tmp_path / "out"
+    if not source.exists():
+        dense_file(tmp_path / "dense", {"w.weight": tiled((32, 64), "f16")})
+        convert(tmp_path / "dense", source, "dense", name)
+    content = bytearray(source.read_bytes())
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        end = data.draw(st.sampled_from([header_end, len(content)]))
+        at = data.draw(st.integers(0, end - 1))
+        content[at] = data.draw(st.one_of(st.integers(0, 255), st.sampled_from(b'0123456789"{}[],:')))
+    damaged.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 7]))]))
+    out.unlink(missing_ok=True)
+    try:
+        convert(damaged, out, name, "sparse24")
+    except Sparse24Error:
+        assert not out.exists()
+        return
+    for _, weight in iter_weights(out):
+        weight.validate()
 
 
 def set_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:

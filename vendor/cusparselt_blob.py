@@ -6,8 +6,8 @@ sm_80, 16-bit values, which PyTorch's and xFormers' tile packers write (M and K 
 words of 16 dense columns. The word of row r and dense column c, of R rows, lies at ``(r/128)*512 +
 (c/64)*512*(R/128) + ((c%64)/32)*256 + ((r%128)/32)*64 + (r%8)*8 + ((r%32)/16)*4 + ((c%32)/16)*2 + (r%16)/8``.
 
-sm_90, read off the library's own output (0.8.0 on an H200): nibbles, with M and K padded to multiples of 64. M
-and K are multiples of 32, for 8-bit K of 64. The nibble of row r and group g (of four columns) lies at
+sm_90, read off the library's own output (0.8.0 on an H200): nibbles, with M and K padded to multiples of 64.
+M and K are multiples of 32, for 8-bit K of 64. The nibble of row r and group g (of four columns) lies at
 
 - 16-bit: ``(r/64)*16*Kp + (g/8)*512 + ((r%64)/16)*128 + (r%8)*16 + ((g/2)%2)*8 + (g%2)*4 + ((g/4)%2)*2 +
   (r%16)/8``
