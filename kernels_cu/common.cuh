@@ -15,6 +15,9 @@ typedef long long i64;
 #define S24_F32 0
 #define S24_F16 1
 #define S24_BF16 2
+#define S24_S8 3
+#define S24_FP8_E4M3 4
+#define S24_I32 5
 #define S24_IDENTITY 0
 #define S24_BIAS_ADD 1
 #define S24_BIAS_RELU 2
@@ -64,6 +67,25 @@ template <> struct Element<S24_BF16> {
     u32 b;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
     return b;
+  }
+};
+
+// Integers: nearest even, saturating, NaN to 0.
+template <> struct Element<S24_I32> {
+  typedef u32 Bits;
+  static __device__ __forceinline__ u32 from_float(float v) {
+    int b;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));
+    return (u32)b;
+  }
+};
+
+template <> struct Element<S24_S8> {
+  typedef u8 Bits;
+  static __device__ __forceinline__ u8 from_float(float v) {
+    int b;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));
+    return (u8)max(-128, min(127, b));
   }
 };
 

@@ -81,17 +81,20 @@ __device__ __forceinline__ float load_shared(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void load_cluster_x4(float (&v)[4], u32 address) {
+__device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(address));
 #endif
 }
 
 // Shared memory by address.
-__device__ __forceinline__ void load_shared_pair(u32 (&v)[2], u32 address) {
+__device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
+}
+__device__ __forceinline__ void load_shared_words(u32 (&v)[4], u32 address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;

@@ -1,23 +1,28 @@
-// Prefill and wide batches: Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) on the tensor cores' own copy path.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]), operands fed by the copy engine.
 //
-// W is the sparse A operand of wgmma.sp m64nNk32, X is B; both are read from shared memory. W comes packed in tiles
-// of 64 rows x 128 columns (sparse24_plans/packing.py), each one bulk copy of 9216 bytes; X comes through a tensor
-// map in boxes of 64 columns. Two warps of the last warpgroup copy, the others multiply: kRowBlocks row tiles of W
-// a warpgroup, all with the block's tokens. W and X have rings of their own, for W comes in steps of 128 columns.
+// W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in tiles of 64 rows
+// x 256 bytes of columns (sparse24_plans/packing.py), each one bulk copy; X comes through a tensor map in boxes of
+// 128 bytes of columns. Two warps of the last warpgroup copy, the others multiply: kRowBlocks row tiles of W a
+// warpgroup, all with the block's tokens. W and X have rings of their own, for a tile of W is two boxes of X long.
 //
 // The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
 // With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other.
 // A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
-// of a row depend on kSlices * kParts alone, and they are those of sm80_gemm_mma_sp.cu for as many slices.
+// of a row depend on kSlices * kParts alone, and they are those of sm80_gemm_mma_sp.cu for as many slices. The tensor
+// cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
 #include "common.cuh"
 #include "ptx_wgmma.cuh"
 
-constexpr int kTileM = 64, kTileBytes = 9216, kValueBytes = 8192;
+constexpr bool kIntegers = S24_ELEMENT == S24_S8, kBytes = kIntegers || S24_ELEMENT == S24_FP8_E4M3;
+constexpr int kWords = kBytes ? 4 : 2;  // of metadata, a lane and tile
+constexpr int kTileM = 64, kValueBytes = 8192, kTileBytes = kValueBytes + 512 * kWords;
+constexpr int kBoxColumns = kBytes ? 128 : 64;  // of X
 constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
 constexpr int kRowBlocks = S24_ROW_BLOCKS;   // row tiles of a warpgroup
 constexpr int kTokens = S24_TOKENS;          // of a block
 constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = kShare * kSlices;
 constexpr int kParts = S24_PARTS;
+constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X (128 bytes) are added up outside of the tensor cores
 static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
 constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
 constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * kTileM;  // of a block
@@ -39,9 +44,11 @@ constexpr bool kTrade = S24_BLOCKS_PER_SM == 1 && kWarpgroups == 2;
 constexpr int kCopyRegisters = 40, kSumRegisters = 232;
 
 struct WgmmaSpParams {
-  TensorMap x;       // X[n, k] in boxes of kTokens / kShare rows x 64 columns, 128-byte swizzle
-  const u8* packed;  // [row tiles][K tiles][9216]
+  TensorMap x;       // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
+  const u8* packed;  // [row tiles][K tiles][kTileBytes]
   const void* bias;  // [m], or null
+  const float* scale_x;  // [1] or [n], where S24_SCALE_X says so
+  const float* scale_w;  // [1] or [m]
   void* y;           // [n, m], row stride y_stride
   i64 n, m, y_stride, row_tiles, k_tiles;
   float alpha;
@@ -52,6 +59,35 @@ struct WgmmaSpParams {
 
 typedef Element<S24_OUT> Out;
 typedef Element<S24_BIAS> Bias;
+template <bool kInteger> struct SumOf { typedef float Type; };
+template <> struct SumOf<true> { typedef int Type; };
+typedef SumOf<kIntegers>::Type Sum;
+typedef Sum Sums[kTokens / 2];  // a thread's share of 64 rows x kTokens
+
+__device__ __forceinline__ u32 bits_of(float sum) { return __float_as_uint(sum); }
+__device__ __forceinline__ u32 bits_of(int sum) { return (u32)sum; }
+__device__ __forceinline__ Sum sum_of(u32 bits) {
+  if constexpr (kIntegers) return (int)bits;
+  else return __uint_as_float(bits);
+}
+
+// A scale of S24_SCALE_X or _W's kind: none, one for all, one a row.
+template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
+  return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
+}
+
+// The result before it is rounded to its type. S24_RAW: the integer sum itself, which goes through as it is.
+__device__ __forceinline__ float finished(Sum sum, const WgmmaSpParams& p, float scale_x, float scale_w, float bias) {
+  float v = kIntegers ? __int2float_rn((int)sum) : (float)sum;
+  if (S24_SCALE_X) v = __fmul_rn(v, scale_x);
+  if (S24_SCALE_W) v = __fmul_rn(v, scale_w);
+  return activated<FastMath>(v, p.alpha, bias);
+}
+template <class Result> __device__ __forceinline__ typename Result::Bits rounded(Sum sum, float v) {
+  if constexpr (S24_RAW) return (typename Result::Bits)sum;
+  else if constexpr (S24_OUT == S24_F32) return Result::from_float(canonical_nan(v));
+  else return Result::from_float(v);
+}
 
 // A place in a ring of stages, and the parity of its barriers.
 template <int kStages> struct Place {
@@ -115,8 +151,8 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
       barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
       const u32 full = barriers.source_full(place.slot), to = base + kSourceAt + place.slot * kSourceBytes;
       barrier_expect(full, kSourceBytes);
-      if constexpr (kShare == 1) copy_tensor(to, &p.x, (u32)half * 64, (u32)item.token, full);
-      else copy_tensor_multicast(to + share * kPart * 128, &p.x, (u32)half * 64, (u32)item.token + share * kPart, full,
+      if constexpr (kShare == 1) copy_tensor(to, &p.x, (u32)half * kBoxColumns, (u32)item.token, full);
+      else copy_tensor_multicast(to + share * kPart * 128, &p.x, (u32)half * kBoxColumns, (u32)item.token + share * kPart, full,
                                  (u16)(((1 << kShare) - 1) << kShare * slice));
     }
   }
@@ -139,42 +175,61 @@ struct Multiplier {
     else barrier_arrive_cluster(source_free + 8 * slot);
   }
 
-  // Two steps of 32 columns: half a tile of W with one stage of X.
+  // Two steps: half a tile of W with one stage of X.
   template <int kHalf>
-  __device__ __forceinline__ void half(float (&sums)[kRowBlocks][kSums], u64 a, const u32 (&metadata)[kRowBlocks][2]) {
+  __device__ __forceinline__ void half(Sums (&sums)[kRowBlocks], u64 a, const u32 (&metadata)[kRowBlocks][kWords]) {
     barrier_wait(barriers.source_full(source.slot), source.parity);
     const u64 b = matrix_descriptor(base + kSourceAt + source.slot * kSourceBytes);
     wgmma_fence();
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
       const u64 at = a + r * (kTileBytes >> 4) + kHalf * 4;
-      wgmma_sp<S24_ELEMENT, 0>(sums[r], at, b, metadata[r][kHalf]);
-      wgmma_sp<S24_ELEMENT, 1>(sums[r], at + 2, b + 4, metadata[r][kHalf]);
+      wgmma_sp<S24_ELEMENT, 0, kPromote ? 0 : 1>(sums[r], at, b, metadata[r][kBytes ? 2 * kHalf : kHalf]);
+      wgmma_sp<S24_ELEMENT, kBytes ? 0 : 1, 1>(sums[r], at + 2, b + 4, metadata[r][kBytes ? 2 * kHalf + 1 : kHalf]);
     }
     wgmma_commit();
   }
 
-  // A tile of W. `metadata` stays untouched while its wgmma run, which is until the next tile's first wait.
-  __device__ __forceinline__ void tile(float (&sums)[kRowBlocks][kSums], u32 (&metadata)[kRowBlocks][2],
-                                       const u32 (&last)[kRowBlocks][2], bool first) {
-    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+  // Of the tile of W in turn. Returns where its values are.
+  __device__ __forceinline__ u32 load_metadata(u32 (&metadata)[kRowBlocks][kWords]) const {
     const u32 values = base + weight.slot * kWeightBytes + warpgroup * kRowBlocks * kTileBytes;
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-      load_shared_pair(metadata[r], values + r * kTileBytes + kValueBytes + threadIdx.x % 128 * 8);
-    const u64 a = matrix_descriptor(values);
+    for (int r = 0; r < kRowBlocks; ++r) load_shared_words(metadata[r], values + r * kTileBytes + kValueBytes + threadIdx.x % 128 * 4 * kWords);
+    return values;
+  }
+
+  // A tile of W. `metadata` stays untouched while its wgmma run, which is until the next tile's first wait.
+  __device__ __forceinline__ void tile(Sums (&sums)[kRowBlocks], u32 (&metadata)[kRowBlocks][kWords],
+                                       const u32 (&last)[kRowBlocks][kWords], bool first) {
+    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+    const u64 a = matrix_descriptor(load_metadata(metadata));
     half<0>(sums, a, metadata);
     wgmma_wait<1>();  // all but the half just issued: the stages before it are free
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) asm volatile("" ::"r"(last[r][0]), "r"(last[r][1]));
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) asm volatile("" ::"r"(last[r][i]));
     if (!first) free_last();
     last_source = source.slot, last_weight = weight.slot;
     source.next(), weight.next();
     half<1>(sums, a, metadata);
-    wgmma_wait<1>();
+    wgmma_wait<S24_DRAIN>();
     free_source(last_source);
     last_source = source.slot;
     source.next();
+  }
+
+  static __device__ __forceinline__ void clear(Sums (&sums)[kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[r][i] = 0;
+  }
+  static __device__ __forceinline__ void add(Sums (&totals)[kRowBlocks], const Sums (&sums)[kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) totals[r][i] += sums[r][i];
   }
 
   __device__ __forceinline__ void free_last() const {
@@ -182,15 +237,16 @@ struct Multiplier {
     free_weight(last_weight);
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[kRowBlocks][kSums], i64 tiles) {
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[r][i] = 0.0f;
-    u32 even[kRowBlocks][2] = {}, odd[kRowBlocks][2] = {};
-    for (i64 at = 0; at < tiles; at += 2) {
-      tile(sums, even, odd, at == 0);
-      if (at + 1 < tiles) tile(sums, odd, even, false);
+  __device__ __forceinline__ void multiply(Sums (&sums)[kRowBlocks], i64 tiles) {
+    clear(sums);
+    u32 even[kRowBlocks][kWords] = {}, odd[kRowBlocks][kWords] = {};
+    if constexpr (kBytes) {
+      for (i64 at = 0; at < tiles; ++at) tile(sums, even, odd, at == 0);
+    } else {
+      for (i64 at = 0; at < tiles; at += 2) {
+        tile(sums, even, odd, at == 0);
+        if (at + 1 < tiles) tile(sums, odd, even, false);
+      }
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -199,36 +255,63 @@ struct Multiplier {
   }
 
   // All of K, in kParts.
-  __device__ __forceinline__ void multiply_parts(float (&totals)[kRowBlocks][kSums], i64 tiles) {
+  __device__ __forceinline__ void multiply_parts(Sums (&totals)[kRowBlocks], i64 tiles) {
     multiply(totals, tiles / kParts);
 #pragma unroll 1
     for (int part = 1; part < kParts; ++part) {
-      float sums[kRowBlocks][kSums];
+      Sums sums[kRowBlocks];
       multiply(sums, tiles * (part + 1) / kParts - tiles * part / kParts);
-#pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) totals[r][i] += sums[r][i];
+      add(totals, sums);
     }
+  }
+
+  // All of K, box by box. The other warpgroup's wgmma run while this one adds.
+  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[kRowBlocks], i64 tiles) {
+    clear(totals);
+    Sums sums[kRowBlocks];
+    for (i64 at = 0; at < tiles; ++at) {
+      barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+      u32 metadata[kRowBlocks][kWords];
+      const u64 a = matrix_descriptor(load_metadata(metadata));
+      half<0>(sums, a, metadata);
+      promote(totals, sums);
+      half<1>(sums, a, metadata);
+      promote(totals, sums);
+      free_weight(weight.slot);
+      weight.next();
+    }
+  }
+  __device__ __forceinline__ void promote(Sums (&totals)[kRowBlocks], Sums (&sums)[kRowBlocks]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
+    free_source(source.slot);
+    source.next();
+    add(totals, sums);
   }
 };
 
-// Stores 64 rows x kTokens tokens of one warpgroup, through its staging area, so that 128 bytes of a token go together.
+// Stores 64 rows x kTokens tokens of one warpgroup, through its staging area, so that a token's outputs go together.
 template <class Result> struct Writer {
+  typedef typename Result::Bits Bits;
+
   const WgmmaSpParams& p;
   u32 stage;
   int barrier;
 
-  static constexpr int kOutBytes = sizeof(typename Result::Bits), kLane = 16 / kOutBytes;  // outputs of a 16-byte store
-  static constexpr int kStep = kTokens < 64 / kOutBytes ? kTokens : 64 / kOutBytes;  // tokens staged at a time
+  static constexpr int kOutBytes = sizeof(Bits), kLane = 16 / kOutBytes, kChunks = 64 / kLane;  // of 16 bytes
+  static constexpr int kStepTokens = kOutBytes == 2 ? 32 : 16;                                  // staged at a time
+  static constexpr int kStep = kTokens < kStepTokens ? kTokens : kStepTokens;
 
-  __device__ __forceinline__ void write(const float (&sums)[kSums], i64 row0, i64 token0) const {
+  __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-    float bias[2] = {0.0f, 0.0f};
+    float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
-      if (p.bias && row < p.m) bias[i] = Bias::to_float(((const Bias::Bits*)p.bias)[row]);
+      if (row >= p.m) continue;
+      if (p.bias) bias[i] = Bias::to_float(((const Bias::Bits*)p.bias)[row]);
+      scale_w[i] = scale_at<S24_SCALE_W>(p.scale_w, row);
     }
 #pragma unroll
     for (int step = 0; step < kTokens / kStep; ++step) {
@@ -236,32 +319,45 @@ template <class Result> struct Writer {
       threads_meet(barrier, 128);
 #pragma unroll
       for (int j = 0; j < kStep / 8; ++j) {
-        const float* d = sums + (step * kStep / 8 + j) * 4;
+        const Sum* d = sums + (step * kStep / 8 + j) * 4;
         float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = activated<FastMath>(d[i], p.alpha, bias[i / 2]);
+        for (int i = 0; i < 4; ++i) {
+          const i64 token = token0 + step * kStep + 8 * j + 2 * t + i % 2;
+          const float scale_x = S24_SCALE_X && token < p.n ? scale_at<S24_SCALE_X>(p.scale_x, token) : 1.0f;
+          v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        }
         if constexpr (kOutBytes == 2) {
           const int lane = thread % 32, token = 8 * j + lane % 8, chunk = 2 * warp + lane / 8 % 2;
           store_matrix_transposed_x2(stage + token * 128 + (chunk ^ token % 8) * 16, Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            store_shared(stage + ((8 * j + 2 * t + i % 2) * kStagePitch + 16 * warp + g + i / 2 * 8) * 4, Result::from_float(canonical_nan(v[i])));
+            store_shared(stage + ((8 * j + 2 * t + i % 2) * kStagePitch + 16 * warp + g + i / 2 * 8) * 4, rounded<Result>(d[i], v[i]));
         }
       }
       threads_meet(barrier, 128);
 #pragma unroll
-      for (int i = thread; i < kStep * (64 / kLane); i += 128) {
-        const int token = i / (64 / kLane), chunk = i % (64 / kLane);
-        const u32 at = kOutBytes == 2 ? stage + token * 128 + (chunk ^ token % 8) * 16 : stage + (token * kStagePitch + chunk * kLane) * 4;
-        store(load_shared_16(at), token0 + step * kStep + token, row0 + chunk * kLane);
-      }
+      for (int i = thread; i < kStep * kChunks; i += 128)
+        store(staged(i / kChunks, i % kChunks), token0 + step * kStep + i / kChunks, row0 + i % kChunks * kLane);
     }
+  }
+
+  // 16 bytes of a token's outputs. Those of one byte are staged as words.
+  __device__ __forceinline__ uint4 staged(int token, int chunk) const {
+    const u32 at = stage + (token * kStagePitch + chunk * kLane) * 4;
+    if constexpr (kOutBytes == 2) return load_shared_16(stage + token * 128 + (chunk ^ token % 8) * 16);
+    else if constexpr (kOutBytes == 4) return load_shared_16(at);
+    else return make_uint4(four(at), four(at + 16), four(at + 32), four(at + 48));
+  }
+
+  static __device__ __forceinline__ u32 four(u32 at) {
+    const uint4 w = load_shared_16(at);
+    return (w.x & 255) | (w.y & 255) << 8 | (w.z & 255) << 16 | w.w << 24;
   }
 
   __device__ __forceinline__ void store(uint4 v, i64 token, i64 row) const {
     if (token >= p.n || row >= p.m) return;
-    typedef typename Result::Bits Bits;
     Bits* to = (Bits*)p.y + token * p.y_stride + row;
     if (p.vectors && row + kLane <= p.m) {
       *(uint4*)to = v;
@@ -291,21 +387,25 @@ struct Folder {
     for (int s = 0; s < kSlices; ++s) from[s] = cluster_address(base, share + kShare * s);
   }
 
-  __device__ __forceinline__ void store(float (&v)[kSlices][4], int token, int row) const {
+  __device__ __forceinline__ void store(u32 (&v)[kSlices][4], int token, int row) const {
     const i64 n = item.token + token, m = item.row_tile * kTileM + row;
     if (n >= p.n || row >= kRows) return;
     Out::Bits out[4];
+    const float scale_x = scale_at<S24_SCALE_X>(p.scale_x, n);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float total = v[0][j];
+      Sum total = sum_of(v[0][j]);
 #pragma unroll
-      for (int s = 1; s < kSlices; ++s) total += v[s][j];
-      const float bias = p.bias && m + j < p.m ? Bias::to_float(((const Bias::Bits*)p.bias)[m + j]) : 0.0f;
-      out[j] = Out::from_float(epilogue<FastMath>(total, p.alpha, bias));
+      for (int s = 1; s < kSlices; ++s) total += sum_of(v[s][j]);
+      const bool inside = m + j < p.m;
+      const float bias = p.bias && inside ? Bias::to_float(((const Bias::Bits*)p.bias)[m + j]) : 0.0f;
+      const float scale_w = inside ? scale_at<S24_SCALE_W>(p.scale_w, m + j) : 1.0f;
+      out[j] = rounded<Out>(total, finished(total, p, scale_x, scale_w, bias));
     }
     Out::Bits* to = (Out::Bits*)p.y + n * p.y_stride + m;
     if (p.vectors && m + 4 <= p.m) {
-      if constexpr (sizeof(Out::Bits) == 2) *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
+      if constexpr (sizeof(Out::Bits) == 1) *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
+      else if constexpr (sizeof(Out::Bits) == 2) *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
       else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
       return;
     }
@@ -317,7 +417,7 @@ struct Folder {
   __device__ __forceinline__ void run() const {
 #pragma unroll 1
     for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
-      float v[kAhead][kSlices][4];
+      u32 v[kAhead][kSlices][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
@@ -368,11 +468,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
     if constexpr (kTrade) registers_raise<kSumRegisters>();
     Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
     if constexpr (kShare > 1) multiplier.source_free = cluster_address(barriers.source_free(0), threadIdx.x % 32 % kShare + kShare * slice);
-    float sums[kRowBlocks][kSums];
+    Sums sums[kRowBlocks];
     for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
       const Item item(p, index, share);
       const i64 tiles = slice_begin(p, slice + 1) - slice_begin(p, slice);
-      if constexpr (kParts > 1) multiplier.multiply_parts(sums, tiles);
+      if constexpr (kPromote) multiplier.multiply_promoting(sums, tiles);
+      else if constexpr (kParts > 1) multiplier.multiply_parts(sums, tiles);
       else multiplier.multiply(sums, tiles);
       const u32 row_tile = warpgroup * kRowBlocks;
       if constexpr (kSlices == 1) {
@@ -387,7 +488,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
 #pragma unroll
           for (int i = 0; i < kSums; ++i)
             store_shared(base + ((i / 4 * 8 + lane % 4 * 2 + i % 2) * kFoldPitch + (row_tile + r) * kTileM + 16 * warp + lane / 4 + i / 2 % 2 * 8) * 4,
-                         __float_as_uint(sums[r][i]));
+                         bits_of(sums[r][i]));
         cluster_meet();
         Folder(p, item, base, share, slice).run();
       }

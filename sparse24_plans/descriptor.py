@@ -105,6 +105,13 @@ class GemmSparse24Descriptor(Model):
         return self
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the result is the sum itself, rounded to its type."""
+        none = ScaleKind.NONE
+        plain = self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
+        return plain and self.scale_x is none and self.scale_w is none
+
+    @property
     def reduction(self) -> int:
         """Length of the sum behind one result: K for ``forward``, M for ``dgrad``."""
         return self.k if self.op is GemmOp.FORWARD else self.m

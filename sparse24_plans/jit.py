@@ -25,7 +25,14 @@ from .vocab import ElementKind, EpilogueKind
 KERNEL_FOLDER = Path(__file__).parent / "kernels_cu"
 
 # The numbers that kernels_cu/common.cuh gives these words.
-ELEMENT_CODES = {ElementKind.F32: 0, ElementKind.F16: 1, ElementKind.BF16: 2}
+ELEMENT_CODES = {
+    ElementKind.F32: 0,
+    ElementKind.F16: 1,
+    ElementKind.BF16: 2,
+    ElementKind.S8: 3,
+    ElementKind.FP8_E4M3: 4,
+    ElementKind.I32: 5,
+}
 EPILOGUE_CODES = {kind: code for code, kind in enumerate(EpilogueKind)}
 
 

@@ -15,6 +15,7 @@ from .vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
     TILE64X128_LAYOUT,
+    TILE64X256_LAYOUT,
     ArchSku,
     BackendKind,
     DeviceProperties,
@@ -98,6 +99,9 @@ class Considered:
     unavailable: bool = False
 
 
+FP8_ROUNDOFF = 2.0**-13
+"""What a step of Hopper's tensor cores costs when they add products of fp8, at most."""
+
 # Guarantees ---------------------------------------------------------------------------------------
 
 _PRECISION = {
@@ -164,6 +168,23 @@ def _wgmma_sp(problem: Problem) -> PrecisionGuarantee:
     return _mma_sp(problem).model_copy(update={"batch_invariant": False})
 
 
+def _wgmma_sp_s8(problem: Problem) -> PrecisionGuarantee:
+    # Sums of integers are exact in any order. The other steps are rounded one by one, as the host does; only
+    # the activations of CUDA's math library differ from it.
+    same = problem.epilogue not in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
+    return _strict(problem).model_copy(update={"bit_stable_across_hardware": same})
+
+
+def _wgmma_sp_fp8(problem: Problem) -> PrecisionGuarantee:
+    # Hopper keeps about 13 bits below the largest addend when it adds products of fp8.
+    return _wgmma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
+
+
+def _wgmma_sp_fp8_promoted(problem: Problem) -> PrecisionGuarantee:
+    # That, for the 64 kept products of 128 columns; their sums are added in float32.
+    return _mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF, "promoted_every": 128})
+
+
 def _cublas(problem: Problem) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
     # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
@@ -186,7 +207,7 @@ def _cusparselt(problem: Problem) -> PrecisionGuarantee:
     # NVIDIA says nothing of bits, and some algorithms are wrong (pytorch#155333): a plan promises more only
     # where its algorithm is pinned by a tuning table whose self-test it passed (tuning_table.py).
     # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
-    roundoff = {S8: 0.0, FP8: 2.0**-13}.get(problem.element, 2.0**-22)
+    roundoff = {S8: 0.0, FP8: FP8_ROUNDOFF}.get(problem.element, 2.0**-22)
     return PrecisionGuarantee(
         math_precision=_PRECISION[problem.element],
         accumulator=I32 if problem.element is S8 else F32,
@@ -349,6 +370,9 @@ _WGMMA_SP = replace(
     limits=_wgmma_sp_limits,
 )
 
+_WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, scales=True)
+PROMOTED_FP8 = "wgmma_sp_fp8_promoted"
+
 _HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
 
 _CUSPARSELT = KernelSpec(
@@ -372,6 +396,9 @@ KERNELS: tuple[KernelSpec, ...] = (
     _WGMMA_SP,
     # The bits of mma_sp for any n: chosen where batch invariance is required.
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=_mma_sp),
+    replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=_wgmma_sp_s8, elements=(S8,)),
+    replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=_wgmma_sp_fp8, elements=(FP8,)),
+    replace(_WGMMA_SP_8BIT, name=PROMOTED_FP8, guarantee=_wgmma_sp_fp8_promoted, elements=(FP8,)),
     # Where there is no wgmma.
     replace(_MMA_SP, name="mma_sp_batch", limits=_up_to(few_tokens)),
     KernelSpec(

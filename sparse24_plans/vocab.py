@@ -151,10 +151,11 @@ class ScaleKind(_Word):
     ROW = "row"
 
 
-# Weight layouts: the canonical one (weights.py), the tiles of 16-bit sparse tensor cores (packing.py), and
-# cuSPARSELt's own (backends/cusparselt.py).
+# Weight layouts: the canonical one (weights.py), the tiles of sparse tensor cores for 16-bit and for 8-bit
+# elements (packing.py), and cuSPARSELt's own (backends/cusparselt.py).
 CANONICAL_LAYOUT = "canonical"
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"
+TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"
 
 
@@ -262,6 +263,8 @@ class PrecisionGuarantee(Model):
     """Relative error of one step of the accumulation; 0 where integers are summed exactly."""
     terms_per_k: float = Field(gt=0)
     """Steps that can round, for each unit of the reduction length."""
+    promoted_every: int | None = None
+    """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
 
     def error_bound(self, k: int) -> float:
         """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
@@ -269,7 +272,9 @@ class PrecisionGuarantee(Model):
         k is K for ``forward`` and M for ``dgrad``. The bound is the standard gamma_n = n*u / (1 - n*u)
         (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); infinity where n*u >= 1.
         """
-        steps = self.terms_per_k * k * self.unit_roundoff
+        steps = self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
+        if self.promoted_every:
+            steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
         return steps / (1 - steps) if steps < 1 else float("inf")
 
     def tolerance(

@@ -169,7 +169,7 @@ def test_every_cut_of_mma_sp(n, m, k):
 WGMMA_CUTS = [
     (n, cut)
     for n in (8, 13, 32, 60, 200, 1030)
-    for cut in (*wgmma_sp.cuts(n), *wgmma_sp.invariant_cuts(n, 8))
+    for cut in (*wgmma_sp.cuts(n), *wgmma_sp.one_block_cuts(n, 8))
 ]
 
 

@@ -26,13 +26,14 @@ from sparse24_plans import (
     TensorView,
     UnsupportedError,
 )
-from sparse24_plans.packing import LAYOUT_ID, TILE_BYTES, TILE_K, TILE_M, VALUE_BYTES, pack, unpack
+from sparse24_plans.packing import TILE_M, TILES_8BIT, TILES_16BIT, VALUE_BYTES, pack, unpack
 
 gpu = pytest.mark.gpu
 every_element = pytest.mark.parametrize("element", ["f16", "bf16"])
 VALID = (0x4, 0x8, 0xC, 0x9, 0xD, 0xE)
 LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]
 N_TILE = 8
+TILE_K, TILE_BYTES, LAYOUT_ID = TILES_16BIT.tile_k, TILES_16BIT.tile_bytes, TILES_16BIT.layout_id
 
 
 # The kernel's side: registers from bytes ----------------------------------------------------------

@@ -64,19 +64,12 @@ class Kernel:
                 bits = canonical.scatter(values.bits(), codes)
                 dense = bits.view(desc.element.dtype).astype(np.float32)
                 product = source @ (dense.T if desc.op is GemmOp.FORWARD else dense)
-            if desc.out_element is ElementKind.I32 and _is_plain(desc):
+            if desc.out_element is ElementKind.I32 and desc.is_plain:
                 operands.result.bits()[...] = product.astype(np.int64).astype(np.uint32)  # wraps
                 return
             product = scaled(product.astype(np.float32), operands)
             bias = None if operands.bias is None else operands.bias.array().astype(np.float32)
             _write(operands.result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
-
-
-def _is_plain(desc: GemmSparse24Descriptor) -> bool:
-    """Whether the result is the sum itself."""
-    none = ScaleKind.NONE
-    plain = desc.epilogue is EpilogueKind.IDENTITY and desc.alpha == 1
-    return plain and desc.scale_x is none and desc.scale_w is none
 
 
 def _exact(source: Array, dense: Array, op: GemmOp) -> Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..gemm import GemmSparse24Descriptor, Operands
-from ..packing import TILE_BYTES, TILE_K, TILE_M
+from ..packing import TILE_M, TILES_16BIT
 from ..registry import KernelSpec
 from ..vocab import DeviceProperties, PlanPreference
 
@@ -56,8 +56,8 @@ class Cut(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        sources = _STREAMS // self.block_tiles * 8 * self.token_tiles * TILE_K * 2
-        return _STREAMS * TILE_BYTES + sources
+        sources = _STREAMS // self.block_tiles * 8 * self.token_tiles * TILES_16BIT.tile_k * 2
+        return _STREAMS * TILES_16BIT.tile_bytes + sources
 
 
 def slices_of(m: int, multiprocessors: int) -> int:
@@ -183,7 +183,7 @@ class Kernel:
                 operands.source_stride,
                 operands.result_stride,
                 -(-desc.m // TILE_M),
-                -(-desc.k // TILE_K),
+                -(-desc.k // TILES_16BIT.tile_k),
                 desc.alpha,
                 self._cut.token_blocks,
             ),

@@ -11,9 +11,10 @@ from .. import jit
 from .._vendor import cuda_driver_abi
 from ..errors import DriverError
 from ..gemm import GemmSparse24Descriptor, Operands
-from ..packing import TILE_BYTES, TILE_K, TILE_M
-from ..registry import KernelSpec
-from ..vocab import DeviceProperties, PlanPreference
+from ..packing import TILE_M, TileLayout, layout_of
+from ..registry import PROMOTED_FP8, KernelSpec
+from ..tensors import TensorView
+from ..vocab import DeviceProperties, ElementKind, PlanPreference, ScaleKind
 from .mma_sp import slices_of
 
 _SOURCE = "sm90a_gemm_wgmma_sp.cu"
@@ -29,6 +30,8 @@ class _Parameters(ctypes.Structure):
         ("x", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scale_x", ctypes.c_void_p),
+        ("scale_w", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("m", ctypes.c_int64),
@@ -39,12 +42,12 @@ class _Parameters(ctypes.Structure):
         ("token_blocks", ctypes.c_uint32),
         ("items", ctypes.c_uint32),
         ("vectors", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 48),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
     ]
 
 
 class Cut(NamedTuple):
-    """How a problem is cut into blocks. ``slices * parts`` alone fixes the bits."""
+    """How a problem is cut into blocks. Of a row of the table, ``slices * parts`` alone fixes the bits."""
 
     warpgroups: int
     row_blocks: int
@@ -67,21 +70,18 @@ class Cut(NamedTuple):
     def _staging_bytes(self) -> int:
         return self.warpgroups * _STAGING_BYTES if self.slices == 1 else 0
 
-    @property
-    def _stage_bytes(self) -> tuple[int, int]:
-        return self.rows // TILE_M * TILE_BYTES, 128 * self.tokens
+    def _stage_bytes(self, layout: TileLayout) -> tuple[int, int]:
+        return self.rows // TILE_M * layout.tile_bytes, 128 * self.tokens
 
-    @property
-    def stages(self) -> tuple[int, int]:
+    def stages(self, layout: TileLayout) -> tuple[int, int]:
         """Of W and of X: as many as fit. X comes in steps half as long."""
-        weight, source = self._stage_bytes
+        weight, source = self._stage_bytes(layout)
         room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
-    @property
-    def shared_bytes(self) -> int:
-        (weights, sources), (weight, source) = self.stages, self._stage_bytes
+    def shared_bytes(self, layout: TileLayout) -> int:
+        (weights, sources), (weight, source) = self.stages(layout), self._stage_bytes(layout)
         return weights * weight + sources * source + self._staging_bytes + _BARRIER_BYTES
 
     def items(self, n: int, m: int) -> int:
@@ -93,19 +93,23 @@ class Cut(NamedTuple):
         usable = multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11
         return max(1, usable * self.blocks_per_sm // self.cluster)
 
-    def microseconds(self, n: int, m: int, k: int, multiprocessors: int) -> float:
-        """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing."""
-        depth = k / self.slices
-        multiply = 2e-6 * self.rows * self.tokens * depth / _TERAFLOPS[self.tokens]
+    def microseconds(self, n: int, m: int, columns: float, multiprocessors: int) -> float:
+        """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing.
+
+        ``columns``: of W, in units of two bytes; 8-bit elements are as fast by the byte.
+        """
+        depth = columns / self.slices
+        rate = _TERAFLOPS * (1.025 if self.tokens == 256 else 1)
+        multiply = 2e-6 * self.rows * self.tokens * depth / rate
         copy = depth * (1.125 * self.rows + 2 * self.tokens) / _BYTES_PER_US
-        if self.blocks_per_sm == 2 or (self.warpgroups == 1 and self.tokens <= 64):
-            copy *= 1.25
+        if self.warpgroups == 1 and self.tokens <= 64:
+            copy *= 0.78
         each = _soft_max(multiply, copy)
-        if self.slices > 1:
-            each += 1.1 + 0.84e-4 * self.rows * self.tokens + (self.slices - 2)
         resident = self.resident_clusters(multiprocessors) // self.blocks_per_sm
         waves = -(-self.items(n, m) // max(1, resident))
-        memory = (1.125 * m * k + 2 * n * (k + m)) / _MEMORY_BYTES_PER_US
+        if self.slices > 1:  # they fold, and the next wave starts afresh
+            each += 0.75e-4 * self.rows * self.tokens + (2.5 if waves > 1 else 0)
+        memory = (1.125 * m * columns + 2 * n * (columns + m)) / _MEMORY_BYTES_PER_US
         return _LAUNCH_US + _soft_max(waves * each, memory)
 
 
@@ -114,11 +118,12 @@ def _soft_max(a: float, b: float) -> float:
     return math.sqrt(math.hypot(a * a, b * b))
 
 
-# Of one multiprocessor, by tokens of a block
-_TERAFLOPS = {8: 6.4, 16: 6.4, 32: 6.4, 64: 6.4, 128: 7.9, 192: 8.8, 256: 9.3}
-_BYTES_PER_US = 125e3
-_MEMORY_BYTES_PER_US = 4e6
-_LAUNCH_US = 2.7
+_TERAFLOPS = 8.0
+"""Of one multiprocessor, for 16-bit elements."""
+_BYTES_PER_US = 147e3
+"""Into one multiprocessor."""
+_MEMORY_BYTES_PER_US = 3.9e6
+_LAUNCH_US = 2.8
 
 
 # (warpgroups, row tiles of one, slices, blocks per multiprocessor)
@@ -135,7 +140,7 @@ _FEW_TOKENS = (
     (2, 1, 1, 2),
 )
 # (warpgroups, row tiles of one, tokens, slices)
-_MANY_TOKENS = ((2, 1, 256, 1), (2, 1, 192, 1), (2, 1, 128, 1), (2, 2, 128, 1))
+_MANY_TOKENS = ((2, 1, 256, 1), (2, 1, 128, 1), (2, 2, 128, 1))
 _SOME_TOKENS = (
     (1, 1, 128, 1),
     (3, 1, 128, 1),
@@ -159,21 +164,29 @@ def cuts(n: int) -> tuple[Cut, ...]:
     return tuple(Cut(w, r, tokens, 1, slices) for w, r, tokens, slices in _MANY_TOKENS + _SOME_TOKENS)
 
 
-def invariant_cuts(n: int, parts: int) -> tuple[Cut, ...]:
-    """Those whose bits don't depend on n: K in as many parts as ``mma_sp`` has slices, all in one block."""
+def one_block_cuts(n: int, parts: int) -> tuple[Cut, ...]:
+    """Those that sum all of K in one block, whose bits don't depend on n: in as many parts, if any, as asked."""
     if n <= 64:
         tokens = next(t for t in (8, 16, 32, 64) if n <= t)
         return tuple(Cut(w, 1, tokens, parts=parts) for w in (1, 2))
     return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _SHARED_FROM else 1, parts=parts) for w in (1, 2))
 
 
+def promotes(spec: KernelSpec) -> bool:
+    """Whether the row adds sums of fp8 products up outside of the tensor cores."""
+    return spec.name == PROMOTED_FP8
+
+
 def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> Cut:
     """The cut of the least predicted time: the same one whenever it is asked."""
-    if spec.guarantee(desc).batch_invariant:
-        tried = invariant_cuts(desc.n, slices_of(desc.m, multiprocessors))
+    if promotes(spec):
+        tried = one_block_cuts(desc.n, 1)
+    elif spec.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
+        tried = one_block_cuts(desc.n, slices_of(desc.m, multiprocessors))  # as many as mma_sp has slices
     else:
         tried = cuts(desc.n)
-    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, desc.k, multiprocessors))
+    columns = desc.k * desc.element.itemsize / 2
+    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, columns, multiprocessors))
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -210,7 +223,9 @@ class Kernel:
         # One slice: blocks stay and take tile after tile.
         clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
         self._blocks = clusters * cut.cluster
-        weight_stages, source_stages = cut.stages
+        self._promote = promotes(spec)
+        self._layout = layout = layout_of(desc.element)
+        weight_stages, source_stages = cut.stages(layout)
         self.details = (
             f"{items * cut.share} tiles of {cut.rows} rows x {cut.tokens} tokens on {self._blocks} blocks, "
             f"K in {cut.slices * cut.parts} slices, clusters of {cut.cluster}, "
@@ -222,8 +237,8 @@ class Kernel:
             128 * (cut.warpgroups + 1),
             device.cuda_arch,
             device.ordinal,
-            defines(desc, cut),
-            shared_bytes=cut.shared_bytes,
+            defines(desc, cut, self._promote),
+            shared_bytes=cut.shared_bytes(layout),
         )
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
@@ -242,13 +257,15 @@ class Kernel:
         result_bytes = operands.result_stride * desc.out_element.itemsize
         parameters = _Parameters(
             packed=operands.weight.buffers[0].address,
-            bias=0 if operands.bias is None else operands.bias.address,
+            bias=_address(operands.bias),
+            scale_x=_address(operands.scale_x),
+            scale_w=_address(operands.scale_w),
             y=operands.result.address,
             n=desc.n,
             m=desc.m,
             y_stride=operands.result_stride,
             row_tiles=-(-desc.m // TILE_M),
-            k_tiles=-(-desc.k // TILE_K),
+            k_tiles=-(-desc.k // self._layout.tile_k),
             alpha=desc.alpha,
             token_blocks=-(-desc.n // cut.tokens),
             items=self._items,
@@ -258,9 +275,16 @@ class Kernel:
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
 
-def defines(desc: GemmSparse24Descriptor, cut: Cut) -> dict[str, int]:
+def _address(view: TensorView | None) -> int:
+    return 0 if view is None else view.address
+
+
+_SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
+
+
+def defines(desc: GemmSparse24Descriptor, cut: Cut, promote: bool) -> dict[str, int]:
     """Macros of the kernel for one problem type and cut."""
-    weight_stages, source_stages = cut.stages
+    weight_stages, source_stages = cut.stages(layout_of(desc.element))
     return {
         **jit.type_defines(desc),
         "WARPGROUPS": cut.warpgroups,
@@ -269,6 +293,11 @@ def defines(desc: GemmSparse24Descriptor, cut: Cut) -> dict[str, int]:
         "SHARE": cut.share,
         "SLICES": cut.slices,
         "PARTS": cut.parts,
+        "PROMOTE": int(promote),
+        "DRAIN": 1,
+        "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
+        "SCALE_X": _SCALE_CODES[desc.scale_x],
+        "SCALE_W": _SCALE_CODES[desc.scale_w],
         "BLOCKS_PER_SM": cut.blocks_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "SOURCE_STAGES": source_stages,
