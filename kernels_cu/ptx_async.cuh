@@ -93,8 +93,8 @@ __device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
 __device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
 }
-__device__ __forceinline__ void load_shared_words(u32 (&v)[4], u32 address) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+__device__ __forceinline__ void load_shared_words(u32 (&v)[1], u32 address) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(address));
 }
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;

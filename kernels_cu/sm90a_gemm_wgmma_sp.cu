@@ -175,48 +175,50 @@ struct Multiplier {
     else barrier_arrive_cluster(source_free + 8 * slot);
   }
 
-  // Two steps: half a tile of W with one stage of X.
-  template <int kHalf>
-  __device__ __forceinline__ void half(Sums (&sums)[kRowBlocks], u64 a, const u32 (&metadata)[kRowBlocks][kWords]) {
+  // Two steps: half a tile of W with one stage of X. The half's metadata stays in its registers while its wgmma run,
+  // which read them whenever they like; the other half has others.
+  template <int kHalf> __device__ __forceinline__ void half(Sums (&sums)[kRowBlocks], u32 (&metadata)[kRowBlocks][kWords / 2]) {
+    const u32 values = base + weight.slot * kWeightBytes + warpgroup * kRowBlocks * kTileBytes;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r)
+      load_shared_words(metadata[r], values + r * kTileBytes + kValueBytes + (threadIdx.x % 128 * kWords + kHalf * kWords / 2) * 4);
     barrier_wait(barriers.source_full(source.slot), source.parity);
-    const u64 b = matrix_descriptor(base + kSourceAt + source.slot * kSourceBytes);
+    const u64 a = matrix_descriptor(values), b = matrix_descriptor(base + kSourceAt + source.slot * kSourceBytes);
     wgmma_fence();
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
       const u64 at = a + r * (kTileBytes >> 4) + kHalf * 4;
-      wgmma_sp<S24_ELEMENT, 0, kPromote ? 0 : 1>(sums[r], at, b, metadata[r][kBytes ? 2 * kHalf : kHalf]);
-      wgmma_sp<S24_ELEMENT, kBytes ? 0 : 1, 1>(sums[r], at + 2, b + 4, metadata[r][kBytes ? 2 * kHalf + 1 : kHalf]);
+      wgmma_sp<S24_ELEMENT, 0, kPromote ? 0 : 1>(sums[r], at, b, metadata[r][0]);
+      wgmma_sp<S24_ELEMENT, kBytes ? 0 : 1, 1>(sums[r], at + 2, b + 4, metadata[r][kBytes ? 1 : 0]);
     }
     wgmma_commit();
   }
 
-  // Of the tile of W in turn. Returns where its values are.
-  __device__ __forceinline__ u32 load_metadata(u32 (&metadata)[kRowBlocks][kWords]) const {
-    const u32 values = base + weight.slot * kWeightBytes + warpgroup * kRowBlocks * kTileBytes;
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) load_shared_words(metadata[r], values + r * kTileBytes + kValueBytes + threadIdx.x % 128 * 4 * kWords);
-    return values;
+  __device__ __forceinline__ void free_last() const {
+    free_source(last_source);
+    free_weight(last_weight);
   }
 
-  // A tile of W. `metadata` stays untouched while its wgmma run, which is until the next tile's first wait.
-  __device__ __forceinline__ void tile(Sums (&sums)[kRowBlocks], u32 (&metadata)[kRowBlocks][kWords],
-                                       const u32 (&last)[kRowBlocks][kWords], bool first) {
-    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
-    const u64 a = matrix_descriptor(load_metadata(metadata));
-    half<0>(sums, a, metadata);
-    wgmma_wait<1>();  // all but the half just issued: the stages before it are free
+  __device__ __forceinline__ void multiply(Sums (&sums)[kRowBlocks], i64 tiles) {
+    clear(sums);
+    u32 first[kRowBlocks][kWords / 2], second[kRowBlocks][kWords / 2];
+    for (i64 at = 0; at < tiles; ++at) {
+      barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+      half<0>(sums, first);
+      wgmma_wait<1>();  // all but the half just issued: the stages before it are free
+      if (at > 0) free_last();
+      last_source = source.slot, last_weight = weight.slot;
+      source.next();
+      half<1>(sums, second);
+      wgmma_wait<1>();
+      free_source(last_source);
+      last_source = source.slot;
+      source.next(), weight.next();
+    }
+    wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) asm volatile("" ::"r"(last[r][i]));
-    if (!first) free_last();
-    last_source = source.slot, last_weight = weight.slot;
-    source.next(), weight.next();
-    half<1>(sums, a, metadata);
-    wgmma_wait<S24_DRAIN>();
-    free_source(last_source);
-    last_source = source.slot;
-    source.next();
+    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
+    if (tiles > 0) free_last();
   }
 
   static __device__ __forceinline__ void clear(Sums (&sums)[kRowBlocks]) {
@@ -230,28 +232,6 @@ struct Multiplier {
     for (int r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (int i = 0; i < kSums; ++i) totals[r][i] += sums[r][i];
-  }
-
-  __device__ __forceinline__ void free_last() const {
-    free_source(last_source);
-    free_weight(last_weight);
-  }
-
-  __device__ __forceinline__ void multiply(Sums (&sums)[kRowBlocks], i64 tiles) {
-    clear(sums);
-    u32 even[kRowBlocks][kWords] = {}, odd[kRowBlocks][kWords] = {};
-    if constexpr (kBytes) {
-      for (i64 at = 0; at < tiles; ++at) tile(sums, even, odd, at == 0);
-    } else {
-      for (i64 at = 0; at < tiles; at += 2) {
-        tile(sums, even, odd, at == 0);
-        if (at + 1 < tiles) tile(sums, odd, even, false);
-      }
-    }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
-    if (tiles > 0) free_last();
   }
 
   // All of K, in kParts.
@@ -269,13 +249,12 @@ struct Multiplier {
   __device__ __forceinline__ void multiply_promoting(Sums (&totals)[kRowBlocks], i64 tiles) {
     clear(totals);
     Sums sums[kRowBlocks];
+    u32 metadata[kRowBlocks][kWords / 2];
     for (i64 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
-      u32 metadata[kRowBlocks][kWords];
-      const u64 a = matrix_descriptor(load_metadata(metadata));
-      half<0>(sums, a, metadata);
+      half<0>(sums, metadata);
       promote(totals, sums);
-      half<1>(sums, a, metadata);
+      half<1>(sums, metadata);
       promote(totals, sums);
       free_weight(weight.slot);
       weight.next();
