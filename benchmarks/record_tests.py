@@ -1,25 +1,44 @@
-"""Run the GPU suite, write its record: ``python -m benchmarks.record_tests OUT.json [pytest arguments]``."""
+"""Run the GPU suite, write its record: ``python -m benchmarks.record_tests OUT.json [pytest arguments]``.
+
+Where pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
+compilation; those marked ``alone`` (they measure the device's free memory, or fill it) follow one by one.
+"""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 from .harness import ROOT, environment
 
 
-def main(out: str, *arguments: str) -> int:
+_PROCESSES = 10
+
+
+def _run(expression: str, arguments: tuple[str, ...]) -> tuple[int, Counter[str]]:
+    """pytest's exit code, and how many tests ended how."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", expression, f"--junitxml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    count = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+    return code, Counter({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
+
+
+def main(out: str, *arguments: str) -> int:
+    if importlib.util.find_spec("xdist"):
+        together, first = _run("gpu and not alone", (f"-n{_PROCESSES}", *arguments))
+        alone, second = _run("gpu and alone", arguments)
+        code, count = together or alone, first + second
+    else:
+        code, count = _run("gpu", arguments)
     failed = count["failures"] + count["errors"]
     record = {
         **environment(),

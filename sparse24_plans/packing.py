@@ -18,7 +18,7 @@ tile:
   16 bits: word j covers the dense columns 64j to 64j+63, which are two steps of 32: step 2j in the lanes
   t = 0, 1 (sparsity selector 0), step 2j+1 in t = 2, 3 (selector 1). The low half is row 16w+g, the high half
   row 16w+g+8. A half is 16 dense columns, 16*(t&1) and up in their step.
-  8 bits: word j is the step of 64 dense columns from 64j: of row 16w+g+8*(t&1), the 32 columns from 32*(t>>1).
+  8 bits: word j is the step of 64 dense columns from 64j: of row 16w+g+8*(t&1), 32 columns from 32*(t>>1).
 
 Rows past M and columns past K are padding: values +0, nibbles 0x4 (positions 0, 1), which are legal to the
 hardware. They add ``0 * x`` to the sums, so a kernel must load zeros for the columns of X past K: an Inf or

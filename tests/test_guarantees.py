@@ -28,6 +28,13 @@ PREFERENCE = {
         0,
         PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True}),
     ),
+    # Tested in tests/test_wgmma_8bit.py.
+    "wgmma_sp_s8": (0, PlanPreference(prefer_backend="wgmma_sp")),
+    "wgmma_sp_fp8": (0, PlanPreference(prefer_backend="wgmma_sp")),
+    "wgmma_sp_fp8_promoted": (
+        0,
+        PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True}),
+    ),
     # Tested in sizes that the library takes: tests/test_cusparselt.py.
     "cusparselt": (0, PlanPreference(prefer_backend="cusparselt")),
     "cusparselt_fp8": (0, PlanPreference(prefer_backend="cusparselt")),

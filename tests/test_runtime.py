@@ -73,6 +73,7 @@ print("done")
 """
 
 
+@pytest.mark.alone
 @backends
 def test_the_first_launch_may_be_a_capture(backend):
     """In a fresh process: whatever loads lazily loads at select."""
@@ -81,6 +82,7 @@ def test_the_first_launch_may_be_a_capture(backend):
     assert done.stdout.strip() == "done", done.stderr
 
 
+@pytest.mark.alone
 @backends
 def test_run_allocates_no_device_memory(backend):
     import cupy

@@ -19,7 +19,7 @@ from ..gemm import GemmSparse24Descriptor, Operands
 from ..jit import KERNEL_FOLDER
 from ..registry import KernelSpec
 from ..tensors import TensorView
-from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference, ScaleKind
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference
 
 Array = np.ndarray[Any, Any]
 

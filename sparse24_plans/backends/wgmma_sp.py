@@ -165,7 +165,7 @@ def cuts(n: int) -> tuple[Cut, ...]:
 
 
 def one_block_cuts(n: int, parts: int) -> tuple[Cut, ...]:
-    """Those that sum all of K in one block, whose bits don't depend on n: in as many parts, if any, as asked."""
+    """Those that sum all of K in one block, in as many parts as asked: their bits don't depend on n."""
     if n <= 64:
         tokens = next(t for t in (8, 16, 32, 64) if n <= t)
         return tuple(Cut(w, 1, tokens, parts=parts) for w in (1, 2))
