@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from . import __version__, inspection, rendering, tuning
 from .checkpoint import TensorReport, compress_checkpoint, compressed_names
 from .convert_checkpoint import CHECKPOINT_FORMATS, ConversionReport, convert_checkpoint
+from .devices import resolve
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import GemmSparse24Descriptor
 from .rendering import Json, console, print_json
@@ -301,8 +302,7 @@ def tune(
     place = _device(device)
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with _reported(as_json):
-        table, trials = _tune(problems, kernel, place, quiet=as_json)
-        table.save(out)
+        table, trials = _tune(problems, kernel, place, out, quiet=as_json)
         document = rendering.tuning_document(table, trials)
         print_json(document) if as_json else rendering.show_tuning(document, out)
 
@@ -397,16 +397,21 @@ def _problems(tokens: str, shapes: list[str], elements: list[ElementKind]) -> li
 
 
 def _tune(
-    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, *, quiet: bool
+    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, out: Path, *, quiet: bool
 ) -> tuple[TuningTable, list[Trials]]:
+    """Writes the table as it grows: an interrupted search leaves what it has."""
     trials: list[Trials] = []
+    about = resolve(device)
     with _progress("tuning", len(problems), quiet) as advance:
 
         def on_trials(found: Trials) -> None:
             trials.append(found)
+            chosen = [one.chosen for one in trials if one.chosen is not None]
+            TuningTable(about.name, about.driver or "", chosen).save(out)
             advance(1)
 
         table = tuning.tune(problems, kernels=kernels, device=device, on_trials=on_trials)
+    table.save(out)
     return table, trials
 
 
