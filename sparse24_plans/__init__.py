@@ -14,8 +14,11 @@ _HOME = {
     "convert": "from_foreign to_foreign",
     "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
-    "gemm": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Descriptor GemmSparse24Plan explain",
+    "descriptor": "GemmSparse24Descriptor",
+    "gemm": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Plan explain",
     "tensors": "Device TensorView Workspace",
+    "tuning": "tune",
+    "tuning_table": "TuningTable TuningWarning",
     "vocab": "BackendKind DeviceProperties ElementKind EpilogueKind GuaranteeRequirement KernelSku "
     "PlanPreference PrecisionGuarantee Tier",
     "weights": "PackedWeight Sparse24Weight prune",

@@ -3,6 +3,7 @@
 from ._version import __version__ as __version__
 from .convert import from_foreign as from_foreign
 from .convert import to_foreign as to_foreign
+from .descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .errors import BackendUnavailableError as BackendUnavailableError
 from .errors import BufferTooSmallError as BufferTooSmallError
 from .errors import DriverError as DriverError
@@ -16,12 +17,14 @@ from .errors import WorkspaceTooSmallError as WorkspaceTooSmallError
 from .gemm import BoundGemm as BoundGemm
 from .gemm import DgradSparse24Args as DgradSparse24Args
 from .gemm import GemmSparse24Args as GemmSparse24Args
-from .gemm import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .gemm import GemmSparse24Plan as GemmSparse24Plan
 from .gemm import explain as explain
 from .tensors import Device as Device
 from .tensors import TensorView as TensorView
 from .tensors import Workspace as Workspace
+from .tuning import tune as tune
+from .tuning_table import TuningTable as TuningTable
+from .tuning_table import TuningWarning as TuningWarning
 from .vocab import BackendKind as BackendKind
 from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from . import __version__, inspection, rendering, tuning
 from .checkpoint import TensorReport, compress_checkpoint, compressed_names
 from .convert_checkpoint import CHECKPOINT_FORMATS, ConversionReport, convert_checkpoint
+from .devices import resolve
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import GemmSparse24Descriptor
 from .rendering import Json, console, print_json
@@ -267,14 +268,11 @@ def bench(
         list[ElementKind] | None, typer.Option(help="Type of W and X; repeatable. bf16 by default.")
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Only this backend, or auto; repeatable. All by default.")
+        list[BackendKind] | None, typer.Option(help="Only this backend; repeatable. All by default.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
-    for name in backend or ():
-        if name not in ("auto", *BackendKind):
-            raise typer.BadParameter(f"--backend: expected auto or a backend, got {name!r}")
     with _reported(as_json):
         record = _measure(n, shapes, element or [ElementKind.BF16], backend or [], quiet=as_json)
         if out is not None:
@@ -301,8 +299,7 @@ def tune(
     place = _device(device)
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with _reported(as_json):
-        table, trials = _tune(problems, kernel, place, quiet=as_json)
-        table.save(out)
+        table, trials = _tune(problems, kernel, place, out, quiet=as_json)
         document = rendering.tuning_document(table, trials)
         print_json(document) if as_json else rendering.show_tuning(document, out)
 
@@ -370,7 +367,7 @@ def _verify(
 
 
 def _measure(
-    tokens: str, shapes: int, elements: list[ElementKind], backends: list[str], *, quiet: bool
+    tokens: str, shapes: int, elements: list[ElementKind], backends: list[BackendKind], *, quiet: bool
 ) -> dict[str, Any]:
     benchmarks = inspection.benchmarks()
     chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
@@ -397,16 +394,21 @@ def _problems(tokens: str, shapes: list[str], elements: list[ElementKind]) -> li
 
 
 def _tune(
-    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, *, quiet: bool
+    problems: list[GemmSparse24Descriptor], kernels: list[str] | None, device: Any, out: Path, *, quiet: bool
 ) -> tuple[TuningTable, list[Trials]]:
+    """Writes the table as it grows: an interrupted search leaves what it has."""
     trials: list[Trials] = []
+    about = resolve(device)
     with _progress("tuning", len(problems), quiet) as advance:
 
         def on_trials(found: Trials) -> None:
             trials.append(found)
+            chosen = [one.chosen for one in trials if one.chosen is not None]
+            TuningTable(about.name, about.driver or "", chosen).save(out)
             advance(1)
 
         table = tuning.tune(problems, kernels=kernels, device=device, on_trials=on_trials)
+    table.save(out)
     return table, trials
 
 

@@ -39,7 +39,8 @@ class GemmSparse24Descriptor(Model):
         ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
         v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) =
-        t * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)). ``dgrad`` takes only ``identity``.
+        t * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) =
+        t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional

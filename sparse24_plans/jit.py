@@ -33,7 +33,13 @@ ELEMENT_CODES = {
     ElementKind.FP8_E4M3: 4,
     ElementKind.I32: 5,
 }
-EPILOGUE_CODES = {kind: code for code, kind in enumerate(EpilogueKind)}
+EPILOGUE_CODES = {
+    EpilogueKind.IDENTITY: 0,
+    EpilogueKind.BIAS: 1,
+    EpilogueKind.BIAS_RELU: 2,
+    EpilogueKind.BIAS_GELU: 3,
+    EpilogueKind.BIAS_SILU: 4,
+}
 
 
 class TypedProblem(Protocol):

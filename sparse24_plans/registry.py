@@ -33,6 +33,8 @@ from .vocab import (
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
+EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
+
 
 class Problem(Protocol):
     """What selection reads of a descriptor."""
@@ -74,6 +76,7 @@ class KernelSpec:
     guarantee: Callable[[Problem], PrecisionGuarantee]
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
+    epilogues: tuple[EpilogueKind, ...] = EXACT_EPILOGUES
     below_compute_capability: tuple[int, int] = (99, 0)
     layout: str = CANONICAL_LAYOUT
     column_order: bool = False
@@ -302,6 +305,7 @@ def _needs_cublaslt(device: DeviceProperties) -> str | None:
 
 # What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.
 _CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+_CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
 
 
 def _cusparselt_limits(problem: Problem) -> str | None:
@@ -316,8 +320,9 @@ def _cusparselt_limits(problem: Problem) -> str | None:
         return f"serves dimensions below {2**31}"
     if out not in _CUSPARSELT_OUT[element]:
         return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
-    if problem.epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU):
-        return f"has no {problem.epilogue}: the library's GELU is the tanh approximation, and it has no SiLU"
+    gelu = problem.epilogue is EpilogueKind.BIAS_GELU_TANH
+    if gelu and (element, out) not in _CUSPARSELT_GELU:
+        return f"serves bias_gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
     bias = F32 if out.is_integer else out
     if problem.epilogue.has_bias and problem.bias_element is not bias:
         return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"
@@ -384,6 +389,13 @@ _CUSPARSELT = KernelSpec(
     guarantee=_cusparselt,
     elements=(F16, BF16, S8),
     ops=(GemmOp.FORWARD,),
+    # The library has no SiLU, and its GELU is the tanh approximation.
+    epilogues=(
+        EpilogueKind.IDENTITY,
+        EpilogueKind.BIAS,
+        EpilogueKind.BIAS_RELU,
+        EpilogueKind.BIAS_GELU_TANH,
+    ),
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,
@@ -434,6 +446,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         min_compute_capability=(0, 0),
         guarantee=_host_blas,
         elements=_HOST_ELEMENTS,
+        epilogues=tuple(EpilogueKind),
         column_order=True,
         scales=True,
     ),
@@ -514,6 +527,8 @@ def _mismatch(
         return f"serves elements {', '.join(spec.elements)}, not {problem.element}"
     if problem.op not in spec.ops:
         return f"does not serve op {problem.op}"
+    if problem.epilogue not in spec.epilogues:
+        return f"does not serve epilogue {problem.epilogue}"
     if not spec.column_order and MatrixOrder.COLUMN in (problem.x_order, problem.y_order):
         return "serves x_order and y_order row"
     if not spec.scales and (problem.scale_x, problem.scale_w) != (ScaleKind.NONE, ScaleKind.NONE):

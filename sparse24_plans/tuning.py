@@ -34,8 +34,10 @@ from .vocab import DeviceProperties, PlanPreference
 
 LEAST_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
-_SILENCE_S = 120.0
-"""A worker that says nothing for so long hangs in a kernel."""
+_SILENCE_S = 20.0
+"""A worker that says nothing for so long, once it is at work, hangs in a kernel."""
+_START_S = 120.0
+"""How long it may take to get to work: it imports CuPy, makes weights and compiles CuPy's kernels."""
 Configuration = dict[str, int]
 
 
@@ -199,7 +201,7 @@ class _Tuner:
         self._worker.send(request)
         trying: dict[str, Any] | None = None
         while True:
-            message = self._worker.receive()
+            message = self._worker.receive(_SILENCE_S if trying and not trying.get("first") else _START_S)
             if message is None:
                 self.close()
                 if trying is None or trying["configuration"] is None:
@@ -207,7 +209,7 @@ class _Tuner:
                 known.append({"configuration": trying["configuration"], "us": None})
                 return None
             if message["event"] == "trying":
-                trying = message
+                trying = {**message, "first": trying is None}
             elif message["event"] == "tried":
                 known.append({"configuration": message["configuration"], "us": message["us"]})
             elif message["event"] == "failed":
@@ -276,7 +278,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
-    def receive(self, silence_s: float = _SILENCE_S) -> dict[str, Any] | None:
+    def receive(self, silence_s: float) -> dict[str, Any] | None:
         try:
             line = self._lines.get(timeout=silence_s)
         except queue.Empty:

@@ -116,13 +116,14 @@ class MathPrecision(_Word):
 
 
 class EpilogueKind(_Word):
-    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x), not its tanh approximation."""
+    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation."""
 
     IDENTITY = "identity"
     BIAS = "bias"
     BIAS_RELU = "bias_relu"
     BIAS_GELU = "bias_gelu"
     BIAS_SILU = "bias_silu"
+    BIAS_GELU_TANH = "bias_gelu_tanh"
 
     @property
     def has_bias(self) -> bool:

@@ -25,7 +25,8 @@ GUARD_BYTES, GUARD, POISON = 256, 0xA5, 0xFF  # 0xFF.. is a NaN in every float t
 
 HAS_GPU = cuda_device_count() > 0
 ELEMENTS = ("f32", "f16", "bf16")
-EPILOGUES = tuple(kind.value for kind in EpilogueKind)
+EPILOGUES = ("identity", "bias", "bias_relu", "bias_gelu", "bias_silu")
+"""Those that every kernel of the package's own serves."""
 
 
 def place_of(device: int | str) -> Device:
@@ -231,6 +232,8 @@ def activate(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
         return np.maximum(v, 0)
     if kind == "bias_gelu":
         return v * 0.5 * _erfc(-v / math.sqrt(2)) if v.size else v
+    if kind == "bias_gelu_tanh":
+        return v / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
     if kind == "bias_silu":
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
@@ -260,6 +263,8 @@ def reference(
     value = activate(v, desc.epilogue)
     # Activations have slopes below 1.13; float32 activations add a few units in the last place.
     after = 1.13 * before + (np.abs(value) + before) * (8 * f32.unit_roundoff)
+    if desc.epilogue == "bias_gelu_tanh" and plan.device.kind == "cuda":
+        after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
     rounding = (np.abs(value) + after) * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
 

@@ -45,6 +45,18 @@ def test_every_result_of_every_epilogue(preference, element, out, epilogue):
     case.check(case.run())
 
 
+@pytest.mark.parametrize(("element", "out"), [*PAIRS, ("bf16", "bf16"), ("f32", "f32")])
+def test_the_tanh_gelu_is_host_blas_alone(element, out):
+    alpha = 1 / 256 if element == "s8" else 1.0
+    desc = GemmSparse24Descriptor(
+        n=9, m=40, k=64, element=element, out_element=out, epilogue="bias_gelu_tanh", alpha=alpha
+    )
+    case = make_case(desc, "host", BLAS)
+    case.check(case.run())
+    with pytest.raises(UnsupportedError, match="host_strict: does not serve epilogue bias_gelu_tanh"):
+        GemmSparse24Plan.select(desc, device="host", preference=STRICT)
+
+
 @modes
 def test_s8_is_summed_exactly(preference):
     """Beyond 2^24, where float32 has no odd numbers; into the bits below an int32's own limit."""

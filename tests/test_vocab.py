@@ -54,7 +54,7 @@ from sparse24_plans.vocab import (
 WORDS = {
     ElementKind: "f32 f16 bf16 s8 fp8_e4m3 fp8_e5m2 i32 u16 u8",
     MathPrecision: "f32 tf32 f16 bf16 int8 fp8_e4m3 fp8_e5m2",
-    EpilogueKind: "identity bias bias_relu bias_gelu bias_silu",
+    EpilogueKind: "identity bias bias_relu bias_gelu bias_silu bias_gelu_tanh",
     GemmOp: "forward dgrad",
     OpCategory: "gemm prune compress decompress pack",
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",

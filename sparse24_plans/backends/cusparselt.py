@@ -38,6 +38,7 @@ _TYPES = {
     ElementKind.I32: abi.R_32I,
     ElementKind.FP8_E4M3: abi.R_8F_E4M3,
 }
+_ACTIVATIONS = {EpilogueKind.BIAS_RELU: abi.RELU, EpilogueKind.BIAS_GELU_TANH: abi.GELU}
 # Names of a configuration -> cusparseLtMatmulAlgAttribute_t
 _ATTRIBUTES = {
     "algorithm": abi.CONFIG_ID,
@@ -47,6 +48,10 @@ _ATTRIBUTES = {
 }
 # Split-K x mode (one kernel, two kernels) that are tried where the library lets one choose: not on Hopper.
 _SPLITS = tuple((split, mode) for split in (2, 4, 8) for mode in (1, 2))
+# Algorithms that end the CUDA context with an illegal instruction, for every n, as seen on an H200 (torch's
+# search of 0.8.0 runs into them): (version, compute capability, element) -> ids. A search survives such ones
+# by itself, but each costs it a process.
+_FATAL = {("0.8.0", (9, 0), ElementKind.F16): range(36, 52)}
 # Fused kernels for a bias are chosen when the plan is made, before its address is known.
 _SOME_ADDRESS = 256
 _ON = 1
@@ -137,9 +142,14 @@ class Kernel:
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-    """Every algorithm id, and with each the split-K that the library lets one set. Nothing is launched."""
+    """Every algorithm id not known to be fatal, and with each the split-K that the library lets one set.
+
+    Nothing is launched.
+    """
     strides = _packed_strides(desc)
-    ids = range(_make(desc, device.ordinal, {}, *strides).algorithm(abi.CONFIG_MAX_ID))
+    count = _make(desc, device.ordinal, {}, *strides).algorithm(abi.CONFIG_MAX_ID)
+    fatal = _FATAL.get((device.cusparselt or "", device.compute_capability, desc.element), ())
+    ids = [number for number in range(count) if number not in fatal]
     found = [{"algorithm": number} for number in ids]
     for split, mode in _SPLITS:
         setting = {"split_k": split, "split_k_mode": mode}
@@ -178,8 +188,8 @@ def _make(
     attributes: dict[int, Any] = {}
     if desc.epilogue.has_bias:
         attributes[abi.BIAS_POINTER] = ctypes.c_void_p(_SOME_ADDRESS)
-    if desc.epilogue is EpilogueKind.BIAS_RELU:
-        attributes[abi.RELU] = ctypes.c_int(_ON)
+    if desc.epilogue in _ACTIVATIONS:
+        attributes[_ACTIVATIONS[desc.epilogue]] = ctypes.c_int(_ON)
     scaled = desc.scale_w is ScaleKind.ROW
     if scaled:
         attributes[abi.ALPHA_VECTOR] = ctypes.c_int(_ON)

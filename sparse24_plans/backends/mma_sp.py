@@ -96,7 +96,12 @@ def _cut(n: int, m: int, multiprocessors: int, token_tiles: int, block_tiles: in
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-    """The cuts of the default's slices, so of the same bits, with blocks of at most twice n tokens."""
+    """The cuts of the default's slices, so of the same bits, with blocks of at most twice n tokens.
+
+    None where blocks don't fold through clusters: there is one cut there.
+    """
+    if not _FOLDING[0] <= device.compute_capability < _FOLDING[1]:
+        return []
     default = cut_of(desc.n, desc.m, device.multiprocessors)
     found = []
     for token_tiles, shapes in _shapes_of(default.slices).items():
