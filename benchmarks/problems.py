@@ -21,7 +21,10 @@ from sparse24_plans import (
     Sparse24Weight,
     TensorView,
 )
+from sparse24_plans.backends import cusparselt
+from sparse24_plans.devices import cuda_properties
 from sparse24_plans.timing import Contender, Launch, copies_beyond_l2
+from sparse24_plans.tuning_table import shipped
 from sparse24_plans.tuning_worker import random_bits, widened
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -113,6 +116,15 @@ class Cell:
             for packed in self.matrix.packed(plan)
         ]
         return Contender(name, launches)
+
+    def peer_is_tuned(self) -> bool:
+        """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
+        properties = cuda_properties(0)
+        table, version = shipped(properties.name), cusparselt.tuning_version(properties)
+        return any(
+            name.startswith("cusparselt") and table.mismatch(entry, properties, version) is None
+            for name, entry in table.find(self.desc).items()
+        )
 
     def dense(self) -> Contender | None:
         """cuBLAS through PyTorch; None where PyTorch has no product of the types for so few tokens."""

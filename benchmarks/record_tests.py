@@ -18,7 +18,6 @@ from pathlib import Path
 
 from .harness import ROOT, environment
 
-
 _PROCESSES = 10
 
 
@@ -26,10 +25,12 @@ def _run(expression: str, arguments: tuple[str, ...]) -> tuple[int, Counter[str]
     """pytest's exit code, and how many tests ended how."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", expression, f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
+        command += [f"--junitxml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    return code, Counter({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
+    keys = ("tests", "failures", "errors", "skipped")
+    return code, Counter({key: int(suite.get(key, "0")) for key in keys})
 
 
 def main(out: str, *arguments: str) -> int:

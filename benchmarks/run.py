@@ -37,6 +37,11 @@ from .problems import PREPARE_SHAPES, Cell, Matrix, host_call_of_torch
 _FORCED = {
     kind.value: PlanPreference(prefer_backend=kind) for kind in BackendKind if kind is not BackendKind.HOST
 }
+_INVARIANT = PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require={"batch_invariant": True})
+_MEASURED = {**_FORCED, "wgmma_sp_invariant": _INVARIANT}
+"""What asking for batch invariance costs is a row of its own."""
+_MOST_TOKENS = {"inflate_strict": 1024, "mma_sp": 1024}
+"""Past these they are nobody's choice, and take most of a record's time."""
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
 _INFLATED = ("f32", "f16", "bf16")
@@ -47,8 +52,8 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
     cell = Cell(matrix, n)
     dense = cell.dense()
     contenders, errors = [dense] if dense else [], {}
-    for name, preference in _FORCED.items():
-        if backends and name not in backends:
+    for name, preference in _MEASURED.items():
+        if (backends and name not in backends) or n > _MOST_TOKENS.get(name, n):
             continue
         made = cell.ours(name, preference)
         if made is None:
@@ -63,8 +68,10 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
     chosen = GemmSparse24Plan.select(cell.desc, device=0).sku.backend.value
     if chosen in errors:  # what select chooses is the kernel of that backend, just timed
         times["auto"], errors["auto"] = times[chosen], errors[chosen]
+    dense_us, peer_us = times.get("dense"), times.get("cusparselt") if cell.peer_is_tuned() else None
     peers = {
-        f"{name}_us": round(times[name], 2) if name in times else None for name in ("dense", "cusparselt")
+        "dense_us": None if dense_us is None else round(dense_us, 2),
+        "cusparselt_us": None if peer_us is None else round(peer_us, 2),
     }
     shared = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
     return [
