@@ -422,6 +422,7 @@ def test_the_first_launch_may_be_a_capture():
     assert done.stdout.strip() == "done", done.stderr
 
 
+@pytest.mark.alone
 def test_run_allocates_no_device_memory():
     import cupy
 
@@ -501,6 +502,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
+@pytest.mark.alone
 def test_ten_thousand_plans_leave_no_memory_behind():
     import gc
 
