@@ -104,20 +104,15 @@ def compress_checkpoint(
     on_tensor : callable, optional
         Called with each tensor's report when the tensor is done, in the order of the source's data.
 
-    Returns
-    -------
-    list of TensorReport
-        One for each tensor of the source.
+    Returns a report for each tensor of the source.
 
     Raises
     ------
     InvalidProblemError
         A pattern matches no tensor, source and destination are one file, the source is compressed already,
         or a name that this would write is taken.
-    FormatError
-        The source isn't a sound safetensors file.
-    StorageError
-        A file can't be read or written: missing, no folder, a full disk.
+    FormatError, StorageError
+        The source isn't a sound safetensors file; a file can't be read or written.
     UnsupportedError, BackendUnavailableError
         The device named can't be used.
     """
