@@ -67,7 +67,7 @@ class Matrix:
         return self._packed[layout]
 
 
-def _tensor(bits: Any, element: ElementKind) -> Any:
+def torch_tensor(bits: Any, element: ElementKind) -> Any:
     """Raw bits as a PyTorch tensor, zero-copy."""
     import torch
 
@@ -80,9 +80,9 @@ def host_call_of_torch(matrix: Matrix, n: int) -> Callable[[], object] | None:
     """PyTorch's product with a cuSPARSELt weight, which plans anew every time; None where it has none."""
     import torch
 
-    x = _tensor(random_bits((n, matrix.k), matrix.element, seed=n), matrix.element).t()
+    x = torch_tensor(random_bits((n, matrix.k), matrix.element, seed=n), matrix.element).t()
     try:
-        compressed = torch._cslt_compress(_tensor(matrix.dense[0], matrix.element))
+        compressed = torch._cslt_compress(torch_tensor(matrix.dense[0], matrix.element))
         torch._cslt_sparse_mm(compressed, x, transpose_result=True)
     except (AttributeError, RuntimeError):
         return None
@@ -131,8 +131,8 @@ class Cell:
         import torch
 
         element = self.matrix.element
-        x, y = _tensor(self._x, element), _tensor(self._y, self.desc.out_element)
-        weights = [_tensor(bits, element).t() for bits in self.matrix.dense]
+        x, y = torch_tensor(self._x, element), torch_tensor(self._y, self.desc.out_element)
+        weights = [torch_tensor(bits, element).t() for bits in self.matrix.dense]
         if element is ElementKind.S8:
             if self.n <= 16:  # torch._int_mm needs more
                 return None
@@ -145,7 +145,7 @@ class Cell:
             calls = [partial(torch._scaled_mm, x, w, **options) for w in weights]
         else:
             calls = [partial(torch.mm, x, w, out=y) for w in weights]
-        return Contender("dense", [_on_torch_stream(call) for call in calls])
+        return Contender("dense", [on_torch_stream(call) for call in calls])
 
     def rel_error(self, launch: Launch) -> float:
         """||y - exact|| / ||exact|| against float64, on up to 64 x 256 sampled results."""
@@ -161,7 +161,7 @@ class Cell:
         return float(cupy.linalg.norm(got - exact) / cupy.linalg.norm(exact))
 
 
-def _on_torch_stream(call: Callable[[], None]) -> Launch:
+def on_torch_stream(call: Callable[[], None]) -> Launch:
     import torch
 
     def launch(stream: int) -> None:

@@ -2,8 +2,8 @@
 
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
 cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``prepare`` beside a
-device copy of the same bytes; ``host`` microseconds of host time a call, of the plan that select chooses and,
-with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
+device copy of the same bytes, with ``prepare_peers``; ``host`` microseconds of host time a call, of the plan
+that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from sparse24_plans import (
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
-    PackedWeight,
     PlanPreference,
 )
-from sparse24_plans.backends.inflate import Inflate
-from sparse24_plans.devices import cuda_properties
-from sparse24_plans.timing import Contender, time_contenders
+from sparse24_plans.timing import time_contenders
 
+from . import prepare
 from .harness import environment
 from .problems import PREPARE_SHAPES, Cell, Matrix, host_call_of_torch
 
@@ -44,7 +42,6 @@ _MOST_TOKENS = {"inflate_strict": 1024, "mma_sp": 1024}
 """Past these they are nobody's choice, and take most of a record's time."""
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
-_INFLATED = ("f32", "f16", "bf16")
 
 
 def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -84,36 +81,6 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
         }
         for name, error in errors.items()
     ]
-
-
-def decompress_row(matrix: Matrix) -> dict[str, Any]:
-    """The inflate kernel beside a device copy that moves as many bytes."""
-    inflate = Inflate(matrix.element, cuda_properties(0))
-    weights = [PackedWeight.canonical(weight) for weight in matrix.weights]
-    outs = [cupy.empty((matrix.m, matrix.k), matrix.element.bits_dtype) for _ in weights]
-    moved = weights[0].nbytes + outs[0].nbytes
-    pairs = [(cupy.empty(moved // 2, "u1"), cupy.empty(moved // 2, "u1")) for _ in weights]
-
-    def copy(source: Any, target: Any) -> Callable[[int], None]:
-        pointers = target.data.ptr, source.data.ptr, source.nbytes
-        return lambda stream: cupy.cuda.runtime.memcpyAsync(
-            *pointers, cupy.cuda.runtime.memcpyDeviceToDevice, stream
-        )
-
-    launches = [inflate.prepare(w, out.data.ptr) for w, out in zip(weights, outs, strict=True)]
-    times = time_contenders(
-        [Contender("inflate", launches), Contender("copy", [copy(*pair) for pair in pairs])]
-    )
-    if not bool((outs[0] == matrix.dense[0]).all()):
-        raise SystemExit(f"inflate {matrix}: wrong result, not recorded")
-    return {
-        "op": "decompress",
-        "m": matrix.m,
-        "k": matrix.k,
-        "element": matrix.element.value,
-        "us": round(times["inflate"], 2),
-        "copy_us": round(times["copy"], 2),
-    }
 
 
 def _host_us(call: Callable[[], object], *, calls: int = 200, rounds: int = 25) -> float:
@@ -165,24 +132,29 @@ def host_figures() -> dict[str, float]:
     return figures
 
 
+PARTS = ("gemm", "prepare", "host")
+"""The parts of the record."""
+
+
 def measure(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
     elements: Sequence[ElementKind],
-    on_rows: Callable[[list[dict[str, Any]]], None],
+    on_rows: Callable[[], None],
     backends: Sequence[str] = (),
+    parts: Sequence[str] = PARTS,
 ) -> dict[str, Any]:
-    """The whole record (schema 1). ``on_rows`` gets the gemm rows of each (shape, n) as they come."""
-    record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": []}
-    record["host"] = host_figures()
-    for element, (m, k) in product(elements, shapes):
+    """The record (schema 1), or some parts of it. ``on_rows`` is called after each (shape, n) and each op."""
+    record: dict[str, Any] = {"schema": 1, **environment(), "gemm": [], "prepare": [], "prepare_peers": []}
+    record["host"] = host_figures() if "host" in parts else {}
+    for element, (m, k) in product(elements, shapes if "gemm" in parts else ()):
         matrix = Matrix(m, k, element)
         for n in tokens:
-            rows = gemm_rows(matrix, n, backends)
-            record["gemm"] += rows
-            on_rows(rows)
-        if (m, k) in PREPARE_SHAPES and element.value in _INFLATED:
-            record["prepare"].append(decompress_row(matrix))
+            record["gemm"] += gemm_rows(matrix, n, backends)
+            on_rows()
         del matrix
         cupy.get_default_memory_pool().free_all_blocks()
+    if "prepare" in parts:
+        chosen = [shape for shape in PREPARE_SHAPES if shape in shapes]
+        record["prepare"], record["prepare_peers"] = prepare.measure(chosen, elements, on_rows)
     return record

@@ -59,16 +59,24 @@ def _occupancy_table() -> np.ndarray:
     return table
 
 
-# The smallest magnitude bits that are a NaN. e4m3 has but one.
-_FIRST_NAN = {
+FIRST_NAN = {
     ElementKind.F32: 0x7F800001,
     ElementKind.F16: 0x7C01,
     ElementKind.BF16: 0x7F81,
+    ElementKind.FP8_E4M3: 0x7F,
     ElementKind.FP8_E5M2: 0x7D,
 }
+"""The smallest magnitude bits that are a NaN, of every element that has one."""
+
+
+def _lowest_bits(mask: int) -> list[int]:
+    return [1 << i for i in range(4) if mask >> i & 1]
+
 
 _RANKING = _ranking_table()
 _OCCUPANCY = _occupancy_table()
+_FIRST_TWO = np.array([_OCCUPANCY[sum(_lowest_bits(mask)[:2])] for mask in range(16)])
+_MASK_OF_CODE = np.array([(1 << (code & 3) | 1 << (code >> 2)) & 15 for code in range(16)], np.uint8)
 _IS_VALID = np.isin(np.arange(256), VALID_CODES)
 
 
@@ -89,9 +97,17 @@ def magnitude_keys(bits: Any, element: ElementKind) -> Any:
     if element in (ElementKind.U8, ElementKind.U16):
         return bits
     magnitude = bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
-    if element in _FIRST_NAN:  # one rank for all NaNs: their payload is no magnitude
-        magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(_FIRST_NAN[element]))
+    if element in FIRST_NAN:  # one rank for all NaNs: their payload is no magnitude
+        magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
     return magnitude
+
+
+def value_keys(bits: Any, element: ElementKind) -> Any:
+    """Unsigned keys that order as the values do, signed. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+    if element.dtype.kind in "iu":
+        return bits ^ bits.dtype.type(1 << 8 * element.itemsize - 1) if element.dtype.kind == "i" else bits
+    with np.errstate(invalid="ignore"):  # widening a signalling NaN
+        return score_keys(bits.view(element.dtype))
 
 
 def score_keys(scores: Any) -> Any:
@@ -121,27 +137,53 @@ def rank_codes(keys: Any) -> Any:
     return xp.asarray(_RANKING)[outcome]
 
 
+def occupancy(bits: Any, element: ElementKind) -> Any:
+    """Masks [rows, groups] of the non-zeros of ``bits`` [rows, K], cell i in bit i. -0.0 counts as zero."""
+    nonzero = magnitude_keys(bits, element) != 0
+    masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
+    for i in range(4):
+        masks |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
+    return masks
+
+
+def codes_of_masks(masks: Any) -> Any:
+    """Codes [groups] of the first two cells of every mask. Spare slots take the lowest free positions."""
+    return array_module(masks).asarray(_FIRST_TWO)[masks.reshape(-1)]
+
+
+def masks_of_codes(codes: Any) -> Any:
+    """Masks [groups] of the two positions of every code, cell i in bit i."""
+    return array_module(codes).asarray(_MASK_OF_CODE)[codes]
+
+
+def first_crowded(masks: Any) -> tuple[int, int, int] | None:
+    """Row, group and non-zeros of the first group of masks [rows, groups] that has more than two, or None."""
+    crowded = array_module(masks).asarray(_OCCUPANCY)[masks] == np.uint8(TOO_MANY)
+    if not bool(crowded.any()):
+        return None
+    row, group = divmod(int(crowded.argmax()), masks.shape[1])
+    return row, group, bin(int(masks[row, group])).count("1")
+
+
+def crowded_error(row: int, group: int, count: int) -> FormatError:
+    """What is wrong with a dense group of more than two non-zeros."""
+    return FormatError(
+        f"dense: expected at most 2 non-zeros in every group of 4, got {count}; prune first",
+        row=row,
+        group=group,
+    )
+
+
 def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0) -> Any:
-    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K]. -0.0 counts as zero.
+    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K].
 
     Raises FormatError for the first group with more than two non-zeros; ``first_row`` is added to its row.
     """
-    xp = array_module(bits)
-    nonzero = magnitude_keys(bits, element) != 0
-    mask = xp.zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
-    for i in range(4):
-        mask |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
-    codes = xp.asarray(_OCCUPANCY)[mask.reshape(-1)]
-    crowded = codes == np.uint8(TOO_MANY)
-    if bool(crowded.any()):
-        row, group = divmod(int(crowded.argmax()), bits.shape[1] // 4)
-        count = bin(int(mask[row, group])).count("1")
-        raise FormatError(
-            f"dense: expected at most 2 non-zeros in every group of 4, got {count}; prune first",
-            row=first_row + row,
-            group=group,
-        )
-    return codes
+    masks = occupancy(bits, element)
+    if (found := first_crowded(masks)) is not None:
+        row, group, count = found
+        raise crowded_error(first_row + row, group, count)
+    return codes_of_masks(masks)
 
 
 def _flat_positions(codes: Any) -> tuple[Any, Any]:
@@ -182,6 +224,12 @@ def from_metadata(metadata: Any) -> Any:
 
 def check_metadata(metadata: Any) -> None:
     """Raise FormatError for the first byte that isn't one of the six valid codes."""
+    if (found := first_invalid(metadata)) is not None:
+        raise metadata_error(*found)
+
+
+def first_invalid(metadata: Any) -> tuple[int, int, int] | None:
+    """Row, group and value of the first byte that isn't one of the six valid codes, or None."""
     rows, width = metadata.shape
     for step in row_steps(rows, width * 2, isinstance(metadata, np.ndarray)):
         codes = from_metadata(metadata[step])
@@ -189,7 +237,13 @@ def check_metadata(metadata: Any) -> None:
         if bool(bad.any()):
             at = int(bad.argmax())
             row, group = divmod(at, 2 * width)
-            raise FormatError(f"metadata: {_complaint(int(codes[at]))}", row=step.start + row, group=group)
+            return step.start + row, group, int(codes[at])
+    return None
+
+
+def metadata_error(row: int, group: int, byte: int) -> FormatError:
+    """What is wrong with a metadata byte."""
+    return FormatError(f"metadata: {_complaint(byte)}", row=row, group=group)
 
 
 def _complaint(byte: int) -> str:

@@ -21,8 +21,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .errors import FormatError, InvalidProblemError
+from .devices import place_of, resolve
+from .errors import FormatError, InvalidProblemError, UnsupportedError
+from .prepare import PruneCompressSparse24Args, PruneCompressSparse24Plan
+from .prepare_problems import PruneCompressSparse24Descriptor
 from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from .tensors import HOST, Device, TensorView, import_cupy
 from .vocab import ElementKind
 from .weights import Sparse24Weight
 
@@ -76,6 +80,7 @@ def compress_checkpoint(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    device: int | str | None = None,
     on_tensor: Callable[[TensorReport], None] | None = None,
 ) -> list[TensorReport]:
     """Prune and compress the weights of a dense safetensors file; copy everything else unchanged.
@@ -93,24 +98,25 @@ def compress_checkpoint(
     exclude : sequence of str
         Patterns of names to copy; wins over ``include``. Names of :data:`DEFAULT_EXCLUDE` are copied too
         unless ``include`` matches them.
+    device : int or str, optional
+        Where to compress: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the host where
+        there is none of compute capability 8.0. The file is the same, byte for byte.
     on_tensor : callable, optional
         Called with each tensor's report when the tensor is done, in the order of the source's data.
 
-    Returns
-    -------
-    list of TensorReport
-        One for each tensor of the source.
+    Returns a report for each tensor of the source.
 
     Raises
     ------
     InvalidProblemError
         A pattern matches no tensor, source and destination are one file, the source is compressed already,
         or a name that this would write is taken.
-    FormatError
-        The source isn't a sound safetensors file.
-    StorageError
-        A file can't be read or written: missing, no folder, a full disk.
+    FormatError, StorageError
+        The source isn't a sound safetensors file; a file can't be read or written.
+    UnsupportedError, BackendUnavailableError
+        The device named can't be used.
     """
+    place = _working_place(device)
     if os.path.exists(source) and os.path.exists(destination) and os.path.samefile(source, destination):
         raise InvalidProblemError(f"destination: expected another file than the source, got {destination}")
     with SafetensorsReader(source) as reader:
@@ -122,7 +128,7 @@ def compress_checkpoint(
         reports = []
         with SafetensorsWriter(destination, *_contents(reader, reasons)) as writer:
             for info in reader.tensors.values():
-                report = _transfer(reader, writer, info, reasons[info.name])
+                report = _transfer(reader, writer, info, reasons[info.name], place)
                 reports.append(report)
                 if on_tensor is not None:
                     on_tensor(report)
@@ -311,12 +317,16 @@ def _broken(reader: SafetensorsReader, name: str, complaint: str) -> FormatError
 
 
 def _transfer(
-    reader: SafetensorsReader, writer: SafetensorsWriter, info: TensorInfo, reason: str | None
+    reader: SafetensorsReader,
+    writer: SafetensorsWriter,
+    info: TensorInfo,
+    reason: str | None,
+    place: Device,
 ) -> TensorReport:
     energy = None
     after = info.nbytes
     if reason is None:
-        energy = _compress_tensor(reader, writer, info)
+        energy = _compress_tensor(reader, writer, info, place)
         stored = stored_tensors(info.name, info.shape, _COMPRESSED_DTYPES[info.dtype])
         after = sum(part.nbytes for part in stored)
     else:
@@ -335,11 +345,43 @@ def _transfer(
     )
 
 
-def _compress_tensor(reader: SafetensorsReader, writer: SafetensorsWriter, info: TensorInfo) -> float:
+def _working_place(device: int | str | None) -> Device:
+    """The device to compress on. One that nobody named has to serve; else it is the host."""
+    place = place_of(resolve(device))
+    if device is None and place != HOST:
+        probe = PruneCompressSparse24Descriptor(m=1, k=8, element=ElementKind.F32)
+        try:
+            PruneCompressSparse24Plan.select(probe, device=place.ordinal)
+        except UnsupportedError:
+            return HOST
+    return place
+
+
+def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weight:
+    """A block of rows compressed, on the host; computed on ``place``."""
+    if place == HOST:
+        return Sparse24Weight.prune_compress(dense)
+    (m, k), element = dense.shape, TensorView.of(dense).element
+    desc = PruneCompressSparse24Descriptor(m=m, k=k, element=element)
+    plan = PruneCompressSparse24Plan.select(desc, device=place.ordinal)
+    cupy = import_cupy()
+    with cupy.cuda.Device(place.ordinal):
+        source = cupy.asarray(dense.view(element.bits_dtype))
+        values = cupy.empty((m, k // 2), element.bits_dtype)
+        metadata = cupy.empty((m, k // 8), np.uint16)
+        typed = [TensorView.of(bits, element=element) for bits in (source, values)]
+        args = PruneCompressSparse24Args(typed[0], typed[1], metadata)
+        plan.run(args)
+        return plan.weight(args).to("host")
+
+
+def _compress_tensor(
+    reader: SafetensorsReader, writer: SafetensorsWriter, info: TensorInfo, place: Device
+) -> float:
     """Write a tensor's values and metadata, block by block; returns the kept energy."""
     kept = total = 0.0
     for _, dense in dense_blocks(reader, info.name):
-        weight = Sparse24Weight.prune_compress(dense)
+        weight = _prune_compress(dense, place)
         _write_weight(writer, info.name, weight)
         kept += _energy(weight.values)
         total += _energy(dense)

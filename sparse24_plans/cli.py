@@ -65,6 +65,8 @@ _ABSENT_GPUS = {
 Arch = Enum("Arch", {name.upper(): name for name in _ABSENT_GPUS}, type=str)  # type: ignore[misc]
 
 Format = Enum("Format", {name.upper(): name for name in CHECKPOINT_FORMATS}, type=str)  # type: ignore[misc]
+_PARTS = ("gemm", "prepare", "host")
+BenchPart = Enum("BenchPart", {name.upper(): name for name in _PARTS}, type=str)  # type: ignore[misc]
 
 # Options that several commands share.
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
@@ -117,11 +119,13 @@ def compress(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Copy names that match this pattern; repeatable.")
     ] = None,
+    device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Prune a dense checkpoint to 2:4 and write it compressed. Everything else is copied unchanged."""
+    place = _device(device)
     with _reported(as_json):
-        reports = _compress(source, out, include or (), exclude or (), quiet=as_json)
+        reports = _compress(source, out, include or (), exclude or (), place, quiet=as_json)
         if as_json:
             print_json(_compression_document(source, out, reports))
         else:
@@ -243,7 +247,7 @@ def demo(
         if not as_json:
             console().print(f"checkpoint: {origin}", highlight=False)
         compressed = target / "sparse24.safetensors"
-        reports = _compress(source, compressed, (), (), quiet=as_json)
+        reports = _compress(source, compressed, (), (), place, quiet=as_json)
         found = _verify(compressed, source, tokens, place, seed, PlanPreference(), quiet=as_json)
         if as_json:
             document = {
@@ -270,11 +274,15 @@ def bench(
     backend: Annotated[
         list[BackendKind] | None, typer.Option(help="Only this backend; repeatable. All by default.")
     ] = None,
+    only: Annotated[
+        list[BenchPart] | None, typer.Option(help="Only this part of the record; repeatable. All by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time every backend beside dense cuBLAS and cuSPARSELt. Needs a checkout and a GPU."""
+    """Time backends beside dense cuBLAS and cuSPARSELt, and preparing weights. Needs a checkout and a GPU."""
     with _reported(as_json):
-        record = _measure(n, shapes, element or [ElementKind.BF16], backend or [], quiet=as_json)
+        parts = [part.value for part in only or BenchPart]
+        record = _measure(n, shapes, element or [ElementKind.BF16], backend or [], parts, quiet=as_json)
         if out is not None:
             with storage_errors(out):
                 out.write_text(json.dumps(record, indent=1) + "\n")
@@ -330,7 +338,9 @@ def _progress(title: str, total: float, quiet: bool) -> Iterator[Callable[[float
         yield lambda step: bar.advance(task, step)
 
 
-def _compress(source: Path, out: Path, include: Any, exclude: Any, *, quiet: bool) -> list[TensorReport]:
+def _compress(
+    source: Path, out: Path, include: Any, exclude: Any, device: int | str | None, *, quiet: bool
+) -> list[TensorReport]:
     size = os.path.getsize(source) if source.is_file() else 0
     with _progress("compressing", size, quiet) as advance:
         return compress_checkpoint(
@@ -338,6 +348,7 @@ def _compress(source: Path, out: Path, include: Any, exclude: Any, *, quiet: boo
             out,
             include=include,
             exclude=exclude,
+            device=device,
             on_tensor=lambda report: advance(report.bytes_before),
         )
 
@@ -367,14 +378,22 @@ def _verify(
 
 
 def _measure(
-    tokens: str, shapes: int, elements: list[ElementKind], backends: list[BackendKind], *, quiet: bool
+    tokens: str,
+    shapes: int,
+    elements: list[ElementKind],
+    backends: list[BackendKind],
+    parts: list[str],
+    *,
+    quiet: bool,
 ) -> dict[str, Any]:
     benchmarks = inspection.benchmarks()
     chosen = [int(n) for n in tokens.split(",")] if tokens else benchmarks.problems.TOKENS
     matrices = benchmarks.problems.SHAPES[:shapes]
-    with _progress("measuring", len(elements) * len(matrices) * len(chosen), quiet) as advance:
+    cells = len(matrices) * len(chosen) * ("gemm" in parts)
+    ops = 6 * sum(shape in matrices for shape in benchmarks.problems.PREPARE_SHAPES) * ("prepare" in parts)
+    with _progress("measuring", len(elements) * (cells + ops), quiet) as advance:
         record: dict[str, Any] = benchmarks.run.measure(
-            matrices, chosen, elements, lambda rows: advance(1), backends
+            matrices, chosen, elements, lambda: advance(1), backends, parts
         )
     return record
 

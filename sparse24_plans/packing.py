@@ -115,17 +115,21 @@ def unpack(packed: PackedWeight) -> Sparse24Weight:
     FormatError, with row and group, for invalid nibbles, which on a GPU waits for the device.
     """
     layout, buffer = _check_packed(packed)
-    m, k = packed.m, packed.k
     with _on(packed.device):
-        tiles = buffer.bits()
-        xp = canonical.array_module(tiles)
-        values = xp.empty((m, k // 2), packed.element.bits_dtype)
-        metadata = xp.empty((m, k // 8), np.uint16)
-        for step, rows in _steps(layout, m, k, packed.device):
-            count = rows.stop - rows.start
-            values[rows] = _plain_values(tiles[step, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
-            metadata[rows] = _plain_metadata(tiles[step, :, VALUE_BYTES:], layout)[:count, : k // 8]
+        values, metadata = unpack_tiles(layout, buffer.bits(), packed)
         return Sparse24Weight(values, metadata, element=packed.element)
+
+
+def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[Any, Any]:
+    """Bits of the values [m, k/2] and metadata uint16 [m, k/8] of ``tiles``, not validated."""
+    m, k, xp = packed.m, packed.k, canonical.array_module(tiles)
+    values = xp.empty((m, k // 2), packed.element.bits_dtype)
+    metadata = xp.empty((m, k // 8), np.uint16)
+    for step, rows in _steps(layout, m, k, packed.device):
+        count = rows.stop - rows.start
+        values[rows] = _plain_values(tiles[step, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
+        metadata[rows] = _plain_metadata(tiles[step, :, VALUE_BYTES:], layout)[:count, : k // 8]
+    return values, metadata
 
 
 def _check_packed(packed: PackedWeight) -> tuple[TileLayout, TensorView]:

@@ -221,8 +221,18 @@ def show_explanation(answer: Json) -> None:
 
 
 def show_benchmark(record: Json) -> None:
-    """Microseconds by shape and n: the peers, then every backend; and the host's."""
-    backends = list(dict.fromkeys(row["backend"] for row in record["gemm"]))
+    """What the record holds: products, preparation of weights, the host's times."""
+    if record["gemm"]:
+        _show_products(record["gemm"])
+    if record["prepare"]:
+        _show_preparation(record["prepare"], record.get("prepare_peers", []))
+    if record["host"]:
+        _line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+
+
+def _show_products(rows: list[Json]) -> None:
+    """Microseconds by shape and n: the peers, then every backend."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
     table = _table(
         "element",
         "M x K",
@@ -234,7 +244,7 @@ def show_benchmark(record: Json) -> None:
         right=("N", "dense", "cuSPARSELt", *backends),
     )
     cells: dict[tuple[Any, ...], Json] = {}
-    for row in record["gemm"]:
+    for row in rows:
         key = (row["element"], row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
         cells.setdefault(key, {})[row["backend"]] = row["us"]
     for (element, m, k, n, dense, peer), times in cells.items():
@@ -242,10 +252,29 @@ def show_benchmark(record: Json) -> None:
         ratio = f"{dense / times['auto']:.2f}x" if dense and "auto" in times else "-"
         _add(table, element, _shape((m, k)), n, *shown, ratio)
     console().print(table)
-    for row in record["prepare"]:
-        share = 100 * row["copy_us"] / row["us"]
-        _line(f"{row['op']} {row['m']} x {row['k']}: {row['us']} us, {share:.0f}% of a copy's speed")
-    _line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+
+
+def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
+    """Microseconds beside a device copy that moves the same bytes, and beside peers."""
+    table = _table(
+        "op", "element", "M x K", "us", "copy", "of a copy's speed", "peer",
+        right=("us", "copy", "of a copy's speed"),
+    )  # fmt: skip
+    where = ("op", "m", "k", "element")
+    for row in rows:
+        others = [peer for peer in peers if all(peer[name] == row[name] for name in where)]
+        beside = ", ".join(f"{p['us']:.2f} us, {p['us'] / row['us']:.2f}x: {p['peer']}" for p in others)
+        _add(
+            table,
+            row["op"],
+            row["element"],
+            _shape((row["m"], row["k"])),
+            f"{row['us']:.2f}",
+            f"{row['copy_us']:.2f}",
+            f"{row['copy_us'] / row['us']:.0%}",
+            beside or "-",
+        )
+    console().print(table)
 
 
 def _result(layer: LayerResult) -> Text:

@@ -152,6 +152,46 @@ class ScaleKind(_Word):
     ROW = "row"
 
 
+class PrepareOp(_Word):
+    """What a plan of prepare.py does to a weight; also the op of its KernelSku, before ``_sparse24``."""
+
+    PRUNE = "prune"
+    COMPRESS = "compress"
+    PRUNE_COMPRESS = "prune_compress"
+    DECOMPRESS = "decompress"
+    PACK = "pack"
+    UNPACK = "unpack"
+    TILE_PRUNE = "tile_prune"
+    MASK = "mask"
+
+
+class TileRule(_Word):
+    """Which cells of a 4x4 tile are kept, at most two of each row and of each column.
+
+    ``greedy_magnitude``, ``greedy_value``: from the largest |value|, or value, each that still has room; may
+    keep fewer than 8. ``causal_1122``: rows in turn keep their largest 1, 1, 2 and 2 values where the column
+    has room, so that no row depends on a later one. ``optimal``: of the 90 ways to keep two of each row and
+    of each column the one with the largest sum of |value|.
+    """
+
+    GREEDY_MAGNITUDE = "greedy_magnitude"
+    GREEDY_VALUE = "greedy_value"
+    CAUSAL_1122 = "causal_1122"
+    OPTIMAL = "optimal"
+
+
+class MaskLayout(_Word):
+    """How a mask of [M, K] cells is stored, one bit a cell, as uint8.
+
+    ``rows``: [M, K/8], cell 8j + i of a row in bit i of byte j. ``tiles``: [M/8, K/8, 8], of every 8x8 cells
+    the four 4x4 quadrants (top left, top right, bottom left, bottom right), each 16 bits, low byte first:
+    bit = column + 4 * row.
+    """
+
+    ROWS = "rows"
+    TILES = "tiles"
+
+
 # Weight layouts: the canonical one (weights.py), the tiles of sparse tensor cores for 16-bit and for 8-bit
 # elements (packing.py), and cuSPARSELt's own (backends/cusparselt.py).
 CANONICAL_LAYOUT = "canonical"
@@ -180,7 +220,10 @@ class ArchSku(_Word):
 
 
 class BackendKind(_Word):
-    """A family of kernels; also the name of its module under ``backends/``, once it exists."""
+    """A family of kernels; also the name of its module under ``backends/``, once it exists.
+
+    ``prepare`` stands for the kernels of prepare.py, whose modules have their rows' names.
+    """
 
     HOST = "host"
     INFLATE_STRICT = "inflate_strict"
@@ -188,6 +231,7 @@ class BackendKind(_Word):
     MMA_SP = "mma_sp"
     WGMMA_SP = "wgmma_sp"
     CUSPARSELT = "cusparselt"
+    PREPARE = "prepare"
 
 
 class Tier(_Word):

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import FormatError, InvalidProblemError, Sparse24Weight, StorageError, prune
+from sparse24_plans import (
+    BackendUnavailableError,
+    FormatError,
+    InvalidProblemError,
+    Sparse24Weight,
+    StorageError,
+    prune,
+)
 from sparse24_plans.checkpoint import (
     DEFAULT_EXCLUDE,
     compress_checkpoint,
@@ -254,6 +261,33 @@ def test_saved_weights_load_as_they_were(tmp_path, element):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_a_gpu_writes_the_file_that_the_host_writes(files, tmp_path, element):
+    """Several blocks of rows, the last one shorter, and values that don't order easily."""
+    source, out = files
+    array = random_array((1100, 1024), element)
+    array[::7, ::3] = 0
+    array[5, :8] = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1, -1]).astype(array.dtype)
+    dense_file(source, {"a.weight": array, "a.bias": random_array((6,), element)})
+    compress_checkpoint(source, out, device=0)
+    there = out.read_bytes()
+    compress_checkpoint(source, tmp_path / "host", device="host")
+    assert (tmp_path / "host").read_bytes() == there
+    compress_checkpoint(source, tmp_path / "auto")
+    assert (tmp_path / "auto").read_bytes() == there
+
+
+def test_a_device_that_is_not_here(files):
+    source, out = files
+    dense_file(source, {"a.weight": random_array((8, 16), "f32")})
+    with pytest.raises(BackendUnavailableError):
+        compress_checkpoint(source, out, device=99)
+    with pytest.raises(InvalidProblemError, match="device"):
+        compress_checkpoint(source, out, device="gpu")
+    assert not out.exists()
+
+
+@pytest.mark.gpu
 def test_a_device_weight_is_saved_from_the_device(tmp_path):
     weight = Sparse24Weight.prune_compress(random_array((8, 16), "bf16"))
     save_weights(tmp_path / "w", {"w": weight.to(0)})
@@ -475,7 +509,7 @@ def test_memory_does_not_grow_with_the_file(files):
         # Not ru_maxrss: that starts from what the parent process had.
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
         before = peak()
-        compress_checkpoint(sys.argv[1], sys.argv[2])
+        compress_checkpoint(sys.argv[1], sys.argv[2], device="host")
         print(peak() - before)
     """
     grown = int(run_python(code, source, out)) << 10

@@ -29,10 +29,14 @@ from sparse24_plans import (
     PlanPreference,
     StorageError,
     jit,
+    prepare_registry,
     registry,
 )
 from sparse24_plans.backends import host, wgmma_sp
 from sparse24_plans.vocab import GemmOp
+
+from .prepare_cases import ELEMENTS as PREPARE_ELEMENTS
+from .prepare_cases import kernel_descriptors
 
 SOURCES = sorted(path.name for path in jit.KERNEL_FOLDER.glob("*.cu"))
 CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
@@ -123,9 +127,29 @@ def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[
     return found
 
 
+def prepare_requests(spec: prepare_registry.PrepareSpec, capability: tuple[int, int]) -> list[Request]:
+    """Compilations of a row of prepare_registry: every variant on Hopper, a few elsewhere."""
+    found: list[Request] = []
+
+    def record(source, name, threads, arch, ordinal, defines, shared_bytes=0):
+        found.append(Request(source, name, arch, tuple(sorted(defines.items())), shared_bytes))
+
+    backend = import_module(f"sparse24_plans.backends.{spec.name}")
+    with mock.patch.object(jit, "load", record):
+        for desc in kernel_descriptors(few=capability != HOPPER):
+            if desc.kind in spec.ops and desc.element in spec.elements:
+                backend.Kernel(desc, device_of(capability))
+    return found
+
+
+PREPARE_ROWS = [spec for spec in prepare_registry.KERNELS if not spec.on_host]
 REQUESTS = list(
     dict.fromkeys(
-        request for spec in ROWS for capability in CAPABILITIES for request in requests_of(spec, capability)
+        request
+        for rows, requests in ((ROWS, requests_of), (PREPARE_ROWS, prepare_requests))
+        for spec in rows
+        for capability in CAPABILITIES
+        for request in requests(spec, capability)
     )
 )
 every_request = pytest.mark.parametrize("request_", REQUESTS, ids=str)
@@ -135,16 +159,27 @@ LIMITS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227,
 
 def test_every_device_row_and_every_source_is_covered():
     assert all(requests_of(spec, HOPPER) for spec in ROWS)
+    assert all(prepare_requests(spec, HOPPER) for spec in PREPARE_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_architecture_that_a_source_is_for_is_covered(source):
     rows = [spec for spec in ROWS if any(r.source == source for r in requests_of(spec, HOPPER))]
-    oldest = min(spec.min_compute_capability for spec in rows)
-    below = max(spec.below_compute_capability for spec in rows)
+    oldest = min([spec.min_compute_capability for spec in rows], default=(8, 0))
+    below = max([spec.below_compute_capability for spec in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
     assert {request.arch for request in REQUESTS if request.source == source} == wanted
+
+
+@pytest.mark.parametrize("spec", PREPARE_ROWS, ids=lambda spec: spec.name)
+def test_preparing_is_compiled_for_every_width_of_its_elements(spec):
+    asked = [dict(request.defines) for request in prepare_requests(spec, HOPPER)]
+    widths = {d.get("WIDTH") or {0: 4}.get(d["ELEMENT"], 2) for d in asked}
+    assert widths == {element.itemsize for element in spec.elements}
+    if len(asked) > len(PREPARE_ELEMENTS):
+        numbers = {d["NUMBER"] for d in asked}
+        assert numbers == {0, 1, 2}
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)

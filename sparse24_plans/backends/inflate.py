@@ -1,4 +1,7 @@
-"""Launches ``smxx_inflate.cu``: a canonical weight to a dense matrix, at memory speed."""
+"""Launches ``smxx_inflate.cu``: a canonical weight to a dense matrix, at memory speed.
+
+:class:`Inflate` serves the inflate tier; :class:`Kernel` is the plan of prepare.py around it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import ctypes
 from collections.abc import Callable
 
 from .. import jit
+from ..prepare_problems import DecompressSparse24Descriptor
 from ..registry import INFLATE_BLOCK_BYTES
-from ..vocab import DeviceProperties, ElementKind
+from ..tensors import TensorView
+from ..vocab import CANONICAL_LAYOUT, DeviceProperties, ElementKind
 from ..weights import PackedWeight
 
 ALIGNMENT = 16
 _THREADS = 256
-_VECTOR_BYTES = 16
-_BLOCK_VECTORS = INFLATE_BLOCK_BYTES // _VECTOR_BYTES
 
 
 class _Parameters(ctypes.Structure):
@@ -23,7 +26,7 @@ class _Parameters(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("metadata", ctypes.c_void_p),
         ("dense", ctypes.c_void_p),
-        ("vectors", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
     ]
 
 
@@ -37,12 +40,38 @@ class Inflate:
             _THREADS,
             device.cuda_arch,
             device.ordinal,
-            {"ELEMENT": jit.ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0},
+            _defines(element),
         )
 
     def prepare(self, weight: PackedWeight, dense: int) -> Callable[[int], None]:
         """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
         values, metadata = weight.buffers
-        vectors = weight.m * weight.k * weight.element.itemsize // _VECTOR_BYTES
-        blocks = -(-vectors // _BLOCK_VECTORS)
-        return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, vectors))
+        nbytes = weight.m * weight.k * weight.element.itemsize
+        blocks = -(-nbytes // INFLATE_BLOCK_BYTES)
+        return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, nbytes))
+
+
+def _defines(element: ElementKind) -> dict[str, int]:
+    """8-bit elements have no arithmetic in common.cuh, and need none here: only their width."""
+    if element.itemsize == 1:
+        return {"WIDTH": 1}
+    return {"ELEMENT": jit.ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
+
+
+class Kernel:
+    alignment = ALIGNMENT
+    launches = 1
+    details = "one vector of 16 dense bytes a step"
+
+    def __init__(self, desc: DecompressSparse24Descriptor, device: DeviceProperties) -> None:
+        self._desc = desc
+        self._inflate = Inflate(desc.element, device)
+
+    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+        desc, values, metadata = self._desc, views["values"], views["metadata"]
+        if desc.m * desc.k == 0:
+            return lambda stream: None
+        weight = PackedWeight(
+            CANONICAL_LAYOUT, desc.m, desc.k, desc.element, values.device, (values, metadata)
+        )
+        return self._inflate.prepare(weight, views["dense"].address)

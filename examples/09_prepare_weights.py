@@ -1,0 +1,76 @@
+"""Prepare weights by plans, in memory of our own: prune 4x4 tiles for training, mask, check, pack.
+
+Runs on a GPU where there is one, else on the host: the bits are the same.
+"""
+
+import numpy as np
+
+from sparse24_plans import (
+    CompressSparse24Args,
+    CompressSparse24Descriptor,
+    CompressSparse24Plan,
+    FormatError,
+    MaskSparse24Args,
+    MaskSparse24Descriptor,
+    MaskSparse24Plan,
+    PackSparse24Args,
+    PackSparse24Descriptor,
+    PackSparse24Plan,
+    TilePruneSparse24Args,
+    TilePruneSparse24Descriptor,
+    TilePruneSparse24Plan,
+)
+from sparse24_plans.devices import cuda_device_count
+
+if cuda_device_count():
+    import cupy as xp
+else:
+    xp = np
+
+m, k = 256, 512
+rng = np.random.default_rng(0)
+dense = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
+fields = {"m": m, "k": k, "element": "f16"}
+
+# Transposable 2:4: W and W^T compressed, and the mask, in one pass over W.
+for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
+    plan = TilePruneSparse24Plan.select(TilePruneSparse24Descriptor(**fields, rule=rule))
+    args = TilePruneSparse24Args(
+        dense,
+        values=xp.empty((m, k // 2), np.float16),
+        metadata=xp.empty((m, k // 8), np.uint16),
+        values_t=xp.empty((k, m // 2), np.float16),
+        metadata_t=xp.empty((k, m // 8), np.uint16),
+        mask=xp.empty((m // 8, k // 8, 8), np.uint8),
+    )
+    plan.run(args)
+    weight, transposed = plan.weights(args)
+    assert bool((weight.decompress() == transposed.decompress().T).all())
+    kept = abs(weight.decompress().astype(np.float64)).sum() / abs(dense.astype(np.float64)).sum()
+    print(f"{rule:16} keeps {float(kept):.1%} of sum|w|; {plan.device}")
+
+# The gradient keeps what the weight keeps. In place.
+gradient = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
+masking = MaskSparse24Plan.select(MaskSparse24Descriptor(**fields, layout="tiles"))
+masking.run(MaskSparse24Args(gradient, args.mask, gradient))
+print(f"gradient: {float((gradient != 0).mean()):.1%} of its cells are left")
+
+# What claims to be 2:4 is checked while it is compressed, and the run doesn't wait for the answer.
+compress = CompressSparse24Plan.select(CompressSparse24Descriptor(**fields))
+out = {"values": xp.empty((m, k // 2), np.float16), "metadata": xp.empty((m, k // 8), np.uint16)}
+status = xp.empty(1, np.uint64).view(np.uint8)
+for name, matrix in (("pruned", weight.decompress()), ("dense", dense)):
+    checked = CompressSparse24Args(matrix, **out, status=status)
+    compress.run(checked)
+    try:
+        compress.check(checked)
+        print(f"{name}: sound")
+    except FormatError as error:
+        print(f"{name}: {error}")
+
+# The layout of the sparse tensor core kernels.
+packing = PackSparse24Plan.select(PackSparse24Descriptor(**fields))
+pack_args = PackSparse24Args(weight, xp.empty((-(-m // 64), -(-k // 128), 9216), np.uint8))
+packing.run(pack_args)
+packed = packing.weight(pack_args)
+print(f"packed: {packed.layout_id}, {packed.nbytes} bytes of {m * k * 2} dense")

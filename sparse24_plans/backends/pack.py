@@ -1,0 +1,56 @@
+"""Launches ``smxx_pack.cu``: canonical weights to tiles of 64 x 128, and back. One kernel, no workspace."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from .. import jit
+from ..packing import TILES_16BIT
+from ..prepare_problems import PackSparse24Descriptor
+from ..tensors import TensorView
+from ..vocab import DeviceProperties, PrepareOp
+from .prune import element_defines, reset_then
+
+_THREADS = 256
+
+
+class _Parameters(ctypes.Structure):
+    """PackParams of the kernels."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+    ]
+
+
+class Kernel:
+    alignment = 16
+
+    def __init__(self, desc: PackSparse24Descriptor, device: DeviceProperties) -> None:
+        self._desc = desc
+        down, across, _ = TILES_16BIT.packed_shape(desc.m, desc.k)
+        self._blocks = down * across
+        self._checks = desc.kind is PrepareOp.UNPACK
+        self.launches = 2 if self._checks else 1
+        self.details = f"{desc.kind}, {self._blocks} tiles"
+        self._function = jit.load(
+            "smxx_pack.cu",
+            str(desc.kind),
+            _THREADS,
+            device.cuda_arch,
+            device.ordinal,
+            element_defines(desc.element),
+        )
+
+    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+        names = ("values", "metadata", "packed", "status")
+        at = [views[name].address if name in views else 0 for name in names]
+        kernel: Callable[[int], None] = lambda stream: None  # noqa: E731
+        if self._blocks:
+            kernel = self._function.bind(self._blocks, _Parameters(*at, self._desc.m, self._desc.k))
+        return reset_then(views["status"], kernel) if self._checks else kernel
