@@ -303,7 +303,10 @@ def tune(
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Search the fastest right configurations of the kernels that can be tuned, for this GPU: minutes."""
+    """Search the fastest right configurations of the kernels that can be tuned, for this GPU: minutes.
+
+    Adds to a table of this GPU and driver that is there already.
+    """
     place = _device(device)
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with _reported(as_json):
@@ -418,16 +421,19 @@ def _tune(
     """Writes the table as it grows: an interrupted search leaves what it has."""
     trials: list[Trials] = []
     about = resolve(device)
+    before = TuningTable(about.name, about.driver or "", ())
+    if out.exists():
+        before = before.merged(TuningTable.load(out))
     with _progress("tuning", len(problems), quiet) as advance:
 
         def on_trials(found: Trials) -> None:
             trials.append(found)
             chosen = [one.chosen for one in trials if one.chosen is not None]
-            TuningTable(about.name, about.driver or "", chosen).save(out)
+            before.merged(TuningTable(before.gpu, before.driver, chosen)).save(out)
             advance(1)
 
         table = tuning.tune(problems, kernels=kernels, device=device, on_trials=on_trials)
-    table.save(out)
+    before.merged(table).save(out)
     return table, trials
 
 

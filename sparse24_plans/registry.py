@@ -316,8 +316,8 @@ def _cusparselt_limits(problem: Problem) -> str | None:
     for name, unit in (("n", 16 // size), ("m", 16 if size == 2 else 32), ("k", 16 if size == 2 else 32)):
         if getattr(problem, name) % unit:
             return f"needs {name} a multiple of {unit} for {element}, got {getattr(problem, name)}"
-    if max(problem.n, problem.m, problem.k) >= 2**31:
-        return f"serves dimensions below {2**31}"
+    if max(problem.m * problem.k, problem.n * problem.k, problem.n * problem.m) >= 2**31:
+        return "serves operands of fewer than 2^31 elements: beyond, the library is not tested"
     if out not in _CUSPARSELT_OUT[element]:
         return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
     gelu = problem.epilogue is EpilogueKind.BIAS_GELU_TANH

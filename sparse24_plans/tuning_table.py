@@ -105,6 +105,19 @@ class TuningTable:
         except OSError as error:
             raise StorageError(error.errno, f"tuning table: {error.strerror}", str(path)) from error
 
+    def merged(self, newer: TuningTable) -> TuningTable:
+        """Both tables' entries, sorted; where both have one, the newer.
+
+        Raises InvalidProblemError where the stamps differ.
+        """
+        if (self.gpu, self.driver) != (newer.gpu, newer.driver):
+            raise InvalidProblemError(
+                f"tables: expected one GPU and driver, got {self.gpu} {self.driver} and "
+                f"{newer.gpu} {newer.driver}"
+            )
+        entries = {(one.kernel, one.problem): one for one in (*self.entries, *newer.entries)}
+        return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_place))
+
     def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
         """Row of the registry -> entry for exactly this problem, whether its stamp matches or not."""
         return self._by_problem.get(problem, {})
@@ -134,6 +147,12 @@ class TuningTable:
 
     def __repr__(self) -> str:
         return f"TuningTable({self.gpu!r}, driver {self.driver}, {len(self)} entries)"
+
+
+def _place(entry: TunedKernel) -> tuple[Any, ...]:
+    """Where an entry stands in a table: by kernel, type, shape and n."""
+    one = entry.problem
+    return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()
 
 
 def _plain(entry: TunedKernel) -> dict[str, Any]:

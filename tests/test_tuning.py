@@ -95,6 +95,20 @@ def test_two_entries_for_one_problem_are_refused():
         table(entry(), entry(microseconds=1))
 
 
+def test_merging_keeps_the_newer_and_sorts():
+    other = entry(problem=DESC.model_copy(update={"n": 8}))
+    old, new = entry("cusparselt"), entry("cusparselt", microseconds=1)
+    both = table(entry(), old).merged(table(other, new))
+    assert both.entries == (new, other, entry())
+    assert (both.gpu, both.driver) == ("NVIDIA H200", "580.1")
+
+
+@pytest.mark.parametrize("change", [{"gpu": "NVIDIA H100"}, {"driver": "1.0"}])
+def test_tables_of_two_machines_are_not_merged(change):
+    with pytest.raises(InvalidProblemError, match="tables: expected one GPU and driver"):
+        table(entry()).merged(table(**change))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -426,7 +440,9 @@ def test_the_command_writes_the_table(played, tmp_path, monkeypatch):
     document = json.loads(result.stdout)
     assert [row["chosen"]["configuration"] for row in document["results"]] == [{"algorithm": 5}] * 2
     assert [one.problem.n for one in TuningTable.load(out).entries] == [16, 64]
+    words[words.index("16,64")] = "128"
     shown = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert [one.problem.n for one in TuningTable.load(out).entries] == [16, 64, 128], "it adds"
     assert "algorithm 5" in shown.stdout
     assert "left out, it ended the CUDA context: cusparselt bf16 {'algorithm': 2}" in shown.stdout
 
