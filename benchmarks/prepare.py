@@ -33,7 +33,8 @@ from sparse24_plans import (
     TilePruneSparse24Plan,
     TileRule,
 )
-from sparse24_plans.packing import TILES_16BIT
+from sparse24_plans.packing import layout_of
+from sparse24_plans.prepare_registry import PACKED_ELEMENTS
 from sparse24_plans.timing import Contender, Launch, copies_beyond_l2, time_contenders
 from sparse24_plans.tuning_worker import random_bits
 
@@ -120,7 +121,7 @@ def jobs(m: int, k: int, element: ElementKind) -> Iterator[Job]:
         "values_t": lambda: cupy.empty((k, m // 2), dense.dtype),
         "metadata_t": lambda: cupy.empty((k, m // 8), np.uint16),
         "tiles": lambda: cupy.empty((m // 8, k // 8, 8), np.uint8),
-        "packed": lambda: cupy.empty(TILES_16BIT.packed_shape(m, k), np.uint8),
+        "packed": lambda: cupy.empty(layout_of(element).packed_shape(m, k), np.uint8),
         "status": lambda: cupy.empty(8, np.uint8),
     }
 
@@ -161,7 +162,7 @@ def jobs(m: int, k: int, element: ElementKind) -> Iterator[Job]:
         *_pair(DecompressSparse24Plan, DecompressSparse24Descriptor, m, **fields),
         make(DecompressSparse24Args, weight, "matrix"),
     )
-    if element.itemsize == 2:
+    if element in PACKED_ELEMENTS:
         yield Job(
             "pack",
             *_pair(PackSparse24Plan, PackSparse24Descriptor, m, **fields),

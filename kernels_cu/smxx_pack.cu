@@ -1,13 +1,14 @@
-// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back; sparse24_plans/packing.py defines the
-// tiles' bytes. A block moves one tile; memory bound.
+// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256;
+// sparse24_plans/packing.py defines the tiles' bytes. A block moves one tile; memory bound.
 #include "groups.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kTileRows = 64, kTileColumns = 128;
+constexpr int kTileRows = 64, kTileColumns = 256 / S24_WIDTH;
 constexpr int kChunks = 8;                                     // of 16 bytes in a row's values
 constexpr int kValueBytes = kTileRows * kChunks * 16;
 constexpr int kTileBytes = kValueBytes + kTileRows * kTileColumns / 8;
-constexpr int kFragments = kTileRows / 16 * 32;                // a lane's two words of metadata each
+constexpr int kFragments = kTileRows / 16 * 32;                // a lane's words of metadata each
+constexpr int kWords = 4 / S24_WIDTH;                          // of a lane
 constexpr u16 kPadCodes = 0x0404;
 
 struct PackParams {
@@ -29,17 +30,37 @@ __device__ __forceinline__ u32 to_codes(u32 nibbles) {
 }
 
 struct Tile {
-  i64 row, column, groups;  // its first cell; 16-bit words in a row of metadata
+  i64 row, column, pitch, words;  // its first cell; bytes of a row of values, 16-bit words of one of metadata
   u8* packed;
 
   __device__ explicit Tile(const PackParams& p) {
     const i64 across = (p.k + kTileColumns - 1) / kTileColumns, down = blockIdx.x / across;
     row = down * kTileRows;
     column = (blockIdx.x - down * across) * kTileColumns;
-    groups = p.k / 8;
+    pitch = p.k / 2 * S24_WIDTH;
+    words = p.k / 8;
     packed = p.packed + (u64)blockIdx.x * kTileBytes;
   }
 };
+
+// Chunk c of row r of a tile: its bytes in the canonical values, and how many of the 16 there are.
+struct Chunk {
+  i64 offset, bytes;
+
+  __device__ Chunk(const PackParams& p, const Tile& tile, int r, int c) {
+    const i64 at = (tile.column / 2) * S24_WIDTH + 16 * c;
+    offset = (tile.row + r) * tile.pitch + at;
+    bytes = tile.row + r < p.m ? tile.pitch - at : 0;
+  }
+};
+
+// The row, and the 16-bit word in it, of half h of word j of a lane.
+__device__ __forceinline__ i64 row_of(const Tile& tile, int w, int g, int t, int h) {
+  return tile.row + 16 * w + g + 8 * (S24_WIDTH == 2 ? h : t & 1);
+}
+__device__ __forceinline__ i64 word_of(const Tile& tile, int t, int j, int h) {
+  return tile.column / 8 + (S24_WIDTH == 2 ? 2 * (4 * j + t) : 8 * j + 4 * (t >> 1) + 2 * h);
+}
 
 // Where chunk c of row r lies: the 128-byte swizzle.
 __device__ __forceinline__ u8* swizzled(const Tile& tile, int r, int c) {
@@ -51,37 +72,36 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack(const __grid_constan
 #pragma unroll
   for (int i = 0; i < kTileRows * kChunks / kThreads; ++i) {
     const int at = i * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
-    const i64 row = tile.row + r, left = p.k - (tile.column + 16 * c);  // cells that the chunk can cover
-    const uint2* from = (const uint2*)(p.values + row * p.k + tile.column + 16 * c);
-    uint4 chunk = make_uint4(0, 0, 0, 0);
-    if (row < p.m && left > 0) {
-      if (p.k % 16 == 0) {
-        chunk = __ldcs((const uint4*)from);
-      } else {
-        const uint2 low = __ldcs(from), high = left > 8 ? __ldcs(from + 1) : make_uint2(0, 0);
-        chunk = make_uint4(low.x, low.y, high.x, high.y);
-      }
+    const Chunk chunk(p, tile, r, c);
+    const u32* from = (const u32*)(p.values + chunk.offset);
+    uint4 bytes = make_uint4(0, 0, 0, 0);
+    if (tile.pitch % 16 == 0) {
+      if (chunk.bytes > 0) bytes = __ldcs((const uint4*)from);
+    } else {
+      if (chunk.bytes > 0) bytes.x = __ldcs(from);
+      if (chunk.bytes > 4) bytes.y = __ldcs(from + 1);
+      if (chunk.bytes > 8) bytes.z = __ldcs(from + 2);
+      if (chunk.bytes > 12) bytes.w = __ldcs(from + 3);
     }
-    __stcs((uint4*)swizzled(tile, r, c), chunk);
+    __stcs((uint4*)swizzled(tile, r, c), bytes);
   }
   if (threadIdx.x >= kFragments) return;
   const int w = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  u32 word[2];
+  u32* to = (u32*)(tile.packed + kValueBytes) + threadIdx.x * kWords;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kWords; ++j) {
     u32 half[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = tile.row + 16 * w + g + 8 * h, at = tile.column / 8 + 2 * (4 * j + t);
-      const u16* from = p.metadata + row * tile.groups + at;
+      const i64 row = row_of(tile, w, g, t, h), at = word_of(tile, t, j, h);
+      const u16* from = p.metadata + row * tile.words + at;
       const bool inside = row < p.m;
-      const u32 low = inside && at < tile.groups ? __ldcs(from) : kPadCodes;
-      const u32 high = inside && at + 1 < tile.groups ? __ldcs(from + 1) : kPadCodes;
+      const u32 low = inside && at < tile.words ? __ldcs(from) : kPadCodes;
+      const u32 high = inside && at + 1 < tile.words ? __ldcs(from + 1) : kPadCodes;
       half[h] = to_nibbles(low | high << 16);
     }
-    word[j] = half[0] | half[1] << 16;
+    to[j] = half[0] | half[1] << 16;
   }
-  __stcs((uint2*)(tile.packed + kValueBytes) + threadIdx.x, make_uint2(word[0], word[1]));
 }
 
 // Padding is dropped unread; the first group whose nibble isn't a code is reported.
@@ -90,34 +110,37 @@ extern "C" __global__ void __launch_bounds__(kThreads) unpack(const __grid_const
 #pragma unroll
   for (int i = 0; i < kTileRows * kChunks / kThreads; ++i) {
     const int at = i * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
-    const i64 row = tile.row + r, left = p.k - (tile.column + 16 * c);
-    if (row >= p.m || left <= 0) continue;
-    const uint4 chunk = __ldcs((const uint4*)swizzled(tile, r, c));
-    uint2* to = (uint2*)(p.values + row * p.k + tile.column + 16 * c);
-    if (p.k % 16 == 0) {
-      __stcs((uint4*)to, chunk);
+    const Chunk chunk(p, tile, r, c);
+    if (chunk.bytes <= 0) continue;
+    const uint4 bytes = __ldcs((const uint4*)swizzled(tile, r, c));
+    u32* to = (u32*)(p.values + chunk.offset);
+    if (tile.pitch % 16 == 0) {
+      __stcs((uint4*)to, bytes);
     } else {
-      to[0] = make_uint2(chunk.x, chunk.y);
-      if (left > 8) to[1] = make_uint2(chunk.z, chunk.w);
+      to[0] = bytes.x;
+      if (chunk.bytes > 4) to[1] = bytes.y;
+      if (chunk.bytes > 8) to[2] = bytes.z;
+      if (chunk.bytes > 12) to[3] = bytes.w;
     }
   }
   if (threadIdx.x >= kFragments) return;
   const int w = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const uint2 words = __ldcs((const uint2*)(tile.packed + kValueBytes) + threadIdx.x);
+  const u32* from = (const u32*)(tile.packed + kValueBytes) + threadIdx.x * kWords;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kWords; ++j) {
+    const u32 word = __ldcs(from + j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = tile.row + 16 * w + g + 8 * h, at = tile.column / 8 + 2 * (4 * j + t);
+      const i64 row = row_of(tile, w, g, t, h), at = word_of(tile, t, j, h);
       if (row >= p.m) continue;
-      const u32 codes = to_codes((j ? words.y : words.x) >> (16 * h) & 0xffff);
-      u16* to = p.metadata + row * tile.groups + at;
+      const u32 codes = to_codes(word >> (16 * h) & 0xffff);
+      u16* to = p.metadata + row * tile.words + at;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (at + i / 2 >= tile.groups) continue;
+        if (at + i / 2 >= tile.words) continue;
         if (i % 2 == 0) to[i / 2] = (u16)(codes >> (8 * i));
         const u32 code = codes >> (8 * i) & 15;
-        if ((code & 3) >= code >> 2) report(p.status, (row * tile.groups + at) * 2 + i, code);
+        if ((code & 3) >= code >> 2) report(p.status, (row * tile.words + at) * 2 + i, code);
       }
     }
   }

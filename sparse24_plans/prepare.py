@@ -98,7 +98,7 @@ class DecompressSparse24Args:
 
 @dataclass(frozen=True, slots=True)
 class PackSparse24Args:
-    """``weight`` is a Sparse24Weight; ``packed`` uint8 [ceil(M/64), ceil(K/128), 9216] is written."""
+    """``weight`` is a Sparse24Weight; ``packed`` uint8 [Mt, Kt, tile bytes] is written: packing.py."""
 
     weight: Sparse24Weight
     packed: Any
@@ -238,7 +238,7 @@ class PreparePlan:
             op=f"{desc.kind}_sparse24",
             element=desc.element,
             aux_element=desc.element,
-            layout=self._spec.layout,
+            layout=desc.layout_id,
             epilogue=EpilogueKind.IDENTITY,
             arch=self._spec.arch,
             backend=self._spec.backend,
@@ -361,9 +361,9 @@ class PreparePlan:
                 f"got {given.element}[{given.m}, {given.k}]"
             )
         if isinstance(given, PackedWeight):
-            if given.layout_id != self._spec.layout or len(given.buffers) != 1:
+            if given.layout_id != desc.layout_id or len(given.buffers) != 1:
                 raise InvalidProblemError(
-                    f"packed: expected one buffer of layout {self._spec.layout!r}, "
+                    f"packed: expected one buffer of layout {desc.layout_id!r}, "
                     f"got {len(given.buffers)} of {given.layout_id!r}"
                 )
             return given.buffers[0]
@@ -511,7 +511,7 @@ class PackSparse24Plan(_Reporting):
         views, desc = self._check(args), self.descriptor
         if desc.kind is PrepareOp.UNPACK:
             return _weight_of(self, views["values"], views["metadata"])
-        return PackedWeight(self._spec.layout, desc.m, desc.k, desc.element, self._place, (views["packed"],))
+        return PackedWeight(desc.layout_id, desc.m, desc.k, desc.element, self._place, (views["packed"],))
 
 
 class TilePruneSparse24Plan(PreparePlan):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from . import packing
 from .prepare_registry import ELEMENTS, SCORE_ELEMENTS
-from .vocab import ElementKind, MaskLayout, Model, OpCategory, PrepareOp, TileRule
+from .vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, Model, OpCategory, PrepareOp, TileRule
 
 _INT64_MAX = 2**63 - 1
 
@@ -56,6 +56,11 @@ class PrepareDescriptor(Model):
     @property
     def kind(self) -> PrepareOp:
         raise NotImplementedError
+
+    @property
+    def layout_id(self) -> str:
+        """The layout of the weight that is made or read."""
+        return CANONICAL_LAYOUT
 
     def operands(self) -> tuple[Operand, ...]:
         """Every operand, in the order of the arguments."""
@@ -165,9 +170,10 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
 
 
 class PackSparse24Descriptor(PrepareDescriptor):
-    """A weight [M, K] of f16 or bf16 from the canonical form to ``tile64x128_16bit_v1``, or back.
+    """A weight [M, K] of f16, bf16, s8 or fp8_e4m3 from the canonical form to its element's tiles, or back.
 
-    ``direction`` is ``pack`` or ``unpack``; the other fields as of PruneSparse24Descriptor.
+    ``direction`` is ``pack`` or ``unpack``; packing.py has the layouts. The other fields as of
+    PruneSparse24Descriptor.
     """
 
     direction: Literal["pack", "unpack"] = "pack"
@@ -178,9 +184,13 @@ class PackSparse24Descriptor(PrepareDescriptor):
     def kind(self) -> PrepareOp:
         return PrepareOp(self.direction)
 
+    @property
+    def layout_id(self) -> str:
+        return packing.layout_of(self.element).layout_id
+
     def operands(self) -> tuple[Operand, ...]:
         back = self.direction == "unpack"
-        shape, u8 = packing.TILES_16BIT.packed_shape(self.m, self.k), ElementKind.U8
+        shape, u8 = packing.layout_of(self.element).packed_shape(self.m, self.k), ElementKind.U8
         packed = Operand("packed", "packed", Role.WEIGHT if back else Role.OUT, shape, u8)
         if back:
             return (packed, *self._kept(Role.OUT), _STATUS)

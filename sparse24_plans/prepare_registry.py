@@ -12,8 +12,6 @@ from typing import Protocol
 
 from .errors import UnsupportedError
 from .vocab import (
-    CANONICAL_LAYOUT,
-    TILE64X128_LAYOUT,
     ArchSku,
     BackendKind,
     DeviceProperties,
@@ -33,6 +31,8 @@ ELEMENTS = (F32, F16, BF16, S8, U8, E4M3, E5M2)
 """The elements of weights that can be prepared."""
 SCORE_ELEMENTS = (F32, F16, BF16)
 """The elements of scores."""
+PACKED_ELEMENTS = (F16, BF16, S8, E4M3)
+"""The elements that packing.py has a layout for."""
 
 
 class Problem(Protocol):
@@ -57,7 +57,6 @@ class PrepareSpec:
     elements: tuple[ElementKind, ...] = ELEMENTS
     arch: ArchSku = ArchSku.ANY
     min_compute_capability: tuple[int, int] = (8, 0)
-    layout: str = CANONICAL_LAYOUT
     limits: Callable[[Problem], str | None] = lambda problem: None
 
     @property
@@ -104,7 +103,7 @@ _GRID_X = 2**31 - 1
 BLOCK_BYTES = 16384
 """Dense bytes that a block of the kernels over a flat matrix works on."""
 TILE_SIDES = (64, 128)
-"""Rows and columns of a block of the packing kernels."""
+"""Rows and columns of a block of the packing kernels, at least."""
 SQUARE_SIDE = 128
 """Rows, and columns, of a block of the kernel over 4x4 tiles."""
 
@@ -134,10 +133,10 @@ _DEVICE, _HOST = (BackendKind.PREPARE, Tier.INFLATE), (BackendKind.HOST, Tier.HO
 KERNELS: tuple[PrepareSpec, ...] = (
     PrepareSpec("prune", *_DEVICE, _PRUNE_OPS, limits=_flat_limits),
     PrepareSpec("inflate", *_DEVICE, (PrepareOp.DECOMPRESS,), limits=_flat_limits),
-    PrepareSpec("pack", *_DEVICE, _PACK_OPS, (F16, BF16), layout=TILE64X128_LAYOUT, limits=_pack_limits),
+    PrepareSpec("pack", *_DEVICE, _PACK_OPS, PACKED_ELEMENTS, limits=_pack_limits),
     PrepareSpec("tile_prune", *_DEVICE, (PrepareOp.TILE_PRUNE,), limits=_square_limits),
     PrepareSpec("host_prepare", *_HOST, tuple(op for op in PrepareOp if op not in _PACK_OPS)),
-    PrepareSpec("host_pack", *_HOST, _PACK_OPS, (F16, BF16), layout=TILE64X128_LAYOUT),
+    PrepareSpec("host_pack", *_HOST, _PACK_OPS, PACKED_ELEMENTS),
 )
 
 

@@ -36,7 +36,6 @@ from sparse24_plans import (
     UnpackSparse24Args,
 )
 from sparse24_plans.prepare_problems import PrepareDescriptor, Role
-from sparse24_plans.vocab import TILE64X128_LAYOUT
 
 from .support import Guarded, synchronize
 
@@ -122,7 +121,7 @@ class PrepareCase:
         if isinstance(desc, PackSparse24Descriptor) and desc.direction == "unpack":
             args, home = UnpackSparse24Args, given["packed"][0].device
             given["packed"] = [
-                PackedWeight(TILE64X128_LAYOUT, desc.m, desc.k, desc.element, home, tuple(given["packed"]))
+                PackedWeight(desc.layout_id, desc.m, desc.k, desc.element, home, tuple(given["packed"]))
             ]
         if "weight" in given:
             given["weight"] = [Sparse24Weight(*given["weight"], element=desc.element, validate=False)]

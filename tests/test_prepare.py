@@ -183,13 +183,13 @@ def test_decompress_puts_zero_where_nothing_is_kept(device):
 # Packing ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize("element", ["f16", "bf16", "s8", "fp8_e4m3"])
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (64, 128), (65, 136), (130, 264)])
 def test_pack_and_unpack_are_packings_inverse_pair(element, m, k, device):
     kind = ElementKind(element)
     dense = matrix(np.random.default_rng(4), (m, k), kind, "any_bits")
     weight = Sparse24Weight.prune_compress(dense, element=kind)
-    parts = {"values": weight.values.view(np.uint16), "metadata": weight.metadata}
+    parts = {"values": weight.values.view(kind.bits_dtype), "metadata": weight.metadata}
     case = PrepareCase(PackSparse24Descriptor(m=m, k=k, element=kind), device, parts)
     packed = case.run()["packed"]
     case.plan.check(case.args)  # nothing to find

@@ -22,6 +22,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TileRule,
 )
+from sparse24_plans.prepare_registry import PACKED_ELEMENTS
 
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, equal, matrix, run
 
@@ -61,7 +62,7 @@ def test_the_bits_are_the_hosts(element, mood):
         both(DecompressSparse24Descriptor(**fields), **kept)
         mask = rng.integers(0, 256, (m, k // 8), dtype=np.uint8)
         both(MaskSparse24Descriptor(**fields), dense=dense, mask=mask)
-        if element.itemsize == 2:
+        if element in PACKED_ELEMENTS:
             packed = both(PackSparse24Descriptor(**fields), **kept)
             back = both(PackSparse24Descriptor(**fields, direction="unpack"), **packed)
             assert np.array_equal(back["values"], kept["values"])
@@ -106,7 +107,7 @@ def medium(name: str, **change) -> PrepareCase:
     shape = (desc.m, desc.k)
     inputs = {"dense": matrix(rng, shape, desc.element, "normal")}
     inputs |= run(PruneCompressSparse24Descriptor(m=desc.m, k=desc.k, element=desc.element), "host", **inputs)
-    if desc.element.itemsize == 2:
+    if desc.element in PACKED_ELEMENTS:
         inputs |= run(PackSparse24Descriptor(m=desc.m, k=desc.k, element=desc.element), "host", **inputs)
     if name in ("mask", "mask_tiles"):
         size = (desc.m, desc.k // 8) if name == "mask" else (desc.m // 8, desc.k // 8, 8)
@@ -328,7 +329,7 @@ from tests.prepare_cases import PrepareCase
 from tests.test_prepare_gpu import NAMES, medium
 for name in NAMES:
     for m, k in ((8, 8), (72, 264), (136, 24)):
-        for element in ("bf16",) if "pack" in name else sys.argv[1:]:
+        for element in ("bf16", "s8") if "pack" in name else sys.argv[1:]:
             medium(name, m=m, k=k, element=element).run()
 print("done")
 """

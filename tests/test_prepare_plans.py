@@ -171,10 +171,10 @@ def test_why_nothing_serves(preference, device, reason):
         prepare_registry.choose(rows)
 
 
-@pytest.mark.parametrize("element", [e for e in ELEMENTS if e not in ("f16", "bf16")])
-def test_only_16_bit_floats_are_packed(element):
+@pytest.mark.parametrize("element", [e for e in ELEMENTS if e not in prepare_registry.PACKED_ELEMENTS])
+def test_only_elements_with_a_layout_are_packed(element):
     desc = PackSparse24Descriptor(m=M, k=K, element=element)
-    with pytest.raises(UnsupportedError, match=f"serves elements f16, bf16, not {element}"):
+    with pytest.raises(UnsupportedError, match=f"serves elements f16, bf16, s8, fp8_e4m3, not {element}"):
         PLANS[type(desc)][0].select(desc, device="host")
 
 

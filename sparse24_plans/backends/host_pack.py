@@ -32,7 +32,7 @@ class Kernel:
 
     def _unpack(self, views: dict[str, TensorView]) -> None:
         desc = self._desc
-        layout, tiles = packing.TILES_16BIT, views["packed"]
+        layout, tiles = packing.layout_of(desc.element), views["packed"]
         packed = PackedWeight(layout.layout_id, desc.m, desc.k, desc.element, HOST, (tiles,))
         values, metadata = packing.unpack_tiles(layout, tiles.bits(), packed)
         views["values"].bits()[...] = values

@@ -1,4 +1,4 @@
-"""Launches ``smxx_pack.cu``: canonical weights to tiles of 64 x 128, and back. One kernel, no workspace."""
+"""Launches ``smxx_pack.cu``: canonical weights to tiles of 64 rows, and back. One kernel, no workspace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 
 from .. import jit
-from ..packing import TILES_16BIT
+from ..packing import layout_of
 from ..prepare_problems import PackSparse24Descriptor
 from ..tensors import TensorView
 from ..vocab import DeviceProperties, PrepareOp
@@ -33,7 +33,7 @@ class Kernel:
 
     def __init__(self, desc: PackSparse24Descriptor, device: DeviceProperties) -> None:
         self._desc = desc
-        down, across, _ = TILES_16BIT.packed_shape(desc.m, desc.k)
+        down, across, _ = layout_of(desc.element).packed_shape(desc.m, desc.k)
         self._blocks = down * across
         self._checks = desc.kind is PrepareOp.UNPACK
         self.launches = 2 if self._checks else 1
