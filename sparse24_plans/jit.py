@@ -178,6 +178,7 @@ class Function:
             raw.max_dynamic_shared_size_bytes = shared_bytes
         self._function = raw.kernel
         self._launch = import_cupy().cuda.driver.launchKernel
+        self._overlapping: dict[int, cuda_driver_abi.OverlappingLaunch] = {}
 
     def bind(
         self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
@@ -192,11 +193,14 @@ class Function:
         address = ctypes.addressof(pointers)
         keep = (self, parameters, pointers)
         if overlapping:
-            early = cuda_driver_abi.overlapping_launcher(function, blocks, threads, shared, address)
+            early = self._overlapping.get(blocks)
+            if early is None:
+                early = cuda_driver_abi.OverlappingLaunch(function, blocks, threads, shared)
+                self._overlapping[blocks] = early
 
             def launch_early(stream: int, _keep: Any = keep) -> None:
                 try:
-                    early(stream)
+                    early(stream, address)
                 except cuda_driver_abi.CudaDriverError as error:
                     raise DriverError(error.call, error.status) from error
 

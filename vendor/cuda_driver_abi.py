@@ -6,8 +6,7 @@ Provenance: VENDOR.md.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 # CUtensorMapDataType, by bytes of an unsigned element
@@ -70,32 +69,32 @@ def _driver() -> ctypes.CDLL:
     return library
 
 
-def overlapping_launcher(
-    function: int, blocks: int, threads: int, shared_bytes: int, parameters: int
-) -> Callable[[int], None]:
-    """A launcher of ``function``, taking a stream handle: the kernel may start before its predecessor ends.
+class OverlappingLaunch:
+    """Launches of ``function`` that may start before the kernel in front of them in the stream has ended.
 
-    So the kernel itself must wait (``griddepcontrol.wait``) before it touches memory. ``parameters`` is the
-    address of the array of pointers to its parameters. Any thread may call the launcher; it raises
-    CudaDriverError.
+    So the kernel must wait by itself (``griddepcontrol.wait``) before it touches memory.
     """
-    launch = _driver().cuLaunchKernelEx
-    attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-    template = _LaunchConfig(
-        (blocks, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), 1
-    )
-    byref, copy = ctypes.byref, _LaunchConfig.from_buffer_copy
 
-    def launch_on(stream: int, _keep: Any = attribute) -> None:
-        config = copy(template)
+    __slots__ = ("_attribute", "_function", "_launch", "_template")
+
+    def __init__(self, function: int, blocks: int, threads: int, shared_bytes: int) -> None:
+        self._function, self._launch = function, _driver().cuLaunchKernelEx
+        self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        attributes = ctypes.pointer(self._attribute)
+        self._template = _LaunchConfig(
+            (blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1
+        )
+
+    def __call__(self, stream: int, parameters: int) -> None:
+        """Enqueue. ``parameters``: address of the array of pointers to them. Raises CudaDriverError."""
+        config = _LaunchConfig.from_buffer_copy(self._template)
         config.stream = stream
-        status = launch(byref(config), function, parameters, None)
+        status = self._launch(ctypes.byref(config), self._function, parameters, None)
         if status:
             raise CudaDriverError("cuLaunchKernelEx", status)
 
-    return launch_on
 
-
+@lru_cache(maxsize=1024)
 def swizzled_matrix_map(
     address: int, rows: int, columns: int, row_bytes: int, itemsize: int, box_rows: int
 ) -> bytes:
