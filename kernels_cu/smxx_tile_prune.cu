@@ -375,22 +375,6 @@ __device__ __forceinline__ void store_transposed(const TilePruneParams& p, const
     if (row + kSide * (first + y) < p.m) to[y] = shared.metadata[first + y][c];
 }
 
-#ifndef S24_AHEAD
-#define S24_AHEAD 0
-#endif
-// Asks the L2 cache for the cells of a block that starts later: while these are worked on, memory is read.
-__device__ __forceinline__ void prefetch_block(const TilePruneParams& p, u32 block, u32 across) {
-  constexpr int kLine = 128, kLines = kBlockSide * S24_WIDTH / kLine;  // of a row
-  const u32 down = block / across;
-  const i64 row = (i64)down * kBlockSide, column = (i64)(block - down * across) * kBlockSide;
-#pragma unroll
-  for (int i = threadIdx.x; i < kBlockSide * kLines; i += kThreads) {
-    const i64 r = row + i / kLines, bytes = column * S24_WIDTH + i % kLines * kLine;
-    if (r < p.m && bytes < p.k * S24_WIDTH)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.dense + r * p.k * S24_WIDTH + bytes));
-  }
-}
-
 extern "C" __global__ void S24_BOUNDS tile_prune(const __grid_constant__ TilePruneParams p) {
   __shared__ Shared shared;
   const u32 across = (u32)((p.k + kBlockSide - 1) / kBlockSide), down = blockIdx.x / across;
@@ -407,7 +391,6 @@ extern "C" __global__ void S24_BOUNDS tile_prune(const __grid_constant__ TilePru
   for (int r = 0; r < 8; ++r) band[r / 4].row[r % 4] = inside ? load_row(below(from, pitch, r)) : Row{};
   KeptPair* values = (KeptPair*)p.values + square;
   u16* metadata = p.metadata + square;
-  if (S24_AHEAD && blockIdx.x + S24_AHEAD < gridDim.x) prefetch_block(p, blockIdx.x + S24_AHEAD, across);
   Kept upper[kSide];
   u32 codes_t[2][2], masks[2];  // band, tile: codes of four columns
 #pragma unroll

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks.harness import ROOT, kernels_sha256
-from benchmarks.problems import SHAPES, TOKENS
+from benchmarks.problems import PREPARE_SHAPES, SHAPES, TOKENS
 from sparse24_plans import BackendKind
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,6 +48,32 @@ def test_the_benchmark_record_is_complete():
         assert row["cusparselt_us"] is None or math.isfinite(row["cusparselt_us"])
     assert {"run_us", "launch_us", "select_cached_us", "import_s"} <= found["host"].keys()
     assert all({"op", "m", "k", "element", "us", "copy_us"} == row.keys() for row in found["prepare"])
+
+
+SHARES = {
+    "prune": 0.8,
+    "compress": 0.75,
+    "prune_compress": 0.8,
+    "decompress": 0.8,
+    "pack": 0.75,
+    "tile_prune": 0.6,
+}
+"""The least share of a device copy's speed, by op."""
+
+
+@pytest.mark.parametrize("shape", PREPARE_SHAPES, ids=str)
+@pytest.mark.parametrize("op", SHARES)
+def test_weights_are_prepared_at_memory_speed(op, shape):
+    found = record("h200.json")
+    (row,) = select(found["prepare"], op, shape)
+    assert row["copy_us"] / row["us"] >= SHARES[op]
+    if op == "tile_prune":
+        (peer,) = select(found["prepare_peers"], op, shape)
+        assert peer["us"] / row["us"] >= 3
+
+
+def select(rows: list[dict], op: str, shape: tuple[int, int]) -> list[dict]:
+    return [row for row in rows if (row["op"], row["m"], row["k"], row["element"]) == (op, *shape, "bf16")]
 
 
 def test_host_costs_are_within_what_is_promised():
