@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .harness import ROOT, environment
 
-_PROCESSES = 10
+_PROCESSES = 14
 
 
 def _run(expression: str, arguments: tuple[str, ...]) -> tuple[int, Counter[str]]:

@@ -50,7 +50,8 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
     dense = cell.dense()
     contenders, errors = [dense] if dense else [], {}
     for name, preference in _MEASURED.items():
-        if (backends and name not in backends) or n > _MOST_TOKENS.get(name, n):
+        wanted = not backends or any(name.startswith(backend) for backend in backends)
+        if not wanted or n > _MOST_TOKENS.get(name, n):
             continue
         made = cell.ours(name, preference)
         if made is None:

@@ -172,6 +172,7 @@ print("done")
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["compress", "pack", "tile_prune", "decompress"])
 def test_the_first_launch_may_be_a_capture(name):
     code = FIRST_LAUNCH_IN_CAPTURE.format(name=name)
@@ -179,6 +180,7 @@ def test_the_first_launch_may_be_a_capture(name):
     assert done.stdout.strip() == "done", done.stderr
 
 
+@pytest.mark.alone
 @every_kernel
 def test_run_allocates_no_device_memory(name):
     import cupy

@@ -38,7 +38,7 @@ def test_the_benchmark_record_is_complete():
     assert found["schema"] == 1
     cells = {(row["m"], row["k"], row["n"]) for row in found["gemm"] if row["backend"] == "auto"}
     assert cells == {(*shape, n) for shape in SHAPES for n in TOKENS}
-    backends = {"auto", *(kind.value for kind in BackendKind)}
+    backends = {"auto", "wgmma_sp_invariant", *(kind.value for kind in BackendKind)}
     for row in found["gemm"]:
         assert row["backend"] in backends
         assert row["us"] > 0

@@ -81,9 +81,7 @@ class OverlappingLaunch:
         self._function, self._launch = function, _driver().cuLaunchKernelEx
         self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         attributes = ctypes.pointer(self._attribute)
-        self._template = _LaunchConfig(
-            (blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1
-        )
+        self._template = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1)
 
     def __call__(self, stream: int, parameters: int) -> None:
         """Enqueue. ``parameters``: address of the array of pointers to them. Raises CudaDriverError."""
