@@ -38,7 +38,7 @@ _FORCED = {
 _INVARIANT = PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require={"batch_invariant": True})
 _MEASURED = {**_FORCED, "wgmma_sp_invariant": _INVARIANT}
 """What asking for batch invariance costs is a row of its own."""
-_MOST_TOKENS = {"inflate_strict": 1024, "mma_sp": 1024}
+_MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
 """Past these they are nobody's choice, and take most of a record's time."""
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
@@ -62,7 +62,7 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
         contenders.append(made)
     if not errors:
         return []
-    times = time_contenders(contenders)
+    times = time_contenders(contenders, rounds=11)
     chosen = GemmSparse24Plan.select(cell.desc, device=0).sku.backend.value
     if chosen in errors:  # what select chooses is the kernel of that backend, just timed
         times["auto"], errors["auto"] = times[chosen], errors[chosen]

@@ -14,10 +14,10 @@
 #define S24_OPTIMAL 2
 
 constexpr int kThreads = 256;
-#if S24_RULE == S24_OPTIMAL  // its sums take the registers they take
+#if S24_RULE == S24_OPTIMAL || S24_WIDTH == 4  // they take the registers they take
 #define S24_BOUNDS __launch_bounds__(kThreads)
 #else
-#define S24_BOUNDS __launch_bounds__(kThreads, S24_WIDTH == 4 ? 2 : 4)
+#define S24_BOUNDS __launch_bounds__(kThreads, 4)
 #endif
 constexpr int kAcross = 16, kDown = 16;  // threads of a block
 constexpr int kSide = 8;                 // cells of a thread's square
