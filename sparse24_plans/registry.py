@@ -85,6 +85,8 @@ class KernelSpec:
     """Whether it takes scale_x or scale_w; ``limits`` may refuse some."""
     limits: Callable[[Problem], str | None] = lambda problem: None
     min_workspace: Callable[[Problem], int] = lambda problem: 0
+    yields: Callable[[Problem, DeviceProperties], str | None] = lambda problem, device: None
+    """Why a row below is the faster one on the device, or None."""
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
     """What has to be installed before the kernel can run on the device, or None."""
 
@@ -244,6 +246,18 @@ DECODE_TOKENS = 16
 """Up to which n mma_sp is the fastest kernel, as measured on an H200."""
 
 
+def _fills_badly(problem: Problem, device: DeviceProperties) -> str | None:
+    """mma_sp has a block or two for each 64 rows of W.
+
+    As measured on an H200, wgmma_sp is the faster one where the last wave is nearly empty or waves are many.
+    """
+    blocks, available = -(-problem.m // 64), max(1, device.multiprocessors)
+    waves = -(-blocks // available)
+    if waves == 1 or (waves * available < 1.5 * blocks and waves <= 4):
+        return None
+    return f"is preferred where its blocks fill the device evenly, not for {blocks} on {available}"
+
+
 def few_tokens(problem: Problem) -> int:
     """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
     return 256 if problem.m * problem.k >= 1 << 26 else 128
@@ -349,6 +363,10 @@ def _needs_cusparselt(device: DeviceProperties) -> str | None:
     return None
 
 
+def _never(problem: Problem, device: DeviceProperties) -> str | None:
+    return None
+
+
 # The table ----------------------------------------------------------------------------------------
 
 _MMA_SP = KernelSpec(
@@ -362,10 +380,12 @@ _MMA_SP = KernelSpec(
     ops=(GemmOp.FORWARD,),
     layout=TILE64X128_LAYOUT,
     limits=_up_to(lambda problem: DECODE_TOKENS),
+    yields=_fills_badly,
 )
 
 _WGMMA_SP = replace(
     _MMA_SP,
+    yields=_never,
     name="wgmma_sp",
     backend=BackendKind.WGMMA_SP,
     arch=ArchSku.SM90A,
@@ -412,7 +432,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=_wgmma_sp_fp8, elements=(FP8,)),
     replace(_WGMMA_SP_8BIT, name=PROMOTED_FP8, guarantee=_wgmma_sp_fp8_promoted, elements=(FP8,)),
     # Where there is no wgmma.
-    replace(_MMA_SP, name="mma_sp_batch", limits=_up_to(few_tokens)),
+    replace(_MMA_SP, name="mma_sp_batch", limits=_up_to(few_tokens), yields=_never),
     KernelSpec(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,
@@ -424,7 +444,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         min_workspace=lambda problem: sum(cublas_regions(problem)),
         missing=_needs_cublaslt,
     ),
-    replace(_MMA_SP, name="mma_sp_many", limits=_mma_sp_limits),
+    replace(_MMA_SP, name="mma_sp_many", limits=_mma_sp_limits, yields=_never),
     KernelSpec(
         name="inflate_strict",
         backend=BackendKind.INFLATE_STRICT,
@@ -533,7 +553,7 @@ def _mismatch(
         return "serves x_order and y_order row"
     if not spec.scales and (problem.scale_x, problem.scale_w) != (ScaleKind.NONE, ScaleKind.NONE):
         return "takes no scale_x or scale_w"
-    if (limit := spec.limits(problem)) is not None:
+    if (limit := spec.limits(problem) or spec.yields(problem, device)) is not None:
         return limit
     needed, allowed = spec.min_workspace(problem), preference.max_workspace_bytes
     if allowed is not None and needed > allowed:
