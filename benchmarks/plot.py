@@ -19,9 +19,11 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 NAMES = {
-    "mma_sp": "mma_sp (ours, sparse tensor cores)",
-    "inflate_cublas": "inflate_cublas (ours)",
-    "inflate_strict": "inflate_strict (ours, bit-exact)",
+    "auto": "ours: what select chooses",
+    "wgmma_sp": "wgmma_sp",
+    "wgmma_sp_invariant": "wgmma_sp, batch-invariant",
+    "mma_sp": "mma_sp, batch-invariant",
+    "inflate_cublas": "inflate_cublas",
 }
 # Bytes of a 16-bit weight, dense over packed: what the memory allows where weights are all that moves.
 BANDWIDTH_LIMIT = 2 / 1.125
@@ -51,7 +53,8 @@ def main(record_path: str, out: str) -> None:
     peers = [row for row in record["gemm"] if row["backend"] == "auto"]
     lines["cuSPARSELt, best of its search"] = speedups(peers, "cusparselt_us")
     for label, line in lines.items():
-        axes.plot(list(line), list(line.values()), marker="o", label=label)
+        width = 3 if label == NAMES["auto"] else 1.2
+        axes.plot(list(line), list(line.values()), marker="o", markersize=4, linewidth=width, label=label)
     axes.axhline(1, color="black", linewidth=1, label="dense cuBLAS")
     axes.axhline(BANDWIDTH_LIMIT, color="grey", linestyle="--", label="what memory allows at small N")
     axes.set_xscale("log", base=2)

@@ -76,6 +76,58 @@ def select(rows: list[dict], op: str, shape: tuple[int, int]) -> list[dict]:
     return [row for row in rows if (row["op"], row["m"], row["k"], row["element"]) == (op, *shape, "bf16")]
 
 
+def speedups(tokens: tuple[int, ...], peer: str, element: str = "bf16") -> list[float]:
+    """Of the plan that select chooses, over the peer, a figure a cell that the peer serves."""
+    found = record("h200.json")["gemm"]
+    rows = [row for row in found if row["backend"] == "auto" and row["element"] == element]
+    return [row[peer] / row["us"] for row in rows if row["n"] in tokens and row[peer]]
+
+
+def mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+DECODE, MIDDLE, PREFILL = (1, 8, 16, 32, 64), (128, 256, 512), (1024, 2048, 4096, 8192)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "over_dense", "worst", "over_cusparselt"),
+    [(DECODE, 1.6, 1.2, 2.2), (MIDDLE, 1.35, 1.0, 1.15), (PREFILL, 1.45, 1.2, 1.0)],
+    ids=["decode", "middle", "prefill"],
+)
+def test_bf16_is_as_fast_as_the_readme_says(tokens, over_dense, worst, over_cusparselt):
+    dense, peer = speedups(tokens, "dense_us"), speedups(tokens, "cusparselt_us")
+    assert len(dense) == len(SHAPES) * len(tokens)
+    assert len(peer) >= len(SHAPES) * (len(tokens) - 1)  # cuSPARSELt serves no n = 1
+    assert mean(dense) >= over_dense
+    assert min(dense) >= worst
+    assert mean(peer) >= over_cusparselt
+    assert min(peer) >= 0.9
+
+
+def test_f16_decodes_as_fast_as_bf16():
+    found = {
+        (row["m"], row["k"], row["n"], row["element"]): row["us"]
+        for row in record("h200.json")["gemm"]
+        if row["backend"] == "auto" and row["n"] <= 64
+    }
+    ratios = [us / found[(*cell, "bf16")] for (*cell, element), us in found.items() if element == "f16"]
+    assert len(ratios) >= 3 * len(SHAPES)
+    assert mean(ratios) <= 1.03
+
+
+def test_select_chooses_nearly_the_fastest_of_our_kernels():
+    best: dict[tuple, float] = {}
+    chosen: dict[tuple, float] = {}
+    for row in record("h200.json")["gemm"]:
+        cell = (row["m"], row["k"], row["n"], row["element"])
+        if row["backend"] == "auto":
+            chosen[cell] = row["us"]
+        elif row["backend"] not in ("cusparselt", "wgmma_sp_invariant"):
+            best[cell] = min(best.get(cell, math.inf), row["us"])
+    assert all(best[cell] / us >= 0.97 for cell, us in chosen.items())
+
+
 def test_host_costs_are_within_what_is_promised():
     host = record("h200.json")["host"]
     assert host["launch_us"] <= 6
