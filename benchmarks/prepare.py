@@ -191,8 +191,8 @@ def _copies(moved: int, count: int) -> Contender:
 def row_of(job: Job, shape: tuple[int, int], element: ElementKind) -> Row:
     """Microseconds of the op and of the copy, interleaved, over buffers that exceed the L2 cache.
 
-    For some milliseconds after copies an H200 runs kernels up to 8% slower than in a row of kernels. So the op
-    runs twice a round, and the second time counts: peers are timed without copies between, too.
+    For some milliseconds after copies an H200 runs kernels up to 8% slower than in a row of kernels. So the
+    op runs twice a round, and the second time counts: peers are timed without copies between, too.
     """
     args, buffers = job.make()
     job.check(args)

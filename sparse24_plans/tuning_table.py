@@ -50,7 +50,7 @@ class TunableBackend(Protocol):
     """What the module of a kernel that can be tuned has, beside ``Kernel(configuration=...)``."""
 
     def candidates(self, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-        """Configurations worth trying for the problem; the default one isn't among them."""
+        """Configurations worth trying for the problem. A row refuses those that would break its promises."""
         ...
 
     def tuning_version(self, device: DeviceProperties) -> str:

@@ -35,7 +35,7 @@ from sparse24_plans import (
     tune,
     tuning,
 )
-from sparse24_plans.backends import cusparselt, mma_sp
+from sparse24_plans.backends import cusparselt, mma_sp, wgmma_sp
 from sparse24_plans.tuning_table import EMPTY, TunedKernel, shipped
 
 H200 = DeviceProperties(
@@ -274,6 +274,25 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
             assert asked["STAGES"] >= 2
             assert asked["TOKEN_TILES"] == configuration["token_tiles"]
             assert tuple(configuration.values()) != default[1:4]
+
+
+@pytest.mark.parametrize("n", [16, 64, 200, 2048])
+@pytest.mark.parametrize("row", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_promoted"])
+def test_a_row_of_wgmma_sp_refuses_cuts_that_break_its_promises(monkeypatch, n, row):
+    monkeypatch.setattr(jit, "load", lambda *args, **options: None)
+    spec = registry.find(row)
+    element = "fp8_e4m3" if row.endswith("promoted") else "bf16"
+    desc = GemmSparse24Descriptor(n=n, m=8192, k=4096, element=element)
+    kept = []
+    for configuration in wgmma_sp.candidates(desc, H200):
+        try:
+            wgmma_sp.Kernel(desc, H200, spec, PlanPreference(), configuration)
+        except UnsupportedError:
+            continue
+        kept.append(wgmma_sp.Cut(**configuration))
+    assert kept
+    if spec.guarantee(desc).batch_invariant:
+        assert {(cut.slices, cut.parts) for cut in kept} == {(1, 1 if element == "fp8_e4m3" else 4)}
 
 
 def test_where_there_is_one_cut_there_are_no_candidates():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .. import jit
 from .._vendor import cuda_driver_abi
-from ..errors import DriverError
+from ..errors import DriverError, UnsupportedError
 from ..gemm import GemmSparse24Descriptor, Operands
 from ..packing import TILE_M, TileLayout, layout_of
 from ..registry import PROMOTED_FP8, KernelSpec
@@ -177,21 +177,27 @@ def promotes(spec: KernelSpec) -> bool:
     return spec.name == PROMOTED_FP8
 
 
+def cuts_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> tuple[Cut, ...]:
+    """The cuts with which the row keeps what it promises."""
+    if promotes(spec):
+        return one_block_cuts(desc.n, 1)
+    if spec.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
+        return one_block_cuts(desc.n, slices_of(desc.m, multiprocessors))  # as many as mma_sp has slices
+    return cuts(desc.n)
+
+
 def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> Cut:
     """The cut of the least predicted time: the same one whenever it is asked."""
-    if promotes(spec):
-        tried = one_block_cuts(desc.n, 1)
-    elif spec.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        tried = one_block_cuts(desc.n, slices_of(desc.m, multiprocessors))  # as many as mma_sp has slices
-    else:
-        tried = cuts(desc.n)
+    tried = cuts_of(desc, spec, multiprocessors)
     columns = desc.k * desc.element.itemsize / 2
     return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, columns, multiprocessors))
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-    """For the row that promises no batch invariance: what the model ranks."""
-    return [cut._asdict() for cut in cuts(desc.n)]
+    """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
+    parts = slices_of(desc.m, device.multiprocessors)
+    found = dict.fromkeys(cuts(desc.n) + one_block_cuts(desc.n, parts) + one_block_cuts(desc.n, 1))
+    return [cut._asdict() for cut in found]
 
 
 def tuning_version(device: DeviceProperties) -> str:
@@ -216,9 +222,7 @@ class Kernel:
         configuration: Mapping[str, int] | None = None,
     ) -> None:
         self._desc = desc
-        self._cut = cut = (
-            Cut(**configuration) if configuration else cut_of(desc, spec, device.multiprocessors)
-        )
+        self._cut = cut = self._choose(desc, spec, device.multiprocessors, configuration)
         self._items = items = cut.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
@@ -240,6 +244,20 @@ class Kernel:
             defines(desc, cut, self._promote),
             shared_bytes=cut.shared_bytes(layout),
         )
+
+    @staticmethod
+    def _choose(
+        desc: GemmSparse24Descriptor,
+        spec: KernelSpec,
+        multiprocessors: int,
+        configuration: Mapping[str, int] | None,
+    ) -> Cut:
+        if not configuration:
+            return cut_of(desc, spec, multiprocessors)
+        cut = Cut(**configuration)
+        if cut not in cuts_of(desc, spec, multiprocessors):
+            raise UnsupportedError(f"configuration: {spec.name} can't keep its promises with {cut}")
+        return cut
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
         desc, cut = self._desc, self._cut
