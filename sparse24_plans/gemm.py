@@ -68,18 +68,21 @@ class DgradSparse24Args:
     dx: Any
 
 
-class Kernel(Protocol):
-    """What a backend module's ``Kernel`` class provides. Built at select: it compiles and sizes itself."""
+class BackendKernel(Protocol):
+    """What a backend module's ``Kernel`` class is. Built at select: it compiles and sizes itself.
 
-    workspace_size: int
-    workspace_alignment: int
-    weight_alignment: int
+    It states only what is other than here: one launch on the device, without workspace, for any operands.
+    """
+
+    workspace_size: int = 0
+    workspace_alignment: int = 1
+    weight_alignment: int = 16
     """Bytes that the addresses of the weight's buffers are multiples of."""
-    source_alignment: int
-    source_row_alignment: int
+    source_alignment: int = 1
+    source_row_alignment: int = 1
     """Bytes that the source's address, and the distance of its rows, are multiples of."""
-    result_alignment: int
-    launches: int
+    result_alignment: int = 1
+    launches: int = 1
     """Kernels that one run enqueues."""
     details: str
     """One line for ``explain``: tile, algorithm."""
@@ -154,7 +157,7 @@ class GemmSparse24Plan:
         properties: DeviceProperties,
         rows: tuple[registry.Considered, ...],
         spec: registry.KernelSpec,
-        kernel: Kernel,
+        kernel: BackendKernel,
         tested: tuple[str, ...] = (),
     ) -> None:
         self.descriptor = descriptor
@@ -448,7 +451,7 @@ def _explanation(
     device: DeviceProperties,
     rows: tuple[registry.Considered, ...],
     chosen: registry.KernelSpec | None,
-    kernel: Kernel | None,
+    kernel: BackendKernel | None,
 ) -> Explanation:
     return Explanation(
         device=str(device),

@@ -16,7 +16,7 @@ import numpy as np
 from .. import canonical
 from .._vendor import cusparselt_abi as abi
 from ..errors import BackendUnavailableError, DriverError, MisalignedOperandError, UnsupportedError
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..registry import KernelSpec
 from ..tensors import TensorView, import_cupy
 from ..vocab import (
@@ -57,7 +57,7 @@ _SOME_ADDRESS = 256
 _ON = 1
 
 
-class Kernel:
+class Kernel(BackendKernel):
     workspace_alignment = 256
     weight_alignment = abi.ALIGNMENT
     source_alignment = abi.ALIGNMENT

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import canonical
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..jit import KERNEL_FOLDER
 from ..registry import KernelSpec
 from ..tensors import TensorView
@@ -24,14 +24,8 @@ from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPre
 Array = np.ndarray[Any, Any]
 
 
-class Kernel:
-    workspace_size = 0
-    workspace_alignment = 1
+class Kernel(BackendKernel):
     weight_alignment = 1
-    source_alignment = 1
-    source_row_alignment = 1
-    result_alignment = 1
-    launches = 1
 
     def __init__(
         self,

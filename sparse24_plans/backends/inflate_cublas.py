@@ -13,7 +13,7 @@ from .. import jit
 from .._vendor import cublaslt_abi
 from ..devices import cuda_major
 from ..errors import DriverError, UnsupportedError
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..registry import KernelSpec, align_up, cublas_regions
 from ..tensors import import_cupy
 from ..vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
@@ -42,11 +42,10 @@ class _EpilogueParameters(ctypes.Structure):
     ]
 
 
-class Kernel:
+class Kernel(BackendKernel):
     workspace_alignment = 256
     weight_alignment = ALIGNMENT
     source_alignment = ALIGNMENT
-    source_row_alignment = 1
     result_alignment = ALIGNMENT
 
     def __init__(

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 
 from .. import jit
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..registry import STRICT_SMALL_TILE, KernelSpec
 from ..vocab import DeviceProperties, GemmOp, PlanPreference
 
@@ -36,15 +36,7 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-class Kernel:
-    workspace_size = 0
-    workspace_alignment = 1
-    weight_alignment = 16
-    source_alignment = 1  # any element-aligned address; 16-byte rows load faster
-    source_row_alignment = 1
-    result_alignment = 1
-    launches = 1
-
+class Kernel(BackendKernel):
     def __init__(
         self,
         desc: GemmSparse24Descriptor,

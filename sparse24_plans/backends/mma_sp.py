@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .. import jit
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..packing import TILE_M, TILES_16BIT
 from ..registry import KernelSpec
 from ..vocab import DeviceProperties, PlanPreference
@@ -132,14 +132,9 @@ def cut_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Cut:
     return cut._replace(stages=stages)
 
 
-class Kernel:
-    workspace_size = 0
-    workspace_alignment = 1
-    weight_alignment = 16
+class Kernel(BackendKernel):
     source_alignment = 16
     source_row_alignment = 16
-    result_alignment = 1
-    launches = 1
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .. import jit
 from .._vendor import cuda_driver_abi
 from ..errors import DriverError, UnsupportedError
-from ..gemm import GemmSparse24Descriptor, Operands
+from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..packing import TILE_M, TileLayout, layout_of
 from ..registry import PROMOTED_FP8, KernelSpec
 from ..tensors import TensorView
@@ -204,14 +204,9 @@ def tuning_version(device: DeviceProperties) -> str:
     return f"sources {jit.digest(_SOURCE)}"
 
 
-class Kernel:
-    workspace_size = 0
-    workspace_alignment = 1
-    weight_alignment = 16
+class Kernel(BackendKernel):
     source_alignment = 16
     source_row_alignment = 16
-    result_alignment = 1
-    launches = 1
 
     def __init__(
         self,
