@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import UnsupportedError
+from .registry import misplaced
 from .vocab import (
     ArchSku,
     BackendKind,
@@ -150,15 +151,8 @@ def consider(
 def _mismatch(
     spec: PrepareSpec, problem: Problem, preference: PlanPreference, device: DeviceProperties
 ) -> str | None:
-    if preference.prefer_backend not in (None, spec.backend):
-        return f"prefer_backend is {preference.prefer_backend}"
-    if preference.tier not in (None, spec.tier):
-        return f"tier is {preference.tier}"
-    on_host = device.kind == "host"
-    if spec.on_host != on_host:
-        return f"runs on {'the host' if spec.on_host else 'a CUDA device'}, the plan is for {device}"
-    if not on_host and device.compute_capability < spec.min_compute_capability:
-        return f"needs compute capability {spec.min_compute_capability}, got {device.compute_capability}"
+    if (reason := misplaced(spec, preference, device)) is not None:
+        return reason
     if problem.kind not in spec.ops:
         return f"does not serve op {problem.kind}"
     if problem.element not in spec.elements:

@@ -523,6 +523,32 @@ def _judge(
     return Considered(spec, reason)
 
 
+class Placed(Protocol):
+    """What every table of kernels says of where a row runs."""
+
+    @property
+    def backend(self) -> BackendKind: ...
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def on_host(self) -> bool: ...
+    @property
+    def min_compute_capability(self) -> tuple[int, int]: ...
+
+
+def misplaced(spec: Placed, preference: PlanPreference, device: DeviceProperties) -> str | None:
+    """Why a row of any table isn't the one asked for, or can't run on the device; None: it can."""
+    if preference.prefer_backend not in (None, spec.backend):
+        return f"prefer_backend is {preference.prefer_backend}"
+    if preference.tier not in (None, spec.tier):
+        return f"tier is {preference.tier}"
+    if spec.on_host != (device.kind == "host"):
+        return f"runs on {'the host' if spec.on_host else 'a CUDA device'}, the plan is for {device}"
+    if not spec.on_host and device.compute_capability < spec.min_compute_capability:
+        return f"needs compute capability {spec.min_compute_capability}, got {device.compute_capability}"
+    return None
+
+
 def _mismatch(
     spec: KernelSpec,
     problem: Problem,
@@ -530,14 +556,8 @@ def _mismatch(
     device: DeviceProperties,
     tested: tuple[str, ...],
 ) -> str | None:
-    if preference.prefer_backend not in (None, spec.backend):
-        return f"prefer_backend is {preference.prefer_backend}"
-    if preference.tier not in (None, spec.tier):
-        return f"tier is {preference.tier}"
-    if spec.on_host != (device.kind == "host"):
-        return f"runs on {'the host' if spec.on_host else 'a CUDA device'}, the plan is for {device}"
-    if device.compute_capability < spec.min_compute_capability:
-        return f"needs compute capability {spec.min_compute_capability}, got {device.compute_capability}"
+    if (reason := misplaced(spec, preference, device)) is not None:
+        return reason
     if device.compute_capability >= spec.below_compute_capability:
         below = spec.below_compute_capability
         return f"needs a compute capability below {below}, got {device.compute_capability}"

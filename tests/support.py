@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +204,33 @@ def make_case(
         dense64 = weight.to("host").decompress().astype(np.float64)
     space = scratch(plan.workspace_size(), device)
     return Case(plan, args, result, space, tuple(inputs), x, dense64, bias, scale)
+
+
+def run_from_threads(runs: Sequence[Callable[..., None]], times: int) -> None:
+    """Each of ``runs`` so often, on a thread and a stream of its own. Raises what a thread raised."""
+    import cupy
+
+    def work(run: Callable[..., None]) -> None:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for _ in range(times):
+            run(stream=stream)
+        stream.synchronize()
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(work, runs))
+
+
+def check_that_nothing_is_allocated(run: Callable[[], None]) -> None:
+    """Device memory is the same after many runs, in CuPy's pool and outside of it."""
+    import cupy
+
+    def taken() -> tuple[int, int]:
+        return cupy.get_default_memory_pool().total_bytes(), cupy.cuda.runtime.memGetInfo()[0]
+
+    before = taken()
+    for _ in range(50):
+        run()
+    assert taken() == before
 
 
 def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:

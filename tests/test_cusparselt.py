@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -38,7 +39,13 @@ from sparse24_plans.backends import cusparselt
 from sparse24_plans.devices import cuda_properties
 from sparse24_plans.tuning_table import EMPTY, TunedKernel, TuningTable, shipped
 
-from .support import Guarded, make_case, random_values
+from .support import (
+    Guarded,
+    check_that_nothing_is_allocated,
+    make_case,
+    random_values,
+    run_from_threads,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -424,15 +431,9 @@ def test_the_first_launch_may_be_a_capture():
 
 @pytest.mark.alone
 def test_run_allocates_no_device_memory():
-    import cupy
-
     case = medium()
     case.run()
-    pool, free = cupy.get_default_memory_pool().total_bytes(), cupy.cuda.runtime.memGetInfo()[0]
-    for _ in range(50):
-        case.plan.run(case.args, workspace=case.workspace.view)
-    assert cupy.get_default_memory_pool().total_bytes() == pool
-    assert cupy.cuda.runtime.memGetInfo()[0] == free
+    check_that_nothing_is_allocated(partial(case.plan.run, case.args, workspace=case.workspace.view))
 
 
 def test_the_bias_of_a_run_is_its_own():
@@ -448,27 +449,10 @@ def test_the_bias_of_a_run_is_its_own():
 
 
 def test_four_threads_on_four_streams_share_a_plan():
-    import cupy
-
     cases = [case_of(descriptor("bf16", n=96, m=512, k=512, epilogue="bias"), seed=s) for s in range(4)]
     assert len({id(case.plan) for case in cases}) == 1
-    errors: list[BaseException] = []
-
-    def work(case) -> None:
-        try:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            for _ in range(200):
-                case.plan.run(case.args, workspace=case.workspace.view, stream=stream)
-            stream.synchronize()
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    runs = [partial(case.plan.run, case.args, workspace=case.workspace.view) for case in cases]
+    run_from_threads(runs, 200)
     for case in cases:
         case.check(case.fetch())
 

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from sparse24_plans import (
 from sparse24_plans.prepare_registry import PACKED_ELEMENTS
 
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, equal, matrix, run
+from .support import check_that_nothing_is_allocated, run_from_threads
 
 pytestmark = pytest.mark.gpu
 every_element = pytest.mark.parametrize("element", ELEMENTS)
@@ -183,41 +184,17 @@ def test_the_first_launch_may_be_a_capture(name):
 @pytest.mark.alone
 @every_kernel
 def test_run_allocates_no_device_memory(name):
-    import cupy
-
     case = medium(name)
     case.run()
-    pool, free = cupy.get_default_memory_pool().total_bytes(), cupy.cuda.runtime.memGetInfo()[0]
-    for _ in range(50):
-        case.plan.run(case.args)
-    assert cupy.get_default_memory_pool().total_bytes() == pool
-    assert cupy.cuda.runtime.memGetInfo()[0] == free
+    check_that_nothing_is_allocated(partial(case.plan.run, case.args))
 
 
 @every_kernel
 def test_threads_share_a_plan(name):
-    import cupy
-
     cases = [medium(name) for _ in range(4)]
     assert len({id(case.plan) for case in cases}) == 1
     want = cases[0].run()
-    errors: list[BaseException] = []
-
-    def work(case) -> None:
-        try:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            for _ in range(50):
-                case.plan.run(case.args, stream=stream)
-            stream.synchronize()
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    run_from_threads([partial(case.plan.run, case.args) for case in cases], 50)
     assert all(equal(case.fetch(), want) for case in cases)
 
 

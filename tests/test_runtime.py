@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,13 @@ from sparse24_plans import (
     Sparse24Weight,
 )
 
-from .support import ELEMENTS, make_case, same_bits
+from .support import (
+    ELEMENTS,
+    check_that_nothing_is_allocated,
+    make_case,
+    run_from_threads,
+    same_bits,
+)
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("inflate_cublas", "inflate_strict", "mma_sp", "wgmma_sp")
@@ -85,41 +92,20 @@ def test_the_first_launch_may_be_a_capture(backend):
 @pytest.mark.alone
 @backends
 def test_run_allocates_no_device_memory(backend):
-    import cupy
-
     case = medium(backend)
     case.run()
-    pool, free = cupy.get_default_memory_pool().total_bytes(), cupy.cuda.runtime.memGetInfo()[0]
-    for _ in range(50):
-        case.plan.run(case.args, workspace=case.workspace and case.workspace.view)
-    assert cupy.get_default_memory_pool().total_bytes() == pool
-    assert cupy.cuda.runtime.memGetInfo()[0] == free
+    space = case.workspace and case.workspace.view
+    check_that_nothing_is_allocated(partial(case.plan.run, case.args, workspace=space))
 
 
 @backends
 def test_threads_share_a_plan(backend):
-    import cupy
-
     cases = [medium(backend) for _ in range(4)]
     assert len({id(case.plan) for case in cases}) == 1
     want = cases[0].run()
-    errors: list[BaseException] = []
-
-    def work(case) -> None:
-        try:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            for _ in range(100):
-                case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
-            stream.synchronize()
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    spaces = [case.workspace and case.workspace.view for case in cases]
+    runs = [partial(case.plan.run, case.args, workspace=s) for case, s in zip(cases, spaces, strict=True)]
+    run_from_threads(runs, 100)
     assert all(same_bits(case.fetch(), want) for case in cases)
 
 
