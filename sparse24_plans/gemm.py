@@ -17,10 +17,10 @@ from . import packing, registry
 from .descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .devices import place_of, resolve
 from .errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
-from .launching import as_graph, launch_on
+from .launching import Bound, launch_on
 from .operands import Operands as Operands
 from .operands import check_alignment, check_apart, check_tensor, matrix, reinterpretable
-from .tensors import Device, TensorView, Workspace, stream_handle
+from .tensors import TensorView, Workspace, stream_handle
 from .tuning_table import TunedKernel, TuningTable, shipped
 from .vocab import (
     CANONICAL_LAYOUT,
@@ -131,17 +131,10 @@ class Explanation(Model):
         return "\n".join(lines)
 
 
-class BoundGemm:
+class BoundGemm(Bound):
     """A plan with its operands: ``launch`` only launches. Keeps the operands alive."""
 
-    __slots__ = ("_device", "_keep", "_launch")
-
-    def __init__(self, launch: Callable[[int], None], device: Device, keep: tuple[Any, ...]) -> None:
-        self._launch, self._device, self._keep = launch, device, keep
-
-    def launch(self, stream: Any = None) -> None:
-        """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
-        launch_on(self._device, self._launch, stream_handle(stream, self._device))
+    __slots__ = ()
 
 
 class GemmSparse24Plan:
@@ -155,7 +148,7 @@ class GemmSparse24Plan:
         descriptor: GemmSparse24Descriptor,
         preference: PlanPreference,
         properties: DeviceProperties,
-        rows: tuple[registry.Considered, ...],
+        rows: tuple[registry.Considered[registry.KernelSpec], ...],
         spec: registry.KernelSpec,
         kernel: BackendKernel,
         tested: tuple[str, ...] = (),
@@ -190,7 +183,7 @@ class GemmSparse24Plan:
         """
         _check_descriptor(descriptor)
         properties = resolve(device)
-        return _select(descriptor, _preference(preference), properties, _table(tuning, properties))
+        return _select(descriptor, PlanPreference.of(preference), properties, _table(tuning, properties))
 
     @property
     def guarantee(self) -> PrecisionGuarantee:
@@ -277,11 +270,7 @@ class GemmSparse24Plan:
         """
         operands = self._check(args)
         launch = self._kernel.prepare(operands, self._check_workspace(workspace))
-        if self._kernel.launches > 1:
-            made: list[Callable[[int], None]] = []
-            launch_on(self._place, lambda _: made.append(as_graph(launch)), 0)
-            launch = made[0]
-        return BoundGemm(launch, self._place, (self, operands, workspace))
+        return BoundGemm(launch, self._kernel.launches, self._place, (self, operands, workspace))
 
     # Checks ---------------------------------------------------------------------------------------
 
@@ -420,7 +409,7 @@ def explain(
     properties = device if isinstance(device, DeviceProperties) else resolve(device)
     entries, _ = _tuned(descriptor, properties, _table(tuning, properties))
     tested = {name: entry.promises for name, entry in entries.items()}
-    rows = registry.consider(descriptor, _preference(preference), properties, tested)
+    rows = registry.consider(descriptor, PlanPreference.of(preference), properties, tested)
     chosen = next((row.spec for row in rows if row.reason is None), None)
     return _explanation(properties, rows, chosen, None)
 
@@ -432,24 +421,9 @@ def _check_descriptor(descriptor: object) -> None:
         )
 
 
-def _preference(given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
-    if given is None:
-        return _NO_PREFERENCE
-    if type(given) is PlanPreference:
-        return given
-    if not isinstance(given, Mapping):
-        raise InvalidProblemError(
-            f"preference: expected PlanPreference or a mapping of its fields, got {type(given).__name__}"
-        )
-    return PlanPreference.model_validate(given)
-
-
-_NO_PREFERENCE = PlanPreference()
-
-
 def _explanation(
     device: DeviceProperties,
-    rows: tuple[registry.Considered, ...],
+    rows: tuple[registry.Considered[registry.KernelSpec], ...],
     chosen: registry.KernelSpec | None,
     kernel: BackendKernel | None,
 ) -> Explanation:
@@ -498,7 +472,7 @@ def _select(
     entries, reasons = _tuned(descriptor, properties, table)
     tested = {name: entry.promises for name, entry in entries.items()}
     rows = registry.consider(descriptor, preference, properties, tested)
-    spec = registry.choose(rows, preference)
+    spec = registry.choose(rows)
     if spec.name in reasons:
         table.warn(table.find(descriptor)[spec.name], reasons[spec.name])
     entry = entries.get(spec.name)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import DriverError
-from .tensors import Device, import_cupy
+from .tensors import Device, import_cupy, stream_handle
 
 Launch = Callable[[int], None]
 
@@ -66,3 +66,21 @@ def as_graph(launch: Launch) -> Launch:
             runtime.graphLaunch(executable, handle)
 
     return launch_graph
+
+
+class Bound:
+    """A plan with its operands: ``launch`` only launches. Keeps the operands alive."""
+
+    __slots__ = ("_device", "_keep", "_launch")
+
+    def __init__(self, launch: Launch, launches: int, device: Device, keep: tuple[Any, ...]) -> None:
+        """``launches``: what one run enqueues. Where that is several, they become one CUDA graph here."""
+        if launches > 1:
+            made: list[Launch] = []
+            launch_on(device, lambda _: made.append(as_graph(launch)), 0)
+            launch = made[0]
+        self._launch, self._device, self._keep = launch, device, keep
+
+    def launch(self, stream: Any = None) -> None:
+        """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
+        launch_on(self._device, self._launch, stream_handle(stream, self._device))

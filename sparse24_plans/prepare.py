@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from typing_extensions import Self
 
-from . import canonical, prepare_registry
+from . import canonical, prepare_registry, registry
 from .devices import place_of, resolve
 from .errors import InvalidProblemError, Sparse24Error
 from .gemm import Explanation, Verdict
-from .launching import as_graph, launch_on
+from .launching import Bound, launch_on
 from .operands import check_alignment, check_apart, check_tensor, reinterpretable
 from .prepare_problems import (
     CompressSparse24Descriptor,
@@ -34,7 +34,7 @@ from .prepare_problems import (
     Role,
     TilePruneSparse24Descriptor,
 )
-from .tensors import HOST, Device, TensorView, Workspace, import_cupy, stream_handle
+from .tensors import HOST, TensorView, Workspace, import_cupy, stream_handle
 from .vocab import (
     DeviceProperties,
     EpilogueKind,
@@ -167,17 +167,10 @@ class Kernel(Protocol):
         ...
 
 
-class BoundPrepare:
+class BoundPrepare(Bound):
     """A plan with its operands: ``launch`` only launches. Keeps the operands alive."""
 
-    __slots__ = ("_device", "_keep", "_launch")
-
-    def __init__(self, launch: Callable[[int], None], device: Device, keep: tuple[Any, ...]) -> None:
-        self._launch, self._device, self._keep = launch, device, keep
-
-    def launch(self, stream: Any = None) -> None:
-        """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
-        launch_on(self._device, self._launch, stream_handle(stream, self._device))
+    __slots__ = ()
 
 
 class PreparePlan:
@@ -192,7 +185,7 @@ class PreparePlan:
         self,
         descriptor: PrepareDescriptor,
         properties: DeviceProperties,
-        rows: tuple[prepare_registry.Considered, ...],
+        rows: tuple[registry.Considered[prepare_registry.PrepareSpec], ...],
         spec: prepare_registry.PrepareSpec,
         kernel: Kernel,
     ) -> None:
@@ -225,7 +218,7 @@ class PreparePlan:
             raise InvalidProblemError(
                 f"descriptor: expected {cls.descriptor_type.__name__}, got {type(descriptor).__name__}"
             )
-        plan = _select(descriptor, _preference(preference), resolve(device))
+        plan = _select(descriptor, PlanPreference.of(preference), resolve(device))
         assert isinstance(plan, cls)
         return plan
 
@@ -298,11 +291,7 @@ class PreparePlan:
         views = self._check(args)
         self._check_workspace(workspace)
         launch = self._kernel.prepare(views)
-        if self._kernel.launches > 1:
-            made: list[Callable[[int], None]] = []
-            launch_on(self._place, lambda _: made.append(as_graph(launch)), 0)
-            launch = made[0]
-        return BoundPrepare(launch, self._place, (self, views, args))
+        return BoundPrepare(launch, self._kernel.launches, self._place, (self, views, args))
 
     # Checks ---------------------------------------------------------------------------------------
 
@@ -384,16 +373,6 @@ def _check_overlaps(operands: tuple[Operand, ...], views: Views) -> None:
             check_apart(out.argument, views[out.name], other.argument, views[other.name])
 
 
-def _preference(given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
-    if type(given) is PlanPreference:
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise InvalidProblemError(
-            f"preference: expected PlanPreference or a mapping of its fields, got {type(given).__name__}"
-        )
-    return PlanPreference.model_validate(given or {})
-
-
 @lru_cache(maxsize=4096)
 def _select(
     descriptor: PrepareDescriptor,
@@ -401,7 +380,7 @@ def _select(
     properties: DeviceProperties,
 ) -> PreparePlan:
     rows = prepare_registry.consider(descriptor, preference, properties)
-    spec = prepare_registry.choose(rows)
+    spec = registry.choose(rows)
     kernel = import_module(f".backends.{spec.name}", __package__).Kernel(descriptor, properties)
     return _PLANS[type(descriptor)](descriptor, properties, rows, spec, kernel)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .errors import UnsupportedError
-from .registry import misplaced
+from .registry import Considered, misplaced
 from .vocab import (
     ArchSku,
     BackendKind,
@@ -63,14 +62,6 @@ class PrepareSpec:
     @property
     def on_host(self) -> bool:
         return self.tier is Tier.HOST
-
-
-@dataclass(frozen=True)
-class Considered:
-    """A row and why it can't serve; ``reason`` None: it can."""
-
-    spec: PrepareSpec
-    reason: str | None
 
 
 _PRECISION = {
@@ -143,7 +134,7 @@ KERNELS: tuple[PrepareSpec, ...] = (
 
 def consider(
     problem: Problem, preference: PlanPreference, device: DeviceProperties
-) -> tuple[Considered, ...]:
+) -> tuple[Considered[PrepareSpec], ...]:
     """Every row of the table, in order, with the reason why it can't serve."""
     return tuple(Considered(spec, _mismatch(spec, problem, preference, device)) for spec in KERNELS)
 
@@ -160,12 +151,3 @@ def _mismatch(
     if (limit := spec.limits(problem)) is not None:
         return limit
     return preference.require.unmet(guarantee(problem), problem.k)
-
-
-def choose(rows: tuple[Considered, ...]) -> PrepareSpec:
-    """The first row that can serve. Raises UnsupportedError with every row's reason."""
-    for row in rows:
-        if row.reason is None:
-            return row.spec
-    reasons = "; ".join(f"{row.spec.name}: {row.reason}" for row in rows)
-    raise UnsupportedError(f"no kernel can serve this problem. {reasons}")

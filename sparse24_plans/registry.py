@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from .errors import BackendUnavailableError, UnsupportedError
 from .vocab import (
@@ -95,11 +95,29 @@ class KernelSpec:
         return self.tier is Tier.HOST
 
 
+class Placed(Protocol):
+    """What a row of any table of kernels says of itself."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> BackendKind: ...
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def on_host(self) -> bool: ...
+    @property
+    def min_compute_capability(self) -> tuple[int, int]: ...
+
+
+Row = TypeVar("Row", bound=Placed)
+
+
 @dataclass(frozen=True)
-class Considered:
+class Considered(Generic[Row]):
     """A row and why it can't serve; ``reason`` None: it can."""
 
-    spec: KernelSpec
+    spec: Row
     reason: str | None
     unavailable: bool = False
 
@@ -263,11 +281,16 @@ def few_tokens(problem: Problem) -> int:
     return 256 if problem.m * problem.k >= 1 << 26 else 128
 
 
+def _tile_blocks(problem: Problem) -> str | None:
+    """Whether the tensor core kernels' smallest tiles, each cut into at most 8 slices of K, fit the grid."""
+    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
+    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+
+
 def _mma_sp_limits(problem: Problem) -> str | None:
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
-    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
-    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+    return _tile_blocks(problem)
 
 
 def _up_to(tokens: Callable[[Problem], int]) -> Callable[[Problem], str | None]:
@@ -288,8 +311,7 @@ def _wgmma_sp_limits(problem: Problem) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
-    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
-    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+    return _tile_blocks(problem)
 
 
 def _cublas_limits(problem: Problem) -> str | None:
@@ -363,14 +385,11 @@ def _needs_cusparselt(device: DeviceProperties) -> str | None:
     return None
 
 
-def _never(problem: Problem, device: DeviceProperties) -> str | None:
-    return None
-
-
 # The table ----------------------------------------------------------------------------------------
 
-_MMA_SP = KernelSpec(
-    name="mma_sp",
+# Any n: chosen where there is no wgmma and batch invariance is required.
+_MMA_SP_MANY = KernelSpec(
+    name="mma_sp_many",
     backend=BackendKind.MMA_SP,
     tier=Tier.SPARSE_TENSOR_CORE,
     arch=ArchSku.SM80,
@@ -379,13 +398,11 @@ _MMA_SP = KernelSpec(
     elements=(F16, BF16),
     ops=(GemmOp.FORWARD,),
     layout=TILE64X128_LAYOUT,
-    limits=_up_to(lambda problem: DECODE_TOKENS),
-    yields=_fills_badly,
+    limits=_mma_sp_limits,
 )
 
 _WGMMA_SP = replace(
-    _MMA_SP,
-    yields=_never,
+    _MMA_SP_MANY,
     name="wgmma_sp",
     backend=BackendKind.WGMMA_SP,
     arch=ArchSku.SM90A,
@@ -424,7 +441,7 @@ _CUSPARSELT = KernelSpec(
 )
 
 KERNELS: tuple[KernelSpec, ...] = (
-    _MMA_SP,
+    replace(_MMA_SP_MANY, name="mma_sp", limits=_up_to(lambda problem: DECODE_TOKENS), yields=_fills_badly),
     _WGMMA_SP,
     # The bits of mma_sp for any n: chosen where batch invariance is required.
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=_mma_sp),
@@ -432,7 +449,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=_wgmma_sp_fp8, elements=(FP8,)),
     replace(_WGMMA_SP_8BIT, name=PROMOTED_FP8, guarantee=_wgmma_sp_fp8_promoted, elements=(FP8,)),
     # Where there is no wgmma.
-    replace(_MMA_SP, name="mma_sp_batch", limits=_up_to(few_tokens), yields=_never),
+    replace(_MMA_SP_MANY, name="mma_sp_batch", limits=_up_to(few_tokens)),
     KernelSpec(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,
@@ -444,7 +461,7 @@ KERNELS: tuple[KernelSpec, ...] = (
         min_workspace=lambda problem: sum(cublas_regions(problem)),
         missing=_needs_cublaslt,
     ),
-    replace(_MMA_SP, name="mma_sp_many", limits=_mma_sp_limits, yields=_never),
+    _MMA_SP_MANY,
     KernelSpec(
         name="inflate_strict",
         backend=BackendKind.INFLATE_STRICT,
@@ -494,7 +511,7 @@ def consider(
     preference: PlanPreference,
     device: DeviceProperties,
     tested: Mapping[str, tuple[str, ...]] | None = None,
-) -> tuple[Considered, ...]:
+) -> tuple[Considered[KernelSpec], ...]:
     """Every row of the table, in order, with the reason why it can't serve.
 
     ``tested``: row -> flags of its guarantee that a self-test of the configuration at hand has confirmed.
@@ -516,24 +533,11 @@ def _judge(
     preference: PlanPreference,
     device: DeviceProperties,
     tested: tuple[str, ...],
-) -> Considered:
+) -> Considered[KernelSpec]:
     reason = _mismatch(spec, problem, preference, device, tested)
     if reason is None and (absent := spec.missing(device)) is not None:
         return Considered(spec, absent, unavailable=True)
     return Considered(spec, reason)
-
-
-class Placed(Protocol):
-    """What every table of kernels says of where a row runs."""
-
-    @property
-    def backend(self) -> BackendKind: ...
-    @property
-    def tier(self) -> Tier: ...
-    @property
-    def on_host(self) -> bool: ...
-    @property
-    def min_compute_capability(self) -> tuple[int, int]: ...
 
 
 def misplaced(spec: Placed, preference: PlanPreference, device: DeviceProperties) -> str | None:
@@ -581,8 +585,8 @@ def _mismatch(
     return preference.require.unmet(guarantee_of(spec, problem, tested), problem.reduction)
 
 
-def choose(rows: tuple[Considered, ...], preference: PlanPreference) -> KernelSpec:
-    """The first row that can serve.
+def choose(rows: tuple[Considered[Row], ...]) -> Row:
+    """The first row of any table that can serve.
 
     Raises UnsupportedError with every row's reason; BackendUnavailableError where the only obstacle is
     something that can be installed.

@@ -382,6 +382,22 @@ class PlanPreference(Model):
     tier: Tier | None = None
     require: GuaranteeRequirement = GuaranteeRequirement()
 
+    @classmethod
+    def of(cls, given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
+        """``given``, or one of a mapping's fields, or that of no wishes. Raises InvalidProblemError."""
+        if given is None:
+            return _NO_PREFERENCE
+        if type(given) is cls:
+            return given
+        if not isinstance(given, Mapping):
+            raise InvalidProblemError(
+                f"preference: expected PlanPreference or a mapping of its fields, got {type(given).__name__}"
+            )
+        return cls.model_validate(given)
+
+
+_NO_PREFERENCE = PlanPreference()
+
 
 class KernelSku(Model):
     """Identity of the kernel behind a plan."""

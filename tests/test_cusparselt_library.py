@@ -163,7 +163,7 @@ def test_versions_that_serve(version):
 def test_a_missing_or_wrong_library_says_what_to_install(version, words):
     rows = registry.consider(DESC, FORCED, hopper(version))
     with pytest.raises(BackendUnavailableError) as caught:
-        registry.choose(rows, FORCED)
+        registry.choose(rows)
     for word in (*words, "pip install", "sparse24_plans[cusparselt12]", "[cusparselt13]"):
         assert word in str(caught.value)
 

@@ -26,6 +26,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     UnsupportedError,
     prepare_registry,
+    registry,
 )
 from sparse24_plans.prepare_problems import Role
 from sparse24_plans.vocab import PrepareOp
@@ -168,7 +169,7 @@ def test_every_op_is_served_on_the_host_and_on_a_gpu(op):
 def test_why_nothing_serves(preference, device, reason):
     rows = prepare_registry.consider(DESCRIPTORS[0], PlanPreference(**preference), device)
     with pytest.raises(UnsupportedError, match=reason):
-        prepare_registry.choose(rows)
+        registry.choose(rows)
 
 
 @pytest.mark.parametrize("element", [e for e in ELEMENTS if e not in prepare_registry.PACKED_ELEMENTS])
@@ -186,7 +187,7 @@ def test_what_overflows_the_grid_is_unsupported(kind, m, k):
     rows = prepare_registry.consider(kind(m=m, k=k, element="f32"), PlanPreference(), H200)
     assert any("exceed the grid limit" in (row.reason or "") for row in rows)
     with pytest.raises(UnsupportedError):
-        prepare_registry.choose(rows)
+        registry.choose(rows)
 
 
 def test_wrong_descriptors_and_preferences():

@@ -70,7 +70,7 @@ def chosen(
 def choose(device: DeviceProperties, **preference: object) -> registry.KernelSpec:
     """What ``select`` does before it compiles."""
     wanted = PlanPreference(**preference)
-    return registry.choose(registry.consider(PROBLEM, wanted, device), wanted)
+    return registry.choose(registry.consider(PROBLEM, wanted, device))
 
 
 # The order of the table ---------------------------------------------------------------------------

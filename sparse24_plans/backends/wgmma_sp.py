@@ -154,10 +154,15 @@ _SHARED_FROM = 1024
 """Tokens from which a cluster of two shares X: measured to pay where there are many waves."""
 
 
+def _fewest_tokens(n: int) -> int:
+    """Of a block that takes all of n <= 64 tokens."""
+    return next(tokens for tokens in (8, 16, 32, 64) if n <= tokens)
+
+
 def cuts(n: int) -> tuple[Cut, ...]:
     """The cuts that are tried for n tokens."""
     if n <= 64:
-        tokens = next(t for t in (8, 16, 32, 64) if n <= t)
+        tokens = _fewest_tokens(n)
         return tuple(Cut(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in _FEW_TOKENS)
     if n >= _SHARED_FROM:
         return tuple(Cut(w, r, tokens, 2) for w, r, tokens, _ in _MANY_TOKENS)
@@ -167,8 +172,7 @@ def cuts(n: int) -> tuple[Cut, ...]:
 def one_block_cuts(n: int, parts: int) -> tuple[Cut, ...]:
     """Those that sum all of K in one block, in as many parts as asked: their bits don't depend on n."""
     if n <= 64:
-        tokens = next(t for t in (8, 16, 32, 64) if n <= t)
-        return tuple(Cut(w, 1, tokens, parts=parts) for w in (1, 2))
+        return tuple(Cut(w, 1, _fewest_tokens(n), parts=parts) for w in (1, 2))
     return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _SHARED_FROM else 1, parts=parts) for w in (1, 2))
 
 
@@ -218,12 +222,11 @@ class Kernel(BackendKernel):
     ) -> None:
         self._desc = desc
         self._cut = cut = self._choose(desc, spec, device.multiprocessors, configuration)
-        self._items = items = cut.items(desc.n, desc.m)
+        items = cut.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
         self._blocks = clusters * cut.cluster
-        self._promote = promotes(spec)
-        self._layout = layout = layout_of(desc.element)
+        layout = layout_of(desc.element)
         weight_stages, source_stages = cut.stages(layout)
         self.details = (
             f"{items * cut.share} tiles of {cut.rows} rows x {cut.tokens} tokens on {self._blocks} blocks, "
@@ -236,8 +239,17 @@ class Kernel(BackendKernel):
             128 * (cut.warpgroups + 1),
             device.cuda_arch,
             device.ordinal,
-            defines(desc, cut, self._promote),
+            defines(desc, cut, promotes(spec)),
             shared_bytes=cut.shared_bytes(layout),
+        )
+        self._parameters = _Parameters(
+            n=desc.n,
+            m=desc.m,
+            row_tiles=-(-desc.m // TILE_M),
+            k_tiles=-(-desc.k // layout.tile_k),
+            alpha=desc.alpha,
+            token_blocks=-(-desc.n // cut.tokens),
+            items=items,
         )
 
     @staticmethod
@@ -268,23 +280,15 @@ class Kernel(BackendKernel):
         except cuda_driver_abi.CudaDriverError as error:
             raise DriverError(error.call, error.status) from error
         result_bytes = operands.result_stride * desc.out_element.itemsize
-        parameters = _Parameters(
-            packed=operands.weight.buffers[0].address,
-            bias=_address(operands.bias),
-            scale_x=_address(operands.scale_x),
-            scale_w=_address(operands.scale_w),
-            y=operands.result.address,
-            n=desc.n,
-            m=desc.m,
-            y_stride=operands.result_stride,
-            row_tiles=-(-desc.m // TILE_M),
-            k_tiles=-(-desc.k // self._layout.tile_k),
-            alpha=desc.alpha,
-            token_blocks=-(-desc.n // cut.tokens),
-            items=self._items,
-            vectors=(operands.result.address | result_bytes) % 16 == 0,
-        )
-        ctypes.memmove(ctypes.addressof(parameters), source, len(source))
+        parameters = _Parameters.from_buffer_copy(self._parameters)
+        ctypes.memmove(ctypes.addressof(parameters), source, len(source))  # x comes first
+        parameters.packed = operands.weight.buffers[0].address
+        parameters.bias = _address(operands.bias)
+        parameters.scale_x = _address(operands.scale_x)
+        parameters.scale_w = _address(operands.scale_w)
+        parameters.y = operands.result.address
+        parameters.y_stride = operands.result_stride
+        parameters.vectors = (operands.result.address | result_bytes) % 16 == 0
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
 
