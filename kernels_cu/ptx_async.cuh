@@ -96,13 +96,18 @@ __device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
 __device__ __forceinline__ void load_shared_words(u32 (&v)[1], u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(address));
 }
-__device__ __forceinline__ uint4 load_shared_16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ void store_shared(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, u8 v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"((u32)v) : "memory");
+}
+template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address) {
+  u32 v;
+  if constexpr (sizeof(Bits) == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  else if constexpr (sizeof(Bits) == 2) asm volatile("{\n\t.reg .u16 h;\n\tld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}" : "=r"(v) : "r"(address));
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return (Bits)v;
 }
 
 // Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.

@@ -57,6 +57,11 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
                : "memory");
 }
 
+// To L2 alone. As copy_bulk asks of `bytes` and `from`.
+__device__ __forceinline__ void prefetch_bulk(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -76,6 +81,22 @@ __device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* m
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
       : "memory");
+}
+
+// Copies, shared to global ---------------------------------------------------------------------------
+
+// What this thread stored to shared memory so far is seen by copies that are issued after it.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A box of a 2-D tensor; what lies outside of the tensor is not written.
+__device__ __forceinline__ void copy_tensor_out(const TensorMap* map, u32 column, u32 row, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
+               "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but this thread's last kPending groups have read their shared memory.
+template <int kPending> __device__ __forceinline__ void copies_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Warpgroups ----------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@
 #include "common.cuh"
 #include "ptx_wgmma.cuh"
 
+typedef Element<S24_OUT> Out;
+typedef Element<S24_BIAS> Bias;
 constexpr bool kIntegers = S24_ELEMENT == S24_S8, kBytes = kIntegers || S24_ELEMENT == S24_FP8_E4M3;
 constexpr int kWords = kBytes ? 4 : 2;  // of metadata, a lane and tile
 constexpr int kTileM = 64, kValueBytes = 8192, kTileBytes = kValueBytes + 512 * kWords;
@@ -34,8 +36,8 @@ constexpr int kBand = 8;            // row blocks that are taken with one block 
 // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
 constexpr int kSourceAt = kWeightStages * kWeightBytes;
 constexpr int kStageAt = kSourceAt + kSourceStages * kSourceBytes;
-constexpr int kStagePitch = 68;  // floats a token; 4 more than the rows keep the stores off each other's banks
-constexpr int kStageBytes = 16 * kStagePitch * 4;
+constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
+constexpr int kStepBytes = kStepTokens * 64 * sizeof(Out::Bits), kStageBytes = kBuffers * kStepBytes;
 constexpr int kBarrierAt = kStageAt + (kSlices == 1 ? kWarpgroups * kStageBytes : 0);
 constexpr int kFoldPitch = kRows + 4;  // floats
 
@@ -44,7 +46,8 @@ constexpr bool kTrade = S24_BLOCKS_PER_SM == 1 && kWarpgroups == 2;
 constexpr int kCopyRegisters = 40, kSumRegisters = 232;
 
 struct WgmmaSpParams {
-  TensorMap x;       // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
+  TensorMap x_map;  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
+  TensorMap y_map;  // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; where `aligned` and kSlices is 1
   const u8* packed;  // [row tiles][K tiles][kTileBytes]
   const void* bias;  // [m], or null
   const float* scale_x;  // [1] or [n], where S24_SCALE_X says so
@@ -54,11 +57,9 @@ struct WgmmaSpParams {
   float alpha;
   u32 token_blocks;  // of kTokens, that cover n
   u32 items;         // of a cluster's rows and tokens
-  u32 vectors;       // y takes 16-byte stores
+  u32 aligned;       // rows of y begin at multiples of 16 bytes
 };
 
-typedef Element<S24_OUT> Out;
-typedef Element<S24_BIAS> Bias;
 template <bool kInteger> struct SumOf { typedef float Type; };
 template <> struct SumOf<true> { typedef int Type; };
 typedef SumOf<kIntegers>::Type Sum;
@@ -125,6 +126,16 @@ __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item it
   return p.packed + (row_tile * p.k_tiles + tile) * kTileBytes;
 }
 
+// Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory gives a
+// multiprocessor in that time, more delays what is needed first.
+__device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
+  constexpr int kTiles = 4 / (kRowTiles * S24_BLOCKS_PER_SM), kAhead = kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
+  const Item item(p, blockIdx.x / kCluster, share);
+  for (i64 tile = slice_begin(p, slice), end = min(tile + kAhead, slice_begin(p, slice + 1)); tile < end; ++tile)
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), kTileBytes);
+}
+
 // The thread that copies W.
 __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
   Place<kWeightStages> place;
@@ -151,11 +162,14 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
       barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
       const u32 full = barriers.source_full(place.slot), to = base + kSourceAt + place.slot * kSourceBytes;
       barrier_expect(full, kSourceBytes);
-      if constexpr (kShare == 1) copy_tensor(to, &p.x, (u32)half * kBoxColumns, (u32)item.token, full);
-      else copy_tensor_multicast(to + share * kPart * 128, &p.x, (u32)half * kBoxColumns, (u32)item.token + share * kPart, full,
+      if constexpr (kShare == 1) copy_tensor(to, &p.x_map, (u32)half * kBoxColumns, (u32)item.token, full);
+      else copy_tensor_multicast(to + share * kPart * 128, &p.x_map, (u32)half * kBoxColumns, (u32)item.token + share * kPart, full,
                                  (u16)(((1 << kShare) - 1) << kShare * slice));
     }
   }
+  // Nobody leaves while others may still report to its barriers.
+  if constexpr (kShare > 1)
+    for (int i = 0; i < kSourceStages; ++i, place.next()) barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
 }
 
 // One warpgroup's sums of one item.
@@ -270,20 +284,29 @@ struct Multiplier {
   }
 };
 
-// Stores 64 rows x kTokens tokens of one warpgroup, through its staging area, so that a token's outputs go together.
+// Stores 64 rows x kTokens tokens of one warpgroup: kStepTokens at a time are staged, from where the copy engine takes
+// them while others are staged, and while the next item is multiplied.
 template <class Result> struct Writer {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
   u32 stage;
   int barrier;
+  u32 turn = 0;  // the buffer of the next step
 
-  static constexpr int kOutBytes = sizeof(Bits), kLane = 16 / kOutBytes, kChunks = 64 / kLane;  // of 16 bytes
-  static constexpr int kStepTokens = kOutBytes == 2 ? 32 : 16;                                  // staged at a time
-  static constexpr int kStep = kTokens < kStepTokens ? kTokens : kStepTokens;
+  static constexpr int kOutBytes = sizeof(Bits);
+  static constexpr int kBoxRows = kOutBytes == 4 ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;  // a token's, of a box
+  static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
 
-  __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) const {
-    const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes.
+  static __device__ __forceinline__ u32 place(int token, int row) {
+    const int in = row % kBoxRows * kOutBytes;
+    return (row / kBoxRows * kStepTokens + token) * kBoxBytes + (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
+  }
+
+  __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) {
+    if (row0 >= p.m) return;
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -293,59 +316,57 @@ template <class Result> struct Writer {
       scale_w[i] = scale_at<S24_SCALE_W>(p.scale_w, row);
     }
 #pragma unroll
-    for (int step = 0; step < kTokens / kStep; ++step) {
-      if (token0 + step * kStep >= p.n) break;
-      threads_meet(barrier, 128);
+    for (int step = 0; step < kTokens / kStepTokens; ++step) {
+      const i64 token = token0 + step * kStepTokens;
+      if (token >= p.n) break;
+      const u32 buffer = stage + turn * kStepBytes;
+      if (++turn == kBuffers) turn = 0;
+      fill(buffer, sums + step * kStepTokens / 2, token, bias, scale_w);
+      if (p.aligned) copy_out(buffer, row0, token);
+      else copy_elements(buffer, row0, token);
+    }
+  }
+
+  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 token0, const float (&bias)[2], const float (&scale_w)[2]) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
-      for (int j = 0; j < kStep / 8; ++j) {
-        const Sum* d = sums + (step * kStep / 8 + j) * 4;
-        float v[4];
+    for (int j = 0; j < kStepTokens / 8; ++j) {
+      const Sum* d = sums + 4 * j;
+      float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const i64 token = token0 + step * kStep + 8 * j + 2 * t + i % 2;
-          const float scale_x = S24_SCALE_X && token < p.n ? scale_at<S24_SCALE_X>(p.scale_x, token) : 1.0f;
-          v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        }
-        if constexpr (kOutBytes == 2) {
-          const int lane = thread % 32, token = 8 * j + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-          store_matrix_transposed_x2(stage + token * 128 + (chunk ^ token % 8) * 16, Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            store_shared(stage + ((8 * j + 2 * t + i % 2) * kStagePitch + 16 * warp + g + i / 2 * 8) * 4, rounded<Result>(d[i], v[i]));
-        }
+      for (int i = 0; i < 4; ++i) {
+        const i64 token = token0 + 8 * j + 2 * t + i % 2;
+        const float scale_x = S24_SCALE_X && token < p.n ? scale_at<S24_SCALE_X>(p.scale_x, token) : 1.0f;
+        v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
       }
-      threads_meet(barrier, 128);
+      if constexpr (kOutBytes == 2) {
+        store_matrix_transposed_x2(buffer + place(8 * j + lane % 8, row + lane / 8 % 2 * 8), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+      } else {
 #pragma unroll
-      for (int i = thread; i < kStep * kChunks; i += 128)
-        store(staged(i / kChunks, i % kChunks), token0 + step * kStep + i / kChunks, row0 + i % kChunks * kLane);
+        for (int i = 0; i < 4; ++i) store_shared(buffer + place(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
+      }
     }
   }
 
-  // 16 bytes of a token's outputs. Those of one byte are staged as words.
-  __device__ __forceinline__ uint4 staged(int token, int chunk) const {
-    const u32 at = stage + (token * kStagePitch + chunk * kLane) * 4;
-    if constexpr (kOutBytes == 2) return load_shared_16(stage + token * 128 + (chunk ^ token % 8) * 16);
-    else if constexpr (kOutBytes == 4) return load_shared_16(at);
-    else return make_uint4(four(at), four(at + 16), four(at + 32), four(at + 48));
+  // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
+  // next step's buffer has been read.
+  __device__ __forceinline__ void copy_out(u32 buffer, i64 row0, i64 token) const {
+    async_proxy_fence();
+    if (copies()) copies_read<kBuffers - 2>();
+    threads_meet(barrier, 128);
+    if (!copies()) return;
+    const int box = threadIdx.x % 128 / 32;
+    copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * kStepTokens * kBoxBytes);
+    copies_commit();
   }
+  static __device__ __forceinline__ bool copies() { return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < 64 / kBoxRows; }
 
-  static __device__ __forceinline__ u32 four(u32 at) {
-    const uint4 w = load_shared_16(at);
-    return (w.x & 255) | (w.y & 255) << 8 | (w.z & 255) << 16 | w.w << 24;
-  }
-
-  __device__ __forceinline__ void store(uint4 v, i64 token, i64 row) const {
-    if (token >= p.n || row >= p.m) return;
-    Bits* to = (Bits*)p.y + token * p.y_stride + row;
-    if (p.vectors && row + kLane <= p.m) {
-      *(uint4*)to = v;
-      return;
+  __device__ __forceinline__ void copy_elements(u32 buffer, i64 row0, i64 token0) const {
+    threads_meet(barrier, 128);
+    for (int i = threadIdx.x % 128; i < kStepTokens * 64; i += 128) {
+      const i64 token = token0 + i / 64, row = row0 + i % 64;
+      if (token < p.n && row < p.m) ((Bits*)p.y)[token * p.y_stride + row] = load_shared_as<Bits>(buffer + place(i / 64, i % 64));
     }
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < kLane; ++i)
-      if (row + i < p.m) to[i] = (Bits)(words[i * kOutBytes / 4] >> i * kOutBytes % 4 * 8);
   }
 };
 
@@ -358,7 +379,7 @@ struct Folder {
 
   static constexpr int kQuads = (kRows / 4 + kSlices - 1) / kSlices, kShareRows = 4 * kQuads, kCount = kQuads * kTokens;
   static constexpr int kFolders = 128 * kWarpgroups;
-  static constexpr int kAhead = kTrade || kWarpgroups == 1 ? 12 / kSlices / S24_BLOCKS_PER_SM : kSlices < 3 ? 2 : 1;  // loads in flight
+  static constexpr int kAhead = kTrade || (kWarpgroups == 1 && kSlices * S24_BLOCKS_PER_SM <= 6) ? 12 / kSlices / S24_BLOCKS_PER_SM : kSlices < 3 && S24_BLOCKS_PER_SM < 3 ? 2 : 1;  // loads in flight
 
   __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
       : p(p), item(item), row0(slice * kShareRows) {
@@ -366,9 +387,13 @@ struct Folder {
     for (int s = 0; s < kSlices; ++s) from[s] = cluster_address(base, share + kShare * s);
   }
 
+  // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
+  __device__ __forceinline__ bool inside(int token, int row) const {
+    return item.token + token < p.n && row < kRows && item.row_tile * kTileM + row < p.m;
+  }
+
   __device__ __forceinline__ void store(u32 (&v)[kSlices][4], int token, int row) const {
     const i64 n = item.token + token, m = item.row_tile * kTileM + row;
-    if (n >= p.n || row >= kRows) return;
     Out::Bits out[4];
     const float scale_x = scale_at<S24_SCALE_X>(p.scale_x, n);
 #pragma unroll
@@ -382,7 +407,7 @@ struct Folder {
       out[j] = rounded<Out>(total, finished(total, p, scale_x, scale_w, bias));
     }
     Out::Bits* to = (Out::Bits*)p.y + n * p.y_stride + m;
-    if (p.vectors && m + 4 <= p.m) {
+    if (p.aligned && m + 4 <= p.m) {
       if constexpr (sizeof(Out::Bits) == 1) *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
       else if constexpr (sizeof(Out::Bits) == 2) *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
       else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
@@ -400,14 +425,15 @@ struct Folder {
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
-        if (i >= kCount || row >= kRows) continue;
+        if (i >= kCount || !inside(token, row)) continue;
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) load_cluster_x4(v[a][s], from[s] + (token * kFoldPitch + row) * 4);
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders;
-        if (i < kCount) store(v[a], i / kQuads, row0 + i % kQuads * 4);
+        const int token = i / kQuads, row = row0 + i % kQuads * 4;
+        if (i < kCount && inside(token, row)) store(v[a], token, row);
       }
     }
   }
@@ -427,13 +453,15 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
   const u32 rank = blockIdx.x % kCluster, share = rank % kShare, slice = rank / kShare;
   const u32 warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
-    prefetch_map(&p.x);
+    prefetch_map(&p.x_map);
+    if (kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
     for (int i = 0; i < kWeightStages; ++i) barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * kWarpgroups);
     for (int i = 0; i < kSourceStages; ++i) barrier_init(barriers.source_full(i), 1), barrier_init(barriers.source_free(i), 4 * kWarpgroups * kShare);
     barrier_init_fence();
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_meet_relaxed();
+  if (threadIdx.x == 128 * kWarpgroups) prefetch_weights(p, share, slice);
   follow_predecessors();
 
   if (warpgroup == kWarpgroups) {
@@ -448,6 +476,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
     Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
     if constexpr (kShare > 1) multiplier.source_free = cluster_address(barriers.source_free(0), threadIdx.x % 32 % kShare + kShare * slice);
     Sums sums[kRowBlocks];
+    Writer<Out> writer{p, base + kStageAt + warpgroup * kStageBytes, 1 + (int)warpgroup};
     for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
       const Item item(p, index, share);
       const i64 tiles = slice_begin(p, slice + 1) - slice_begin(p, slice);
@@ -456,7 +485,6 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
       else multiplier.multiply(sums, tiles);
       const u32 row_tile = warpgroup * kRowBlocks;
       if constexpr (kSlices == 1) {
-        const Writer<Out> writer{p, base + kStageAt + warpgroup * kStageBytes, 1 + (int)warpgroup};
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) writer.write(sums[r], (item.row_tile + row_tile + r) * kTileM, item.token);
       } else {
@@ -472,6 +500,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PE
         Folder(p, item, base, share, slice).run();
       }
     }
+    if (kSlices == 1 && p.aligned && writer.copies()) copies_read<0>();
   }
-  if constexpr (kCluster > 1) cluster_meet_relaxed();  // nobody leaves while others still reach into its shared memory
+  if constexpr (kSlices > 1) cluster_meet_relaxed();  // nobody leaves while its sums are still read
 }

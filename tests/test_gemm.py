@@ -167,18 +167,41 @@ def test_every_cut_of_mma_sp(n, m, k):
 
 
 WGMMA_CUTS = [
-    (n, cut) for n in (13, 60, 200, 1030) for cut in (*wgmma_sp.cuts(n), *wgmma_sp.one_block_cuts(n, 8))
+    (n, cut) for n in (1, 13, 60, 200, 1030) for cut in (*wgmma_sp.cuts(n), *wgmma_sp.one_block_cuts(n, 8))
 ]
 
 
 @gpu
 @pytest.mark.parametrize(("n", "cut"), WGMMA_CUTS, ids=str)
-def test_every_cut_of_wgmma_sp(monkeypatch, n, cut):
-    """Forced on a problem that is ragged in n, m and k, has several row blocks, and uneven slices."""
+@pytest.mark.parametrize("m", [2000, 2001])
+@pytest.mark.parametrize("out_f32", [False, True])
+def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
+    """Forced on a problem that is ragged in n, m and k, has several row blocks, and uneven slices.
+
+    With m odd the rows of y begin anywhere.
+    """
     element = ("f16", "bf16")[WGMMA_CUTS.index((n, cut)) % 2]
     monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
-    alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64
+    alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64  # of its own: plans are cached
+    out = "f32" if out_f32 else element
     desc = GemmSparse24Descriptor(
-        n=n, m=2000, k=1048, element=element, epilogue="bias_silu", out_element="f32", alpha=alpha
-    )  # an alpha of its own: plans are cached
+        n=n, m=m, k=1048, element=element, epilogue="bias_silu", out_element=out, alpha=alpha
+    )
     run_and_check(desc, 0, PlanPreference(prefer_backend="wgmma_sp"), pad=8)
+
+
+@gpu
+@pytest.mark.parametrize("n", [1, 7, 16, 33])
+def test_launches_of_wgmma_sp_that_overlap(monkeypatch, n):
+    """More blocks than fit at once, of kernels that start before the one in front of them has ended."""
+    for index, cut in enumerate(wgmma_sp.cuts(n)):
+        monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors, cut=cut: cut)
+        alpha = 1 + index / 64  # of its own: plans are cached
+        desc = GemmSparse24Descriptor(n=n, m=28672, k=1024, element="bf16", alpha=alpha)
+        case = make_case(desc, 0, PlanPreference(prefer_backend="wgmma_sp"))
+        first = case.run()
+        case.check(first)
+        bound = case.plan.bind(case.args)
+        for _ in range(200):
+            bound.launch()
+        assert same_bits(case.fetch(), first)

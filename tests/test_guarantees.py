@@ -21,6 +21,7 @@ PREFERENCE = {
     "inflate_cublas": (0, PlanPreference(prefer_backend="inflate_cublas")),
     "inflate_strict": (0, PlanPreference(prefer_backend="inflate_strict")),
     "mma_sp": (0, PlanPreference(prefer_backend="mma_sp")),
+    "mma_sp_few": (0, PlanPreference(prefer_backend="mma_sp")),
     "mma_sp_batch": (0, PlanPreference(prefer_backend="mma_sp")),
     "mma_sp_many": (0, PlanPreference(prefer_backend="mma_sp")),
     "wgmma_sp": (0, PlanPreference(prefer_backend="wgmma_sp")),

@@ -34,6 +34,7 @@ from sparse24_plans import (
     registry,
 )
 from sparse24_plans.backends import host, wgmma_sp
+from sparse24_plans.packing import layout_of
 from sparse24_plans.vocab import GemmOp
 
 from .prepare_cases import kernel_descriptors
@@ -61,7 +62,8 @@ SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
     "inflate_cublas": [{"n": 0}],
     "inflate_strict": [{"n": 1}],
-    "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9)],
+    "mma_sp": [{"n": n, "m": 28672} for n in (1, 9)],
+    "mma_sp_few": [{"n": n, "m": m} for m in (4096, 6144) for n in (1, 9)],
     "mma_sp_batch": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (17, 33, 65)],
     "mma_sp_many": [{"n": 300}],
     "wgmma_sp": [{"n": 8}],
@@ -227,6 +229,20 @@ def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
     _, log = compiled(request_.source, request_.arch, request_.defines)
     static = max((int(size) for size in STATIC_SHARED.findall(log)), default=0)
     assert static + request_.shared_bytes <= LIMITS[request_.arch] * 1024
+
+
+MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
+"""Shared memory of a multiprocessor of compute capability 9.0, and what each block takes beside its own."""
+
+
+@pytest.mark.parametrize("element", ["bf16", "s8"])
+@pytest.mark.parametrize("out_bytes", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 16, 32, 64, 200, 1024])
+def test_as_many_blocks_share_a_multiprocessor_as_the_cut_says(element, out_bytes, n):
+    """Nor more: the next launch's would crowd where the first room is."""
+    for cut in (*wgmma_sp.cuts(n), *wgmma_sp.one_block_cuts(n, 4)):
+        taken = cut.shared_bytes(layout_of(ElementKind(element)), out_bytes) + RESERVED_BYTES
+        assert MULTIPROCESSOR_BYTES // taken == cut.blocks_per_sm
 
 
 def test_a_cubin_is_a_whole_elf_file():

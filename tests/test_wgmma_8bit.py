@@ -73,8 +73,9 @@ def wgmma_sp_row(name: str):
 @gpu
 @pytest.mark.parametrize(("element", "out"), PAIRS)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_every_result_of_every_epilogue(element, out, epilogue):
-    desc = descriptor(element, out, epilogue=epilogue)
+@pytest.mark.parametrize(("n", "m"), [(41, 208), (41, 203), (300, 2000)])
+def test_every_result_of_every_epilogue(element, out, epilogue, n, m):
+    desc = descriptor(element, out, epilogue=epilogue, n=n, m=m)
     case = make_case(desc, 0, FORCED, pad=16)
     got = case.run()
     case.check(got)
@@ -95,16 +96,17 @@ def test_scales(element, out, scale_x, scale_w, n):
         assert same_bits(got, make_case(desc, "host", ORACLE).run())
 
 
-EIGHT_BIT_CUTS = [(n, cut) for n in (13, 60, 200, 1030) for cut in wgmma_sp.cuts(n)]
+EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in wgmma_sp.cuts(n)]
 
 
 @gpu
 @pytest.mark.parametrize(("n", "cut"), EIGHT_BIT_CUTS, ids=str)
-def test_every_cut_sums_integers_exactly(monkeypatch, n, cut):
+@pytest.mark.parametrize("odd", [0, 1])
+def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
     """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
     monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
     rng = np.random.default_rng(n)
-    m, k = 1000 + EIGHT_BIT_CUTS.index((n, cut)), 3344  # an m of its own: plans are cached
+    m, k = 1000 + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd, 3344  # an m of its own: plans are cached
     x, dense = (rng.integers(120, 128, shape).astype(np.int8) for shape in ((n, k), (m, k)))
     dense[:, 2::4] = dense[:, 3::4] = 0
     case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="s8"), 0, FORCED, x=x, dense=dense)

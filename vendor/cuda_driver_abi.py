@@ -12,7 +12,8 @@ from typing import Any
 # CUtensorMapDataType, by bytes of an unsigned element
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 # CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
-_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_INTERLEAVE_NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
+_SWIZZLE = {64: 2, 128: 3}  # by bytes of a box's rows
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
@@ -94,12 +95,13 @@ class OverlappingLaunch:
 
 @lru_cache(maxsize=1024)
 def swizzled_matrix_map(
-    address: int, rows: int, columns: int, row_bytes: int, itemsize: int, box_rows: int
+    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int]
 ) -> bytes:
-    """A CUtensorMap of a row-major matrix, read in boxes of ``box_rows`` rows x 128 bytes, 128-byte swizzle.
+    """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their width.
 
-    What lies outside of the matrix reads as zero bits. ``address`` and ``row_bytes`` are multiples of 16,
-    ``row_bytes`` below 2^40, the extents from 1 to 2^32, ``box_rows`` at most 256. Raises CudaDriverError.
+    A box's row is 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as zero
+    bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40, the
+    extents from 1 to 2^32. Raises CudaDriverError.
     """
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
@@ -108,12 +110,12 @@ def swizzled_matrix_map(
         _UNSIGNED[itemsize],
         2,
         address,
-        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 2)(*reversed(shape)),
         (ctypes.c_uint64 * 1)(row_bytes),
-        (ctypes.c_uint32 * 2)(128 // itemsize, box_rows),
+        (ctypes.c_uint32 * 2)(*reversed(box)),
         (ctypes.c_uint32 * 2)(1, 1),
         _INTERLEAVE_NONE,
-        _SWIZZLE_128B,
+        _SWIZZLE[box[1] * itemsize],
         _L2_PROMOTION_256B,
         _FILL_ZEROS,
     )

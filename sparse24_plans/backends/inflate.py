@@ -9,8 +9,8 @@ import ctypes
 from collections.abc import Callable
 
 from .. import jit
+from ..limits import INFLATE_BLOCK_BYTES
 from ..prepare_problems import DecompressSparse24Descriptor
-from ..registry import INFLATE_BLOCK_BYTES
 from ..tensors import TensorView
 from ..vocab import CANONICAL_LAYOUT, DeviceProperties, ElementKind
 from ..weights import PackedWeight

@@ -14,7 +14,8 @@ from .._vendor import cublaslt_abi
 from ..devices import cuda_major
 from ..errors import DriverError, UnsupportedError
 from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
-from ..registry import KernelSpec, align_up, cublas_regions
+from ..limits import align_up, cublas_regions
+from ..registry import KernelSpec
 from ..tensors import import_cupy
 from ..vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
 from .inflate import ALIGNMENT, Inflate

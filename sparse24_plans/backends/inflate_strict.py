@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from .. import jit
 from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
-from ..registry import STRICT_SMALL_TILE, KernelSpec
+from ..limits import STRICT_SMALL_TILE
+from ..registry import KernelSpec
 from ..vocab import DeviceProperties, GemmOp, PlanPreference
 
 # (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.

@@ -18,8 +18,10 @@ from ..vocab import DeviceProperties, ElementKind, PlanPreference, ScaleKind
 from .mma_sp import slices_of
 
 _SOURCE = "sm90a_gemm_wgmma_sp.cu"
-_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
-_STAGING_BYTES = 16 * 68 * 4  # of a warpgroup's results on their way out
+_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
+"""The most a block can have, by how many share a multiprocessor."""
+_STEP_BYTES, _BUFFERS = 8192, 2
+"""Of a warpgroup's results on their way out: what is staged at a time, and buffers for it."""
 _BARRIER_BYTES = 512
 
 
@@ -27,7 +29,8 @@ class _Parameters(ctypes.Structure):
     """WgmmaSpParams of the kernel."""
 
     _fields_ = [
-        ("x", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("scale_x", ctypes.c_void_p),
@@ -41,7 +44,7 @@ class _Parameters(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("token_blocks", ctypes.c_uint32),
         ("items", ctypes.c_uint32),
-        ("vectors", ctypes.c_uint32),
+        ("aligned", ctypes.c_uint32),
         ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
     ]
 
@@ -66,23 +69,33 @@ class Cut(NamedTuple):
     def cluster(self) -> int:
         return self.share * self.slices
 
-    @property
-    def _staging_bytes(self) -> int:
-        return self.warpgroups * _STAGING_BYTES if self.slices == 1 else 0
+    def step_tokens(self, out_bytes: int) -> int:
+        """Tokens that a warpgroup stages at a time on their way out."""
+        return min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
+
+    def _staging_bytes(self, out_bytes: int) -> int:
+        step_bytes = self.step_tokens(out_bytes) * TILE_M * out_bytes
+        return self.warpgroups * _BUFFERS * step_bytes if self.slices == 1 else 0
 
     def _stage_bytes(self, layout: TileLayout) -> tuple[int, int]:
         return self.rows // TILE_M * layout.tile_bytes, 128 * self.tokens
 
-    def stages(self, layout: TileLayout) -> tuple[int, int]:
+    def stages(self, layout: TileLayout, out_bytes: int) -> tuple[int, int]:
         """Of W and of X: as many as fit. X comes in steps half as long."""
         weight, source = self._stage_bytes(layout)
-        room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes
+        room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(out_bytes)
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
-    def shared_bytes(self, layout: TileLayout) -> int:
-        (weights, sources), (weight, source) = self.stages(layout), self._stage_bytes(layout)
-        return weights * weight + sources * source + self._staging_bytes + _BARRIER_BYTES
+    def shared_bytes(self, layout: TileLayout, out_bytes: int) -> int:
+        """At least so much that no more blocks than ``blocks_per_sm`` share a multiprocessor.
+
+        Those of the next launch start early: were there room, they would crowd on the multiprocessors that
+        are done first, and leave others idle.
+        """
+        (weights, sources), (weight, source) = self.stages(layout, out_bytes), self._stage_bytes(layout)
+        used = weights * weight + sources * source + self._staging_bytes(out_bytes) + _BARRIER_BYTES
+        return max(used, _SHARED_BYTES[self.blocks_per_sm + 1] + 1)
 
     def items(self, n: int, m: int) -> int:
         """Pieces of work, one a cluster."""
@@ -93,24 +106,23 @@ class Cut(NamedTuple):
         usable = multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11
         return max(1, usable * self.blocks_per_sm // self.cluster)
 
-    def microseconds(self, n: int, m: int, columns: float, multiprocessors: int) -> float:
-        """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing.
-
-        ``columns``: of W, in units of two bytes; 8-bit elements are as fast by the byte.
-        """
-        depth = columns / self.slices
-        rate = _TERAFLOPS * (1.025 if self.tokens == 256 else 1)
-        multiply = 2e-6 * self.rows * self.tokens * depth / rate
-        copy = depth * (1.125 * self.rows + 2 * self.tokens) / _BYTES_PER_US
-        if self.warpgroups == 1 and self.tokens <= 64:
-            copy *= 0.78
+    def microseconds(self, n: int, m: int, k: int, layout: TileLayout, multiprocessors: int) -> float:
+        """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing."""
+        fit = _FEW_FIT if self.tokens <= _FEW else _MANY_FIT if self.tokens < 256 else _WIDEST_FIT
+        depth = k / self.slices
+        row_bytes = layout.tile_bytes / (TILE_M * layout.tile_k)  # of W, a dense column
+        multiply = layout.itemsize * self.rows * self.tokens * depth / fit.products_per_us
+        copy = depth * (row_bytes * self.rows + layout.itemsize * self.tokens) / fit.copied_per_us
+        if self.rows == TILE_M:
+            copy *= fit.one_tile
         each = _soft_max(multiply, copy)
-        resident = self.resident_clusters(multiprocessors) // self.blocks_per_sm
-        waves = -(-self.items(n, m) // max(1, resident))
-        if self.slices > 1:  # they fold, and the next wave starts afresh
-            each += 0.75e-4 * self.rows * self.tokens + (2.5 if waves > 1 else 0)
-        memory = (1.125 * m * columns + 2 * n * (columns + m)) / _MEMORY_BYTES_PER_US
-        return _LAUNCH_US + _soft_max(waves * each, memory)
+        resident, items = self.resident_clusters(multiprocessors), self.items(n, m)
+        if self.slices > 1:  # they fold, and what follows starts afresh
+            fold = fit.fold_us * self.rows * self.tokens + (fit.again_us if items > resident else 0)
+            each += fold / self.blocks_per_sm
+        waves = -(-items // max(1, resident // self.blocks_per_sm))
+        memory = (row_bytes * m * k + layout.itemsize * n * k + 2 * n * m) / fit.moved_per_us
+        return fit.launch_us + _soft_max(waves * each, memory)
 
 
 def _soft_max(a: float, b: float) -> float:
@@ -118,13 +130,28 @@ def _soft_max(a: float, b: float) -> float:
     return math.sqrt(math.hypot(a * a, b * b))
 
 
-_TERAFLOPS = 8.0
-"""Of one multiprocessor, for 16-bit elements."""
-_BYTES_PER_US = 147e3
-"""Into one multiprocessor."""
-_MEMORY_BYTES_PER_US = 3.9e6
-_LAUNCH_US = 2.8
+class _Fit(NamedTuple):
+    """Constants of the model."""
 
+    products_per_us: float
+    """Of one multiprocessor, times the bytes of an element."""
+    copied_per_us: float
+    """Bytes into one multiprocessor."""
+    moved_per_us: float
+    """Bytes of memory."""
+    launch_us: float
+    fold_us: float
+    """Of one sum."""
+    again_us: float
+    one_tile: float
+    """What copying takes where a block has one row tile, relative to more of them."""
+
+
+_FEW_FIT = _Fit(7.4e6, 140e3, 4.0e6, 3.0, 2.1e-4, 3.6, 0.87)
+_MANY_FIT = _Fit(8.0e6, 147e3, 3.9e6, 2.8, 0.75e-4, 2.5, 1.0)
+_WIDEST_FIT = _MANY_FIT._replace(products_per_us=8.2e6)
+_FEW = 64
+"""Up to so many tokens one block takes them all, and memory sets the pace."""
 
 # (warpgroups, row tiles of one, slices, blocks per multiprocessor)
 _FEW_TOKENS = (
@@ -132,13 +159,11 @@ _FEW_TOKENS = (
     (1, 1, 2, 1),
     (2, 1, 1, 1),
     (2, 1, 2, 1),
-    (3, 1, 1, 1),
     (3, 1, 2, 1),
     (2, 2, 1, 1),
-    (1, 1, 1, 2),
-    (1, 1, 2, 2),
-    (2, 1, 1, 2),
 )
+_FEWEST_TOKENS = ((1, 1, 3, 4),)
+"""For n <= 32, too."""
 # (warpgroups, row tiles of one, tokens, slices)
 _MANY_TOKENS = ((2, 1, 256, 1), (2, 1, 128, 1), (2, 2, 128, 1))
 _SOME_TOKENS = (
@@ -161,9 +186,10 @@ def _fewest_tokens(n: int) -> int:
 
 def cuts(n: int) -> tuple[Cut, ...]:
     """The cuts that are tried for n tokens."""
-    if n <= 64:
+    if n <= _FEW:
         tokens = _fewest_tokens(n)
-        return tuple(Cut(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in _FEW_TOKENS)
+        few = _FEW_TOKENS + (_FEWEST_TOKENS if n <= 32 else ())
+        return tuple(Cut(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in few)
     if n >= _SHARED_FROM:
         return tuple(Cut(w, r, tokens, 2) for w, r, tokens, _ in _MANY_TOKENS)
     return tuple(Cut(w, r, tokens, 1, slices) for w, r, tokens, slices in _MANY_TOKENS + _SOME_TOKENS)
@@ -171,7 +197,7 @@ def cuts(n: int) -> tuple[Cut, ...]:
 
 def one_block_cuts(n: int, parts: int) -> tuple[Cut, ...]:
     """Those that sum all of K in one block, in as many parts as asked: their bits don't depend on n."""
-    if n <= 64:
+    if n <= _FEW:
         return tuple(Cut(w, 1, _fewest_tokens(n), parts=parts) for w in (1, 2))
     return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _SHARED_FROM else 1, parts=parts) for w in (1, 2))
 
@@ -193,8 +219,8 @@ def cuts_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int
 def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> Cut:
     """The cut of the least predicted time: the same one whenever it is asked."""
     tried = cuts_of(desc, spec, multiprocessors)
-    columns = desc.k * desc.element.itemsize / 2
-    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, columns, multiprocessors))
+    layout = layout_of(desc.element)
+    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, desc.k, layout, multiprocessors))
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -227,7 +253,8 @@ class Kernel(BackendKernel):
         clusters = min(items, cut.resident_clusters(device.multiprocessors)) if cut.slices == 1 else items
         self._blocks = clusters * cut.cluster
         layout = layout_of(desc.element)
-        weight_stages, source_stages = cut.stages(layout)
+        out_bytes = desc.out_element.itemsize
+        weight_stages, source_stages = cut.stages(layout, out_bytes)
         self.details = (
             f"{items * cut.share} tiles of {cut.rows} rows x {cut.tokens} tokens on {self._blocks} blocks, "
             f"K in {cut.slices * cut.parts} slices, clusters of {cut.cluster}, "
@@ -240,7 +267,7 @@ class Kernel(BackendKernel):
             device.cuda_arch,
             device.ordinal,
             defines(desc, cut, promotes(spec)),
-            shared_bytes=cut.shared_bytes(layout),
+            shared_bytes=cut.shared_bytes(layout, out_bytes),
         )
         self._parameters = _Parameters(
             n=desc.n,
@@ -267,29 +294,44 @@ class Kernel(BackendKernel):
         return cut
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc, cut = self._desc, self._cut
+        desc = self._desc
+        parameters = _Parameters.from_buffer_copy(self._parameters)
+        result_bytes = operands.result_stride * desc.out_element.itemsize
+        parameters.aligned = (operands.result.address | result_bytes) % 16 == 0
         try:
-            source = cuda_driver_abi.swizzled_matrix_map(
-                operands.source.address,
-                desc.n,
-                desc.k,
-                operands.source_stride * desc.element.itemsize,
-                desc.element.itemsize,
-                cut.tokens // cut.share,
-            )
+            maps = self._source_map(operands)
+            if parameters.aligned and self._cut.slices == 1:
+                maps += self._result_map(operands)
         except cuda_driver_abi.CudaDriverError as error:
             raise DriverError(error.call, error.status) from error
-        result_bytes = operands.result_stride * desc.out_element.itemsize
-        parameters = _Parameters.from_buffer_copy(self._parameters)
-        ctypes.memmove(ctypes.addressof(parameters), source, len(source))  # x comes first
+        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
         parameters.packed = operands.weight.buffers[0].address
         parameters.bias = _address(operands.bias)
         parameters.scale_x = _address(operands.scale_x)
         parameters.scale_w = _address(operands.scale_w)
         parameters.y = operands.result.address
         parameters.y_stride = operands.result_stride
-        parameters.vectors = (operands.result.address | result_bytes) % 16 == 0
         return self._function.bind(self._blocks, parameters, overlapping=True)
+
+    def _source_map(self, operands: Operands) -> bytes:
+        desc, size = self._desc, self._desc.element.itemsize
+        return cuda_driver_abi.swizzled_matrix_map(
+            operands.source.address,
+            (desc.n, desc.k),
+            operands.source_stride * size,
+            size,
+            (self._cut.tokens // self._cut.share, 128 // size),
+        )
+
+    def _result_map(self, operands: Operands) -> bytes:
+        desc, size = self._desc, self._desc.out_element.itemsize
+        return cuda_driver_abi.swizzled_matrix_map(
+            operands.result.address,
+            (desc.n, desc.m),
+            operands.result_stride * size,
+            size,
+            (self._cut.step_tokens(size), min(TILE_M, 128 // size)),
+        )
 
 
 def _address(view: TensorView | None) -> int:
@@ -301,7 +343,8 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 def defines(desc: GemmSparse24Descriptor, cut: Cut, promote: bool) -> dict[str, int]:
     """Macros of the kernel for one problem type and cut."""
-    weight_stages, source_stages = cut.stages(layout_of(desc.element))
+    out_bytes = desc.out_element.itemsize
+    weight_stages, source_stages = cut.stages(layout_of(desc.element), out_bytes)
     return {
         **jit.type_defines(desc),
         "WARPGROUPS": cut.warpgroups,
@@ -317,4 +360,5 @@ def defines(desc: GemmSparse24Descriptor, cut: Cut, promote: bool) -> dict[str, 
         "BLOCKS_PER_SM": cut.blocks_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "SOURCE_STAGES": source_stages,
+        "STEP_TOKENS": cut.step_tokens(out_bytes),
     }
