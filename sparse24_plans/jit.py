@@ -199,10 +199,7 @@ class Function:
                 self._overlapping[blocks] = early
 
             def launch_early(stream: int, _keep: Any = keep) -> None:
-                try:
-                    early(stream, address)
-                except cuda_driver_abi.CudaDriverError as error:
-                    raise DriverError(error.call, error.status) from error
+                early(stream, address)
 
             return launch_early
 

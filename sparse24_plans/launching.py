@@ -6,12 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ._vendor.library_error import LibraryError
 from .errors import DriverError
 from .tensors import Device, import_cupy, stream_handle
 
 Launch = Callable[[int], None]
 
 _bound_threads = threading.local()
+
+
+def driver_error(error: LibraryError) -> DriverError:
+    return DriverError(error.call, error.status, error.name)
 
 
 def launch_on(device: Device, launch: Launch, stream: int) -> None:
@@ -35,6 +40,8 @@ def launch_on(device: Device, launch: Launch, stream: int) -> None:
         finally:
             runtime.setDevice(before)
         _bound_threads.ready = before == ordinal
+    except LibraryError as error:
+        raise driver_error(error) from error
     except (cuda.driver.CUDADriverError, runtime.CUDARuntimeError) as error:
         raise DriverError("kernel launch", error.status, str(error)) from error
 

@@ -35,6 +35,7 @@ from sparse24_plans import (
     tuning_worker,
 )
 from sparse24_plans._vendor import cusparselt_abi as abi
+from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.backends import cusparselt
 from sparse24_plans.devices import cuda_properties
 from sparse24_plans.tuning_table import EMPTY, TunedKernel, TuningTable, shipped
@@ -511,7 +512,7 @@ def test_ten_thousand_plans_leave_no_memory_behind():
 
 def test_a_library_without_kernels_for_the_gpu(monkeypatch):
     def refuse(library) -> None:
-        raise abi.CusparseLtError("cusparseLtInit", abi.ARCH_MISMATCH, "ARCH_MISMATCH")
+        raise LibraryError("cusparseLtInit", abi.ARCH_MISMATCH, "ARCH_MISMATCH")
 
     monkeypatch.setattr(abi, "handle", refuse)
     spec = registry.find("cusparselt")

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
+    DriverError,
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     PlanPreference,
     Sparse24Weight,
 )
+from sparse24_plans._vendor.library_error import LibraryError
+from sparse24_plans.launching import launch_on
+from sparse24_plans.tensors import Device
 
 from .support import (
     ELEMENTS,
@@ -61,6 +65,44 @@ def test_capture_and_replay(backend):
         graph.launch(stream)
         stream.synchronize()
         assert same_bits(case.fetch(), want)
+
+
+@backends
+def test_a_launch_follows_what_else_is_captured(backend):
+    """Kernels that may start early still wait for a memset and a copy in front of them."""
+    import cupy
+
+    case = medium(backend)
+    want = case.run()
+    x, y = case.inputs[0].view, case.result.view
+    space = case.workspace and case.workspace.view
+    bound = case.plan.bind(case.args, workspace=space)
+    source = cupy.asarray(case.inputs[0].numpy().view(np.uint16))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    runtime = cupy.cuda.runtime
+    with stream:
+        stream.begin_capture()
+        runtime.memsetAsync(x.address, 0xFF, source.nbytes, stream.ptr)
+        bound.launch()
+        runtime.memcpyAsync(
+            x.address, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, stream.ptr
+        )
+        bound.launch()
+        runtime.memsetAsync(x.address, 0xFF, source.nbytes, stream.ptr)
+        graph = stream.end_capture()
+    for _ in range(20):
+        runtime.memsetAsync(y.address, 0xFF, want.nbytes, stream.ptr)
+        graph.launch(stream)
+        stream.synchronize()
+        assert same_bits(case.result.numpy(), want)
+
+
+def test_what_a_library_refuses_is_a_driver_error():
+    def refused(stream: int) -> None:
+        raise LibraryError("cublasLtMatmul", 7, "CUBLAS_STATUS_INVALID_VALUE")
+
+    with pytest.raises(DriverError, match="cublasLtMatmul failed with code 7: CUBLAS_STATUS_INVALID_VALUE"):
+        launch_on(Device("cuda", 0), refused, 0)
 
 
 FIRST_LAUNCH_IN_CAPTURE = """

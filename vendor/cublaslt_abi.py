@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from .library_error import LibraryError
+
 # cudaDataType_t (library_types.h)
 R_32F, R_16F, R_16BF = 0, 2, 14
 # cublasComputeType_t: float32 products and sums, no TF32
@@ -24,14 +26,6 @@ _PREF_MAX_WORKSPACE_BYTES, _PREF_REDUCTION_SCHEME_MASK = 1, 3
 _PREF_MIN_ALIGNMENT = (5, 6, 7, 8)
 # cublasLtReductionScheme_t: split-K partial sums only in the compute type, in the workspace
 _REDUCTION_COMPUTE_TYPE = 2
-
-
-class CublasLtError(Exception):
-    """A call answered with a cublasStatus_t other than 0."""
-
-    def __init__(self, call: str, status: int) -> None:
-        super().__init__(f"{call} answered status {status}")
-        self.call, self.status = call, status
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -90,7 +84,7 @@ def version(major: int) -> str | None:
 def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     status = getattr(library, name)(*arguments)
     if status:
-        raise CublasLtError(name, status)
+        raise LibraryError(name, status)
 
 
 @cache
@@ -183,7 +177,7 @@ class Matmul:
             ctypes.byref(count),
         )
         if count.value < 1 or result.state:
-            raise CublasLtError("cublasLtMatmulAlgoGetHeuristic", result.state or -1)
+            raise LibraryError("cublasLtMatmulAlgoGetHeuristic", result.state or -1)
         return result
 
     def bind(self, a: int, b: int, d: int, workspace: int) -> Callable[[int], None]:
@@ -210,6 +204,6 @@ class Matmul:
         def launch(stream: int, _keep: Any = self) -> None:  # the layouts must outlive the launcher
             status = matmul(*fixed, stream)
             if status:
-                raise CublasLtError("cublasLtMatmul", status)
+                raise LibraryError("cublasLtMatmul", status)
 
         return launch

@@ -9,6 +9,8 @@ import ctypes
 from functools import cache, lru_cache
 from typing import Any
 
+from .library_error import LibraryError
+
 # CUtensorMapDataType, by bytes of an unsigned element
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 # CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
@@ -17,14 +19,6 @@ _SWIZZLE = {64: 2, 128: 3}  # by bytes of a box's rows
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
-
-
-class CudaDriverError(Exception):
-    """A call answered with a CUresult other than 0."""
-
-    def __init__(self, call: str, status: int) -> None:
-        super().__init__(f"{call} answered status {status}")
-        self.call, self.status = call, status
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -85,12 +79,12 @@ class OverlappingLaunch:
         self._template = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1)
 
     def __call__(self, stream: int, parameters: int) -> None:
-        """Enqueue. ``parameters``: address of the array of pointers to them. Raises CudaDriverError."""
+        """Enqueue. ``parameters``: address of the array of pointers to them. Raises LibraryError."""
         config = _LaunchConfig.from_buffer_copy(self._template)
         config.stream = stream
         status = self._launch(ctypes.byref(config), self._function, parameters, None)
         if status:
-            raise CudaDriverError("cuLaunchKernelEx", status)
+            raise LibraryError("cuLaunchKernelEx", status)
 
 
 @lru_cache(maxsize=1024)
@@ -101,7 +95,7 @@ def swizzled_matrix_map(
 
     A box's row is 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as zero
     bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40, the
-    extents from 1 to 2^32. Raises CudaDriverError.
+    extents from 1 to 2^32. Raises LibraryError.
     """
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
@@ -120,5 +114,5 @@ def swizzled_matrix_map(
         _FILL_ZEROS,
     )
     if status:
-        raise CudaDriverError("cuTensorMapEncodeTiled", status)
+        raise LibraryError("cuTensorMapEncodeTiled", status)
     return ctypes.string_at(at, TENSOR_MAP_BYTES)

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .library_error import LibraryError
+
 # cudaDataType (library_types.h)
 R_32F, R_16F, R_8I, R_32I, R_16BF, R_8F_E4M3 = 0, 2, 3, 10, 14, 28
 # cusparseComputeType; cusparseOrder_t; cusparseOperation_t
@@ -64,16 +66,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-class CusparseLtError(Exception):
-    """A call answered with a cusparseStatus_t other than 0."""
-
-    def __init__(self, call: str, status: int, name: str = "") -> None:
-        super().__init__(f"{call} answered status {status}{f' ({name})' if name else ''}")
-        self.call, self.status, self.name = call, status, name
-
-
 class Library:
-    """A loaded library: its version, and its calls, which raise CusparseLtError."""
+    """A loaded library: its version, and its calls, which raise LibraryError."""
 
     def __init__(self, dll: Any, path: str) -> None:
         self.path, self._dll = path, dll
@@ -82,7 +76,7 @@ class Library:
         parts = []
         for which in range(3):  # libraryPropertyType: major, minor, patch
             if get(which, ctypes.byref(number)):
-                raise CusparseLtError("cusparseLtGetProperty", -1)
+                raise LibraryError("cusparseLtGetProperty", -1)
             parts.append(number.value)
         self.version: tuple[int, int, int] = (parts[0], parts[1], parts[2])
         if not OLDEST <= self.version < BELOW:
@@ -99,7 +93,7 @@ class Library:
 
     def fail(self, name: str, status: int) -> None:
         text = self._dll.cusparseLtGetErrorName(status) or b""
-        raise CusparseLtError(f"cusparseLt{name}", status, text.decode())
+        raise LibraryError(f"cusparseLt{name}", status, text.decode())
 
     @property
     def matmul(self) -> Any:
@@ -124,7 +118,7 @@ def load() -> Library | None:
     for path in candidates():
         try:
             return Library(ctypes.CDLL(path), path)
-        except (OSError, AttributeError, CusparseLtError):
+        except (OSError, AttributeError, LibraryError):
             continue
     return None
 
@@ -159,7 +153,7 @@ class Handle:
 
 def _destroy(library: Library, name: str, address: int, memory: Any) -> None:
     """Best effort: what can't be destroyed any more (a context that died) must not hide the cause."""
-    with suppress(CusparseLtError):
+    with suppress(LibraryError):
         library.call(name, address)
 
 

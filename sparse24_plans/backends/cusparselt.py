@@ -15,8 +15,10 @@ import numpy as np
 
 from .. import canonical
 from .._vendor import cusparselt_abi as abi
-from ..errors import BackendUnavailableError, DriverError, MisalignedOperandError, UnsupportedError
+from .._vendor.library_error import LibraryError
+from ..errors import BackendUnavailableError, MisalignedOperandError, UnsupportedError
 from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
+from ..launching import driver_error
 from ..registry import KernelSpec
 from ..tensors import TensorView, import_cupy
 from ..vocab import (
@@ -98,7 +100,7 @@ class Kernel(BackendKernel):
                 f"cuSPARSELt needs {matmul.workspace_size} bytes of workspace for strides "
                 f"{operands.source_stride}, {operands.result_stride}; the plan has {self.workspace_size}"
             )
-        launch = matmul.bind(
+        return matmul.bind(
             operands.weight.buffers[0].address,
             operands.source.address,
             operands.result.address,
@@ -106,14 +108,6 @@ class Kernel(BackendKernel):
             alpha=None if operands.scale_w is None else operands.scale_w.address,
             bias=None if operands.bias is None else operands.bias.address,
         )
-
-        def run(stream: int) -> None:
-            try:
-                launch(stream)
-            except abi.CusparseLtError as error:
-                raise DriverError(error.call, error.status, error.name) from error
-
-        return run
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
         """The library's blob of ``weight``: uint8, of the size that it asks for, on CuPy's current stream.
@@ -207,7 +201,7 @@ def _make(
                 attributes=attributes,
                 algorithm={_ATTRIBUTES[name]: number for name, number in configuration.items()},
             )
-    except abi.CusparseLtError as error:
+    except LibraryError as error:
         if error.status == abi.ARCH_MISMATCH:
             raise BackendUnavailableError(
                 "this cuSPARSELt has no kernels for the GPU: pip install -U 'sparse24_plans[cusparselt12]' "
@@ -257,8 +251,8 @@ def _compress_dense(ordinal: int, dense: Any, weight: Sparse24Weight) -> Any:
         scratch = cupy.empty(max(compressor.scratch, 1), np.uint8)
         stream = cupy.cuda.get_current_stream().ptr
         compressor.compress(dense.data.ptr, blob.data.ptr, scratch.data.ptr, stream)
-    except abi.CusparseLtError as error:
-        raise DriverError(error.call, error.status, error.name) from error
+    except LibraryError as error:
+        raise driver_error(error) from error
     return blob
 
 

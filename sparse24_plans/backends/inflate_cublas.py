@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from .. import jit
 from .._vendor import cublaslt_abi
+from .._vendor.library_error import LibraryError
 from ..devices import cuda_major
-from ..errors import DriverError, UnsupportedError
+from ..errors import UnsupportedError
 from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
 from ..limits import align_up, cublas_regions
 from ..registry import KernelSpec
@@ -104,10 +105,7 @@ class Kernel(BackendKernel):
 
         def launch(stream: int) -> None:
             inflate(stream)
-            try:
-                multiply(stream)
-            except cublaslt_abi.CublasLtError as error:
-                raise DriverError(error.call, error.status) from error
+            multiply(stream)
             if finish is not None:
                 finish(stream)
 
@@ -153,7 +151,7 @@ class Kernel(BackendKernel):
                     alpha=desc.alpha,
                     max_workspace=self._budget,
                 )
-        except cublaslt_abi.CublasLtError as error:
+        except LibraryError as error:
             raise UnsupportedError(
                 f"cuBLASLt has no algorithm for row strides {source_stride}, {result_stride}: {error}"
             ) from error

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from .. import jit
 from .._vendor import cuda_driver_abi
-from ..errors import DriverError, UnsupportedError
+from .._vendor.library_error import LibraryError
+from ..errors import UnsupportedError
 from ..gemm import BackendKernel, GemmSparse24Descriptor, Operands
+from ..launching import driver_error
 from ..packing import TILE_M, TileLayout, layout_of
 from ..registry import PROMOTED_FP8, KernelSpec
 from ..tensors import TensorView
@@ -302,8 +304,8 @@ class Kernel(BackendKernel):
             maps = self._source_map(operands)
             if parameters.aligned and self._cut.slices == 1:
                 maps += self._result_map(operands)
-        except cuda_driver_abi.CudaDriverError as error:
-            raise DriverError(error.call, error.status) from error
+        except LibraryError as error:
+            raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
         parameters.packed = operands.weight.buffers[0].address
         parameters.bias = _address(operands.bias)
