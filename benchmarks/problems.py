@@ -103,12 +103,14 @@ class Cell:
         self._x = random_bits((n, matrix.k), matrix.element, seed=n)
         self._y = cupy.empty((n, matrix.m), self.desc.out_element.bits_dtype)
 
-    def ours(self, name: str, preference: PlanPreference) -> Contender | None:
+    def plan(self, preference: PlanPreference) -> GemmSparse24Plan | None:
         """Our plan under ``preference``; None where no kernel can serve."""
         try:
-            plan = GemmSparse24Plan.select(self.desc, device=0, preference=preference)
+            return GemmSparse24Plan.select(self.desc, device=0, preference=preference)
         except Sparse24Error:
             return None
+
+    def ours(self, name: str, plan: GemmSparse24Plan) -> Contender:
         x, y = typed(self._x, self.desc.element), typed(self._y, self.desc.out_element)
         space = cupy.empty(max(plan.workspace_size(), 1), cupy.uint8)
         launches = [

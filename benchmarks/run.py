@@ -3,7 +3,8 @@
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
 cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``prepare`` beside a
 device copy of the same bytes, with ``prepare_peers``; ``host`` microseconds of host time a call, of the plan
-that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
+that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt. ``run_us``
+is with the same arguments every time, ``run_new_args_us`` with arguments made anew, which are checked.
 """
 
 from __future__ import annotations
@@ -49,13 +50,18 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
     cell = Cell(matrix, n)
     dense = cell.dense()
     contenders, errors = [dense] if dense else [], {}
+    kernels: dict[tuple[str | None, str], list[str]] = {}
+    """Names that ask for the same kernel, which is timed once."""
     for name, preference in _MEASURED.items():
         wanted = not backends or any(name.startswith(backend) for backend in backends)
-        if not wanted or n > _MOST_TOKENS.get(name, n):
+        plan = cell.plan(preference) if wanted and n <= _MOST_TOKENS.get(name, n) else None
+        if plan is None:
             continue
-        made = cell.ours(name, preference)
-        if made is None:
+        names = kernels.setdefault(_kernel_of(plan), [])
+        names.append(name)
+        if len(names) > 1:
             continue
+        made = cell.ours(name, plan)
         errors[name] = cell.rel_error(made.launches[0])
         if not errors[name] <= _WORST_ERROR[matrix.element]:
             raise SystemExit(f"{name} {matrix} n={n}: relative error {errors[name]:.3g}, not timed")
@@ -63,9 +69,12 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
     if not errors:
         return []
     times = time_contenders(contenders, rounds=11)
-    chosen = GemmSparse24Plan.select(cell.desc, device=0).sku.backend.value
-    if chosen in errors:  # what select chooses is the kernel of that backend, just timed
-        times["auto"], errors["auto"] = times[chosen], errors[chosen]
+    chosen = kernels.get(_kernel_of(GemmSparse24Plan.select(cell.desc, device=0)))
+    if chosen is not None:
+        chosen.append("auto")
+    for first, *others in kernels.values():
+        times.update(dict.fromkeys(others, times[first]))
+        errors.update(dict.fromkeys(others, errors[first]))
     dense_us, peer_us = times.get("dense"), times.get("cusparselt") if cell.peer_is_tuned() else None
     peers = {
         "dense_us": None if dense_us is None else round(dense_us, 2),
@@ -82,6 +91,12 @@ def gemm_rows(matrix: Matrix, n: int, backends: Sequence[str] = ()) -> list[dict
         }
         for name, error in errors.items()
     ]
+
+
+def _kernel_of(plan: GemmSparse24Plan) -> tuple[str | None, str]:
+    """What two plans that launch the same kernel have in common."""
+    explanation = plan.explain()
+    return explanation.chosen, explanation.details
 
 
 def _host_us(call: Callable[[], object], *, calls: int = 200, rounds: int = 25) -> float:
@@ -123,6 +138,10 @@ def host_figures() -> dict[str, float]:
         prefix = "" if name == "auto" else f"{name}_"
         figures[f"{prefix}run_us"] = _host_us(lambda: plan.run(args, workspace=space, stream=stream))  # noqa: B023
         figures[f"{prefix}launch_us"] = _host_us(lambda: bound.launch(stream))  # noqa: B023
+        if name == "auto":
+            figures["run_new_args_us"] = _host_us(
+                lambda: plan.run(GemmSparse24Args(args.weight, x, y), workspace=space, stream=stream)  # noqa: B023
+            )
     if (torch_call := host_call_of_torch(matrix, 16)) is not None:
         figures["torch_cusparselt_us"] = _host_us(torch_call, calls=20)
     figures["select_cached_us"] = _host_us(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .errors import InvalidProblemError, MisalignedOperandError
@@ -41,6 +42,18 @@ class Operands:
         self.source_stride, self.result_stride = source_stride, result_stride
         self.scale_x: TensorView | None = None
         self.scale_w: TensorView | None = None
+
+
+class Remembered:
+    """What a plan made of the same arguments the last time. No part of their value: a copy starts without."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: tuple[object, list[object], Callable[[int], None]] | None = None
+
+    def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
+        return Remembered, ()
 
 
 def reinterpretable(element: ElementKind) -> ElementKind | None:

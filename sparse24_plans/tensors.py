@@ -470,6 +470,31 @@ class Workspace:
         return cls(view.address, view.nbytes_spanned, view.device, obj)
 
 
+# Places -------------------------------------------------------------------------------------------
+
+_PLACE_OF_TYPE: dict[type, Callable[[Any], object]] = {
+    type(None): lambda none: None,
+    TensorView: lambda view: (view.address, view.shape, view.strides, view.device),
+    Workspace: lambda space: (space.address, space.nbytes, space.device),
+}
+_PLACE_OF_ADAPTER: dict[Adapter | None, Callable[[Any], object]] = {
+    _from_cupy: lambda array: (array.data.ptr, array.shape, array.strides),
+    _from_data_ptr: lambda tensor: (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype),
+}
+
+
+def places_of(tensors: tuple[Any, ...]) -> list[object] | None:
+    """Where the tensors lie, to be compared with where they lay. None where one doesn't say it cheaply."""
+    places: list[object] = []
+    for tensor in tensors:
+        kind = type(tensor)
+        place = _PLACE_OF_TYPE.get(kind) or _PLACE_OF_ADAPTER.get(_ADAPTER_OF_TYPE.get(kind))
+        if place is None:
+            return None
+        places.append(place(tensor))
+    return places
+
+
 # Streams ------------------------------------------------------------------------------------------
 
 
