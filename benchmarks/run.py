@@ -3,8 +3,8 @@
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
 cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``prepare`` beside a
 device copy of the same bytes, with ``prepare_peers``; ``host`` microseconds of host time a call, of the plan
-that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt. ``run_us``
-is with the same arguments every time, ``run_new_args_us`` with arguments made anew, which are checked.
+that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt:
+``run_us`` with the same arguments every time, ``run_new_args_us`` with new ones, which are checked.
 """
 
 from __future__ import annotations

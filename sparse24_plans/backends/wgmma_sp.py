@@ -108,8 +108,9 @@ class Cut(NamedTuple):
         usable = multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11
         return max(1, usable * self.blocks_per_sm // self.cluster)
 
-    def microseconds(self, n: int, m: int, k: int, layout: TileLayout, multiprocessors: int) -> float:
+    def microseconds(self, desc: GemmSparse24Descriptor, multiprocessors: int) -> float:
         """Predicted time. The constants were fitted to an H200: they rank cuts, they promise nothing."""
+        n, m, k, layout = desc.n, desc.m, desc.k, layout_of(desc.element)
         fit = _FEW_FIT if self.tokens <= _FEW else _MANY_FIT if self.tokens < 256 else _WIDEST_FIT
         depth = k / self.slices
         row_bytes = layout.tile_bytes / (TILE_M * layout.tile_k)  # of W, a dense column
@@ -119,11 +120,14 @@ class Cut(NamedTuple):
             copy *= fit.one_tile
         each = _soft_max(multiply, copy)
         resident, items = self.resident_clusters(multiprocessors), self.items(n, m)
+        out_bytes = desc.out_element.itemsize
         if self.slices > 1:  # they fold, and what follows starts afresh
             fold = fit.fold_us * self.rows * self.tokens + (fit.again_us if items > resident else 0)
             each += fold / self.blocks_per_sm
+        else:
+            each += out_bytes * self.rows * self.tokens / fit.stored_per_us
         waves = -(-items // max(1, resident // self.blocks_per_sm))
-        memory = (row_bytes * m * k + layout.itemsize * n * k + 2 * n * m) / fit.moved_per_us
+        memory = (row_bytes * m * k + layout.itemsize * n * k + out_bytes * n * m) / fit.moved_per_us
         return fit.launch_us + _soft_max(waves * each, memory)
 
 
@@ -145,13 +149,15 @@ class _Fit(NamedTuple):
     fold_us: float
     """Of one sum."""
     again_us: float
+    stored_per_us: float
+    """Bytes of results, while nothing is multiplied."""
     one_tile: float
     """What copying takes where a block has one row tile, relative to more of them."""
 
 
-_FEW_FIT = _Fit(7.4e6, 140e3, 4.0e6, 3.0, 2.1e-4, 3.6, 0.87)
-_MANY_FIT = _Fit(8.0e6, 147e3, 3.9e6, 2.8, 0.75e-4, 2.5, 1.0)
-_WIDEST_FIT = _MANY_FIT._replace(products_per_us=8.2e6)
+_FEW_FIT = _Fit(7.4e6, 140e3, 4.0e6, 3.0, 2.1e-4, 3.6, math.inf, 0.87)
+_MANY_FIT = _Fit(7.6e6, 129e3, 3.9e6, 1.3, 1.6e-4, 2.8, 60e3, 1.0)
+_WIDEST_FIT = _MANY_FIT._replace(products_per_us=9.1e6)
 _FEW = 64
 """Up to so many tokens one block takes them all, and memory sets the pace."""
 
@@ -162,23 +168,24 @@ _FEW_TOKENS = (
     (2, 1, 1, 1),
     (2, 1, 2, 1),
     (3, 1, 2, 1),
-    (2, 2, 1, 1),
 )
-_FEWEST_TOKENS = ((1, 1, 3, 4),)
-"""For n <= 32, too."""
-# (warpgroups, row tiles of one, tokens, slices)
-_MANY_TOKENS = ((2, 1, 256, 1), (2, 1, 128, 1), (2, 2, 128, 1))
-_SOME_TOKENS = (
-    (1, 1, 128, 1),
-    (3, 1, 128, 1),
-    (1, 1, 128, 2),
-    (2, 1, 128, 2),
-    (3, 1, 128, 2),
-    (2, 2, 128, 2),
-    (2, 1, 256, 2),
+_UP_TO_32, _ABOVE_32 = ((1, 1, 3, 4),), ((2, 2, 1, 1),)
+"""And, by n."""
+_SOME_CUTS = (
+    Cut(1, 1, 128),
+    Cut(2, 1, 128),
+    Cut(3, 1, 128),
+    Cut(2, 2, 128),
+    Cut(2, 1, 256, share=2),
+    Cut(1, 1, 128, slices=2),
+    Cut(2, 1, 128, slices=2),
+    Cut(3, 1, 128, slices=2),
+    Cut(2, 2, 128, slices=2),
+    Cut(2, 1, 256, slices=2),
 )
-_SHARED_FROM = 1024
-"""Tokens from which a cluster of two shares X: measured to pay where there are many waves."""
+_MANY_CUTS = (Cut(2, 1, 256, share=2), Cut(2, 1, 128, share=2), Cut(3, 1, 128))
+_MANY = 1024
+"""Tokens from which these are tried."""
 
 
 def _fewest_tokens(n: int) -> int:
@@ -190,18 +197,16 @@ def cuts(n: int) -> tuple[Cut, ...]:
     """The cuts that are tried for n tokens."""
     if n <= _FEW:
         tokens = _fewest_tokens(n)
-        few = _FEW_TOKENS + (_FEWEST_TOKENS if n <= 32 else ())
+        few = _FEW_TOKENS + (_UP_TO_32 if n <= 32 else _ABOVE_32)
         return tuple(Cut(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in few)
-    if n >= _SHARED_FROM:
-        return tuple(Cut(w, r, tokens, 2) for w, r, tokens, _ in _MANY_TOKENS)
-    return tuple(Cut(w, r, tokens, 1, slices) for w, r, tokens, slices in _MANY_TOKENS + _SOME_TOKENS)
+    return _SOME_CUTS if n < _MANY else _MANY_CUTS
 
 
 def one_block_cuts(n: int, parts: int) -> tuple[Cut, ...]:
     """Those that sum all of K in one block, in as many parts as asked: their bits don't depend on n."""
     if n <= _FEW:
         return tuple(Cut(w, 1, _fewest_tokens(n), parts=parts) for w in (1, 2))
-    return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _SHARED_FROM else 1, parts=parts) for w in (1, 2))
+    return tuple(Cut(w, 1, 128, 2 if w == 2 and n >= _MANY else 1, parts=parts) for w in (1, 2))
 
 
 def promotes(spec: KernelSpec) -> bool:
@@ -221,8 +226,7 @@ def cuts_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int
 def cut_of(desc: GemmSparse24Descriptor, spec: KernelSpec, multiprocessors: int) -> Cut:
     """The cut of the least predicted time: the same one whenever it is asked."""
     tried = cuts_of(desc, spec, multiprocessors)
-    layout = layout_of(desc.element)
-    return min(tried, key=lambda cut: cut.microseconds(desc.n, desc.m, desc.k, layout, multiprocessors))
+    return min(tried, key=lambda cut: cut.microseconds(desc, multiprocessors))
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
