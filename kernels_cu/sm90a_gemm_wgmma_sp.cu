@@ -379,7 +379,8 @@ struct Folder {
 
   static constexpr int kQuads = (kRows / 4 + kSlices - 1) / kSlices, kShareRows = 4 * kQuads, kCount = kQuads * kTokens;
   static constexpr int kFolders = 128 * kWarpgroups;
-  static constexpr int kAhead = kTrade || (kWarpgroups == 1 && kSlices * S24_BLOCKS_PER_SM <= 6) ? 12 / kSlices / S24_BLOCKS_PER_SM : kSlices < 3 && S24_BLOCKS_PER_SM < 3 ? 2 : 1;  // loads in flight
+  static constexpr int kLoads = (kTrade || kWarpgroups == 1 ? 12 : 4) / kSlices / S24_BLOCKS_PER_SM;
+  static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
 
   __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
       : p(p), item(item), row0(slice * kShareRows) {

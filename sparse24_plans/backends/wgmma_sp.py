@@ -115,7 +115,8 @@ class Cut(NamedTuple):
         depth = k / self.slices
         row_bytes = layout.tile_bytes / (TILE_M * layout.tile_k)  # of W, a dense column
         multiply = layout.itemsize * self.rows * self.tokens * depth / fit.products_per_us
-        copy = depth * (row_bytes * self.rows + layout.itemsize * self.tokens) / fit.copied_per_us
+        source_rows = max(16, self.tokens)  # fewer take as long
+        copy = depth * (row_bytes * self.rows + layout.itemsize * source_rows) / fit.copied_per_us
         if self.rows == TILE_M:
             copy *= fit.one_tile
         each = _soft_max(multiply, copy)
