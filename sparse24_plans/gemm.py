@@ -257,8 +257,8 @@ class GemmSparse24Plan:
     ) -> None:
         """Check the operands and enqueue the kernel on ``stream``. Writes y (or dx) and the workspace only.
 
-        What was checked is not checked again: the same ``args`` and workspace, all where they lay in the
-        last run, are only launched.
+        From the third run on, the same ``args`` and workspace, all where they lay in the last run, are only
+        launched.
 
         Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
         must stay alive until the stream has run the kernel. A host plan runs before it returns.
@@ -286,14 +286,12 @@ class GemmSparse24Plan:
     def _launcher(self, args: GemmSparse24Args | DgradSparse24Args, workspace: Any) -> Launch:
         if type(args) is not GemmSparse24Args and type(args) is not DgradSparse24Args:
             self._check(args)  # which refuses it
-        tensors = (*args.tensors, workspace)
-        places, last = places_of(tensors), args._remembered.last
-        if last is not None and last[0] is self and last[1] == places:
+        last = args._remembered.last
+        places = places_of((*args.tensors, workspace)) if last is not None and last[0] is self else None
+        if last is not None and places is not None and last[1] == places:
             return last[2]
         launch = self._kernel.prepare(self._check(args), self._check_workspace(workspace))
-        places = places or places_of(tensors)  # of types that were unknown so far
-        if places is not None:
-            args._remembered.last = self, places, launch
+        args._remembered.last = self, places, launch
         return launch
 
     # Checks ---------------------------------------------------------------------------------------

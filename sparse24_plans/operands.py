@@ -45,12 +45,16 @@ class Operands:
 
 
 class Remembered:
-    """What a plan made of the same arguments the last time. No part of their value: a copy starts without."""
+    """What a plan made of the same arguments the last time. No part of their value: a copy starts without.
+
+    ``last`` is the plan, where everything lay (None after a first run: arguments that are used once need not
+    pay for it), and the launcher.
+    """
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: tuple[object, list[object], Callable[[int], None]] | None = None
+        self.last: tuple[object, list[object] | None, Callable[[int], None]] | None = None
 
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
         return Remembered, ()

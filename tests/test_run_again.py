@@ -62,16 +62,16 @@ CHECK = GemmSparse24Plan._check
 
 
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
-def test_the_same_arguments_are_checked_once(op):
+def test_the_same_arguments_are_checked_twice(op):
     setup = Setup(op)
-    assert [setup.run() for _ in range(4)] == [1, 0, 0, 0]
+    assert [setup.run() for _ in range(5)] == [1, 1, 0, 0, 0]
     setup.x.array[...] *= 2  # other numbers in the same place
     assert setup.run() == 0
 
 
 def test_a_tensor_that_moved_is_checked_again():
     setup = Setup()
-    setup.run()
+    setup.run(), setup.run()
     setup.x.array = setup.x.array + 1
     assert [setup.run(), setup.run()] == [1, 0]
     setup.y.array = np.zeros_like(setup.y.array)
@@ -87,7 +87,7 @@ def test_a_tensor_that_moved_is_checked_again():
 )
 def test_a_tensor_that_no_longer_fits_is_refused(change, words):
     setup = Setup()
-    setup.run()
+    setup.run(), setup.run()
     for name, value in change.items():
         setattr(setup.x, name, value)
     with pytest.raises(InvalidProblemError, match=words):
@@ -97,26 +97,27 @@ def test_a_tensor_that_no_longer_fits_is_refused(change, words):
 def test_another_workspace_is_checked():
     setup = Setup()
     space = Workspace(4096, 0, setup.plan._place)
-    assert [setup.run(), setup.run(workspace=space), setup.run(workspace=space), setup.run()] == [1, 1, 0, 1]
+    setup.run(), setup.run()
+    assert [setup.run(), setup.run(workspace=space), setup.run(workspace=space), setup.run()] == [0, 1, 0, 1]
     with pytest.raises(InvalidProblemError, match="workspace: expected"):
         setup.plan.run(setup.args, workspace=7)
 
 
 def test_another_plan_checks_for_itself():
     setup = Setup()
-    setup.run()
+    setup.run(), setup.run()
     first = setup.plan
     setup.plan = GemmSparse24Plan.select(
         first.descriptor, device="host", preference=PlanPreference(require={"deterministic": True})
     )
     assert setup.plan is not first
-    assert [setup.run(), setup.run()] == [1, 0]
+    assert [setup.run(), setup.run(), setup.run()] == [1, 1, 0]
 
 
 def test_tensors_without_a_cheap_address_are_checked_every_time():
     setup = Setup()
     setup.args = GemmSparse24Args(setup.args.weight, setup.x.array, setup.y.array)
-    assert [setup.run(), setup.run()] == [1, 1]
+    assert [setup.run(), setup.run(), setup.run()] == [1, 1, 1]
 
 
 def test_views_are_recognised():
@@ -124,13 +125,13 @@ def test_views_are_recognised():
     setup.args = GemmSparse24Args(
         setup.args.weight, TensorView.of(setup.x.array), TensorView.of(setup.y.array)
     )
-    assert [setup.run(), setup.run()] == [1, 0]
+    assert [setup.run(), setup.run(), setup.run()] == [1, 1, 0]
 
 
 def test_what_is_remembered_is_no_part_of_the_arguments():
     setup = Setup()
     before = repr(setup.args)
-    setup.run()
+    setup.run(), setup.run()
     assert repr(setup.args) == before
     other = copy.deepcopy(setup.args)
     setup.args, setup.x, setup.y = other, other.x, other.y
@@ -170,7 +171,7 @@ def test_a_torch_tensor_whose_storage_is_replaced():
     stream = torch.cuda.current_stream()
     for factor in (1, 2, -1):
         x.data = torch.full((16, 512), float(factor), dtype=torch.bfloat16, device="cuda")
-        for _ in range(2):
+        for _ in range(3):
             y.zero_()
             plan.run(args, stream=stream)
             assert torch.equal(y.float(), (factor * sums).bfloat16().float().expand(16, 256))
