@@ -61,6 +61,7 @@ def test_capture_and_replay(backend):
         case.plan.run(case.args, workspace=space)
         graph = stream.end_capture()
     case.result.fill(np.full(want.shape, np.nan, want.dtype))
+    cupy.cuda.Device().synchronize()
     for _ in range(3):
         graph.launch(stream)
         stream.synchronize()
@@ -78,6 +79,7 @@ def test_a_launch_follows_what_else_is_captured(backend):
     space = case.workspace and case.workspace.view
     bound = case.plan.bind(case.args, workspace=space)
     source = cupy.asarray(case.inputs[0].numpy().view(np.uint16))
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     runtime = cupy.cuda.runtime
     with stream:
