@@ -38,10 +38,6 @@ class Problem(Protocol):
     def outputs(self) -> int: ...
 
 
-def has_wgmma(device: DeviceProperties) -> bool:
-    return WGMMA[0] <= device.compute_capability < WGMMA[1]
-
-
 _GRID_X = 2**31 - 1
 INFLATE_BLOCK_BYTES = 16384
 """Dense bytes that a block of the inflate kernel writes."""
@@ -65,9 +61,10 @@ def fills_badly(problem: Problem, device: DeviceProperties) -> str | None:
     As measured on an H200, wgmma_sp is the faster one but where they make two to four waves, the last nearly
     full.
     """
+    has_wgmma = WGMMA[0] <= device.compute_capability < WGMMA[1]
     blocks, available = -(-problem.m // 64), max(1, device.multiprocessors)
     waves = -(-blocks // available)
-    if not has_wgmma(device) or (2 <= waves <= 4 and waves * available <= 1.25 * blocks):
+    if not has_wgmma or (2 <= waves <= 4 and waves * available <= 1.25 * blocks):
         return None
     return f"is preferred where its blocks make 2 to 4 full waves, not for {blocks} on {available}"
 

@@ -301,14 +301,16 @@ class Kernel(BackendKernel):
         return cut
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc = self._desc
+        desc, cut = self._desc, self._cut
+        size, out_size = desc.element.itemsize, desc.out_element.itemsize
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        result_bytes = operands.result_stride * desc.out_element.itemsize
-        parameters.aligned = (operands.result.address | result_bytes) % 16 == 0
+        parameters.aligned = (operands.result.address | operands.result_stride * out_size) % 16 == 0
+        box = cut.tokens // cut.share, 128 // size
+        out_box = cut.step_tokens(out_size), min(TILE_M, 128 // out_size)
         try:
-            maps = self._source_map(operands)
-            if parameters.aligned and self._cut.slices == 1:
-                maps += self._result_map(operands)
+            maps = _map(operands.source, (desc.n, desc.k), operands.source_stride, box)
+            if parameters.aligned and cut.slices == 1:
+                maps += _map(operands.result, (desc.n, desc.m), operands.result_stride, out_box)
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
@@ -320,25 +322,10 @@ class Kernel(BackendKernel):
         parameters.y_stride = operands.result_stride
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
-    def _source_map(self, operands: Operands) -> bytes:
-        desc, size = self._desc, self._desc.element.itemsize
-        return cuda_driver_abi.swizzled_matrix_map(
-            operands.source.address,
-            (desc.n, desc.k),
-            operands.source_stride * size,
-            size,
-            (self._cut.tokens // self._cut.share, 128 // size),
-        )
 
-    def _result_map(self, operands: Operands) -> bytes:
-        desc, size = self._desc, self._desc.out_element.itemsize
-        return cuda_driver_abi.swizzled_matrix_map(
-            operands.result.address,
-            (desc.n, desc.m),
-            operands.result_stride * size,
-            size,
-            (self._cut.step_tokens(size), min(TILE_M, 128 // size)),
-        )
+def _map(view: TensorView, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> bytes:
+    size = view.element.itemsize
+    return cuda_driver_abi.swizzled_matrix_map(view.address, shape, stride * size, size, box)
 
 
 def _address(view: TensorView | None) -> int:
