@@ -23,6 +23,7 @@ from .gemm import Explanation, Verdict
 from .launching import Bound, launch_on
 from .operands import check_alignment, check_apart, check_tensor, reinterpretable
 from .prepare_problems import (
+    NOTHING_FOUND,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
     MaskSparse24Descriptor,
@@ -386,9 +387,6 @@ def _select(
 
 
 # What was found -----------------------------------------------------------------------------------
-
-NOTHING_FOUND = 2**64 - 1
-"""The status of sound input. Else it is ``group << 8 | detail``; groups count through all rows."""
 
 
 class _Reporting(PreparePlan):

@@ -12,6 +12,8 @@ from .prepare_registry import ELEMENTS, SCORE_ELEMENTS
 from .vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, Model, OpCategory, PrepareOp, TileRule
 
 _INT64_MAX = 2**63 - 1
+NOTHING_FOUND = 2**64 - 1
+"""The status of sound input. Else it is ``group << 8 | detail``; groups count through all rows."""
 
 
 class Role(Enum):

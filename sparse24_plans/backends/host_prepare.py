@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 from .. import canonical, tiles
-from ..prepare_problems import MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
+from ..prepare_problems import (
+    NOTHING_FOUND,
+    MaskSparse24Descriptor,
+    PrepareDescriptor,
+    TilePruneSparse24Descriptor,
+)
 from ..tensors import TensorView
 from ..vocab import DeviceProperties, MaskLayout, PrepareOp
 
@@ -19,7 +24,7 @@ Views = dict[str, TensorView]
 def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None) -> None:
     """What a kernel reports: row, group and detail of the first bad group, or nothing."""
     row, group, detail = found or (0, 0, 0)
-    word = (row * (k // 4) + group) << 8 | detail if found else 2**64 - 1
+    word = (row * (k // 4) + group) << 8 | detail if found else NOTHING_FOUND
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
 
 
