@@ -276,6 +276,8 @@ class Kernel(BackendKernel):
             defines(desc, cut, promotes(spec)),
             shared_bytes=cut.shared_bytes(layout, out_bytes),
         )
+        self._source_box = cut.tokens // cut.share, 128 // desc.element.itemsize
+        self._result_box = cut.step_tokens(out_bytes), min(TILE_M, 128 // out_bytes)
         self._parameters = _Parameters(
             n=desc.n,
             m=desc.m,
@@ -301,16 +303,14 @@ class Kernel(BackendKernel):
         return cut
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc, cut = self._desc, self._cut
-        size, out_size = desc.element.itemsize, desc.out_element.itemsize
+        desc, result = self._desc, operands.result
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        parameters.aligned = (operands.result.address | operands.result_stride * out_size) % 16 == 0
-        box = cut.tokens // cut.share, 128 // size
-        out_box = cut.step_tokens(out_size), min(TILE_M, 128 // out_size)
+        result_bytes = operands.result_stride * result.element.itemsize
+        parameters.aligned = (result.address | result_bytes) % 16 == 0
         try:
-            maps = _map(operands.source, (desc.n, desc.k), operands.source_stride, box)
-            if parameters.aligned and cut.slices == 1:
-                maps += _map(operands.result, (desc.n, desc.m), operands.result_stride, out_box)
+            maps = _map(operands.source, (desc.n, desc.k), operands.source_stride, self._source_box)
+            if parameters.aligned and self._cut.slices == 1:
+                maps += _map(result, (desc.n, desc.m), operands.result_stride, self._result_box)
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
@@ -318,7 +318,7 @@ class Kernel(BackendKernel):
         parameters.bias = _address(operands.bias)
         parameters.scale_x = _address(operands.scale_x)
         parameters.scale_w = _address(operands.scale_w)
-        parameters.y = operands.result.address
+        parameters.y = result.address
         parameters.y_stride = operands.result_stride
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
