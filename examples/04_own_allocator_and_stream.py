@@ -17,7 +17,7 @@ from sparse24_plans import (
     TensorView,
     Workspace,
 )
-from sparse24_plans.devices import cuda_device_count
+from sparse24_plans.device.devices import cuda_device_count
 
 if not cuda_device_count():
     print("This example needs a CUDA device that CuPy can use; nothing was run.")

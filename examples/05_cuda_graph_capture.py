@@ -6,7 +6,7 @@ Needs a CUDA device. `select`, `pack` and `bind` come before the capture; `run` 
 import numpy as np
 
 from sparse24_plans import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan, Sparse24Weight
-from sparse24_plans.devices import cuda_device_count
+from sparse24_plans.device.devices import cuda_device_count
 
 if not cuda_device_count():
     print("This example needs a CUDA device that CuPy can use; nothing was run.")

@@ -12,7 +12,7 @@ from sparse24_plans import (
     Sparse24Weight,
     TensorView,
 )
-from sparse24_plans.devices import cuda_device_count
+from sparse24_plans.device.devices import cuda_device_count
 
 try:
     import torch

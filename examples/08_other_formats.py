@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from sparse24_plans import FormatError, Sparse24Weight, from_foreign, prune, to_foreign
-from sparse24_plans.checkpoint import iter_weights
-from sparse24_plans.convert import FORMATS
-from sparse24_plans.convert_checkpoint import convert_checkpoint
-from sparse24_plans.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from sparse24_plans.checkpoints.compress import iter_weights
+from sparse24_plans.checkpoints.convert import convert_checkpoint
+from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from sparse24_plans.formats.convert import FORMATS
 
 rng = np.random.default_rng(0)
 

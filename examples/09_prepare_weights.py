@@ -20,7 +20,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TilePruneSparse24Plan,
 )
-from sparse24_plans.devices import cuda_device_count
+from sparse24_plans.device.devices import cuda_device_count
 
 if cuda_device_count():
     import cupy as xp

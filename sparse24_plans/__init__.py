@@ -11,24 +11,24 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
-    "convert": "from_foreign to_foreign",
+    "formats.convert": "from_foreign to_foreign",
     "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
-    "descriptor": "GemmSparse24Descriptor",
-    "gemm": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Plan explain",
-    "prepare": "BoundPrepare CompressSparse24Args CompressSparse24Plan DecompressSparse24Args "
+    "gemm.descriptor": "GemmSparse24Descriptor",
+    "gemm.plan": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Plan explain",
+    "prepare.plan": "BoundPrepare CompressSparse24Args CompressSparse24Plan DecompressSparse24Args "
     "DecompressSparse24Plan MaskSparse24Args MaskSparse24Plan PackSparse24Args PackSparse24Plan "
     "PruneCompressSparse24Args PruneCompressSparse24Plan PruneSparse24Args PruneSparse24Plan "
     "TilePruneSparse24Args TilePruneSparse24Plan UnpackSparse24Args",
-    "prepare_problems": "CompressSparse24Descriptor DecompressSparse24Descriptor MaskSparse24Descriptor "
+    "prepare.descriptor": "CompressSparse24Descriptor DecompressSparse24Descriptor MaskSparse24Descriptor "
     "PackSparse24Descriptor PruneCompressSparse24Descriptor PruneSparse24Descriptor "
     "TilePruneSparse24Descriptor",
-    "tensors": "Device TensorView Workspace",
-    "tuning": "tune",
-    "tuning_table": "TuningTable TuningWarning",
+    "device.tensors": "Device TensorView Workspace",
+    "tuning.search": "tune",
+    "gemm.tuned": "TuningTable TuningWarning",
     "vocab": "BackendKind DeviceProperties ElementKind EpilogueKind GuaranteeRequirement KernelSku "
     "MaskLayout PlanPreference PrecisionGuarantee Tier TileRule",
-    "weights": "PackedWeight Sparse24Weight prune",
+    "weights.weight": "PackedWeight Sparse24Weight prune",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF)

@@ -20,8 +20,8 @@ from sparse24_plans import (
     PlanPreference,
     Sparse24Weight,
 )
-from sparse24_plans.devices import cuda_device_count
-from sparse24_plans.tensors import HOST, Device, TensorView
+from sparse24_plans.device.devices import cuda_device_count
+from sparse24_plans.device.tensors import HOST, Device, TensorView
 
 GUARD_BYTES, GUARD, POISON = 256, 0xA5, 0xFF  # 0xFF.. is a NaN in every float type
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.registry import KERNELS
+from sparse24_plans.gemm.table import KERNELS
 
 from .support import HAS_GPU
 

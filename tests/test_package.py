@@ -103,7 +103,7 @@ def test_the_wheel_is_pure_python_with_version_licence_and_command(wheel):
     info = f"sparse24_plans-{sparse24_plans.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert b"sparse24 = sparse24_plans.cli:main" in archive.read(f"{info}/entry_points.txt")
+        assert b"sparse24 = sparse24_plans.cli.app:main" in archive.read(f"{info}/entry_points.txt")
         about = archive.read(f"{info}/METADATA").decode()
     assert "Requires-Python: >=3.10" in about
     assert f"Version: {sparse24_plans.__version__}\n" in about
@@ -127,8 +127,8 @@ strict = s.PlanPreference(require={"deterministic": True})
 plan = s.GemmSparse24Plan.select(desc, device="host", preference=strict)
 y = np.full((2, 8), np.nan, np.float32)
 plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.zeros(8, np.float32)))
-sources = sorted(path.name for path in jit.KERNEL_FOLDER.glob("*.cu"))
-cubin, _ = jit.compile_cubin("smxx_inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
+sources = sorted(path.name for path in jit.KERNEL_FOLDER.rglob("*.cu"))
+cubin, _ = jit.compile_cubin("weights/inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
 print(json.dumps({
     "file": s.__file__,
     "y": sorted(set(y.ravel().tolist())),
@@ -143,7 +143,7 @@ def test_the_installed_wheel_works_away_from_the_repository(installed, tmp_path)
     answer = json.loads(run(sys.executable, "-c", AWAY, cwd=tmp_path, PYTHONPATH=str(installed)))
     assert Path(answer["file"]).parent == installed / "sparse24_plans"
     assert answer["y"] == [pytest.approx(8 / (1 + 2.718281828**-8), rel=1e-6)]
-    assert answer["sources"] == sorted(path.name for path in (ROOT / "kernels_cu").glob("*.cu"))
+    assert answer["sources"] == sorted(path.name for path in (ROOT / "kernels_cu").rglob("*.cu"))
     assert answer["reached"] == sorted(path.name for path in (ROOT / "kernels_cu").iterdir())
     assert answer["cubin"] > 1000
 

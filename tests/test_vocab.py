@@ -38,16 +38,8 @@ from sparse24_plans import (
     WorkspaceTooSmallError,
     explain,
 )
-from sparse24_plans.gemm import Explanation
-from sparse24_plans.vocab import (
-    ArchSku,
-    GemmOp,
-    MathPrecision,
-    MatrixOrder,
-    Model,
-    OpCategory,
-    ScaleKind,
-)
+from sparse24_plans.gemm.plan import Explanation
+from sparse24_plans.vocab import ArchSku, GemmOp, MathPrecision, MatrixOrder, Model, OpCategory, ScaleKind
 
 # Enums --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,238 @@
+// The strict GEMM: for each result one float32 accumulator, starting at +0, one fma for each kept position of
+// W in increasing order of the reduction, subnormals kept. The result is defined, so tiles may be chosen
+// freely: no choice changes a bit. Canonical weights are inflated on their way into shared memory.
+//
+//   forward  result[n, m] = sum over kept k of x[n, k] * W[m, k]     (outputs m, reduction k)
+//   dgrad    result[n, k] = sum over kept m of dy[n, m] * W[m, k]    (outputs k, reduction m)
+//
+// A pruned position must not be an fma with 0: 0 * Inf is NaN, and -0 + 0 is +0. So shared memory holds a
+// marker there, and the fmas of a marked weight are predicated off.
+#include "common/common.cuh"
+
+struct StrictParams {
+  const void* values;     // [M, K/2]
+  const u16* metadata;    // [M, K/8]
+  const void* source;     // [N, reduction], row stride source_stride
+  const void* bias;       // [outputs], or null
+  void* result;           // [N, outputs], row stride result_stride
+  i64 n, m, k, source_stride, result_stride;
+  float alpha;
+};
+
+typedef Element<S24_ELEMENT> In;
+typedef Element<S24_OUT> Out;
+typedef Element<S24_BIAS> Bias;
+
+constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has: those are made canonical
+
+// Outputs x tokens of a tile, of a thread, and the reduction step.
+template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
+  static constexpr int kOutputs = kOutputs_, kTokens = kTokens_, kDepth = kDepth_;
+  static constexpr int kThreadOutputs = kThreadOutputs_, kThreadTokens = kThreadTokens_;
+  static constexpr int kLanesOut = kOutputs / kThreadOutputs, kLanesTok = kTokens / kThreadTokens;
+  static constexpr int kThreads = kLanesOut * kLanesTok;
+  static constexpr int kWeightUnits = kOutputs * kDepth / 8, kSourceUnits = kTokens * kDepth / 8;
+  static constexpr int kWeightLoads = (kWeightUnits + kThreads - 1) / kThreads;
+  static constexpr int kSourceLoads = (kSourceUnits + kThreads - 1) / kThreads;
+};
+
+// Eight consecutive source elements, or the four kept values and the metadata of eight weight cells.
+struct SourceUnit { In::Bits v[8]; };
+struct WeightUnit { In::Bits v[4]; u16 codes; };
+
+template <class T, int kBytes> __device__ __forceinline__ void copy_aligned(T* to, const T* from) {
+  if constexpr (kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) ((uint4*)to)[i] = __ldg((const uint4*)from + i);
+  } else {
+    *(uint2*)to = __ldg((const uint2*)from);
+  }
+}
+
+// Four fmas-with-one-weight at a time, all predicated on the weight being kept.
+template <int kTokens>
+__device__ __forceinline__ void fma_kept(float (&acc)[kTokens], float w, const float (&x)[kTokens]) {
+  if constexpr (kTokens % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kTokens; i += 4)
+      asm("{ .reg .pred kept; setp.ne.u32 kept, %4, 0xffffffff;\n\t"
+          "@kept fma.rn.f32 %0, %5, %6, %0;\n\t@kept fma.rn.f32 %1, %5, %7, %1;\n\t"
+          "@kept fma.rn.f32 %2, %5, %8, %2;\n\t@kept fma.rn.f32 %3, %5, %9, %3; }"
+          : "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
+          : "r"(__float_as_uint(w)), "f"(w), "f"(x[i]), "f"(x[i + 1]), "f"(x[i + 2]), "f"(x[i + 3]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      asm("{ .reg .pred kept; setp.ne.u32 kept, %1, 0xffffffff;\n\t@kept fma.rn.f32 %0, %2, %3, %0; }"
+          : "+f"(acc[i])
+          : "r"(__float_as_uint(w)), "f"(w), "f"(x[i]));
+  }
+}
+
+template <class T> struct Mainloop {
+  float* weights;  // [2][depth][outputs]
+  float* sources;  // [2][depth][tokens]
+  const StrictParams& p;
+  i64 out0, tok0;
+  WeightUnit w[T::kWeightLoads];
+  SourceUnit s[T::kSourceLoads];
+
+  // Where unit u of the weight tile lies: row of W, first column.
+  __device__ __forceinline__ void weight_cell(int u, i64 step, i64& row, i64& column) const {
+#if S24_DGRAD
+    row = step + u / (T::kOutputs / 8);
+    column = out0 + u % (T::kOutputs / 8) * 8;
+#else
+    row = out0 + u % T::kOutputs;
+    column = step + u / T::kOutputs * 8;
+#endif
+  }
+
+  __device__ __forceinline__ void load(i64 step) {
+#pragma unroll
+    for (int i = 0; i < T::kWeightLoads; ++i) {
+      const int u = threadIdx.x + i * T::kThreads;
+      i64 row, column;
+      weight_cell(u, step, row, column);
+      w[i].codes = 0xffff;  // no cell: everything pruned
+      if (u < T::kWeightUnits && row < p.m && column < p.k) {
+        copy_aligned<In::Bits, 4 * sizeof(In::Bits)>(w[i].v, (const In::Bits*)p.values + (row * p.k + column) / 2);
+        w[i].codes = __ldg(p.metadata + (row * p.k + column) / 8);
+      }
+    }
+    const i64 reduction = S24_DGRAD ? p.m : p.k;
+#pragma unroll
+    for (int i = 0; i < T::kSourceLoads; ++i) {
+      const int u = threadIdx.x + i * T::kThreads;
+      const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
+      const In::Bits* from = (const In::Bits*)p.source + token * p.source_stride + at;
+      const bool inside = u < T::kSourceUnits && token < p.n;
+      if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
+        copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) s[i].v[j] = inside && at + j < reduction ? from[j] : (In::Bits)0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(int stage) {
+    float* const wt = weights + stage * T::kDepth * T::kOutputs;
+    float* const st = sources + stage * T::kDepth * T::kTokens;
+#pragma unroll
+    for (int i = 0; i < T::kWeightLoads; ++i) {
+      const int u = threadIdx.x + i * T::kThreads;
+      if (u >= T::kWeightUnits) continue;
+      float cell[8];
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        const u32 code = w[i].codes >> (8 * g) & 0xff;
+        const float first = canonical_nan(In::to_float(w[i].v[2 * g]));
+        const float second = canonical_nan(In::to_float(w[i].v[2 * g + 1]));
+        const float pruned = __uint_as_float(kPruned);
+        const u32 a = code == 0xff ? 4 : code & 3, b = code == 0xff ? 4 : code >> 2;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) cell[4 * g + c] = a == c ? first : b == c ? second : pruned;
+      }
+#if S24_DGRAD
+      float4* to = (float4*)(wt + u / (T::kOutputs / 8) * T::kOutputs + u % (T::kOutputs / 8) * 8);
+      to[0] = make_float4(cell[0], cell[1], cell[2], cell[3]);
+      to[1] = make_float4(cell[4], cell[5], cell[6], cell[7]);
+#else
+#pragma unroll
+      for (int j = 0; j < 8; ++j) wt[(u / T::kOutputs * 8 + j) * T::kOutputs + u % T::kOutputs] = cell[j];
+#endif
+    }
+#pragma unroll
+    for (int i = 0; i < T::kSourceLoads; ++i) {
+      const int u = threadIdx.x + i * T::kThreads;
+      if (u >= T::kSourceUnits) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) st[(u / T::kTokens * 8 + j) * T::kTokens + u % T::kTokens] = In::to_float(s[i].v[j]);
+    }
+  }
+};
+
+// A thread's outputs (or tokens) come in runs of up to four, one run a vector load, runs spread over the tile.
+template <int kCount, int kLanes> __device__ __forceinline__ int spread(int lane, int i) {
+  constexpr int kRun = kCount < 4 ? kCount : 4;
+  return i / kRun * (kLanes * kRun) + lane * kRun + i % kRun;
+}
+
+template <int kCount, int kLanes> __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from, int lane) {
+  if constexpr (kCount % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 v = *(const float4*)(from + spread<kCount, kLanes>(lane, i));
+      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = from[spread<kCount, kLanes>(lane, i)];
+  }
+}
+
+template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
+  __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
+  __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
+  const i64 outputs = S24_DGRAD ? p.k : p.m, reduction = S24_DGRAD ? p.m : p.k;
+  const i64 out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
+  const i64 out0 = blockIdx.x % out_tiles * T::kOutputs, tok0 = blockIdx.x / out_tiles * T::kTokens;
+  const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
+
+  float acc[T::kThreadOutputs][T::kThreadTokens];
+#pragma unroll
+  for (int o = 0; o < T::kThreadOutputs; ++o)
+#pragma unroll
+    for (int t = 0; t < T::kThreadTokens; ++t) acc[o][t] = 0.0f;
+
+  Mainloop<T> loop{weights, sources, p, out0, tok0};
+  if (reduction > 0) {
+    loop.load(0);
+    loop.store(0);
+  }
+  __syncthreads();
+  int stage = 0;
+  for (i64 step = 0; step < reduction; step += T::kDepth) {
+    const bool more = step + T::kDepth < reduction;
+    if (more) loop.load(step + T::kDepth);
+#pragma unroll
+    for (int d = 0; d < T::kDepth; ++d) {
+      float w[T::kThreadOutputs], x[T::kThreadTokens];
+      read_runs<T::kThreadOutputs, T::kLanesOut>(w, weights + (stage * T::kDepth + d) * T::kOutputs, lane_out);
+      read_runs<T::kThreadTokens, T::kLanesTok>(x, sources + (stage * T::kDepth + d) * T::kTokens, lane_tok);
+#pragma unroll
+      for (int o = 0; o < T::kThreadOutputs; ++o) fma_kept(acc[o], w[o], x);
+    }
+    stage ^= 1;
+    if (more) loop.store(stage);
+    __syncthreads();
+  }
+
+#pragma unroll
+  for (int t = 0; t < T::kThreadTokens; ++t) {
+    const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
+    if (token >= p.n) continue;
+#pragma unroll
+    for (int o = 0; o < T::kThreadOutputs; ++o) {
+      const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
+      if (output >= outputs) continue;
+      const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[output]) : 0.0f;
+      ((Out::Bits*)p.result)[token * p.result_stride + output] =
+          Out::from_float(epilogue<StrictMath>(acc[o][t], p.alpha, bias));
+    }
+  }
+}
+
+typedef Tile<128, 128, 8, 8, 16> LargeTile;
+typedef Tile<128, 32, 8, 4, 16> MediumTile;
+typedef Tile<32, 16, 2, 2, 64> SmallTile;
+
+extern "C" __global__ void __launch_bounds__(LargeTile::kThreads, 2)
+    gemm_strict_large(const __grid_constant__ StrictParams p) { gemm_strict<LargeTile>(p); }
+
+extern "C" __global__ void __launch_bounds__(MediumTile::kThreads, 4)
+    gemm_strict_medium(const __grid_constant__ StrictParams p) { gemm_strict<MediumTile>(p); }
+
+extern "C" __global__ void __launch_bounds__(SmallTile::kThreads)
+    gemm_strict_small(const __grid_constant__ StrictParams p) { gemm_strict<SmallTile>(p); }

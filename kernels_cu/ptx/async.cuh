@@ -1,0 +1,118 @@
+// Wrappers of PTX instructions: asynchronous copies, ldmatrix, sparse mma, clusters. One instruction each.
+#pragma once
+#include "common/common.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// 16 bytes, global to shared, past L1. With keep == false the destination is zeroed and nothing is read.
+__device__ __forceinline__ void copy_async_16(u32 to, const void* from, bool keep) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;"); }
+template <int kPending> __device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// acc += A(16x32, 2:4) * B(32x8). kSelector: which lane pair of every quad holds the metadata.
+template <int kElement, int kSelector>
+__device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+#define S24_MMA_SP(type)                                                                                       \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type ".f32 "             \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"            \
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),        \
+                 "r"(metadata), "n"(kSelector))
+  if constexpr (kElement == S24_F16) S24_MMA_SP("f16");
+  else S24_MMA_SP("bf16");
+#undef S24_MMA_SP
+}
+
+// Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
+// here before it touches memory; and it lets the next one start, which then waits in its turn.
+__device__ __forceinline__ void follow_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Clusters (sm_90): every thread of every block meets; what came before is visible after.
+__device__ __forceinline__ void cluster_meet() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The same where no memory is exchanged: it costs no fence.
+__device__ __forceinline__ void cluster_meet_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Where block `rank` of the cluster has what this block has at `address` of its shared memory.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+  u32 there = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+#endif
+  return there;
+}
+
+__device__ __forceinline__ float load_cluster(u32 address) {
+  float v = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+#endif
+  return v;
+}
+
+__device__ __forceinline__ float load_shared(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address));
+#endif
+}
+
+// Shared memory by address.
+__device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
+}
+__device__ __forceinline__ void load_shared_words(u32 (&v)[1], u32 address) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(address));
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, u8 v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"((u32)v) : "memory");
+}
+template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address) {
+  u32 v;
+  if constexpr (sizeof(Bits) == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  else if constexpr (sizeof(Bits) == 2) asm volatile("{\n\t.reg .u16 h;\n\tld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}" : "=r"(v) : "r"(address));
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return (Bits)v;
+}
+
+// Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+#endif
+}

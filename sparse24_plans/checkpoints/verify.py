@@ -1,0 +1,239 @@
+"""Checks a compressed checkpoint against the dense one it came from, layer by layer, on a real plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..device.devices import resolve
+from ..device.tensors import TensorView, import_cupy
+from ..gemm.plan import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan
+from ..vocab import ElementKind, PlanPreference
+from ..weights.weight import Sparse24Weight, prune
+from .compress import (
+    META_SUFFIX,
+    VALUES_SUFFIX,
+    compressed_names,
+    dense_blocks,
+    dense_element,
+    read_weight,
+    same_tensor,
+)
+from .safetensors_file import SafetensorsReader
+
+Array = np.ndarray[Any, Any]
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """One compressed layer. The numbers are None where ``problem`` kept the layer from being multiplied.
+
+    ``relative_error`` is ||y - exact|| / ||exact||; ``worst_ratio`` the largest |y - exact| / tolerance,
+    the tolerance being the plan's guarantee: at most 1.0 where it holds. ``error_bound`` is the guarantee's
+    constant c for this K.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element: str
+    kernel: str | None = None
+    max_abs_error: float | None = None
+    relative_error: float | None = None
+    error_bound: float | None = None
+    worst_ratio: float | None = None
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :func:`verify_checkpoint` found. ``problems`` are those of the file; layers have their own."""
+
+    device: str
+    tokens: int
+    layers: tuple[LayerResult, ...]
+    copied: int
+    """Tensors that are the dense checkpoint's, byte for byte."""
+    problems: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems and all(layer.passed for layer in self.layers)
+
+
+def verify_checkpoint(
+    compressed: StrPath,
+    dense: StrPath,
+    *,
+    tokens: int = 8,
+    device: int | str | None = None,
+    seed: int = 0,
+    preference: PlanPreference | None = None,
+    on_layer: Callable[[LayerResult], None] | None = None,
+) -> Verification:
+    """Check every tensor of ``compressed`` against ``dense``.
+
+    A compressed layer must decompress to exactly ``prune(dense)``; its product with random activations
+    [tokens, K], by the plan that ``preference`` and ``device`` select, must lie inside the plan's own
+    guarantee of the float64 product with ``prune(dense)``. Every other tensor must be equal byte for byte.
+    Memory stays bounded by about one tensor.
+
+    Raises
+    ------
+    FormatError, StorageError
+        A file is broken or can't be read.
+    UnsupportedError, BackendUnavailableError
+        No kernel can serve a layer as asked for.
+    """
+    layers: list[LayerResult] = []
+    problems: list[str] = []
+    rng = np.random.default_rng(seed)
+    place = str(resolve(device))
+    with SafetensorsReader(compressed) as ours, SafetensorsReader(dense) as theirs:
+        names = compressed_names(ours)
+        if not names:
+            problems.append(f"{compressed} holds no compressed layer")
+        for name in names:
+            weight = read_weight(ours, name)
+            result = LayerResult(name, (weight.m, weight.k), weight.element.value)
+            problem = _compare_weight(weight, theirs, name)
+            if problem is not None:
+                result = replace(result, problem=problem)
+            else:
+                plan = _plan(weight, tokens, preference, device)
+                result = _multiply(plan, weight, rng, result)
+            layers.append(result)
+            if on_layer is not None:
+                on_layer(result)
+        copied, differing = _compare_rest(ours, theirs, names)
+        problems += differing
+    return Verification(place, tokens, tuple(layers), copied, tuple(problems))
+
+
+def _compare_weight(weight: Sparse24Weight, theirs: SafetensorsReader, name: str) -> str | None:
+    """Why the layer isn't the dense one pruned, or None."""
+    info = theirs.tensors.get(name)
+    if info is None:
+        return "the dense checkpoint lacks it"
+    if info.shape != (weight.m, weight.k) or dense_element(info) is not weight.element:
+        return f"the dense tensor is {info.dtype.lower()}{list(info.shape)}"
+    bits = weight.element.bits_dtype
+    for rows, dense in dense_blocks(theirs, name):
+        wrong = prune(dense).view(bits) != _rows_of(weight, rows).view(bits)
+        if wrong.any():
+            row, column = divmod(int(wrong.argmax()), weight.k)
+            return f"differs from the pruned dense tensor at row {rows.start + row}, column {column}"
+    return None
+
+
+def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
+    part = Sparse24Weight(weight.values[rows], weight.metadata[rows], validate=False)
+    dense: Array = part.decompress()
+    return dense
+
+
+def _compare_rest(
+    ours: SafetensorsReader, theirs: SafetensorsReader, names: list[str]
+) -> tuple[int, list[str]]:
+    """How many tensors were copied faithfully, and what is wrong with the others."""
+    stored = {name + suffix for name in names for suffix in (VALUES_SUFFIX, META_SUFFIX)}
+    copied, problems = 0, []
+    for name in theirs.tensors.keys() - set(names):
+        if name not in ours.tensors:
+            problems.append(f"{name}: missing")
+        elif not same_tensor(theirs, ours, name):
+            problems.append(f"{name}: differs from the dense checkpoint")
+        else:
+            copied += 1
+    extra = ours.tensors.keys() - stored - theirs.tensors.keys()
+    problems += [f"{name}: not in the dense checkpoint" for name in extra]
+    return copied, sorted(problems)
+
+
+# The product --------------------------------------------------------------------------------------
+
+
+def _plan(
+    weight: Sparse24Weight, tokens: int, preference: PlanPreference | None, device: int | str | None
+) -> GemmSparse24Plan:
+    desc = GemmSparse24Descriptor(n=tokens, m=weight.m, k=weight.k, element=weight.element)
+    return GemmSparse24Plan.select(desc, preference=preference, device=device)
+
+
+def _multiply(
+    plan: GemmSparse24Plan, weight: Sparse24Weight, rng: np.random.Generator, result: LayerResult
+) -> LayerResult:
+    """Run the plan on random activations and hold it to its own guarantee."""
+    element, k = weight.element, weight.k
+    x = rng.standard_normal((plan.descriptor.n, k)).astype(np.float32).astype(element.dtype)
+    y = _run(plan, weight, x).astype(np.float64)
+    exact, abs_sum = _reference(weight, x)
+    with np.errstate(all="ignore"):  # Inf and NaN in a weight are results here
+        tolerance = plan.guarantee.tolerance(k, exact, abs_sum, element)
+        equal = _equal_or_overflowed(y, exact, tolerance, element)
+        error = np.where(equal, 0.0, np.abs(y - exact))
+        ratio = np.where(equal, 0.0, error / tolerance)
+        relative = np.linalg.norm(error) / max(np.linalg.norm(exact), np.finfo(np.float64).tiny)
+    worst = float(ratio.max(initial=0.0))
+    return replace(
+        result,
+        kernel=plan.explain().chosen,
+        max_abs_error=float(error.max(initial=0.0)),
+        relative_error=float(relative),
+        error_bound=plan.guarantee.error_bound(k),
+        worst_ratio=worst,
+        # Written so that a NaN fails.
+        problem=None if worst <= 1.0 else f"the error is {worst:.3g} times what the plan guarantees",
+    )
+
+
+def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: ElementKind) -> Array:
+    """Where both are the same number, Inf or NaN, or y overflowed where the element may."""
+    farthest = (exact + np.copysign(tolerance, exact)).astype(element.dtype).astype(np.float64)
+    equal: Array = (y == exact) | (np.isnan(y) & np.isnan(exact)) | (np.isinf(y) & (y == farthest))
+    return equal
+
+
+def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
+    """y [N, M] of the element, from the plan's device."""
+    desc = plan.descriptor
+    bits, shape = desc.element.bits_dtype, (desc.n, desc.m)
+    poison = np.full(shape, np.iinfo(bits).max, bits)  # NaN, so that what isn't written shows
+    if plan.device.kind == "host":
+        y = poison.view(desc.element.dtype)
+        plan.run(GemmSparse24Args(weight=plan.pack(weight), x=x, y=y))
+        return y
+    cupy = import_cupy()
+    with cupy.cuda.Device(plan.device.ordinal):
+        source, result = cupy.asarray(x.view(bits)), cupy.asarray(poison)
+        workspace = cupy.empty(plan.workspace_size(), np.uint8)
+        args = GemmSparse24Args(
+            weight=plan.pack(weight.to(plan.device.ordinal)),
+            x=TensorView.of(source, element=desc.element),
+            y=TensorView.of(result, element=desc.element),
+        )
+        plan.run(args, workspace=workspace if workspace.size else None)
+        fetched: Array = cupy.asnumpy(result).view(desc.element.dtype)
+    return fetched
+
+
+def _reference(weight: Sparse24Weight, x: Array) -> tuple[Array, Array]:
+    """The product and sum|x||w|, float64 [N, M]."""
+    wide = x.astype(np.float64)
+    exact, abs_sum = np.empty((2, x.shape[0], weight.m))
+    rows = max(1, (1 << 20) // max(weight.k, 1))
+    for start in range(0, weight.m, rows):
+        block = slice(start, min(start + rows, weight.m))
+        dense = _rows_of(weight, block).astype(np.float64)
+        with np.errstate(all="ignore"):
+            exact[:, block] = wide @ dense.T
+            abs_sum[:, block] = np.abs(wide) @ np.abs(dense).T
+    return exact, abs_sum

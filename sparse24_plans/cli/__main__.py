@@ -1,0 +1,5 @@
+"""``python -m sparse24_plans.cli``."""
+
+from .app import main
+
+main()

@@ -1,0 +1,80 @@
+"""What the machine has: device properties, read once a process and device."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from .._vendor import cublaslt_abi, cusparselt_abi
+from ..errors import BackendUnavailableError, InvalidProblemError
+from ..vocab import DeviceProperties
+from .tensors import HOST, Device, import_cupy
+
+HOST_PROPERTIES = DeviceProperties(kind="host")
+
+
+def cuda_device_count() -> int:
+    """CUDA devices that can be used, without raising: 0 where CuPy or a driver is missing."""
+    try:
+        return int(import_cupy().cuda.runtime.getDeviceCount())
+    except Exception:  # noqa: BLE001 - CuPy raises several unrelated types where no driver is
+        return 0
+
+
+@cache
+def cuda_properties(ordinal: int) -> DeviceProperties:
+    """Properties of a CUDA device. Raises BackendUnavailableError where it can't be used."""
+    cupy = import_cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
+    if not count:
+        raise BackendUnavailableError("no usable CUDA device: the driver sees 0")
+    if ordinal >= count:
+        raise BackendUnavailableError(f"device: expected a CUDA ordinal below {count}, got {ordinal}")
+    about = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    return DeviceProperties(
+        kind="cuda",
+        ordinal=ordinal,
+        name=about["name"].decode(),
+        compute_capability=(about["major"], about["minor"]),
+        multiprocessors=about["multiProcessorCount"],
+        cublaslt=cublaslt_abi.version(cuda_major()),
+        cusparselt=cusparselt_abi.version(),
+        driver=driver_version(),
+    )
+
+
+@cache
+def driver_version() -> str:
+    """The GPU driver's own version ("580.65.06") where the system tells it, else that of its CUDA API."""
+    text = Path("/proc/driver/nvidia/version")
+    if text.exists():
+        for word in text.read_text().split():
+            if word.count(".") >= 1 and word.replace(".", "").isdigit():
+                return word
+    return str(import_cupy().cuda.runtime.driverGetVersion())
+
+
+def cuda_major() -> int:
+    """The CUDA major version that the installed CuPy was built for."""
+    return int(import_cupy().cuda.runtime.runtimeGetVersion()) // 1000
+
+
+def resolve(device: int | str | None) -> DeviceProperties:
+    """``None``: the current CUDA device, or the host where there is none; else what is named."""
+    if device in ("host", "cpu"):
+        return HOST_PROPERTIES
+    if device is None:
+        if not cuda_device_count():
+            return HOST_PROPERTIES
+        return cuda_properties(import_cupy().cuda.runtime.getDevice())
+    if type(device) is not int or device < 0:
+        raise InvalidProblemError(f"device: expected None, 'host' or a CUDA ordinal, got {device!r}")
+    return cuda_properties(device)
+
+
+def place_of(properties: DeviceProperties) -> Device:
+    """Where memory of the device lives."""
+    return HOST if properties.kind == "host" else Device("cuda", properties.ordinal)

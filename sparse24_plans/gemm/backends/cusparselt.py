@@ -1,0 +1,267 @@
+"""Launches cuSPARSELt on a plan that lives: weights in the library's blob, an algorithm pinned at select.
+
+Row-major Y[N,M] is the column-major D[M,N] of the library, so W is its operand A and X, transposed, its B. A
+``column`` order of X or Y is the other order of the same matrix. Each pair of strides has a plan of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..._vendor import cusparselt_abi as abi
+from ..._vendor.library_error import LibraryError
+from ...device.tensors import TensorView, import_cupy
+from ...errors import BackendUnavailableError, MisalignedOperandError, UnsupportedError
+from ...plan.bound import driver_error
+from ...vocab import (
+    CUSPARSELT_LAYOUT,
+    DeviceProperties,
+    ElementKind,
+    EpilogueKind,
+    MatrixOrder,
+    PlanPreference,
+    ScaleKind,
+)
+from ...weights import canonical
+from ...weights.weight import PackedWeight, Sparse24Weight
+from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
+from ..table import KernelSpec
+
+_TYPES = {
+    ElementKind.F32: abi.R_32F,
+    ElementKind.F16: abi.R_16F,
+    ElementKind.BF16: abi.R_16BF,
+    ElementKind.S8: abi.R_8I,
+    ElementKind.I32: abi.R_32I,
+    ElementKind.FP8_E4M3: abi.R_8F_E4M3,
+}
+_ACTIVATIONS = {EpilogueKind.BIAS_RELU: abi.RELU, EpilogueKind.BIAS_GELU_TANH: abi.GELU}
+# Names of a configuration -> cusparseLtMatmulAlgAttribute_t
+_ATTRIBUTES = {
+    "algorithm": abi.CONFIG_ID,
+    "split_k": abi.SPLIT_K,
+    "split_k_mode": abi.SPLIT_K_MODE,
+    "split_k_buffers": abi.SPLIT_K_BUFFERS,
+}
+# Split-K x mode (one kernel, two kernels) that are tried where the library lets one choose: not on Hopper.
+_SPLITS = tuple((split, mode) for split in (2, 4, 8) for mode in (1, 2))
+# Algorithms that end the CUDA context with an illegal instruction, for every n, as seen on an H200 (torch's
+# search of 0.8.0 runs into them): (version, compute capability, element) -> ids. A search survives such ones
+# by itself, but each costs it a process.
+_FATAL = {("0.8.0", (9, 0), ElementKind.F16): range(36, 52)}
+# Fused kernels for a bias are chosen when the plan is made, before its address is known.
+_SOME_ADDRESS = 256
+_ON = 1
+
+
+class Kernel(BackendKernel):
+    workspace_alignment = 256
+    weight_alignment = abi.ALIGNMENT
+    source_alignment = abi.ALIGNMENT
+    source_row_alignment = abi.ALIGNMENT
+    result_alignment = abi.ALIGNMENT
+    launches = 2  # at least one; what else the library enqueues is its own affair: so bind makes a graph
+
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        device: DeviceProperties,
+        spec: KernelSpec,
+        preference: PlanPreference,
+        configuration: Mapping[str, int] | None = None,
+    ) -> None:
+        self._desc, self._ordinal, self._version = desc, device.ordinal, device.cusparselt
+        self._configuration = dict(configuration or {})
+        self._matmuls: dict[tuple[int, int], abi.Matmul] = {}
+        packed = self._matmul(*_packed_strides(desc))
+        self.workspace_size = packed.workspace_size
+        allowed = preference.max_workspace_bytes
+        if allowed is not None and self.workspace_size > allowed:
+            raise UnsupportedError(
+                f"{spec.name}: needs a workspace of {self.workspace_size} bytes, "
+                f"max_workspace_bytes is {allowed}"
+            )
+        origin = "the library's default" if not self._configuration else "tuned"
+        self.details = f"cuSPARSELt {device.cusparselt}, {_describe(packed)} ({origin})"
+
+    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
+        desc = self._desc
+        size = desc.out_element.itemsize
+        if operands.result_stride * size % abi.ALIGNMENT:
+            raise MisalignedOperandError("y stride", abi.ALIGNMENT, operands.result_stride * size)
+        matmul = self._matmul(operands.source_stride, operands.result_stride)
+        if matmul.workspace_size > self.workspace_size:
+            raise UnsupportedError(
+                f"cuSPARSELt needs {matmul.workspace_size} bytes of workspace for strides "
+                f"{operands.source_stride}, {operands.result_stride}; the plan has {self.workspace_size}"
+            )
+        return matmul.bind(
+            operands.weight.buffers[0].address,
+            operands.source.address,
+            operands.result.address,
+            workspace,
+            alpha=None if operands.scale_w is None else operands.scale_w.address,
+            bias=None if operands.bias is None else operands.bias.address,
+        )
+
+    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+        """The library's blob of ``weight``: uint8, of the size that it asks for, on CuPy's current stream.
+
+        Besides the blob it takes the dense matrix and the library's scratch for a while.
+        """
+        cupy = import_cupy()
+        with cupy.cuda.Device(self._ordinal):
+            if not _values_come_first(self._ordinal, weight.element):
+                raise UnsupportedError(
+                    f"weight: cuSPARSELt {self._version} stores {weight.element} in a way that this package "
+                    "doesn't know"
+                )
+            blob = _compress(self._ordinal, weight)
+        return PackedWeight(
+            CUSPARSELT_LAYOUT, weight.m, weight.k, weight.element, weight.device, (TensorView.of(blob),)
+        )
+
+    def _matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
+        """The library's plan for these strides: made at select for packed ones, else at first use."""
+        found = self._matmuls.get((source_stride, result_stride))
+        if found is None:
+            found = _make(self._desc, self._ordinal, self._configuration, source_stride, result_stride)
+            found = self._matmuls.setdefault((source_stride, result_stride), found)
+        return found
+
+
+def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+    """Every algorithm id not known to be fatal, and with each the split-K that the library lets one set.
+
+    Nothing is launched.
+    """
+    strides = _packed_strides(desc)
+    count = _make(desc, device.ordinal, {}, *strides).algorithm(abi.CONFIG_MAX_ID)
+    fatal = _FATAL.get((device.cusparselt or "", device.compute_capability, desc.element), ())
+    ids = [number for number in range(count) if number not in fatal]
+    found = [{"algorithm": number} for number in ids]
+    for split, mode in _SPLITS:
+        setting = {"split_k": split, "split_k_mode": mode}
+        try:
+            _make(desc, device.ordinal, setting, *strides)
+        except UnsupportedError:
+            continue
+        found += [{"algorithm": number, **setting} for number in ids]
+    return found
+
+
+def tuning_version(device: DeviceProperties) -> str:
+    return f"cuSPARSELt {device.cusparselt}"
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+def _packed_strides(desc: GemmSparse24Descriptor) -> tuple[int, int]:
+    columns = MatrixOrder.COLUMN
+    source = desc.n if desc.x_order is columns else desc.k
+    result = desc.n if desc.y_order is columns else desc.m
+    return source, result
+
+
+def _make(
+    desc: GemmSparse24Descriptor,
+    ordinal: int,
+    configuration: Mapping[str, int],
+    source_stride: int,
+    result_stride: int,
+) -> abi.Matmul:
+    element, out = _TYPES[desc.element], _TYPES[desc.out_element]
+    x_order = abi.ORDER_COL if desc.x_order is MatrixOrder.COLUMN else abi.ORDER_ROW
+    d_order = abi.ORDER_ROW if desc.y_order is MatrixOrder.COLUMN else abi.ORDER_COL
+    attributes: dict[int, Any] = {}
+    if desc.epilogue.has_bias:
+        attributes[abi.BIAS_POINTER] = ctypes.c_void_p(_SOME_ADDRESS)
+    if desc.epilogue in _ACTIVATIONS:
+        attributes[_ACTIVATIONS[desc.epilogue]] = ctypes.c_int(_ON)
+    scaled = desc.scale_w is ScaleKind.ROW
+    if scaled:
+        attributes[abi.ALPHA_VECTOR] = ctypes.c_int(_ON)
+    d = abi.Operand(desc.m, desc.n, result_stride, out, d_order)
+    try:
+        with import_cupy().cuda.Device(ordinal):
+            return abi.Matmul(
+                abi.handle(ordinal),
+                abi.Operand(desc.m, desc.k, desc.k, element, abi.ORDER_ROW, sparse=True),
+                abi.Operand(desc.n, desc.k, source_stride, element, x_order, transpose=True),
+                d,
+                d,
+                compute=abi.COMPUTE_32I if desc.element is ElementKind.S8 else abi.COMPUTE_32F,
+                alpha=None if scaled else desc.alpha,
+                attributes=attributes,
+                algorithm={_ATTRIBUTES[name]: number for name, number in configuration.items()},
+            )
+    except LibraryError as error:
+        if error.status == abi.ARCH_MISMATCH:
+            raise BackendUnavailableError(
+                "this cuSPARSELt has no kernels for the GPU: pip install -U 'sparse24_plans[cusparselt12]' "
+                "(or [cusparselt13])"
+            ) from error
+        raise UnsupportedError(
+            f"cuSPARSELt refuses strides {source_stride}, {result_stride} or configuration "
+            f"{dict(configuration)}: {error}"
+        ) from error
+
+
+def _describe(matmul: abi.Matmul) -> str:
+    number, count = matmul.algorithm(abi.CONFIG_ID), matmul.algorithm(abi.CONFIG_MAX_ID)
+    split = matmul.algorithm(abi.SPLIT_K)
+    return f"algorithm {number} of {count}" + (f", split-K {split}" if split > 1 else "")
+
+
+# Packing ------------------------------------------------------------------------------------------
+
+
+def _compress(ordinal: int, weight: Sparse24Weight) -> Any:
+    """The blob, with exactly the canonical form's positions and bits.
+
+    The library picks positions by looking for non-zeros, so a kept zero could end up at another position, and
+    what it makes of -0.0 has changed between versions. So it compresses ones at the kept positions, and the
+    values go over those ones: they come first in the blob, row by row (_values_come_first checks it).
+    """
+    values, metadata = weight.values_view.bits(), weight.metadata
+    codes = canonical.from_metadata(metadata)
+    blob = _compress_dense(ordinal, canonical.scatter(_ones_like(values, weight.element), codes), weight)
+    flat = values.reshape(-1).view(np.uint8)
+    blob[: flat.size] = flat
+    return blob
+
+
+def _ones_like(values: Any, element: ElementKind) -> Any:
+    one = np.ones(1, np.float32).astype(element.dtype).view(element.bits_dtype)[0]
+    return import_cupy().full(values.shape, one, values.dtype)
+
+
+def _compress_dense(ordinal: int, dense: Any, weight: Sparse24Weight) -> Any:
+    cupy = import_cupy()
+    matrix = abi.Operand(weight.m, weight.k, weight.k, _TYPES[weight.element], abi.ORDER_ROW, sparse=True)
+    try:
+        compressor = abi.Compressor(abi.handle(ordinal), matrix, first_operand=True)
+        blob = cupy.zeros(compressor.size, np.uint8)
+        scratch = cupy.empty(max(compressor.scratch, 1), np.uint8)
+        stream = cupy.cuda.get_current_stream().ptr
+        compressor.compress(dense.data.ptr, blob.data.ptr, scratch.data.ptr, stream)
+    except LibraryError as error:
+        raise driver_error(error) from error
+    return blob
+
+
+@cache
+def _values_come_first(ordinal: int, element: ElementKind) -> bool:
+    """Whether blobs start with the values, row by row: seen on a small weight without zeros."""
+    rng = np.random.default_rng(0)
+    dense = rng.integers(1, 9, (64, 128)).astype(np.float32).astype(element.dtype)
+    weight = Sparse24Weight.prune_compress(dense).to(ordinal)
+    codes = canonical.from_metadata(weight.metadata)
+    own = _compress_dense(ordinal, canonical.scatter(weight.values_view.bits(), codes), weight)
+    return bool((own == _compress(ordinal, weight)).all())

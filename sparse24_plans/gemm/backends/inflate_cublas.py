@@ -1,0 +1,158 @@
+"""Inflate into the workspace, then cuBLASLt with an algorithm pinned at select.
+
+An epilogue beyond ``identity`` takes float32 accumulators through ``gemm/inflate_cublas.cu``, so that bias and
+activation see them unrounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from ..._vendor import cublaslt_abi
+from ..._vendor.library_error import LibraryError
+from ...device import jit
+from ...device.devices import cuda_major
+from ...device.tensors import import_cupy
+from ...errors import UnsupportedError
+from ...weights.inflate import ALIGNMENT, Inflate
+from ...vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
+from ..limits import align_up, cublas_regions
+from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
+from ..table import KernelSpec
+
+# What NVIDIA's documentation advises on Hopper; smaller devices use less of it.
+_SPLIT_K_BYTES = 32 << 20
+_TYPES = {
+    ElementKind.F32: cublaslt_abi.R_32F,
+    ElementKind.F16: cublaslt_abi.R_16F,
+    ElementKind.BF16: cublaslt_abi.R_16BF,
+}
+_THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
+
+
+class _EpilogueParameters(ctypes.Structure):
+    """EpilogueParams of the kernel."""
+
+    _fields_ = [
+        ("acc", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    ]
+
+
+class Kernel(BackendKernel):
+    workspace_alignment = 256
+    weight_alignment = ALIGNMENT
+    source_alignment = ALIGNMENT
+    result_alignment = ALIGNMENT
+
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        device: DeviceProperties,
+        spec: KernelSpec,
+        preference: PlanPreference,
+    ) -> None:
+        self._desc, self._ordinal = desc, device.ordinal
+        self._dense_bytes, self._acc_bytes = cublas_regions(desc)
+        self._fused = not desc.epilogue.has_bias
+        self._trivial = desc.n * desc.outputs == 0
+        self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
+        self._matmuls: dict[tuple[int, int], cublaslt_abi.Matmul] = {}
+        self._inflate = Inflate(desc.element, device)
+        # Not needed where cuBLASLt writes the result itself.
+        self._epilogue = None
+        if not self._fused or not desc.reduction:
+            self._epilogue = jit.load(
+                "gemm/inflate_cublas.cu",
+                "epilogue_rows",
+                _THREADS,
+                device.cuda_arch,
+                device.ordinal,
+                jit.type_defines(desc),
+            )
+        self._budget = _SPLIT_K_BYTES
+        if preference.max_workspace_bytes is not None:
+            spare = preference.max_workspace_bytes - self._dense_bytes - self._acc_bytes
+            self._budget = min(self._budget, spare // 256 * 256)
+        scratch = 0
+        if not self._trivial and desc.reduction:
+            packed_strides = (desc.reduction, desc.outputs)
+            scratch = self._budget = align_up(self._matmul(*packed_strides).workspace_size)
+        self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
+        self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
+
+    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
+        desc = self._desc
+        if self._trivial:
+            return lambda stream: None
+        if desc.reduction == 0:
+            return self._finish(operands, 0)
+        dense, acc = workspace, workspace + self._dense_bytes
+        stride = operands.result_stride if self._fused else desc.outputs
+        inflate = self._inflate.bind(*operands.weight.buffers, dense)
+        multiply = self._matmul(operands.source_stride, stride).bind(
+            dense,
+            operands.source.address,
+            operands.result.address if self._fused else acc,
+            acc + self._acc_bytes,
+        )
+        finish = None if self._fused else self._finish(operands, acc)
+
+        def launch(stream: int) -> None:
+            inflate(stream)
+            multiply(stream)
+            if finish is not None:
+                finish(stream)
+
+        return launch
+
+    def _finish(self, operands: Operands, acc: int) -> Callable[[int], None]:
+        n, m = self._desc.n, self._desc.outputs
+        assert self._epilogue is not None
+        return self._epilogue.bind(
+            min(n * -(-m // _CHUNK), _MOST_BLOCKS),
+            _EpilogueParameters(
+                acc,
+                0 if operands.bias is None else operands.bias.address,
+                operands.result.address,
+                n,
+                m,
+                operands.result_stride,
+            ),
+        )
+
+    def _matmul(self, source_stride: int, result_stride: int) -> cublaslt_abi.Matmul:
+        """The pinned product for these row strides: found at select for packed rows, else at first use.
+
+        Row-major operands are the column-major transposes: result^T = op(W) @ source^T.
+        """
+        found = self._matmuls.get((source_stride, result_stride))
+        if found is not None:
+            return found
+        desc = self._desc
+        library = cublaslt_abi.load(cuda_major())
+        assert library is not None  # selection saw it load
+        out = desc.out_element if self._fused else ElementKind.F32
+        try:
+            with import_cupy().cuda.Device(self._ordinal):
+                matmul = cublaslt_abi.Matmul(
+                    library,
+                    cublaslt_abi.handle(library, self._ordinal),
+                    shape=(desc.outputs, desc.n, desc.reduction),
+                    transpose_a=desc.op is GemmOp.FORWARD,
+                    leading=(desc.k, source_stride, result_stride),
+                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    alignments=(256, ALIGNMENT, ALIGNMENT),
+                    alpha=desc.alpha,
+                    max_workspace=self._budget,
+                )
+        except LibraryError as error:
+            raise UnsupportedError(
+                f"cuBLASLt has no algorithm for row strides {source_stride}, {result_stride}: {error}"
+            ) from error
+        return self._matmuls.setdefault((source_stride, result_stride), matmul)

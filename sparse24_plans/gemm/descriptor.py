@@ -1,0 +1,123 @@
+"""What is to be computed: the descriptor of a product. Frozen, hashable, JSON round-trip."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, Model, ScaleKind
+
+_INT64_MAX = 2**63 - 1
+_F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
+# 8-bit elements: the results they may have, the default first. The others: the element or f32.
+_OUT_OF = {
+    ElementKind.S8: (ElementKind.I32, ElementKind.S8, _F16, _BF16, _F32),
+    ElementKind.FP8_E4M3: (_BF16, _F16, _F32),
+}
+
+
+def _results(element: ElementKind) -> tuple[ElementKind, ...]:
+    return _OUT_OF.get(element, (element, _F32))
+
+
+def _biases(element: ElementKind, out: ElementKind) -> tuple[ElementKind, ...]:
+    if element not in _OUT_OF:
+        return element, _F32
+    return (_F32, _F32) if out.is_integer else (out, _F32)
+
+
+class GemmSparse24Descriptor(Model):
+    """The problem: sizes, types and epilogue. Frozen, hashable, JSON round-trip.
+
+    Parameters
+    ----------
+    n, m, k : int
+        Tokens, out features, in features; k a multiple of 8. Any may be 0.
+    element : ElementKind
+        Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
+    op : GemmOp
+        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
+    epilogue : EpilogueKind
+        v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) =
+        t * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) =
+        t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
+    alpha : float
+        Finite in float32.
+    out_element : ElementKind, optional
+        Type of the result: ``element`` (default) or ``f32``. Of ``s8``: ``i32`` (default), ``s8``, ``f16``,
+        ``bf16`` or ``f32``; of ``fp8_e4m3``: ``bf16`` (default), ``f16`` or ``f32``. Integers are rounded to
+        nearest even and saturate.
+    bias_element : ElementKind, optional
+        Type of bias[M]: ``element`` (default) or ``f32``. Of the 8-bit elements: ``out_element`` (default)
+        or ``f32``, and ``f32`` alone where the result is an integer.
+    x_order, y_order : MatrixOrder
+        ``row``: a row of X (of Y) is contiguous; ``column``: a column is. With both in columns the product is
+        W @ X^T on row-major [K, N] and [M, N] matrices: the sparse operand on the left. ``forward`` only.
+    scale_x, scale_w : ScaleKind
+        Factors in float32 that X and W were divided by: ``none``, one a ``tensor``, or one a ``row``: for
+        each token of X, each out feature of W. ``forward`` only.
+
+    Raises
+    ------
+    InvalidProblemError
+        Naming the field.
+    """
+
+    n: int = Field(ge=0, le=_INT64_MAX, strict=True)
+    m: int = Field(ge=0, le=_INT64_MAX, strict=True)
+    k: int = Field(ge=0, le=_INT64_MAX, multiple_of=8, strict=True)
+    element: ElementKind
+    op: GemmOp = GemmOp.FORWARD
+    epilogue: EpilogueKind = EpilogueKind.IDENTITY
+    alpha: float = Field(default=1.0, allow_inf_nan=False)
+    out_element: ElementKind = Field(default_factory=lambda data: _results(data["element"])[0])
+    bias_element: ElementKind = Field(
+        default_factory=lambda data: _biases(data["element"], data["out_element"])[0]
+    )
+    x_order: MatrixOrder = MatrixOrder.ROW
+    y_order: MatrixOrder = MatrixOrder.ROW
+    scale_x: ScaleKind = ScaleKind.NONE
+    scale_w: ScaleKind = ScaleKind.NONE
+
+    @field_validator("alpha")
+    @classmethod
+    def _one_zero(cls, alpha: float) -> float:
+        return alpha + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GemmSparse24Descriptor:
+        for name, allowed in (
+            ("out_element", _results(self.element)),
+            ("bias_element", _biases(self.element, self.out_element)),
+        ):
+            if getattr(self, name) not in allowed:
+                words = " or ".join(dict.fromkeys(allowed))
+                raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
+        if abs(self.alpha) > float(np.finfo(np.float32).max):
+            raise ValueError(f"alpha: expected a value finite in float32, got {self.alpha}")
+        if self.op is GemmOp.DGRAD:
+            if self.epilogue.has_bias:
+                raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")
+            for name in ("x_order", "y_order", "scale_x", "scale_w"):
+                if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
+                    raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
+        if self.m * self.k > _INT64_MAX or self.n * max(self.m, self.k) > _INT64_MAX:
+            raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result is the sum itself, rounded to its type."""
+        none = ScaleKind.NONE
+        plain = self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
+        return plain and self.scale_x is none and self.scale_w is none
+
+    @property
+    def reduction(self) -> int:
+        """Length of the sum behind one result: K for ``forward``, M for ``dgrad``."""
+        return self.k if self.op is GemmOp.FORWARD else self.m
+
+    @property
+    def outputs(self) -> int:
+        """Results per token: M for ``forward``, K for ``dgrad``."""
+        return self.m if self.op is GemmOp.FORWARD else self.k

@@ -1,0 +1,176 @@
+"""What the kernels serve: the reason why a problem or a device is beyond one, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
+
+F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
+S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
+
+WGMMA = (9, 0), (9, 1)
+"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
+
+
+class Problem(Protocol):
+    """What selection reads of a descriptor."""
+
+    n: int
+    m: int
+    k: int
+    op: GemmOp
+    element: ElementKind
+    epilogue: EpilogueKind
+    alpha: float
+    out_element: ElementKind
+    bias_element: ElementKind
+    x_order: MatrixOrder
+    y_order: MatrixOrder
+    scale_x: ScaleKind
+    scale_w: ScaleKind
+
+    @property
+    def reduction(self) -> int: ...
+
+    @property
+    def outputs(self) -> int: ...
+
+
+_GRID_X = 2**31 - 1
+INFLATE_BLOCK_BYTES = 16384
+"""Dense bytes that a block of the inflate kernel writes."""
+STRICT_SMALL_TILE = (32, 16)
+"""Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
+
+
+def strict(problem: Problem) -> str | None:
+    rows, tokens = STRICT_SMALL_TILE
+    tiles = -(-problem.outputs // rows) * -(-problem.n // tokens)
+    return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
+
+
+DECODE_TOKENS = 16
+"""Up to which n mma_sp is as fast as wgmma_sp, as measured on an H200."""
+
+
+def fills_badly(problem: Problem, device: DeviceProperties) -> str | None:
+    """Of mma_sp, which has a block or two for each 64 rows of W, where there is wgmma.
+
+    As measured on an H200, wgmma_sp is the faster one but where they make two to four waves, the last nearly
+    full.
+    """
+    has_wgmma = WGMMA[0] <= device.compute_capability < WGMMA[1]
+    blocks, available = -(-problem.m // 64), max(1, device.multiprocessors)
+    waves = -(-blocks // available)
+    if not has_wgmma or (2 <= waves <= 4 and waves * available <= 1.25 * blocks):
+        return None
+    return f"is preferred where its blocks make 2 to 4 full waves, not for {blocks} on {available}"
+
+
+def few_tokens(problem: Problem) -> int:
+    """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
+    return 256 if problem.m * problem.k >= 1 << 26 else 128
+
+
+def _tile_blocks(problem: Problem) -> str | None:
+    """Whether the tensor core kernels' smallest tiles, each cut into at most 8 slices of K, fit the grid."""
+    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
+    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+
+
+def mma_sp(problem: Problem) -> str | None:
+    if problem.n == 0 or problem.m == 0:
+        return "serves no empty results"
+    return _tile_blocks(problem)
+
+
+def up_to(tokens: Callable[[Problem], int]) -> Callable[[Problem], str | None]:
+    """mma_sp's limits, and a preference for at most so many tokens."""
+
+    def limits(problem: Problem) -> str | None:
+        most = tokens(problem)
+        return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
+
+    return limits
+
+
+def wgmma_sp(problem: Problem) -> str | None:
+    if problem.n == 0 or problem.m == 0 or problem.k == 0:
+        return "serves no empty operands"
+    largest = max(problem.n, problem.m, problem.k)
+    if largest >= 2**31:
+        return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
+    return _tile_blocks(problem)
+
+
+def cublas(problem: Problem) -> str | None:
+    largest = max(problem.n, problem.m, problem.k)
+    if largest >= 2**31:
+        return f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
+    blocks = -(-problem.m * problem.k * problem.element.itemsize // INFLATE_BLOCK_BYTES)
+    return None if blocks <= _GRID_X else f"{blocks} inflate blocks exceed the grid limit {_GRID_X}"
+
+
+def align_up(size: int, alignment: int = 256) -> int:
+    return -(-size // alignment) * alignment
+
+
+def cublas_regions(problem: Problem) -> tuple[int, int]:
+    """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
+    dense = align_up(problem.m * problem.k * problem.element.itemsize)
+    accumulators = 4 * problem.n * problem.m if problem.epilogue.has_bias else 0
+    return dense, align_up(accumulators)
+
+
+def needs_cublaslt(device: DeviceProperties) -> str | None:
+    if device.cublaslt:
+        return None
+    return "cuBLASLt doesn't load: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
+
+
+# What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.
+_CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+_CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
+
+
+def cusparselt(problem: Problem) -> str | None:
+    out, element = problem.out_element, problem.element
+    if problem.n == 0 or problem.m == 0 or problem.k == 0:
+        return "serves no empty operands"
+    size = element.itemsize
+    for name, unit in (("n", 16 // size), ("m", 16 if size == 2 else 32), ("k", 16 if size == 2 else 32)):
+        if getattr(problem, name) % unit:
+            return f"needs {name} a multiple of {unit} for {element}, got {getattr(problem, name)}"
+    if max(problem.m * problem.k, problem.n * problem.k, problem.n * problem.m) >= 2**31:
+        return "serves operands of fewer than 2^31 elements: beyond, the library is not tested"
+    if out not in _CUSPARSELT_OUT[element]:
+        return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
+    gelu = problem.epilogue is EpilogueKind.BIAS_GELU_TANH
+    if gelu and (element, out) not in _CUSPARSELT_GELU:
+        return f"serves bias_gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
+    bias = F32 if out.is_integer else out
+    if problem.epilogue.has_bias and problem.bias_element is not bias:
+        return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"
+    if problem.x_order is MatrixOrder.COLUMN and size == 1:
+        return f"serves x_order row for {element}"
+    if problem.scale_x is not ScaleKind.NONE or problem.scale_w is ScaleKind.TENSOR:
+        return "takes no scale but a scale_w of rows"
+    if problem.scale_w is ScaleKind.ROW and (element is not S8 or problem.alpha != 1):
+        return f"takes a scale_w for s8 with alpha 1, not for {element} with alpha {problem.alpha}"
+    return None
+
+
+_CUSPARSELT_OLDEST, _CUSPARSELT_BELOW = (0, 8), (1, 0)
+"""The versions whose structs the vendor code knows."""
+
+
+def needs_cusparselt(device: DeviceProperties) -> str | None:
+    install = "pip install -U 'sparse24_plans[cusparselt12]' (or [cusparselt13])"
+    if device.cusparselt is None:
+        return f"cuSPARSELt doesn't load: {install}"
+    major, minor = (int(part) for part in device.cusparselt.split(".")[:2])
+    if not _CUSPARSELT_OLDEST <= (major, minor) < _CUSPARSELT_BELOW:
+        return f"cuSPARSELt {device.cusparselt} loads, but 0.8 or a later 0.x is needed: {install}"
+    return None

@@ -1,0 +1,172 @@
+"""Tuned configurations: what they hold, where they come from, and when they apply. Nothing is timed here.
+
+A table is JSON: a stamp (GPU, driver) and one entry a problem and row of the registry, each with the version
+of the library or kernel that it was measured with. ``sparse24 tune`` writes them (tuning.py), ``select``
+reads them, and so stays a function of its arguments. What doesn't match is ignored with a TuningWarning,
+never applied: an algorithm's number means another algorithm in another version (pytorch#115178).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from ..errors import FormatError, InvalidProblemError, StorageError
+from ..vocab import DeviceProperties, Model
+from .descriptor import GemmSparse24Descriptor
+
+SCHEMA = 1
+_FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
+
+
+class TuningWarning(UserWarning):
+    """A tuned configuration was left out, because its stamp doesn't match this machine."""
+
+
+class TunedKernel(Model):
+    """The configuration that was the fastest right one for one problem.
+
+    ``promises`` are the flags of the guarantee that the configuration's self-test confirmed;
+    ``microseconds`` and ``default_microseconds`` are those of the kernel in this configuration and in the
+    one that it has without a table. An empty ``configuration`` is that one: nothing beat it by enough.
+    """
+
+    kernel: str
+    version: str
+    problem: GemmSparse24Descriptor
+    configuration: Mapping[str, int] = Field(default_factory=dict)
+    promises: tuple[str, ...] = ()
+    microseconds: float = Field(gt=0)
+    default_microseconds: float = Field(gt=0)
+
+
+class TunableBackend(Protocol):
+    """What the module of a kernel that can be tuned has, beside ``Kernel(configuration=...)``."""
+
+    def candidates(self, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+        """Configurations worth trying for the problem. A row refuses those that would break its promises."""
+        ...
+
+    def tuning_version(self, device: DeviceProperties) -> str:
+        """Of the library or of the kernel's sources: configurations are bound to it."""
+        ...
+
+
+class TuningTable:
+    """Tuned configurations of one GPU and driver. Immutable; pass it to ``select(tuning=...)``.
+
+    Raises InvalidProblemError where two entries are for one problem and kernel.
+    """
+
+    __slots__ = ("_by_problem", "driver", "entries", "gpu")
+
+    def __init__(self, gpu: str, driver: str, entries: Iterable[TunedKernel]) -> None:
+        self.gpu, self.driver, self.entries = gpu, driver, tuple(entries)
+        self._by_problem: dict[GemmSparse24Descriptor, dict[str, TunedKernel]] = {}
+        for entry in self.entries:
+            kernels = self._by_problem.setdefault(entry.problem, {})
+            if entry.kernel in kernels:
+                raise InvalidProblemError(
+                    f"entries: expected one for {entry.kernel}, got two: {entry.problem}"
+                )
+            kernels[entry.kernel] = entry
+
+    @classmethod
+    def load(cls, path: str | Path) -> TuningTable:
+        """Read what :meth:`save` wrote. Raises StorageError, or FormatError for anything else."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise StorageError(error.errno, f"tuning table: {error.strerror}", str(path)) from error
+        try:
+            document: dict[str, Any] = json.loads(text)
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}, got {document['schema']}")
+            stamp = document["stamp"]
+            entries = [TunedKernel.model_validate(entry) for entry in document["entries"]]
+            return cls(str(stamp["gpu"]), str(stamp["driver"]), entries)
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"tuning table {path}: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, one entry a line. Raises StorageError."""
+        lines = [json.dumps(_plain(entry)) for entry in self.entries]
+        stamp = json.dumps({"gpu": self.gpu, "driver": self.driver})
+        body = ",\n  ".join(lines)
+        text = f'{{"schema": {SCHEMA},\n "stamp": {stamp},\n "entries": [\n  {body}\n]}}\n'
+        try:
+            Path(path).write_text(text)
+        except OSError as error:
+            raise StorageError(error.errno, f"tuning table: {error.strerror}", str(path)) from error
+
+    def merged(self, newer: TuningTable) -> TuningTable:
+        """Both tables' entries, sorted; where both have one, the newer.
+
+        Raises InvalidProblemError where the stamps differ.
+        """
+        if (self.gpu, self.driver) != (newer.gpu, newer.driver):
+            raise InvalidProblemError(
+                f"tables: expected one GPU and driver, got {self.gpu} {self.driver} and "
+                f"{newer.gpu} {newer.driver}"
+            )
+        entries = {(one.kernel, one.problem): one for one in (*self.entries, *newer.entries)}
+        return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_place))
+
+    def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
+        """Row of the registry -> entry for exactly this problem, whether its stamp matches or not."""
+        return self._by_problem.get(problem, {})
+
+    def mismatch(self, entry: TunedKernel, device: DeviceProperties, version: str) -> str | None:
+        """Why the entry must not be applied on a device with this version of the kernel, or None."""
+        for name, wanted, found in (
+            ("GPU", self.gpu, device.name),
+            ("driver", self.driver, device.driver),
+            (entry.kernel, entry.version, version),
+        ):
+            if wanted != found:
+                return f"tuned for {name} {wanted}, this is {found}"
+        return None
+
+    def warn(self, entry: TunedKernel, reason: str) -> None:
+        problem = entry.problem
+        warnings.warn(
+            f"the tuned configuration of {entry.kernel} for n={problem.n}, m={problem.m}, k={problem.k}, "
+            f"{problem.element} is not applied: {reason}; run `sparse24 tune`",
+            TuningWarning,
+            stacklevel=4,
+        )
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"TuningTable({self.gpu!r}, driver {self.driver}, {len(self)} entries)"
+
+
+def _place(entry: TunedKernel) -> tuple[Any, ...]:
+    """Where an entry stands in a table: by kernel, type, shape and n."""
+    one = entry.problem
+    return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()
+
+
+def _plain(entry: TunedKernel) -> dict[str, Any]:
+    """JSON of an entry, its problem without what is at its default."""
+    document = entry.model_dump(mode="json")
+    document["problem"] = entry.problem.model_dump(mode="json", exclude_defaults=True)
+    return document
+
+
+EMPTY = TuningTable("", "", ())
+
+
+@cache
+def shipped(gpu: str) -> TuningTable:
+    """The table that comes with the package for a GPU of this name; EMPTY where there is none."""
+    path = _FOLDER / f"{gpu.lower().replace(' ', '_')}.json"
+    return TuningTable.load(path) if path.exists() else EMPTY

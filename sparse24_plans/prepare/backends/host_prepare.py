@@ -1,0 +1,114 @@
+"""Preparing weights on the host, in NumPy: the array code of canonical.py and tiles.py behind plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...device.tensors import TensorView
+from ...vocab import DeviceProperties, MaskLayout, PrepareOp
+from ...weights import canonical, tiles
+from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
+
+Array = np.ndarray[Any, Any]
+Views = dict[str, TensorView]
+
+
+def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None) -> None:
+    """What a kernel reports: row, group and detail of the first bad group, or nothing."""
+    row, group, detail = found or (0, 0, 0)
+    word = (row * (k // 4) + group) << 8 | detail if found else NOTHING_FOUND
+    status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
+
+
+class Kernel:
+    alignment = 1
+    launches = 1
+    details = "NumPy"
+
+    def __init__(self, desc: PrepareDescriptor, device: DeviceProperties) -> None:
+        self._desc = desc
+        self._act: Callable[[Views], None] = {
+            PrepareOp.PRUNE: self._prune,
+            PrepareOp.COMPRESS: self._compress,
+            PrepareOp.PRUNE_COMPRESS: self._prune_compress,
+            PrepareOp.DECOMPRESS: self._decompress,
+            PrepareOp.TILE_PRUNE: self._tile_prune,
+            PrepareOp.MASK: self._mask,
+        }[desc.kind]
+
+    def prepare(self, views: Views) -> Callable[[int], None]:
+        return lambda stream: self._act(views)
+
+    def _steps(self) -> Any:
+        return canonical.row_steps(self._desc.m, self._desc.k, True)
+
+    def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
+        """Codes [groups] of the cells to keep."""
+        if "scores" in views:
+            with np.errstate(invalid="ignore"):  # widening a signalling NaN
+                keys = canonical.score_keys(views["scores"].array()[rows])
+        else:
+            keys = canonical.magnitude_keys(bits, self._desc.element)
+        codes: Array = canonical.rank_codes(keys)
+        return codes
+
+    def _prune(self, views: Views) -> None:
+        dense = views["dense"].bits()
+        for rows in self._steps():
+            codes = self._codes(dense[rows], views, rows)
+            if "mask" in views:
+                halves = canonical.masks_of_codes(codes).reshape(-1, 2)
+                views["mask"].bits()[rows] = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, self._desc.k // 8)
+            if "pruned" in views:
+                kept = canonical.gather(dense[rows], codes)
+                views["pruned"].bits()[rows] = canonical.scatter(kept, codes)
+
+    def _prune_compress(self, views: Views) -> None:
+        dense = views["dense"].bits()
+        for rows in self._steps():
+            self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
+
+    def _compress(self, views: Views) -> None:
+        desc, dense = self._desc, views["dense"].bits()
+        first = None
+        for rows in self._steps():
+            masks = canonical.occupancy(dense[rows], desc.element)
+            found = canonical.first_crowded(masks)
+            if first is None and found is not None:
+                first = (rows.start + found[0], *found[1:])
+            self._write(views, rows, dense[rows], canonical.codes_of_masks(masks))
+        write_status(views["status"], desc.k, first)
+
+    def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
+        views["values"].bits()[rows] = canonical.gather(bits, codes)
+        views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self._desc.k)
+
+    def _decompress(self, views: Views) -> None:
+        values, metadata = views["values"].bits(), views["metadata"].bits()
+        for rows in self._steps():
+            codes = canonical.from_metadata(metadata[rows])
+            views["dense"].bits()[rows] = canonical.scatter(values[rows], codes)
+
+    def _tile_prune(self, views: Views) -> None:
+        desc, bits = self._desc, views["dense"].bits()
+        assert isinstance(desc, TilePruneSparse24Descriptor)
+        masks = tiles.choose(bits, desc.element, desc.rule)
+        keep = tiles.kept(masks)
+        for suffix, cells, kept in (("", bits, keep), ("_t", bits.T, keep.T)):
+            values, codes = tiles.compress(cells, kept)
+            views["values" + suffix].bits()[...] = values
+            views["metadata" + suffix].bits()[...] = canonical.to_metadata(codes, *cells.shape)
+        views["mask"].bits()[...] = tiles.to_bytes(masks)
+
+    def _mask(self, views: Views) -> None:
+        desc, bits = self._desc, views["dense"].bits()
+        assert isinstance(desc, MaskSparse24Descriptor)
+        mask = views["mask"].bits()
+        if desc.layout is MaskLayout.TILES:
+            keep = tiles.kept(tiles.from_bytes(mask))
+        else:
+            keep = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+        views["masked"].bits()[...] = np.where(keep, bits, bits.dtype.type(0))

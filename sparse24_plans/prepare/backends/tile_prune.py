@@ -1,0 +1,72 @@
+"""Launches ``prepare/tile_prune.cu``: 4x4 tiles pruned, W and W^T compressed. One kernel, no workspace."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from ...device import jit
+from ...device.tensors import TensorView
+from ...vocab import DeviceProperties, ElementKind, TileRule
+from ..descriptor import TilePruneSparse24Descriptor
+from ..table import SQUARE_SIDE
+from .prune import element_defines
+
+_THREADS = 256
+_RULES = {
+    TileRule.GREEDY_MAGNITUDE: {"RULE": 0, "SIGNED": 0},
+    TileRule.GREEDY_VALUE: {"RULE": 0, "SIGNED": 1},
+    TileRule.CAUSAL_1122: {"RULE": 1, "SIGNED": 1},
+    TileRule.OPTIMAL: {"RULE": 2, "SIGNED": 0},
+}
+# For the optimal rule: bits of a float's mantissa, bias of its exponent, whether it has Inf.
+_FLOATS = {
+    ElementKind.F32: (23, 127, 1),
+    ElementKind.F16: (10, 15, 1),
+    ElementKind.BF16: (7, 127, 1),
+    ElementKind.FP8_E4M3: (3, 7, 0),
+    ElementKind.FP8_E5M2: (2, 15, 1),
+}
+
+
+class _Parameters(ctypes.Structure):
+    """TilePruneParams of the kernel."""
+
+    _fields_ = [
+        ("dense", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+        ("values_t", ctypes.c_void_p),
+        ("metadata_t", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+    ]
+
+
+def _defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
+    defines = {**element_defines(desc.element), **_RULES[desc.rule]}
+    if desc.rule is TileRule.OPTIMAL and desc.element in _FLOATS:
+        mantissa, bias, has_inf = _FLOATS[desc.element]
+        defines |= {"MANTISSA_BITS": mantissa, "EXPONENT_BIAS": bias, "HAS_INF": has_inf}
+    return defines
+
+
+class Kernel:
+    alignment = 16
+    launches = 1
+
+    def __init__(self, desc: TilePruneSparse24Descriptor, device: DeviceProperties) -> None:
+        self._desc = desc
+        self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
+        self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
+        self._function = jit.load(
+            "prepare/tile_prune.cu", "tile_prune", _THREADS, device.cuda_arch, device.ordinal, _defines(desc)
+        )
+
+    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+        if self._blocks == 0:
+            return lambda stream: None
+        names = ("dense", "values", "metadata", "values_t", "metadata_t", "mask")
+        at = [views[name].address for name in names]
+        return self._function.bind(self._blocks, _Parameters(*at, self._desc.m, self._desc.k))

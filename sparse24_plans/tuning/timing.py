@@ -1,0 +1,72 @@
+"""How everything is timed: the benchmarks and the search for configurations.
+
+Contenders run interleaved in one process. Each is captured into a CUDA graph that goes once round its
+rotating operand copies, which together exceed twice the L2 cache, so that weights come from memory. The
+figure is the median over the rounds of graph time / launches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..device.tensors import import_cupy
+
+Launch = Callable[[int], None]
+
+
+@dataclass
+class Contender:
+    """``launches``: one closure for each operand copy, called with a stream handle."""
+
+    name: str
+    launches: Sequence[Launch]
+
+
+def copies_beyond_l2(nbytes: int, *, most: int = 64) -> int:
+    """Copies of ``nbytes`` that together exceed twice the L2 cache."""
+    l2 = int(import_cupy().cuda.Device().attributes["L2CacheSize"])
+    return max(2, min(most, -(-2 * l2 // max(nbytes, 1)) + 1))
+
+
+def capture(launches: Sequence[Launch], stream: Any, repeats: int) -> Any:
+    """A CUDA graph of the launches, ``repeats`` times over, after one round to warm up."""
+    for launch in launches:  # warm up outside the capture
+        launch(stream.ptr)
+    stream.synchronize()
+    stream.begin_capture()
+    for _ in range(repeats):
+        for launch in launches:
+            launch(stream.ptr)
+    return stream.end_capture()
+
+
+def time_contenders(
+    contenders: Sequence[Contender], *, rounds: int = 15, round_ms: float = 3.0
+) -> dict[str, float]:
+    """Median microseconds of one launch, by contender."""
+    stream = import_cupy().cuda.Stream(non_blocking=True)
+    graphs = []
+    for contender in contenders:
+        once = capture(contender.launches, stream, 1)
+        once_us = elapsed_us(once, stream)
+        repeats = max(1, round(1e3 * round_ms / max(once_us, 1.0)))
+        graph = once if repeats == 1 else capture(contender.launches, stream, repeats)
+        graphs.append((contender.name, graph, repeats * len(contender.launches)))
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(rounds):
+        for name, graph, count in graphs:
+            times[name].append(elapsed_us(graph, stream) / count)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def elapsed_us(graph: Any, stream: Any) -> float:
+    """Microseconds of one launch of a captured graph."""
+    begin, end = import_cupy().cuda.Event(), import_cupy().cuda.Event()
+    begin.record(stream)
+    graph.launch(stream)
+    end.record(stream)
+    end.synchronize()
+    return 1e3 * float(import_cupy().cuda.get_elapsed_time(begin, end))

@@ -1,0 +1,318 @@
+"""The canonical 2:4 format in array code: one implementation for NumPy and CuPy.
+
+All functions work on unsigned-integer views of the elements, [rows, K] with K a multiple of 8, so that
+every element type, present and future, takes the same path. A *code* is the low nibble of a metadata
+byte: bits 1:0 the first kept position of the group of four, bits 3:2 the second, strictly increasing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from ..errors import FormatError
+from ..vocab import ElementKind
+
+# About a million elements a step keeps NumPy's temporaries inside the cache.
+_HOST_STEP = 1 << 20
+
+
+def _code(first: int, second: int) -> int:
+    return first | second << 2
+
+
+PAIRS = tuple(combinations(range(4), 2))
+VALID_CODES = tuple(_code(first, second) for first, second in PAIRS)
+
+
+def _ranking_table() -> np.ndarray:
+    """Six comparisons ``key[i] >= key[j]`` (i < j, bit order of PAIRS) -> code of the two largest.
+
+    ``>=`` for i < j breaks ties toward the lower index.
+    """
+    table = np.zeros(64, np.uint8)
+    for outcome in range(64):
+        wins = [0] * 4
+        for bit, (i, j) in enumerate(PAIRS):
+            wins[i if outcome >> bit & 1 else j] += 1
+        first, second = sorted(sorted(range(4), key=lambda i: (-wins[i], i))[:2])
+        table[outcome] = _code(first, second)
+    return table
+
+
+TOO_MANY = 0xFF
+"""Marks a group with more than two non-zeros in the occupancy table."""
+
+
+def _occupancy_table() -> np.ndarray:
+    """Bit mask of the non-zero positions of a group -> code; spare slots take the lowest free position."""
+    table = np.full(16, TOO_MANY, np.uint8)
+    for mask in range(16):
+        used = [i for i in range(4) if mask >> i & 1]
+        if len(used) <= 2:
+            spare = [i for i in range(4) if i not in used]
+            first, second = sorted((used + spare)[:2])
+            table[mask] = _code(first, second)
+    return table
+
+
+FIRST_NAN = {
+    ElementKind.F32: 0x7F800001,
+    ElementKind.F16: 0x7C01,
+    ElementKind.BF16: 0x7F81,
+    ElementKind.FP8_E4M3: 0x7F,
+    ElementKind.FP8_E5M2: 0x7D,
+}
+"""The smallest magnitude bits that are a NaN, of every element that has one."""
+
+
+def _lowest_bits(mask: int) -> list[int]:
+    return [1 << i for i in range(4) if mask >> i & 1]
+
+
+_RANKING = _ranking_table()
+_OCCUPANCY = _occupancy_table()
+_FIRST_TWO = np.array([_OCCUPANCY[sum(_lowest_bits(mask)[:2])] for mask in range(16)])
+_MASK_OF_CODE = np.array([(1 << (code & 3) | 1 << (code >> 2)) & 15 for code in range(16)], np.uint8)
+_IS_VALID = np.isin(np.arange(256), VALID_CODES)
+
+
+def array_module(array: Any) -> Any:
+    """NumPy or CuPy, whichever ``array`` belongs to."""
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def magnitude_keys(bits: Any, element: ElementKind) -> Any:
+    """Unsigned keys that order as |value| does. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+    if element in (ElementKind.S8, ElementKind.I32):
+        negative = bits >> (8 * element.itemsize - 1) != 0
+        return array_module(bits).where(negative, ~bits + bits.dtype.type(1), bits)
+    if element in (ElementKind.U8, ElementKind.U16):
+        return bits
+    magnitude = bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+    if element in FIRST_NAN:  # one rank for all NaNs: their payload is no magnitude
+        magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
+    return magnitude
+
+
+def value_keys(bits: Any, element: ElementKind) -> Any:
+    """Unsigned keys that order as the values do, signed. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+    if element.dtype.kind in "iu":
+        return bits ^ bits.dtype.type(1 << 8 * element.itemsize - 1) if element.dtype.kind == "i" else bits
+    with np.errstate(invalid="ignore"):  # widening a signalling NaN
+        return score_keys(bits.view(element.dtype))
+
+
+def score_keys(scores: Any) -> Any:
+    """float64 ranks of a caller's scores, larger is kept. NaN ranks above +Inf."""
+    xp = array_module(scores)
+    wide = scores.astype(np.float64)
+    bits = (wide + 0.0).view(np.uint64)  # + 0.0 turns -0.0 into +0.0: they tie
+    sign = np.uint64(1 << 63)
+    keys = xp.where(bits & sign != 0, ~bits, bits | sign)
+    return xp.where(xp.isnan(wide), np.uint64(2**64 - 1), keys)
+
+
+def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
+    """Slices of rows to work on at a time."""
+    step = max(1, _HOST_STEP // max(width, 1)) if on_host else max(rows, 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def rank_codes(keys: Any) -> Any:
+    """Codes [groups] of the two largest keys in every group of ``keys`` [rows, K]."""
+    xp = array_module(keys)
+    column = [xp.ascontiguousarray(keys[:, i::4]).reshape(-1) for i in range(4)]
+    outcome = xp.zeros(column[0].shape, np.uint8)
+    for bit, (i, j) in enumerate(PAIRS):
+        outcome |= (column[i] >= column[j]).view(np.uint8) << np.uint8(bit)
+    return xp.asarray(_RANKING)[outcome]
+
+
+def occupancy(bits: Any, element: ElementKind) -> Any:
+    """Masks [rows, groups] of the non-zeros of ``bits`` [rows, K], cell i in bit i. -0.0 counts as zero."""
+    nonzero = magnitude_keys(bits, element) != 0
+    masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
+    for i in range(4):
+        masks |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
+    return masks
+
+
+def codes_of_masks(masks: Any) -> Any:
+    """Codes [groups] of the first two cells of every mask. Spare slots take the lowest free positions."""
+    return array_module(masks).asarray(_FIRST_TWO)[masks.reshape(-1)]
+
+
+def masks_of_codes(codes: Any) -> Any:
+    """Masks [groups] of the two positions of every code, cell i in bit i."""
+    return array_module(codes).asarray(_MASK_OF_CODE)[codes]
+
+
+def first_crowded(masks: Any) -> tuple[int, int, int] | None:
+    """Row, group and non-zeros of the first group of masks [rows, groups] that has more than two, or None."""
+    crowded = array_module(masks).asarray(_OCCUPANCY)[masks] == np.uint8(TOO_MANY)
+    if not bool(crowded.any()):
+        return None
+    row, group = divmod(int(crowded.argmax()), masks.shape[1])
+    return row, group, bin(int(masks[row, group])).count("1")
+
+
+def crowded_error(row: int, group: int, count: int) -> FormatError:
+    """What is wrong with a dense group of more than two non-zeros."""
+    return FormatError(
+        f"dense: expected at most 2 non-zeros in every group of 4, got {count}; prune first",
+        row=row,
+        group=group,
+    )
+
+
+def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0) -> Any:
+    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K].
+
+    Raises FormatError for the first group with more than two non-zeros; ``first_row`` is added to its row.
+    """
+    masks = occupancy(bits, element)
+    if (found := first_crowded(masks)) is not None:
+        row, group, count = found
+        raise crowded_error(first_row + row, group, count)
+    return codes_of_masks(masks)
+
+
+def _flat_positions(codes: Any) -> tuple[Any, Any]:
+    xp = array_module(codes)
+    base = xp.arange(codes.size, dtype=np.int64) * 4
+    return base + (codes & np.uint8(3)), base + (codes >> np.uint8(2))
+
+
+def gather(bits: Any, codes: Any) -> Any:
+    """The kept values [rows, K/2] of ``bits`` [rows, K]."""
+    xp = array_module(bits)
+    flat = xp.ascontiguousarray(bits).reshape(-1)
+    values = xp.empty((codes.size, 2), bits.dtype)
+    for slot, index in enumerate(_flat_positions(codes)):
+        values[:, slot] = flat[index]
+    return values.reshape(bits.shape[0], bits.shape[1] // 2)
+
+
+def scatter(values: Any, codes: Any) -> Any:
+    """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
+    xp = array_module(values)
+    flat = xp.zeros(values.size * 2, values.dtype)
+    pairs = xp.ascontiguousarray(values).reshape(-1, 2)
+    for slot, index in enumerate(_flat_positions(codes)):
+        flat[index] = pairs[:, slot]
+    return flat.reshape(values.shape[0], values.shape[1] * 2)
+
+
+def to_metadata(codes: Any, rows: int, k: int) -> Any:
+    """Codes [groups] -> metadata uint16 [rows, K/8], one byte a group, low byte first."""
+    return codes.view("<u2").reshape(rows, k // 8)
+
+
+def from_metadata(metadata: Any) -> Any:
+    """Metadata uint16 [rows, K/8] -> codes [groups] as bytes, unchecked."""
+    return array_module(metadata).ascontiguousarray(metadata).reshape(-1).view(np.uint8)
+
+
+def check_metadata(metadata: Any) -> None:
+    """Raise FormatError for the first byte that isn't one of the six valid codes."""
+    if (found := first_invalid(metadata)) is not None:
+        raise metadata_error(*found)
+
+
+def first_invalid(metadata: Any) -> tuple[int, int, int] | None:
+    """Row, group and value of the first byte that isn't one of the six valid codes, or None."""
+    rows, width = metadata.shape
+    for step in row_steps(rows, width * 2, isinstance(metadata, np.ndarray)):
+        codes = from_metadata(metadata[step])
+        bad = ~array_module(codes).asarray(_IS_VALID)[codes]
+        if bool(bad.any()):
+            at = int(bad.argmax())
+            row, group = divmod(at, 2 * width)
+            return step.start + row, group, int(codes[at])
+    return None
+
+
+def metadata_error(row: int, group: int, byte: int) -> FormatError:
+    """What is wrong with a metadata byte."""
+    return FormatError(f"metadata: {_complaint(byte)}", row=row, group=group)
+
+
+def _complaint(byte: int) -> str:
+    if byte > 15:
+        return f"expected bits 4-7 to be zero, got byte {byte:#04x}"
+    return f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"
+
+
+# Other people's positions -------------------------------------------------------------------------
+
+IMPOSSIBLE = 0xFF
+"""Marks, in a table of targets, the occupied positions that no target covers."""
+_LOWEST_FREE = np.where(_OCCUPANCY == TOO_MANY, np.uint8(IMPOSSIBLE), _OCCUPANCY)
+
+
+def normalise(values: Any, codes: Any, element: ElementKind, first_row: int = 0) -> tuple[Any, Any]:
+    """Kept bits [rows, K/2] with codes [groups] of any positions, in canonical form.
+
+    The positions may be unsorted, and those of zeros anything at all. The dense matrix stays the same, bit
+    for bit: what holds bits (-0.0 as well) stays where it is, the other slots take the lowest free
+    positions. Raises FormatError, with row and group, where two non-zeros stand at one position.
+    """
+    return relocate(values, codes, element, _LOWEST_FREE, first_row, "")
+
+
+def relocate(
+    values: Any, codes: Any, element: ElementKind, targets: Any, first_row: int, complaint: str
+) -> tuple[Any, Any]:
+    """``values`` and ``codes`` with the positions that ``targets`` [16] names for the occupied ones.
+
+    Raises FormatError with ``complaint`` where the target is IMPOSSIBLE.
+    """
+    xp = array_module(values)
+    groups = values.shape[1] // 2
+    pairs = xp.ascontiguousarray(values).reshape(-1, 2)
+    positions = (codes & np.uint8(3), codes >> np.uint8(2) & np.uint8(3))
+    occupied = _occupied(pairs, positions, element, groups, first_row)
+    mask = occupied[0].view(np.uint8) << positions[0] | occupied[1].view(np.uint8) << positions[1]
+    moved = xp.asarray(targets)[mask]
+    refused = moved == np.uint8(IMPOSSIBLE)
+    if bool(refused.any()):
+        row, group = divmod(int(refused.argmax()), groups)
+        raise FormatError(complaint, row=first_row + row, group=group)
+    result = xp.zeros_like(pairs)
+    for slot in range(2):
+        wanted = moved >> np.uint8(2 * slot) & np.uint8(3)
+        for source in range(2):
+            here = occupied[source] & (positions[source] == wanted)
+            result[:, slot] = xp.where(here, pairs[:, source], result[:, slot])
+    return result.reshape(values.shape), moved
+
+
+def _occupied(
+    pairs: Any, positions: tuple[Any, Any], element: ElementKind, groups: int, first_row: int
+) -> tuple[Any, Any]:
+    """Which of the two slots of each group hold bits. Of two at one position, a zero or an equal yields."""
+    occupied = (pairs[:, 0] != 0, pairs[:, 1] != 0)
+    clash = occupied[0] & occupied[1] & (positions[0] == positions[1])
+    if not bool(clash.any()):
+        return occupied
+    nonzero = magnitude_keys(pairs, element) != 0
+    both = clash & nonzero[:, 0] & nonzero[:, 1] & (pairs[:, 0] != pairs[:, 1])
+    if bool(both.any()):
+        at = int(both.argmax())
+        row, group = divmod(at, groups)
+        raise FormatError(
+            f"metadata: expected two positions, got {int(positions[0][at])} for two values",
+            row=first_row + row,
+            group=group,
+        )
+    keeps_first = ~clash | nonzero[:, 0] | ~nonzero[:, 1]
+    return occupied[0] & keeps_first, occupied[1] & (~clash | ~keeps_first)

@@ -1,0 +1,52 @@
+"""Launches ``weights/inflate.cu``: a canonical weight to a dense matrix, at memory speed.
+
+Serves the inflate tier of products and the plan that decompresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from ..device import jit
+from ..device.tensors import TensorView
+from ..vocab import DeviceProperties, ElementKind
+
+ALIGNMENT = 16
+"""Bytes that every address is a multiple of."""
+BLOCK_BYTES = 16384
+"""Dense bytes that a block of the kernel writes."""
+_THREADS = 256
+
+
+class _Parameters(ctypes.Structure):
+    """InflateParams of the kernel."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+        ("dense", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class Inflate:
+    """The inflate kernel for one element on one device."""
+
+    def __init__(self, element: ElementKind, device: DeviceProperties) -> None:
+        self._function = jit.load(
+            "weights/inflate.cu", "inflate", _THREADS, device.cuda_arch, device.ordinal, _defines(element)
+        )
+
+    def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
+        """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
+        nbytes = 2 * values.shape[0] * values.shape[1] * values.element.itemsize
+        blocks = -(-nbytes // BLOCK_BYTES)
+        return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, nbytes))
+
+
+def _defines(element: ElementKind) -> dict[str, int]:
+    """8-bit elements have no arithmetic in common.cuh, and need none here: only their width."""
+    if element.itemsize == 1:
+        return {"WIDTH": 1}
+    return {"ELEMENT": jit.ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}

@@ -1,0 +1,228 @@
+"""The packed layouts that the sparse tensor core kernels read: one for 16-bit elements, one for 8-bit ones.
+
+A layout serves ``mma.sp`` and ``wgmma.sp`` alike: per 16-row block both hand the metadata to the lanes in the
+same way (PTX ISA 9.7.14, "Warp-level matrix multiply-accumulate with sparse matrix A", and 9.7.15,
+"Asynchronous warpgroup-level multiply-accumulate", ``wgmma.mma_async.sp``).
+
+The weight is one contiguous uint8 buffer [Mt, Kt, bytes]: tiles of 64 rows x 128 dense columns of 16-bit
+elements (``tile64x128_16bit_v1``, 9216 bytes), or x 256 of 8-bit ones (``tile64x256_8bit_v1``, 10240). In a
+tile:
+
+- Bytes 0 to 8191, the values: 64 rows of 128 bytes (64 or 128 compressed columns), under the 128-byte
+  swizzle of TMA and wgmma. The 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that a kernel copies
+  the tile to shared memory as it is, where ``ldmatrix`` and a wgmma descriptor read it without bank
+  conflicts.
+- Then the metadata in fragment order: uint32 [block w of 16 rows][lane][word j], two words of 16-bit
+  elements, four of 8-bit ones; g = lane / 4, t = lane % 4. A nibble is the canonical code,
+  ``position0 | position1 << 2``, the lowest group in the least significant one.
+  16 bits: word j covers the dense columns 64j to 64j+63, which are two steps of 32: step 2j in the lanes
+  t = 0, 1 (sparsity selector 0), step 2j+1 in t = 2, 3 (selector 1). The low half is row 16w+g, the high half
+  row 16w+g+8. A half is 16 dense columns, 16*(t&1) and up in their step.
+  8 bits: word j is the step of 64 dense columns from 64j: of row 16w+g+8*(t&1), 32 columns from 32*(t>>1).
+
+Rows past M and columns past K are padding: values +0, nibbles 0x4 (positions 0, 1), which are legal to the
+hardware. They add ``0 * x`` to the sums, so a kernel must load zeros for the columns of X past K: an Inf or
+NaN there would reach Y.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
+from . import canonical
+from .weight import PackedWeight, Sparse24Weight
+
+TILE_M = 64
+"""Rows of a tile."""
+VALUE_BYTES = 8192
+"""Bytes of a tile's values; its metadata follows."""
+_ROW_BYTES = VALUE_BYTES // TILE_M
+_PAD_NIBBLES = 0x44
+
+
+class TileLayout(NamedTuple):
+    """One of the layouts."""
+
+    layout_id: str
+    itemsize: int
+    elements: tuple[ElementKind, ...]
+
+    @property
+    def tile_k(self) -> int:
+        """Dense columns of a tile."""
+        return 2 * _ROW_BYTES // self.itemsize
+
+    @property
+    def tile_bytes(self) -> int:
+        return VALUE_BYTES + TILE_M * self.tile_k // 8
+
+    def packed_shape(self, m: int, k: int) -> tuple[int, int, int]:
+        """Shape [Mt, Kt, tile_bytes] of the buffer of a weight [m, k]."""
+        return -(-m // TILE_M), -(-k // self.tile_k), self.tile_bytes
+
+
+TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
+TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
+
+
+def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
+    """The layout of an element. Raises UnsupportedError where it has none."""
+    for layout in (TILES_16BIT, TILES_8BIT):
+        if element in layout.elements:
+            return layout
+    raise UnsupportedError(f"{argument}: no tile layout holds {element}, only f16, bf16, s8 and fp8_e4m3")
+
+
+# Of the 8 x 8 chunks of 8 rows: where chunk c of row r lies. An XOR undoes itself: it serves both directions.
+_SWIZZLE = np.array([8 * row + (chunk ^ row) for row in range(8) for chunk in range(8)])
+
+
+def pack(weight: Sparse24Weight) -> PackedWeight:
+    """``weight`` [M, K] in the layout of its element: one uint8 buffer [Mt, Kt, tile_bytes] on its device.
+
+    Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
+    bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
+    On a GPU the work is queued on CuPy's current stream. Scratch memory: on the host a few megabytes, or
+    three times one row of tiles where that is more; on a GPU three times the result.
+
+    Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
+    """
+    if not isinstance(weight, Sparse24Weight):
+        raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
+    layout = layout_of(weight.element)
+    shape = layout.packed_shape(weight.m, weight.k)
+    with _on(weight.device):
+        values, metadata = weight.values_view.bits(), weight.metadata
+        tiles = canonical.array_module(values).empty(shape, np.uint8)
+        for step, rows in _steps(layout, weight.m, weight.k, weight.device):
+            tiles[step, :, :VALUE_BYTES] = _swizzled(values[rows], shape[1])
+            tiles[step, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
+        buffer = TensorView.of(tiles)
+    return PackedWeight(layout.layout_id, weight.m, weight.k, weight.element, weight.device, (buffer,))
+
+
+def unpack(packed: PackedWeight) -> Sparse24Weight:
+    """The canonical weight that :func:`pack` was given: the same bits, in memory of its own.
+
+    Padding is dropped unread. Raises InvalidProblemError for anything but a PackedWeight of its element's
+    layout with its one buffer uint8 [Mt, Kt, tile_bytes]; UnsupportedError for elements without one;
+    FormatError, with row and group, for invalid nibbles, which on a GPU waits for the device.
+    """
+    layout, buffer = _check_packed(packed)
+    with _on(packed.device):
+        values, metadata = unpack_tiles(layout, buffer.bits(), packed)
+        return Sparse24Weight(values, metadata, element=packed.element)
+
+
+def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[Any, Any]:
+    """Bits of the values [m, k/2] and metadata uint16 [m, k/8] of ``tiles``, not validated."""
+    m, k, xp = packed.m, packed.k, canonical.array_module(tiles)
+    values = xp.empty((m, k // 2), packed.element.bits_dtype)
+    metadata = xp.empty((m, k // 8), np.uint16)
+    for step, rows in _steps(layout, m, k, packed.device):
+        count = rows.stop - rows.start
+        values[rows] = _plain_values(tiles[step, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
+        metadata[rows] = _plain_metadata(tiles[step, :, VALUE_BYTES:], layout)[:count, : k // 8]
+    return values, metadata
+
+
+def _check_packed(packed: PackedWeight) -> tuple[TileLayout, TensorView]:
+    if not isinstance(packed, PackedWeight):
+        raise InvalidProblemError(f"packed: expected PackedWeight, got {type(packed).__name__}")
+    layout = layout_of(packed.element, "packed")
+    if packed.layout_id != layout.layout_id:
+        raise InvalidProblemError(f"packed: expected layout {layout.layout_id!r}, got {packed.layout_id!r}")
+    if packed.m < 0 or packed.k < 0 or packed.k % 8:
+        raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{packed.m}, {packed.k}]")
+    shape = layout.packed_shape(packed.m, packed.k)
+    if len(packed.buffers) != 1:
+        raise InvalidProblemError(f"packed: expected one buffer, got {len(packed.buffers)}")
+    buffer = packed.buffers[0]
+    if buffer.element is not ElementKind.U8 or buffer.shape != shape or not buffer.is_contiguous:
+        raise InvalidProblemError(f"packed: expected a contiguous buffer u8{list(shape)}, got {buffer!r}")
+    if buffer.device != packed.device:
+        raise InvalidProblemError(f"packed: expected a buffer on {packed.device}, got {buffer.device}")
+    return layout, buffer
+
+
+def _on(device: Device) -> AbstractContextManager[Any]:
+    """CuPy allocates and computes on its current device: make that the operands' own."""
+    if device == HOST:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)
+    return guard
+
+
+def _steps(layout: TileLayout, m: int, k: int, device: Device) -> list[tuple[slice, slice]]:
+    """Pairs (tile rows, rows of the weight) to work on at a time."""
+    mt, kt, _ = layout.packed_shape(m, k)
+    steps = canonical.row_steps(mt, TILE_M * layout.tile_k * kt, device == HOST)
+    return [(step, slice(step.start * TILE_M, min(step.stop * TILE_M, m))) for step in steps]
+
+
+def _tile_rows(rows: int) -> int:
+    return -(-rows // TILE_M)
+
+
+def _swizzled(values: Any, kt: int) -> Any:
+    """Values, unsigned [rows, K/2] -> their bytes in tiles, uint8 [mt, kt, VALUE_BYTES]."""
+    xp = canonical.array_module(values)
+    mt = _tile_rows(values.shape[0])
+    padded = xp.zeros((mt * TILE_M, kt * _ROW_BYTES // values.itemsize), values.dtype)
+    padded[: values.shape[0], : values.shape[1]] = values
+    # [tile row, 8 rows, row % 8, tile column, chunk, the chunk's 16 bytes]
+    chunks = padded.view(np.uint64).reshape(mt, 8, 8, kt, 8, 2).transpose(0, 3, 1, 2, 4, 5)
+    image = chunks.reshape(mt, kt, 8, 64, 2)[:, :, :, xp.asarray(_SWIZZLE)]
+    return xp.ascontiguousarray(image).view(np.uint8).reshape(mt, kt, VALUE_BYTES)
+
+
+def _plain_values(image: Any, dtype: Any) -> Any:
+    """The inverse of :func:`_swizzled`: [64 mt, columns of kt tiles] of ``dtype``, padding included."""
+    xp = canonical.array_module(image)
+    mt, kt, _ = image.shape
+    chunks = xp.ascontiguousarray(image).view(np.uint64).reshape(mt, kt, 8, 64, 2)
+    plain = chunks[:, :, :, xp.asarray(_SWIZZLE)].reshape(mt, kt, 8, 8, 8, 2).transpose(0, 2, 3, 1, 4, 5)
+    return xp.ascontiguousarray(plain).view(dtype).reshape(mt * TILE_M, -1)
+
+
+# Axes of a tile row's metadata as rows hold it, and where each comes from in fragment order.
+# 16 bits: uint16 [mt, w, half, g, kt, j, t] <-> [mt, kt, w, g, t, j, half]
+# 8 bits: uint32 [mt, w, t & 1, g, kt, j, t >> 1] <-> [mt, kt, w, g, t >> 1, t & 1, j]
+_FRAGMENT_AXES = {2: (0, 4, 1, 3, 6, 5, 2), 1: (0, 4, 1, 3, 6, 2, 5)}
+
+
+def _row_axes(layout: TileLayout, mt: int, kt: int) -> tuple[type[np.unsignedinteger[Any]], tuple[int, ...]]:
+    """Unit and shape of a tile row's metadata as rows hold it."""
+    if layout.itemsize == 2:
+        return np.uint16, (mt, 4, 2, 8, kt, 2, 4)
+    return np.uint32, (mt, 4, 2, 8, kt, 4, 2)
+
+
+def _fragments(metadata: Any, kt: int, layout: TileLayout) -> Any:
+    """Metadata uint16 [rows, K/8] -> the words of the lanes in tiles, uint8 [mt, kt, bytes]."""
+    xp = canonical.array_module(metadata)
+    mt = _tile_rows(metadata.shape[0])
+    nibbles = xp.full((mt * TILE_M, kt * layout.tile_k // 8), _PAD_NIBBLES, np.uint8)
+    low, high = metadata & 0x0F, metadata >> 4 & 0xF0
+    nibbles[: metadata.shape[0], : metadata.shape[1]] = (low | high).astype(np.uint8)
+    unit, shape = _row_axes(layout, mt, kt)
+    words = xp.ascontiguousarray(nibbles.view(unit).reshape(shape).transpose(_FRAGMENT_AXES[layout.itemsize]))
+    return words.view(np.uint8).reshape(mt, kt, layout.tile_bytes - VALUE_BYTES)
+
+
+def _plain_metadata(words: Any, layout: TileLayout) -> Any:
+    """The inverse of :func:`_fragments`: uint16 [64 mt, columns of kt tiles], padding included."""
+    xp = canonical.array_module(words)
+    mt, kt, _ = words.shape
+    unit, shape = _row_axes(layout, mt, kt)
+    axes = _FRAGMENT_AXES[layout.itemsize]
+    fragments = xp.ascontiguousarray(words).view(unit).reshape([shape[axis] for axis in axes])
+    plain = xp.ascontiguousarray(fragments.transpose([int(axis) for axis in np.argsort(axes)]))
+    nibbles = plain.view(np.uint8).reshape(mt * TILE_M, kt * layout.tile_k // 8).astype(np.uint16)
+    return nibbles & 0x0F | (nibbles & 0xF0) << 4

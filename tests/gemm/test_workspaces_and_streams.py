@@ -1,0 +1,174 @@
+"""Workspaces and streams: every form that is accepted, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sparse24_plans import Device, ElementKind, InvalidProblemError, TensorView, Workspace
+from sparse24_plans.device.tensors import HOST, stream_handle
+
+from ..device.tensor_likes import CUDA, F32, numbers
+
+gpu = pytest.mark.gpu
+
+
+# Workspaces ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("element", [ElementKind.U8, F32])
+def test_workspace_of_an_array(element):
+    array = numbers((4, 8), element)
+    space = Workspace.of(array, HOST)
+    assert (space.address, space.nbytes, space.device) == (array.ctypes.data, array.nbytes, HOST)
+    assert space.owner is array
+
+
+def test_workspace_of_a_view_and_of_a_workspace():
+    view = TensorView.of(numbers((4, 8), F32))
+    space = Workspace.of(view, HOST)
+    assert (space.address, space.nbytes) == (view.address, 128)
+    assert Workspace.of(space, CUDA) is space
+
+
+@pytest.mark.parametrize("fields", [{"size": 512}, {"nbytes": 512}, {"nbytes": 512, "size": 128}], ids=str)
+def test_workspace_of_an_address_and_a_size(fields):
+    """``nbytes`` before ``size``, which may count elements; without ``device_id``, on the plan's device."""
+    space = Workspace.of(SimpleNamespace(ptr=4096, **fields), Device("cuda", 2))
+    assert (space.address, space.nbytes, space.device) == (4096, 512, Device("cuda", 2))
+
+
+def test_workspace_that_says_where_it_lives():
+    space = Workspace.of(SimpleNamespace(ptr=4096, size=512, device_id=3), CUDA)
+    assert space.device == Device("cuda", 3)
+
+
+def test_workspace_of_a_pointer_into_a_block():
+    """CuPy's MemoryPointer: what is left behind the pointer, not the whole block."""
+    block = SimpleNamespace(ptr=4096, size=1000)
+    space = Workspace.of(SimpleNamespace(ptr=4096 + 256, mem=block, device_id=0), CUDA)
+    assert (space.address, space.nbytes) == (4352, 744)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("thing", "word"),
+    [
+        (np.zeros((4, 8))[:, ::2].astype("f4")[:, ::2], "contiguous"),
+        (read_only(np.zeros(8, "u1")), "writable"),
+        (np.zeros(8, "f8"), "float64"),
+        (4096, "int"),
+        (1.5, "float"),
+        ("w", "str"),
+        (b"w", "bytes"),
+        (None, "NoneType"),
+        (object(), "object"),
+        (SimpleNamespace(ptr=4096), "SimpleNamespace"),
+        (SimpleNamespace(ptr=4096, size=-1), "-1"),
+        (SimpleNamespace(ptr="4096", size=8), "SimpleNamespace"),
+    ],
+)
+def test_what_is_no_workspace(thing, word):
+    with pytest.raises(InvalidProblemError, match="workspace") as caught:
+        Workspace.of(thing, HOST)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(-1, 8), (8, -1)])
+def test_workspace_by_hand(address, nbytes):
+    with pytest.raises(InvalidProblemError, match="workspace"):
+        Workspace(address, nbytes, HOST)
+
+
+# Streams ------------------------------------------------------------------------------------------
+
+
+def protocol(answer: object) -> SimpleNamespace:
+    return SimpleNamespace(__cuda_stream__=lambda: answer)
+
+
+def torchlike_stream(handle: object, index: int | None) -> SimpleNamespace:
+    return SimpleNamespace(cuda_stream=handle, device=SimpleNamespace(type="cuda", index=index))
+
+
+@pytest.mark.parametrize("stream", [0, 1, SimpleNamespace(ptr=0), protocol((0, 1)), False, "s"])
+def test_a_host_plan_takes_no_stream(stream):
+    assert stream_handle(None, HOST) == 0
+    with pytest.raises(InvalidProblemError, match="stream: expected None for a host plan"):
+        stream_handle(stream, HOST)
+
+
+@pytest.mark.parametrize(
+    ("stream", "handle"),
+    [
+        (0, 0),
+        (1, 1),
+        (0x7F0012345678, 0x7F0012345678),
+        (SimpleNamespace(ptr=0), 0),
+        (SimpleNamespace(ptr=123), 123),
+        (SimpleNamespace(ptr=123, device_id=0), 123),
+        (SimpleNamespace(ptr=123, device_id=-1), 123),
+        (torchlike_stream(77, 0), 77),
+        (torchlike_stream(77, None), 77),
+        (SimpleNamespace(cuda_stream=77), 77),
+        (protocol((0, 55)), 55),
+        (SimpleNamespace(__cuda_stream__=(0, 55)), 55),
+        (protocol((0, np.int64(55))), 55),
+    ],
+)
+def test_every_form_of_stream(stream, handle):
+    got = stream_handle(stream, CUDA)
+    assert got == handle
+    assert type(got) is int
+
+
+@pytest.mark.parametrize(
+    ("stream", "word"),
+    [
+        (True, "bool"),
+        (-1, "-1"),
+        (1.0, "float"),
+        ("1", "str"),
+        (object(), "object"),
+        (SimpleNamespace(handle=1), "SimpleNamespace"),
+        (SimpleNamespace(ptr=None), "None"),
+        (SimpleNamespace(ptr=-5), "-5"),
+        (SimpleNamespace(ptr=True), "True"),
+        (torchlike_stream(None, 0), "None"),
+        (torchlike_stream(77, 1), "cuda:1"),
+        (SimpleNamespace(ptr=123, device_id=1), "cuda:1"),
+        (protocol((0, None)), "None"),
+        (protocol((1, 55)), "1"),
+        (protocol((0, -1)), "-1"),
+    ],
+)
+def test_what_is_no_stream_of_the_device(stream, word):
+    with pytest.raises(InvalidProblemError, match="stream") as caught:
+        stream_handle(stream, CUDA)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [(0,), 5, (0, "x"), None, (0, 1, 2)])
+def test_a_cuda_stream_protocol_that_is_malformed(answer):
+    class Stream:
+        def __cuda_stream__(self) -> object:
+            return answer
+
+    with pytest.raises(InvalidProblemError, match="stream"):
+        stream_handle(Stream(), Device("cuda", 0))
+
+
+@gpu
+def test_streams_of_cupy():
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    assert stream_handle(stream, CUDA) == stream.ptr
+    with stream:
+        assert stream_handle(None, CUDA) == stream.ptr
