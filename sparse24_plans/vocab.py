@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
 from .errors import InvalidProblemError
@@ -114,6 +114,11 @@ class MathPrecision(_Word):
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
 
+    @classmethod
+    def of(cls, element: ElementKind) -> MathPrecision:
+        """That of products of the element itself."""
+        return cls.INT8 if element.is_integer else cls(element.value)
+
 
 class EpilogueKind(_Word):
     """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation."""
@@ -153,7 +158,7 @@ class ScaleKind(_Word):
 
 
 class PrepareOp(_Word):
-    """What a plan of prepare.py does to a weight; also the op of its KernelSku, before ``_sparse24``."""
+    """What a plan of the family ``prepare`` does to a weight; also the op of its KernelSku, before ``_sparse24``."""
 
     PRUNE = "prune"
     COMPRESS = "compress"
@@ -192,8 +197,8 @@ class MaskLayout(_Word):
     TILES = "tiles"
 
 
-# Weight layouts: the canonical one (weights.py), the tiles of sparse tensor cores for 16-bit and for 8-bit
-# elements (packing.py), and cuSPARSELt's own (backends/cusparselt.py).
+# Weight layouts: the canonical one (weights/weight.py), the tiles of sparse tensor cores for 16-bit and for
+# 8-bit elements (weights/packing.py), and cuSPARSELt's own (gemm/backends/cusparselt.py).
 CANONICAL_LAYOUT = "canonical"
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
@@ -220,10 +225,7 @@ class ArchSku(_Word):
 
 
 class BackendKind(_Word):
-    """A family of kernels; also the name of its module under ``backends/``, once it exists.
-
-    ``prepare`` stands for the kernels of prepare.py, whose modules have their rows' names.
-    """
+    """One kernel source and its launcher; also the name of its module under a family's ``backends/``."""
 
     HOST = "host"
     INFLATE_STRICT = "inflate_strict"
@@ -231,7 +233,10 @@ class BackendKind(_Word):
     MMA_SP = "mma_sp"
     WGMMA_SP = "wgmma_sp"
     CUSPARSELT = "cusparselt"
-    PREPARE = "prepare"
+    PRUNE = "prune"
+    DECOMPRESS = "decompress"
+    PACK = "pack"
+    TILE_PRUNE = "tile_prune"
 
 
 class Tier(_Word):
@@ -283,136 +288,6 @@ def _explain(model: str, error: ValidationError) -> str:
         name = ".".join(str(part) for part in item["loc"]) or model
         parts.append(f"{name}: {item['msg']}, got {item['input']!r}")
     return f"{model}: " + "; ".join(parts)
-
-
-class PrecisionGuarantee(Model):
-    """What a kernel promises about its numbers. A promise that no test confirms is not made.
-
-    ``deterministic``: same plan, same inputs, same bits.
-    ``bit_stable_on_same_hardware``: also across processes, streams and load, for the same library versions.
-    ``batch_invariant``: row i of Y depends on row i of X and on W alone, whatever n and i are.
-    ``bit_stable_across_hardware``: the same bits on every device and on the host's strict mode.
-    ``nonfinite``: with ``skips_pruned`` an Inf or NaN in X at a pruned position doesn't reach Y;
-    with ``propagates`` it does.
-    """
-
-    math_precision: MathPrecision
-    accumulator: ElementKind
-    deterministic: bool
-    bit_stable_on_same_hardware: bool
-    batch_invariant: bool
-    bit_stable_across_hardware: bool
-    subnormals: Literal["preserved", "flushed"]
-    nonfinite: Literal["skips_pruned", "propagates"]
-    unit_roundoff: float = Field(ge=0)
-    """Relative error of one step of the accumulation; 0 where integers are summed exactly."""
-    terms_per_k: float = Field(gt=0)
-    """Steps that can round, for each unit of the reduction length."""
-    promoted_every: int | None = None
-    """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
-
-    def error_bound(self, k: int) -> float:
-        """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
-
-        k is K for ``forward`` and M for ``dgrad``. The bound is the standard gamma_n = n*u / (1 - n*u)
-        (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); infinity where n*u >= 1.
-        """
-        steps = self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
-        if self.promoted_every:
-            steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
-        return steps / (1 - steps) if steps < 1 else float("inf")
-
-    def tolerance(
-        self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementKind, alpha: float = 1.0
-    ) -> Float64s:
-        """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
-
-        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
-        ``error_bound`` it holds what rounding the result costs: alpha's multiply, the conversion to ``out``,
-        and the underflow of every step.
-        """
-        f32 = ElementKind.F32
-        accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
-        value: Float64s = np.abs(exact) + accumulated
-        rounding = value * (2 * f32.unit_roundoff + 1.01 * out.unit_roundoff)
-        to_integer = 0.5 if out.is_integer else 0.0
-        return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
-
-
-class GuaranteeRequirement(Model):
-    """A filter on guarantees: only kernels that promise all of this are considered."""
-
-    deterministic: bool = False
-    bit_stable_on_same_hardware: bool = False
-    batch_invariant: bool = False
-    bit_stable_across_hardware: bool = False
-    subnormals: Literal["preserved", "flushed"] | None = None
-    nonfinite: Literal["skips_pruned", "propagates"] | None = None
-    math_precision: MathPrecision | None = None
-    accumulator: ElementKind | None = None
-    max_error_bound: float | None = Field(default=None, gt=0)
-    """Upper limit of ``error_bound`` for the descriptor's reduction length."""
-
-    def unmet(self, guarantee: PrecisionGuarantee, reduction: int) -> str | None:
-        """The first requirement that the guarantee fails, in words; None where it meets them all."""
-        for name in _FLAGS:
-            if getattr(self, name) and not getattr(guarantee, name):
-                return f"does not guarantee {name}"
-        for name in _VALUES:
-            wanted, given = getattr(self, name), getattr(guarantee, name)
-            if wanted is not None and wanted != given:
-                return f"{name} is {given}, required {wanted}"
-        if self.max_error_bound is not None:
-            bound = guarantee.error_bound(reduction)
-            if bound > self.max_error_bound:
-                return f"error_bound({reduction}) is {bound:.3g}, required <= {self.max_error_bound:.3g}"
-        return None
-
-
-_FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
-_VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator")
-
-
-class PlanPreference(Model):
-    """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
-
-    max_workspace_bytes: int | None = Field(default=None, ge=0)
-    allow_sm90a: bool = True
-    prefer_backend: BackendKind | None = None
-    tier: Tier | None = None
-    require: GuaranteeRequirement = GuaranteeRequirement()
-
-    @classmethod
-    def of(cls, given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
-        """``given``, or one of a mapping's fields, or that of no wishes. Raises InvalidProblemError."""
-        if given is None:
-            return _NO_PREFERENCE
-        if type(given) is cls:
-            return given
-        if not isinstance(given, Mapping):
-            raise InvalidProblemError(
-                f"preference: expected PlanPreference or a mapping of its fields, got {type(given).__name__}"
-            )
-        return cls.model_validate(given)
-
-
-_NO_PREFERENCE = PlanPreference()
-
-
-class KernelSku(Model):
-    """Identity of the kernel behind a plan."""
-
-    category: OpCategory
-    op: str
-    element: ElementKind
-    aux_element: ElementKind
-    """Element of Y (``forward``) or dX (``dgrad``)."""
-    layout: str
-    """Weight layout the kernel reads: ``canonical``, or a packed ``layout_id``."""
-    epilogue: EpilogueKind
-    arch: ArchSku
-    backend: BackendKind
-    precision_guarantee: PrecisionGuarantee
 
 
 class DeviceProperties(Model):

@@ -1,13 +1,16 @@
-"""What is to be computed: the descriptor of a product. Frozen, hashable, JSON round-trip."""
+"""What is to be computed: the descriptor of a product, and its operands."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, Model, ScaleKind
+from ..plan.descriptor import INT64_MAX, Descriptor
+from ..plan.operands import Operand, Role
+from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, OpCategory, ScaleKind
 
-_INT64_MAX = 2**63 - 1
 _F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 # 8-bit elements: the results they may have, the default first. The others: the element or f32.
 _OUT_OF = {
@@ -26,7 +29,7 @@ def _biases(element: ElementKind, out: ElementKind) -> tuple[ElementKind, ...]:
     return (_F32, _F32) if out.is_integer else (out, _F32)
 
 
-class GemmSparse24Descriptor(Model):
+class GemmSparse24Descriptor(Descriptor):
     """The problem: sizes, types and epilogue. Frozen, hashable, JSON round-trip.
 
     Parameters
@@ -63,10 +66,11 @@ class GemmSparse24Descriptor(Model):
         Naming the field.
     """
 
-    n: int = Field(ge=0, le=_INT64_MAX, strict=True)
-    m: int = Field(ge=0, le=_INT64_MAX, strict=True)
-    k: int = Field(ge=0, le=_INT64_MAX, multiple_of=8, strict=True)
-    element: ElementKind
+    category: ClassVar[OpCategory] = OpCategory.GEMM
+
+    n: int = Field(ge=0, le=INT64_MAX, strict=True)
+    m: int = Field(ge=0, le=INT64_MAX, strict=True)
+    k: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: float = Field(default=1.0, allow_inf_nan=False)
@@ -101,9 +105,13 @@ class GemmSparse24Descriptor(Model):
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
-        if self.m * self.k > _INT64_MAX or self.n * max(self.m, self.k) > _INT64_MAX:
+        if self.m * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
+
+    @property
+    def op_name(self) -> str:
+        return f"gemm_sparse24_{self.op}"
 
     @property
     def is_plain(self) -> bool:
@@ -121,3 +129,19 @@ class GemmSparse24Descriptor(Model):
     def outputs(self) -> int:
         """Results per token: M for ``forward``, K for ``dgrad``."""
         return self.m if self.op is GemmOp.FORWARD else self.k
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and what the epilogue and the scales ask for."""
+        source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
+        n, f32 = self.n, ElementKind.F32
+        found = [
+            Operand("weight", Role.WEIGHT, (self.m, self.k), self.element),
+            Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
+            Operand("result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order),
+        ]
+        if self.epilogue.has_bias:
+            found.append(Operand("bias", Role.IN, (self.m,), self.bias_element))
+        for name, kind, rows in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, self.m)):
+            if kind is not ScaleKind.NONE:
+                found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else rows,), f32))
+        return tuple(found)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
+from ..plan.table import beyond_grid
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
+from ..weights.inflate import BLOCK_BYTES
+from .descriptor import GemmSparse24Descriptor
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
@@ -14,48 +16,20 @@ WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 
 
-class Problem(Protocol):
-    """What selection reads of a descriptor."""
-
-    n: int
-    m: int
-    k: int
-    op: GemmOp
-    element: ElementKind
-    epilogue: EpilogueKind
-    alpha: float
-    out_element: ElementKind
-    bias_element: ElementKind
-    x_order: MatrixOrder
-    y_order: MatrixOrder
-    scale_x: ScaleKind
-    scale_w: ScaleKind
-
-    @property
-    def reduction(self) -> int: ...
-
-    @property
-    def outputs(self) -> int: ...
-
-
-_GRID_X = 2**31 - 1
-INFLATE_BLOCK_BYTES = 16384
-"""Dense bytes that a block of the inflate kernel writes."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
 
-def strict(problem: Problem) -> str | None:
+def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    tiles = -(-problem.outputs // rows) * -(-problem.n // tokens)
-    return None if tiles <= _GRID_X else f"{tiles} tiles exceed the grid limit {_GRID_X}"
+    return beyond_grid(-(-problem.outputs // rows) * -(-problem.n // tokens))
 
 
 DECODE_TOKENS = 16
 """Up to which n mma_sp is as fast as wgmma_sp, as measured on an H200."""
 
 
-def fills_badly(problem: Problem, device: DeviceProperties) -> str | None:
+def fills_badly(problem: GemmSparse24Descriptor, device: DeviceProperties) -> str | None:
     """Of mma_sp, which has a block or two for each 64 rows of W, where there is wgmma.
 
     As measured on an H200, wgmma_sp is the faster one but where they make two to four waves, the last nearly
@@ -69,34 +43,33 @@ def fills_badly(problem: Problem, device: DeviceProperties) -> str | None:
     return f"is preferred where its blocks make 2 to 4 full waves, not for {blocks} on {available}"
 
 
-def few_tokens(problem: Problem) -> int:
+def few_tokens(problem: GemmSparse24Descriptor) -> int:
     """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
     return 256 if problem.m * problem.k >= 1 << 26 else 128
 
 
-def _tile_blocks(problem: Problem) -> str | None:
+def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
     """Whether the tensor core kernels' smallest tiles, each cut into at most 8 slices of K, fit the grid."""
-    blocks = -(-problem.m // 64) * -(-problem.n // 8) * 8
-    return None if blocks <= _GRID_X else f"{blocks} blocks may exceed the grid limit {_GRID_X}"
+    return beyond_grid(-(-problem.m // 64) * -(-problem.n // 8) * 8)
 
 
-def mma_sp(problem: Problem) -> str | None:
+def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
     return _tile_blocks(problem)
 
 
-def up_to(tokens: Callable[[Problem], int]) -> Callable[[Problem], str | None]:
+def up_to(tokens: Callable[[GemmSparse24Descriptor], int]) -> Callable[[GemmSparse24Descriptor], str | None]:
     """mma_sp's limits, and a preference for at most so many tokens."""
 
-    def limits(problem: Problem) -> str | None:
+    def limits(problem: GemmSparse24Descriptor) -> str | None:
         most = tokens(problem)
         return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
     return limits
 
 
-def wgmma_sp(problem: Problem) -> str | None:
+def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if problem.n == 0 or problem.m == 0 or problem.k == 0:
         return "serves no empty operands"
     largest = max(problem.n, problem.m, problem.k)
@@ -105,19 +78,18 @@ def wgmma_sp(problem: Problem) -> str | None:
     return _tile_blocks(problem)
 
 
-def cublas(problem: Problem) -> str | None:
+def cublas(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
-    blocks = -(-problem.m * problem.k * problem.element.itemsize // INFLATE_BLOCK_BYTES)
-    return None if blocks <= _GRID_X else f"{blocks} inflate blocks exceed the grid limit {_GRID_X}"
+    return beyond_grid(-(-problem.m * problem.k * problem.element.itemsize // BLOCK_BYTES))
 
 
 def align_up(size: int, alignment: int = 256) -> int:
     return -(-size // alignment) * alignment
 
 
-def cublas_regions(problem: Problem) -> tuple[int, int]:
+def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
     accumulators = 4 * problem.n * problem.m if problem.epilogue.has_bias else 0
@@ -135,7 +107,7 @@ _CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (B
 _CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
 
 
-def cusparselt(problem: Problem) -> str | None:
+def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
     out, element = problem.out_element, problem.element
     if problem.n == 0 or problem.m == 0 or problem.k == 0:
         return "serves no empty operands"

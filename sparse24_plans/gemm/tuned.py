@@ -1,6 +1,6 @@
 """Tuned configurations: what they hold, where they come from, and when they apply. Nothing is timed here.
 
-A table is JSON: a stamp (GPU, driver) and one entry a problem and row of the registry, each with the version
+A table is JSON: a stamp (GPU, driver) and one entry a problem and row of the table, each with the version
 of the library or kernel that it was measured with. ``sparse24 tune`` writes them (tuning.py), ``select``
 reads them, and so stays a function of its arguments. What doesn't match is ignored with a TuningWarning,
 never applied: an algorithm's number means another algorithm in another version (pytorch#115178).
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
 from ..errors import FormatError, InvalidProblemError, StorageError
 from ..vocab import DeviceProperties, Model
 from .descriptor import GemmSparse24Descriptor
+from .table import GemmRow
 
 SCHEMA = 1
 _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
@@ -44,18 +45,6 @@ class TunedKernel(Model):
     promises: tuple[str, ...] = ()
     microseconds: float = Field(gt=0)
     default_microseconds: float = Field(gt=0)
-
-
-class TunableBackend(Protocol):
-    """What the module of a kernel that can be tuned has, beside ``Kernel(configuration=...)``."""
-
-    def candidates(self, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-        """Configurations worth trying for the problem. A row refuses those that would break its promises."""
-        ...
-
-    def tuning_version(self, device: DeviceProperties) -> str:
-        """Of the library or of the kernel's sources: configurations are bound to it."""
-        ...
 
 
 class TuningTable:
@@ -116,11 +105,36 @@ class TuningTable:
                 f"{newer.gpu} {newer.driver}"
             )
         entries = {(one.kernel, one.problem): one for one in (*self.entries, *newer.entries)}
-        return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_place))
+        return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_order))
 
     def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
-        """Row of the registry -> entry for exactly this problem, whether its stamp matches or not."""
+        """Row of the table -> entry for exactly this problem, whether its stamp matches or not."""
         return self._by_problem.get(problem, {})
+
+    def promises(
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+    ) -> dict[str, tuple[str, ...]]:
+        """Row -> what the self-test of its configuration confirmed, where that applies on the device."""
+        entries = self.find(descriptor)
+        named = {row.name: row for row in rows if row.name in entries}
+        return {
+            name: entries[name].promises
+            for name, row in named.items()
+            if self.mismatch(entries[name], device, row.kernel.tuning_version(device)) is None
+        }
+
+    def configuration(
+        self, descriptor: GemmSparse24Descriptor, row: GemmRow, device: DeviceProperties
+    ) -> Mapping[str, int]:
+        """That of the row; empty where there is none, or, with a TuningWarning, where it doesn't apply."""
+        entry = self.find(descriptor).get(row.name)
+        if entry is None:
+            return {}
+        reason = self.mismatch(entry, device, row.kernel.tuning_version(device))
+        if reason is None:
+            return entry.configuration
+        self._warn(entry, reason)
+        return {}
 
     def mismatch(self, entry: TunedKernel, device: DeviceProperties, version: str) -> str | None:
         """Why the entry must not be applied on a device with this version of the kernel, or None."""
@@ -133,13 +147,13 @@ class TuningTable:
                 return f"tuned for {name} {wanted}, this is {found}"
         return None
 
-    def warn(self, entry: TunedKernel, reason: str) -> None:
+    def _warn(self, entry: TunedKernel, reason: str) -> None:
         problem = entry.problem
         warnings.warn(
             f"the tuned configuration of {entry.kernel} for n={problem.n}, m={problem.m}, k={problem.k}, "
             f"{problem.element} is not applied: {reason}; run `sparse24 tune`",
             TuningWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
     def __len__(self) -> int:
@@ -149,7 +163,7 @@ class TuningTable:
         return f"TuningTable({self.gpu!r}, driver {self.driver}, {len(self)} entries)"
 
 
-def _place(entry: TunedKernel) -> tuple[Any, ...]:
+def _order(entry: TunedKernel) -> tuple[Any, ...]:
     """Where an entry stands in a table: by kernel, type, shape and n."""
     one = entry.problem
     return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()

@@ -1,47 +1,64 @@
-"""The operands of a product, checked: what backends get, and the checks that a caller's tensors pass."""
+"""Operands: how a descriptor declares them, and the one pass that checks a caller's tensors against that.
+
+Everything that doesn't depend on the tensors themselves is worked out once a plan (:class:`OperandChecks`), so
+that a run only compares.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
+from ..device.streams import Launch
 from ..device.tensors import Device, TensorView
 from ..errors import InvalidProblemError, MisalignedOperandError
-from ..vocab import ElementKind, MatrixOrder
-from ..weights.weight import PackedWeight
+from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
+from ..weights.weight import PackedWeight, Sparse24Weight
+
+Views: TypeAlias = dict[str, TensorView]
+"""Checked operands by their names to the kernel; a weight's buffers under ``values``, ``metadata``, ``packed``."""
 
 
-class Operands:
-    """Checked operands, as backends get them: names by role, so that both ops share code.
+class Role(Enum):
+    """What an operand is to a plan. ``WEIGHT``: a weight object, which is read."""
 
-    Strides are those of rows (in a ``column`` order: of columns), in elements. A plain class: one is made on
-    every run.
-    """
+    IN = 0
+    OUT = 1
+    WEIGHT = 2
 
-    __slots__ = (
-        "bias",
-        "result",
-        "result_stride",
-        "scale_w",
-        "scale_x",
-        "source",
-        "source_stride",
-        "weight",
-    )
 
-    def __init__(
-        self,
-        weight: PackedWeight,
-        source: TensorView,
-        result: TensorView,
-        bias: TensorView | None,
-        source_stride: int,
-        result_stride: int,
-    ) -> None:
-        self.weight, self.source, self.result, self.bias = weight, source, result, bias
-        self.source_stride, self.result_stride = source_stride, result_stride
-        self.scale_x: TensorView | None = None
-        self.scale_w: TensorView | None = None
+class Alignment(NamedTuple):
+    """Bytes that an operand's address, and the distance of its lines, are multiples of."""
+
+    address: int = 1
+    line: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor: its name to the kernel, and what it must be."""
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    element: ElementKind
+    argument: str = ""
+    """The field of the arguments that holds it; ``name`` by default."""
+    lines: MatrixOrder | None = None
+    """None: contiguous as a whole. Of a matrix: its rows (or columns) are, and may lie further apart."""
+    layout: str | None = None
+    """Of a weight: its layout; None: the one that the plan's kernel reads."""
+    optional: bool = False
+    alignment: int = 1
+    may_be: str | None = None
+    """The operand whose memory this one may share, exactly."""
+
+    def __post_init__(self) -> None:
+        if not self.argument:
+            object.__setattr__(self, "argument", self.name)
 
 
 class Remembered:
@@ -54,10 +71,230 @@ class Remembered:
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: tuple[object, list[object] | None, Callable[[int], None]] | None = None
+        self.last: tuple[object, list[object] | None, Launch] | None = None
 
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
         return Remembered, ()
+
+
+@dataclass(frozen=True, slots=True)
+class Args:
+    """Base of every family's arguments: operands in fields, under the names that the descriptor gives them.
+
+    Subclasses are frozen dataclasses with slots.
+    """
+
+    _remembered: Remembered = field(default_factory=Remembered, init=False, repr=False, compare=False)
+
+
+def fields_of(args_type: type[Args]) -> tuple[str, ...]:
+    """The names of the operands' fields."""
+    names: tuple[str, ...] = args_type.__match_args__
+    return names
+
+
+def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable[[Args], tuple[Any, ...]]:
+    """A function that takes the tensors out of arguments: what may lie elsewhere the next time. Not weights."""
+    weights = {operand.argument for operand in operands if operand.role is Role.WEIGHT}
+    names = [name for name in fields_of(args_type) if name not in weights]
+    if len(names) == 1:
+        one = attrgetter(names[0])
+        return lambda args: (one(args),)
+    found: Callable[[Args], tuple[Any, ...]] = attrgetter(*names)
+    return found
+
+
+class OperandChecks:
+    """The checks of one plan. Called with arguments, gives their views, or raises what is wrong with them.
+
+    Raises InvalidProblemError or MisalignedOperandError, naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        args_type: type[Args],
+        operands: tuple[Operand, ...],
+        alignment_of: Callable[[str], Alignment],
+        layout: str,
+        home: Device,
+    ) -> None:
+        self._args_type = args_type
+        known = {operand.argument for operand in operands}
+        self._unknown = tuple(name for name in fields_of(args_type) if name not in known)
+        self._checks = tuple(_check_for(operand, alignment_of(operand.name), layout, home) for operand in operands)
+        self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
+        self._needs_a_result = all(operand.optional for operand in self._results)
+        self._pairs = tuple(_apart(operands))
+
+    def __call__(self, args: Args) -> Views:
+        if type(args) is not self._args_type:
+            raise InvalidProblemError(f"args: expected {self._args_type.__name__}, got {type(args).__name__}")
+        for name in self._unknown:
+            if getattr(args, name) is not None:
+                raise InvalidProblemError(
+                    f"{name}: expected None, as the descriptor has it, got {type(getattr(args, name)).__name__}"
+                )
+        views: Views = {}
+        for check in self._checks:
+            check(args, views)
+        if self._needs_a_result and not any(result.name in views for result in self._results):
+            names = " or ".join(result.argument for result in self._results)
+            raise InvalidProblemError(f"{names}: expected at least one result, got None")
+        for out, other, may_be in self._pairs:
+            if out.name in views:
+                for name in _names_in(other, views):
+                    if not (may_be and views[out.name].address == views[name].address):
+                        _check_apart(out.argument, views[out.name], other.argument, views[name])
+        return views
+
+
+def line_stride(view: TensorView, order: MatrixOrder) -> int:
+    """Elements from one row (in a ``column`` order: column) of a checked matrix to the next."""
+    return view.strides[0 if order is MatrixOrder.ROW else 1]
+
+
+# One operand --------------------------------------------------------------------------------------
+
+
+def _check_for(
+    operand: Operand, needed: Alignment, layout: str, home: Device
+) -> Callable[[Args, Views], None]:
+    address = max(needed.address, operand.alignment, operand.element.itemsize)
+    if operand.role is Role.WEIGHT:
+        return _WeightCheck(operand, operand.layout or layout, needed.address, home)
+    return _TensorCheck(operand, Alignment(address, needed.line), home)
+
+
+class _TensorCheck:
+    __slots__ = ("_alignment", "_empty", "_home", "_operand", "_raw")
+
+    def __init__(self, operand: Operand, alignment: Alignment, home: Device) -> None:
+        self._operand, self._alignment, self._home = operand, alignment, home
+        self._raw = reinterpretable(operand.element)
+        self._empty = 0 in operand.shape
+
+    def __call__(self, args: Args, views: Views) -> None:
+        operand = self._operand
+        name = operand.argument
+        given = getattr(args, name)
+        if given is None:
+            if operand.optional:
+                return
+            raise InvalidProblemError(
+                f"{name}: expected a tensor {operand.element}{list(operand.shape)}, got None"
+            )
+        view = TensorView.of(given, element=self._raw, argument=name)
+        if view.shape != operand.shape:
+            raise InvalidProblemError(f"{name}: expected shape {list(operand.shape)}, got {list(view.shape)}")
+        if view.element is not operand.element:
+            raise InvalidProblemError(f"{name}: expected element {operand.element}, got {view.element}")
+        if view.device != self._home:
+            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}")
+        if operand.role is Role.OUT and view.readonly:
+            raise InvalidProblemError(f"{name}: expected writable memory, got a read-only tensor")
+        if not self._empty:
+            if operand.lines is not None:
+                view = self._checked_lines(view, operand.lines)
+            elif not view.is_contiguous:
+                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
+            check_alignment(name, view.address, self._alignment.address)
+        elif operand.lines is not None:
+            view = _packed_lines(view, operand.lines)
+        views[operand.name] = view
+
+    def _checked_lines(self, view: TensorView, order: MatrixOrder) -> TensorView:
+        name = self._operand.argument
+        (count, width), (stride, step), line = view.shape, view.strides, "row"
+        if order is MatrixOrder.COLUMN:
+            count, width, stride, step, line = width, count, step, stride, "column"
+        if width > 1 and step != 1:
+            raise InvalidProblemError(
+                f"{name}: expected unit stride along its {line}s, got strides {view.strides}"
+            )
+        if count == 1:
+            return view if stride == width else _packed_lines(view, order)
+        if stride < width:
+            raise InvalidProblemError(
+                f"{name}: expected a {line} stride of at least {width} elements, got {stride}"
+            )
+        if self._alignment.line > 1:
+            check_alignment(f"{name} {line} stride", stride * view.element.itemsize, self._alignment.line)
+        return view
+
+
+def _packed_lines(view: TensorView, order: MatrixOrder) -> TensorView:
+    """The same memory with the strides of lines that touch: what a single line's stride is says nothing."""
+    rows, columns = view.shape
+    strides = (columns, 1) if order is MatrixOrder.ROW else (1, rows)
+    return TensorView(
+        view.address,
+        view.shape,
+        view.element,
+        view.device,
+        strides=strides,
+        readonly=view.readonly,
+        owner=view.owner,
+    )
+
+
+_PARTS = {CANONICAL_LAYOUT: ("values", "metadata")}
+_ONE_PART = ("packed",)
+
+
+def _names_in(operand: Operand, views: Views) -> tuple[str, ...]:
+    """The views that an operand has become."""
+    if operand.role is not Role.WEIGHT:
+        return (operand.name,) if operand.name in views else ()
+    return tuple(name for name in (*_PARTS[CANONICAL_LAYOUT], *_ONE_PART) if name in views)
+
+
+class _WeightCheck:
+    __slots__ = ("_alignment", "_home", "_layout", "_names", "_operand")
+
+    def __init__(self, operand: Operand, layout: str, alignment: int, home: Device) -> None:
+        self._operand, self._layout, self._alignment, self._home = operand, layout, alignment, home
+        self._names = _PARTS.get(layout, _ONE_PART)
+
+    def __call__(self, args: Args, views: Views) -> None:
+        operand = self._operand
+        weight = check_weight(getattr(args, operand.argument), operand, self._layout, self._home)
+        for name, view in zip(self._names, weight.buffers, strict=True):
+            if not self._is_empty(view):
+                check_alignment(operand.argument, view.address, self._alignment)
+            views[name] = view
+
+    @staticmethod
+    def _is_empty(view: TensorView) -> bool:
+        return 0 in view.shape
+
+
+def check_weight(given: Any, operand: Operand, layout: str, home: Device) -> PackedWeight:
+    """``given`` as a weight in ``layout``; a canonical one is taken as it is."""
+    name = operand.argument
+    weight = given
+    if type(given) is Sparse24Weight and layout == CANONICAL_LAYOUT:
+        weight = PackedWeight.canonical(given)
+    if type(weight) is not PackedWeight:
+        hint = "; call plan.pack(weight)" if type(weight) is Sparse24Weight else ""
+        wanted = "Sparse24Weight" if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
+        raise InvalidProblemError(f"{name}: expected a {wanted}, got {type(weight).__name__}{hint}")
+    if weight.layout_id != layout:
+        raise InvalidProblemError(
+            f"{name}: expected layout {layout!r}, got {weight.layout_id!r}; call plan.pack(weight)"
+        )
+    check_weight_fits(weight, operand, home)
+    return weight
+
+
+def check_weight_fits(weight: PackedWeight | Sparse24Weight, operand: Operand, home: Device) -> None:
+    """Raise InvalidProblemError where shape, element or device are not the operand's."""
+    name, (m, k) = operand.argument, operand.shape
+    if (weight.m, weight.k) != (m, k) or weight.element is not operand.element:
+        raise InvalidProblemError(
+            f"{name}: expected {operand.element}[{m}, {k}], got {weight.element}[{weight.m}, {weight.k}]"
+        )
+    if weight.device != home:
+        raise InvalidProblemError(f"{name}: expected memory on {home}, got {weight.device}")
 
 
 def reinterpretable(element: ElementKind) -> ElementKind | None:
@@ -65,60 +302,30 @@ def reinterpretable(element: ElementKind) -> ElementKind | None:
     return element if element in (ElementKind.BF16, ElementKind.FP8_E4M3, ElementKind.FP8_E5M2) else None
 
 
-def matrix(
-    name: str,
-    tensor: Any,
-    shape: tuple[int, int],
-    element: ElementKind,
-    device: Device,
-    alignment: int,
-    order: MatrixOrder,
-    row_alignment: int = 1,
-) -> tuple[TensorView, int]:
-    """The checked view and the stride of its rows; in ``column`` order, read columns for rows."""
-    view = TensorView.of(tensor, element=reinterpretable(element), argument=name)
-    check_tensor(name, view, shape, element, device)
-    (rows, width), (stride, step), line = shape, view.strides, "row"
-    if order is MatrixOrder.COLUMN:
-        rows, width, stride, step, line = width, rows, step, stride, "column"
-    if rows == 0 or width == 0:
-        return view, width
-    if width > 1 and step != 1:
-        raise InvalidProblemError(
-            f"{name}: expected unit stride along its {line}s, got strides {view.strides}"
-        )
-    check_alignment(name, view.address, max(alignment, element.itemsize))
-    if rows == 1:
-        return view, width
-    if stride < width:
-        raise InvalidProblemError(
-            f"{name}: expected a {line} stride of at least {width} elements, got {stride}"
-        )
-    check_alignment(f"{name} {line} stride", stride * element.itemsize, row_alignment)
-    return view, stride
-
-
-def check_tensor(
-    name: str, view: TensorView, shape: tuple[int, ...], element: ElementKind, device: Device
-) -> None:
-    if view.shape != shape:
-        raise InvalidProblemError(f"{name}: expected shape {list(shape)}, got {list(view.shape)}")
-    if view.element is not element:
-        raise InvalidProblemError(f"{name}: expected element {element}, got {view.element}")
-    if view.device != device:
-        raise InvalidProblemError(f"{name}: expected memory on {device}, got {view.device}")
-
-
 def check_alignment(name: str, address: int, alignment: int) -> None:
     if address % alignment:
         raise MisalignedOperandError(name, alignment, address)
 
 
-def check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
-    """Refuse a result that shares memory with an input. Column windows of one buffer share none."""
+# Overlaps -----------------------------------------------------------------------------------------
+
+
+def _apart(operands: tuple[Operand, ...]) -> list[tuple[Operand, Operand, bool]]:
+    """Pairs (result, other operand, whether both may be the same memory) that must not overlap."""
+    pairs = []
+    for at, out in enumerate(operands):
+        if out.role is Role.OUT:
+            for where, other in enumerate(operands):
+                if other is not out and not (other.role is Role.OUT and where > at):
+                    pairs.append((out, other, out.may_be == other.name))
+    return pairs
+
+
+def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
+    """Refuse a result that shares memory with another operand. Column windows of one buffer share none."""
     if out.address >= other.end or other.address >= out.end:
         return
-    if len(other.shape) == 2 and out.shape[0] > 1 and other.shape[0] > 1:
+    if len(out.shape) == 2 == len(other.shape) and out.shape[0] > 1 and other.shape[0] > 1:
         pitch = out.strides[0] * out.element.itemsize
         if pitch == other.strides[0] * other.element.itemsize:
             apart = (other.address - out.address) % pitch

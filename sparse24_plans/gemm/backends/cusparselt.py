@@ -7,30 +7,24 @@ Row-major Y[N,M] is the column-major D[M,N] of the library, so W is its operand 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
+from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView, import_cupy
 from ...errors import BackendUnavailableError, MisalignedOperandError, UnsupportedError
-from ...plan.bound import driver_error
-from ...vocab import (
-    CUSPARSELT_LAYOUT,
-    DeviceProperties,
-    ElementKind,
-    EpilogueKind,
-    MatrixOrder,
-    PlanPreference,
-    ScaleKind,
-)
+from ...plan.kernel import Choice
+from ...plan.operands import Alignment, Views, line_stride
+from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ...weights import canonical
 from ...weights.weight import PackedWeight, Sparse24Weight
-from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
-from ..table import KernelSpec
+from ..descriptor import GemmSparse24Descriptor
+from ..kernel import MOST_STRIDES, GemmKernel
 
 _TYPES = {
     ElementKind.F32: abi.R_32F,
@@ -59,54 +53,48 @@ _SOME_ADDRESS = 256
 _ON = 1
 
 
-class Kernel(BackendKernel):
+class Kernel(GemmKernel):
     workspace_alignment = 256
-    weight_alignment = abi.ALIGNMENT
-    source_alignment = abi.ALIGNMENT
-    source_row_alignment = abi.ALIGNMENT
-    result_alignment = abi.ALIGNMENT
+    alignments = {  # noqa: RUF012
+        "weight": Alignment(abi.ALIGNMENT),
+        "source": Alignment(abi.ALIGNMENT, abi.ALIGNMENT),
+        "result": Alignment(abi.ALIGNMENT, abi.ALIGNMENT),
+    }
     launches = 2  # at least one; what else the library enqueues is its own affair: so bind makes a graph
+    tunable = True
 
-    def __init__(
-        self,
-        desc: GemmSparse24Descriptor,
-        device: DeviceProperties,
-        spec: KernelSpec,
-        preference: PlanPreference,
-        configuration: Mapping[str, int] | None = None,
-    ) -> None:
-        self._desc, self._ordinal, self._version = desc, device.ordinal, device.cusparselt
-        self._configuration = dict(configuration or {})
-        self._matmuls: dict[tuple[int, int], abi.Matmul] = {}
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc, device, self._configuration = self.descriptor, choice.device, choice.configuration
+        self._ordinal, self._version = device.ordinal, device.cusparselt
+        self._matmul = lru_cache(MOST_STRIDES)(self._make_matmul)
         packed = self._matmul(*_packed_strides(desc))
         self.workspace_size = packed.workspace_size
-        allowed = preference.max_workspace_bytes
+        allowed = choice.preference.max_workspace_bytes
         if allowed is not None and self.workspace_size > allowed:
             raise UnsupportedError(
-                f"{spec.name}: needs a workspace of {self.workspace_size} bytes, "
+                f"{self.row.name}: needs a workspace of {self.workspace_size} bytes, "
                 f"max_workspace_bytes is {allowed}"
             )
-        origin = "the library's default" if not self._configuration else "tuned"
+        origin = "tuned" if self._configuration else "the library's default"
         self.details = f"cuSPARSELt {device.cusparselt}, {_describe(packed)} ({origin})"
 
-    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc = self._desc
-        size = desc.out_element.itemsize
-        if operands.result_stride * size % abi.ALIGNMENT:
-            raise MisalignedOperandError("y stride", abi.ALIGNMENT, operands.result_stride * size)
-        matmul = self._matmul(operands.source_stride, operands.result_stride)
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        desc = self.descriptor
+        strides = line_stride(views["source"], desc.x_order), line_stride(views["result"], desc.y_order)
+        matmul = self._matmul(*strides)
         if matmul.workspace_size > self.workspace_size:
             raise UnsupportedError(
-                f"cuSPARSELt needs {matmul.workspace_size} bytes of workspace for strides "
-                f"{operands.source_stride}, {operands.result_stride}; the plan has {self.workspace_size}"
+                f"cuSPARSELt needs {matmul.workspace_size} bytes of workspace for strides {strides}; "
+                f"the plan has {self.workspace_size}"
             )
         return matmul.bind(
-            operands.weight.buffers[0].address,
-            operands.source.address,
-            operands.result.address,
+            views["packed"].address,
+            views["source"].address,
+            views["result"].address,
             workspace,
-            alpha=None if operands.scale_w is None else operands.scale_w.address,
-            bias=None if operands.bias is None else operands.bias.address,
+            alpha=views["scale_w"].address if "scale_w" in views else None,
+            bias=views["bias"].address if "bias" in views else None,
         )
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
@@ -126,37 +114,33 @@ class Kernel(BackendKernel):
             CUSPARSELT_LAYOUT, weight.m, weight.k, weight.element, weight.device, (TensorView.of(blob),)
         )
 
-    def _matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
+    def _make_matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
         """The library's plan for these strides: made at select for packed ones, else at first use."""
-        found = self._matmuls.get((source_stride, result_stride))
-        if found is None:
-            found = _make(self._desc, self._ordinal, self._configuration, source_stride, result_stride)
-            found = self._matmuls.setdefault((source_stride, result_stride), found)
+        return _make(self.descriptor, self._ordinal, self._configuration, source_stride, result_stride)
+
+    @classmethod
+    def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+        """Every algorithm id not known to be fatal, and with each the split-K that the library lets one set.
+
+        Nothing is launched.
+        """
+        strides = _packed_strides(descriptor)
+        count = _make(descriptor, device.ordinal, {}, *strides).algorithm(abi.CONFIG_MAX_ID)
+        fatal = _FATAL.get((device.cusparselt or "", device.compute_capability, descriptor.element), ())
+        ids = [number for number in range(count) if number not in fatal]
+        found = [{"algorithm": number} for number in ids]
+        for split, mode in _SPLITS:
+            setting = {"split_k": split, "split_k_mode": mode}
+            try:
+                _make(descriptor, device.ordinal, setting, *strides)
+            except UnsupportedError:
+                continue
+            found += [{"algorithm": number, **setting} for number in ids]
         return found
 
-
-def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-    """Every algorithm id not known to be fatal, and with each the split-K that the library lets one set.
-
-    Nothing is launched.
-    """
-    strides = _packed_strides(desc)
-    count = _make(desc, device.ordinal, {}, *strides).algorithm(abi.CONFIG_MAX_ID)
-    fatal = _FATAL.get((device.cusparselt or "", device.compute_capability, desc.element), ())
-    ids = [number for number in range(count) if number not in fatal]
-    found = [{"algorithm": number} for number in ids]
-    for split, mode in _SPLITS:
-        setting = {"split_k": split, "split_k_mode": mode}
-        try:
-            _make(desc, device.ordinal, setting, *strides)
-        except UnsupportedError:
-            continue
-        found += [{"algorithm": number, **setting} for number in ids]
-    return found
-
-
-def tuning_version(device: DeviceProperties) -> str:
-    return f"cuSPARSELt {device.cusparselt}"
+    @classmethod
+    def tuning_version(cls, device: DeviceProperties) -> str:
+        return f"cuSPARSELt {device.cusparselt}"
 
 
 # Parts --------------------------------------------------------------------------------------------

@@ -8,62 +8,57 @@ summed exactly in both modes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ...device.jit import KERNEL_FOLDER
+from ...device.jit.compiler import KERNEL_FOLDER
+from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference
+from ...plan.kernel import Choice
+from ...plan.operands import Views
+from ...vocab import ElementKind, EpilogueKind, GemmOp
 from ...weights import canonical
-from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
-from ..table import KernelSpec
+from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
 
 
-class Kernel(BackendKernel):
-    weight_alignment = 1
+class Kernel(GemmKernel):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.details = "NumPy, emulated float32 fma" if self.row.strict else "NumPy, BLAS"
 
-    def __init__(
-        self,
-        desc: GemmSparse24Descriptor,
-        device: DeviceProperties,
-        spec: KernelSpec,
-        preference: PlanPreference,
-    ) -> None:
-        self._desc = desc
-        self._strict = spec.name == "host_strict"
-        self.details = "NumPy, emulated float32 fma" if self._strict else "NumPy, BLAS"
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        return lambda stream: self._run(views)
 
-    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        return lambda stream: self._run(operands)
-
-    def _run(self, operands: Operands) -> None:
-        desc = self._desc
-        source = operands.source.array().astype(np.float32)
-        values = operands.weight.buffers[0]
-        codes = canonical.from_metadata(operands.weight.buffers[1].bits())
+    def _run(self, views: Views) -> None:
+        desc, result = self.descriptor, views["result"]
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
-            if desc.element is ElementKind.S8:
-                product = _exact(source, canonical.scatter(values.bits(), codes).view(np.int8), desc.op)
-            elif self._strict:
-                kept = values.array().astype(np.float32)
-                product = (_strict_forward if desc.op is GemmOp.FORWARD else _strict_dgrad)(
-                    source, kept, codes, desc.k
-                )
-            else:
-                bits = canonical.scatter(values.bits(), codes)
-                dense = bits.view(desc.element.dtype).astype(np.float32)
-                product = source @ (dense.T if desc.op is GemmOp.FORWARD else dense)
+            product = self._product(views)
             if desc.out_element is ElementKind.I32 and desc.is_plain:
-                operands.result.bits()[...] = product.astype(np.int64).astype(np.uint32)  # wraps
+                result.bits()[...] = product.astype(np.int64).astype(np.uint32)  # wraps
                 return
-            product = scaled(product.astype(np.float32), operands)
-            bias = None if operands.bias is None else operands.bias.array().astype(np.float32)
-            _write(operands.result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
+            product = scaled(product.astype(np.float32), views)
+            bias = views["bias"].array().astype(np.float32) if "bias" in views else None
+            _write(result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
+
+    def _product(self, views: Views) -> Array:
+        """The sums: float64 of s8, else float32."""
+        desc, values = self.descriptor, views["values"]
+        source = views["source"].array().astype(np.float32)
+        codes = canonical.from_metadata(views["metadata"].bits())
+        forward = desc.op is GemmOp.FORWARD
+        if self.row.strict and desc.element is not ElementKind.S8:
+            kept = values.array().astype(np.float32)
+            return (_strict_forward if forward else _strict_dgrad)(source, kept, codes, desc.k)
+        dense = canonical.scatter(values.bits(), codes).view(desc.element.dtype)
+        if desc.element is ElementKind.S8:
+            return _exact(source, dense, desc.op)
+        wide = dense.astype(np.float32)
+        product: Array = source @ (wide.T if forward else wide)
+        return product
 
 
 def _exact(source: Array, dense: Array, op: GemmOp) -> Array:
@@ -72,12 +67,12 @@ def _exact(source: Array, dense: Array, op: GemmOp) -> Array:
     return source.astype(np.float64) @ (wide.T if op is GemmOp.FORWARD else wide)
 
 
-def scaled(product: Array, operands: Operands) -> Array:
+def scaled(product: Array, views: Views) -> Array:
     """float32 in and out: times scale_x, then scale_w, each rounded on its own."""
-    if operands.scale_x is not None:
-        product = product * operands.scale_x.array()[:, None]
-    if operands.scale_w is not None:
-        product = product * operands.scale_w.array()
+    if "scale_x" in views:
+        product = product * views["scale_x"].array()[:, None]
+    if "scale_w" in views:
+        product = product * views["scale_w"].array()
     return product
 
 

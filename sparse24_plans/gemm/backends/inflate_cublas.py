@@ -7,19 +7,22 @@ activation see them unrounded.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from functools import lru_cache
 
 from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
-from ...device import jit
 from ...device.devices import cuda_major
+from ...device.jit.codes import type_defines
+from ...device.jit.launcher import load
+from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Alignment, Views
+from ...vocab import ElementKind, GemmOp
 from ...weights.inflate import ALIGNMENT, Inflate
-from ...vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
+from ..kernel import MOST_STRIDES, GemmKernel, address
 from ..limits import align_up, cublas_regions
-from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
-from ..table import KernelSpec
 
 # What NVIDIA's documentation advises on Hopper; smaller devices use less of it.
 _SPLIT_K_BYTES = 32 << 20
@@ -44,36 +47,25 @@ class _EpilogueParameters(ctypes.Structure):
     ]
 
 
-class Kernel(BackendKernel):
+class Kernel(GemmKernel):
     workspace_alignment = 256
-    weight_alignment = ALIGNMENT
-    source_alignment = ALIGNMENT
-    result_alignment = ALIGNMENT
+    alignments = dict.fromkeys(("weight", "source", "result"), Alignment(ALIGNMENT))  # noqa: RUF012
 
-    def __init__(
-        self,
-        desc: GemmSparse24Descriptor,
-        device: DeviceProperties,
-        spec: KernelSpec,
-        preference: PlanPreference,
-    ) -> None:
-        self._desc, self._ordinal = desc, device.ordinal
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc, device, preference = self.descriptor, choice.device, choice.preference
+        self._ordinal = device.ordinal
         self._dense_bytes, self._acc_bytes = cublas_regions(desc)
         self._fused = not desc.epilogue.has_bias
         self._trivial = desc.n * desc.outputs == 0
         self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
-        self._matmuls: dict[tuple[int, int], cublaslt_abi.Matmul] = {}
+        self._matmul = lru_cache(MOST_STRIDES)(self._find_matmul)
         self._inflate = Inflate(desc.element, device)
         # Not needed where cuBLASLt writes the result itself.
         self._epilogue = None
         if not self._fused or not desc.reduction:
-            self._epilogue = jit.load(
-                "gemm/inflate_cublas.cu",
-                "epilogue_rows",
-                _THREADS,
-                device.cuda_arch,
-                device.ordinal,
-                jit.type_defines(desc),
+            self._epilogue = load(
+                "gemm/inflate_cublas.cu", "epilogue_rows", _THREADS, device, type_defines(desc), _EpilogueParameters
             )
         self._budget = _SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:
@@ -86,22 +78,19 @@ class Kernel(BackendKernel):
         self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
         self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
 
-    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc = self._desc
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        desc, source, result = self.descriptor, views["source"], views["result"]
         if self._trivial:
-            return lambda stream: None
+            return nothing
         if desc.reduction == 0:
-            return self._finish(operands, 0)
+            return self._finish(views, 0)
         dense, acc = workspace, workspace + self._dense_bytes
-        stride = operands.result_stride if self._fused else desc.outputs
-        inflate = self._inflate.bind(*operands.weight.buffers, dense)
-        multiply = self._matmul(operands.source_stride, stride).bind(
-            dense,
-            operands.source.address,
-            operands.result.address if self._fused else acc,
-            acc + self._acc_bytes,
+        stride = result.strides[0] if self._fused else desc.outputs
+        inflate = self._inflate.bind(views["values"], views["metadata"], dense)
+        multiply = self._matmul(source.strides[0], stride).bind(
+            dense, source.address, result.address if self._fused else acc, acc + self._acc_bytes
         )
-        finish = None if self._fused else self._finish(operands, acc)
+        finish = None if self._fused else self._finish(views, acc)
 
         def launch(stream: int) -> None:
             inflate(stream)
@@ -111,36 +100,33 @@ class Kernel(BackendKernel):
 
         return launch
 
-    def _finish(self, operands: Operands, acc: int) -> Callable[[int], None]:
-        n, m = self._desc.n, self._desc.outputs
+    def _finish(self, views: Views, acc: int) -> Launch:
+        n, m = self.descriptor.n, self.descriptor.outputs
         assert self._epilogue is not None
         return self._epilogue.bind(
             min(n * -(-m // _CHUNK), _MOST_BLOCKS),
             _EpilogueParameters(
                 acc,
-                0 if operands.bias is None else operands.bias.address,
-                operands.result.address,
+                address(views.get("bias")),
+                views["result"].address,
                 n,
                 m,
-                operands.result_stride,
+                views["result"].strides[0],
             ),
         )
 
-    def _matmul(self, source_stride: int, result_stride: int) -> cublaslt_abi.Matmul:
+    def _find_matmul(self, source_stride: int, result_stride: int) -> cublaslt_abi.Matmul:
         """The pinned product for these row strides: found at select for packed rows, else at first use.
 
         Row-major operands are the column-major transposes: result^T = op(W) @ source^T.
         """
-        found = self._matmuls.get((source_stride, result_stride))
-        if found is not None:
-            return found
-        desc = self._desc
+        desc = self.descriptor
         library = cublaslt_abi.load(cuda_major())
         assert library is not None  # selection saw it load
         out = desc.out_element if self._fused else ElementKind.F32
         try:
             with import_cupy().cuda.Device(self._ordinal):
-                matmul = cublaslt_abi.Matmul(
+                return cublaslt_abi.Matmul(
                     library,
                     cublaslt_abi.handle(library, self._ordinal),
                     shape=(desc.outputs, desc.n, desc.reduction),
@@ -155,4 +141,3 @@ class Kernel(BackendKernel):
             raise UnsupportedError(
                 f"cuBLASLt has no algorithm for row strides {source_stride}, {result_stride}: {error}"
             ) from error
-        return self._matmuls.setdefault((source_stride, result_stride), matmul)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
-from ...device import jit
-from ...vocab import DeviceProperties, GemmOp, PlanPreference
+from ...device.jit.codes import type_defines
+from ...device.jit.launcher import load
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Alignment, Views
+from ...vocab import DeviceProperties, GemmOp
+from ..descriptor import GemmSparse24Descriptor
+from ..kernel import GemmKernel, address
 from ..limits import STRICT_SMALL_TILE
-from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
-from ..table import KernelSpec
 
 # (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.
 _TILES = {
@@ -37,49 +40,36 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-class Kernel(BackendKernel):
-    def __init__(
-        self,
-        desc: GemmSparse24Descriptor,
-        device: DeviceProperties,
-        spec: KernelSpec,
-        preference: PlanPreference,
-    ) -> None:
-        self._desc = desc
+class Kernel(GemmKernel):
+    alignments = {"weight": Alignment(16)}  # noqa: RUF012
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
         self._blocks = _blocks(desc, tile)
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
-        self._function = jit.load(
-            "gemm/inflate_strict.cu",
-            name,
-            threads,
-            device.cuda_arch,
-            device.ordinal,
-            {
-                **jit.type_defines(desc),
-                "DGRAD": int(desc.op is GemmOp.DGRAD),
-            },
-        )
+        defines = {**type_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
+        self._function = load("gemm/inflate_strict.cu", name, threads, device, defines, _Parameters)
 
-    def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:
-        desc = self._desc
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        desc, source, result = self.descriptor, views["source"], views["result"]
         if self._blocks == 0:
-            return lambda stream: None
-        values, metadata = operands.weight.buffers
+            return nothing
         return self._function.bind(
             self._blocks,
             _Parameters(
-                values.address,
-                metadata.address,
-                operands.source.address,
-                0 if operands.bias is None else operands.bias.address,
-                operands.result.address,
+                views["values"].address,
+                views["metadata"].address,
+                source.address,
+                address(views.get("bias")),
+                result.address,
                 desc.n,
                 desc.m,
                 desc.k,
-                operands.source_stride,
-                operands.result_stride,
+                source.strides[0],
+                result.strides[0],
                 desc.alpha,
             ),
         )

@@ -1,0 +1,122 @@
+"""What the kernels of products promise, and why."""
+
+from __future__ import annotations
+
+from ..plan.guarantee import PrecisionGuarantee
+from ..vocab import ElementKind, EpilogueKind, GemmOp, MathPrecision
+from .descriptor import GemmSparse24Descriptor
+
+F32, I32 = ElementKind.F32, ElementKind.I32
+S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
+
+FP8_ROUNDOFF = 2.0**-13
+"""What a step of Hopper's tensor cores costs when they add products of fp8, at most."""
+
+
+def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Only kept positions are steps: K/2 of a row, but up to all M of a column.
+    integer = problem.element is S8
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
+        accumulator=I32 if integer else F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=True,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=0.0 if integer else 2.0**-24,
+        terms_per_k=0.5 if problem.op is GemmOp.FORWARD else 1.0,
+    )
+
+
+def host_blas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
+    integer = problem.element is S8
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
+        accumulator=I32 if integer else F32,
+        deterministic=False,
+        bit_stable_on_same_hardware=False,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="propagates",
+        unit_roundoff=0.0 if integer else 2.0**-24,
+        terms_per_k=1.0,
+    )
+
+
+def mma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Only kept positions are steps; the tensor cores truncate when they align and add: up to 2^-22 a step.
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.of(problem.element),
+        accumulator=F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=2.0**-22,
+        terms_per_k=0.5,
+    )
+
+
+def wgmma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # The slices of K are chosen for the shape, n included.
+    return mma_sp(problem).model_copy(update={"batch_invariant": False})
+
+
+def wgmma_sp_s8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Sums of integers are exact in any order. The other steps are rounded one by one, as the host does; only
+    # the activations of CUDA's math library differ from it.
+    same = problem.epilogue not in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
+    return strict(problem).model_copy(update={"bit_stable_across_hardware": same})
+
+
+def wgmma_sp_fp8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Hopper keeps about 13 bits below the largest addend when it adds products of fp8.
+    return wgmma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
+
+
+def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # That, for the 64 kept products of 128 columns; their sums are added in float32.
+    return mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF, "promoted_every": 128})
+
+
+def cublas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
+    # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
+    on_cores = problem.element is not F32
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.of(problem.element),
+        accumulator=F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="propagates",
+        unit_roundoff=2.0**-22 if on_cores else 2.0**-24,
+        terms_per_k=1.0,
+    )
+
+
+def cusparselt(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # NVIDIA says nothing of bits, and some algorithms are wrong (pytorch#155333): a plan promises more only
+    # where its algorithm is pinned by a tuning table whose self-test it passed (tuning_table.py).
+    # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
+    roundoff = {S8: 0.0, FP8: FP8_ROUNDOFF}.get(problem.element, 2.0**-22)
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.of(problem.element),
+        accumulator=I32 if problem.element is S8 else F32,
+        deterministic=False,
+        bit_stable_on_same_hardware=False,
+        batch_invariant=False,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=roundoff,
+        terms_per_k=0.5,
+    )

@@ -1,0 +1,34 @@
+"""The base class of every backend that multiplies."""
+
+from __future__ import annotations
+
+from ..device.tensors import TensorView
+from ..plan.kernel import Choice, Kernel
+from ..vocab import CANONICAL_LAYOUT
+from ..weights import packing
+from ..weights.weight import PackedWeight, Sparse24Weight
+from .descriptor import GemmSparse24Descriptor
+from .table import GemmRow
+
+
+MOST_STRIDES = 64
+"""Pairs of row strides that a library's plans are kept for; the one that was used longest ago goes first."""
+
+
+class GemmKernel(Kernel[GemmSparse24Descriptor]):
+    """Operands are ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w`` and the weight's buffers."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.row: GemmRow = choice.row
+
+    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+        """``weight`` in the layout that the kernel reads."""
+        if self.row.layout == CANONICAL_LAYOUT:
+            return PackedWeight.canonical(weight)
+        return packing.pack(weight)
+
+
+def address(view: TensorView | None) -> int:
+    """Of an operand that may be absent: 0 then."""
+    return 0 if view is None else view.address

@@ -1,0 +1,126 @@
+"""How ``mma_sp`` cuts a problem into blocks, and the slices of K that fix the bits of the 16-bit kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...errors import UnsupportedError
+from ...vocab import DeviceProperties
+from ...weights.packing import TILE_M, TILES_16BIT
+from ..descriptor import GemmSparse24Descriptor
+
+H200_MULTIPROCESSORS = 132
+STREAMS = 4  # tiles of W that a block works on side by side
+_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
+_FOLDING = ((9, 0), (12, 0))
+"""Compute capabilities, from and below, whose blocks can fold through clusters and have that much memory."""
+_MIDDLE_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10}
+_LEAST_BYTES = 99 << 10
+"""Shared memory of a block elsewhere."""
+
+
+class Schedule(NamedTuple):
+    """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
+
+    slices: int
+    token_tiles: int
+    block_tiles: int
+    blocks_per_sm: int
+    stages: int
+    token_blocks: int
+    blocks: int
+
+    @property
+    def stage_bytes(self) -> int:
+        sources = STREAMS // self.block_tiles * 8 * self.token_tiles * TILES_16BIT.tile_k * 2
+        return STREAMS * TILES_16BIT.tile_bytes + sources
+
+
+def slices_of(m: int) -> int:
+    """Slices of K: 8 where four a row tile would leave half of an H200 without a block, else 4.
+
+    A function of the shape alone: another number of multiprocessors must not mean other bits.
+    """
+    return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
+
+
+def best_schedule(n: int, m: int, multiprocessors: int) -> Schedule:
+    """The schedule for n tokens and m out features, as measured on an H200.
+
+    The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
+    deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
+    """
+    shapes = _shapes_of(slices_of(m))
+    token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
+    for block_tiles, per_sm in shapes[token_tiles]:
+        schedule = _schedule(n, m, token_tiles, block_tiles, per_sm)
+        if per_sm == 1 and schedule.blocks <= multiprocessors:
+            break
+    return schedule
+
+
+def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Token tiles of a block -> (block tiles, blocks per multiprocessor) that there are."""
+    few = {1: ((1, 1), (1, 2)), 2: ((1, 1), (1, 2)), 4: ((1, 1), (2, 2))}
+    return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
+
+
+def _schedule(n: int, m: int, token_tiles: int, block_tiles: int, blocks_per_sm: int) -> Schedule:
+    slices = slices_of(m)
+    token_blocks = -(-n // (8 * token_tiles))
+    clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
+    blocks = clusters * (slices * block_tiles // STREAMS)
+    schedule = Schedule(slices, token_tiles, block_tiles, blocks_per_sm, 0, token_blocks, blocks)
+    return schedule._replace(stages=min(8, _SHARED_BYTES[blocks_per_sm] // schedule.stage_bytes))
+
+
+def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Schedule:
+    """The schedule where blocks can't fold through clusters: a row tile's slices all in one block.
+
+    As many tokens a block as leave two stages.
+    """
+    room = _MIDDLE_BYTES.get(compute_capability, _LEAST_BYTES)
+    wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
+    for token_tiles in (4, 2, 1):
+        token_blocks = -(-n // (8 * token_tiles))
+        schedule = Schedule(STREAMS, token_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
+        stages = min(8, room // schedule.stage_bytes)
+        if token_tiles <= wanted and stages >= 2:
+            break
+    return schedule._replace(stages=stages)
+
+
+def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
+    """The schedules of the default's slices, so of the same bits, with blocks of at most twice n tokens.
+
+    None where blocks don't fold through clusters: there is one schedule there.
+    """
+    if not folds(device):
+        return []
+    default = best_schedule(desc.n, desc.m, device.multiprocessors)
+    found = []
+    for token_tiles, shapes in _shapes_of(default.slices).items():
+        for block_tiles, per_sm in shapes:
+            shape = (token_tiles, block_tiles, per_sm)
+            if 4 * token_tiles < max(desc.n, 8) and shape != default[1:4]:
+                found.append(dict(zip(Schedule._fields[1:4], shape, strict=True)))
+    return found
+
+
+def schedule_of(
+    desc: GemmSparse24Descriptor, device: DeviceProperties, configuration: Mapping[str, int]
+) -> Schedule:
+    """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate."""
+    if configuration:
+        if dict(configuration) not in candidates(desc, device):
+            raise UnsupportedError(f"configuration: mma_sp has no schedule {dict(configuration)} for the problem")
+        return _schedule(desc.n, desc.m, **configuration)
+    if folds(device):
+        return best_schedule(desc.n, desc.m, device.multiprocessors)
+    return schedule_in_block(desc.n, desc.m, device.compute_capability)
+
+
+def folds(device: DeviceProperties) -> bool:
+    """Whether blocks fold their sums through clusters."""
+    return _FOLDING[0] <= device.compute_capability < _FOLDING[1]

@@ -1,0 +1,53 @@
+"""What a plan says of itself: its kernel's identity, why it was chosen, whether it can run some arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import Sparse24Error
+from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Model, OpCategory
+from .guarantee import PrecisionGuarantee
+
+
+class KernelSku(Model):
+    """Identity of the kernel behind a plan."""
+
+    category: OpCategory
+    op: str
+    element: ElementKind
+    aux_element: ElementKind
+    """Element of the result."""
+    layout: str
+    """Weight layout the kernel reads or writes: ``canonical``, or a packed ``layout_id``."""
+    epilogue: EpilogueKind
+    arch: ArchSku
+    backend: BackendKind
+    precision_guarantee: PrecisionGuarantee
+
+
+class Explanation(Model):
+    """Why this kernel, and why not the others."""
+
+    device: str
+    chosen: str | None
+    details: str
+    workspace_size: int | None
+    rows: tuple[tuple[str, str, str | None], ...]
+    """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""
+
+    def __str__(self) -> str:
+        lines = [f"device: {self.device}", f"chosen: {self.chosen or 'none'}  {self.details}".rstrip()]
+        for name, backend, reason in self.rows:
+            state = "chosen" if name == self.chosen else reason or "can serve; a row above it was preferred"
+            lines.append(f"  {name} ({backend}): {state}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Truthy where the plan can run the arguments; else ``error`` is what ``run`` would raise."""
+
+    error: Sparse24Error | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is None

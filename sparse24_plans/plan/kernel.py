@@ -1,0 +1,75 @@
+"""The base class of every backend: what a kernel states of itself, and how it becomes a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from ..device.streams import Launch
+from ..vocab import DeviceProperties
+from .descriptor import Descriptor
+from .operands import Alignment, Views
+from .preference import PlanPreference
+
+D = TypeVar("D", bound=Descriptor)
+
+
+class Choice(NamedTuple):
+    """What selection came to, and what a kernel is built from."""
+
+    descriptor: Any
+    """The family's own."""
+    device: DeviceProperties
+    row: Any
+    """The row of the family's table."""
+    preference: PlanPreference
+    configuration: Mapping[str, int]
+    """What a tuning table has for the row; empty: the kernel's own choice."""
+
+
+class Kernel(Generic[D]):
+    """Base of every backend's ``Kernel``. Built at select: it compiles and sizes itself in ``__init__``.
+
+    It states only what is other than here: one launch, no workspace, operands at any address.
+    """
+
+    details: str = ""
+    """One line for ``explain``: tile, algorithm."""
+    launches: int = 1
+    """What one run enqueues: kernels, fills. Several become one CUDA graph where they are bound."""
+    workspace_size: int = 0
+    workspace_alignment: int = 1
+    default_alignment: ClassVar[Alignment] = Alignment()
+    """Of operands that ``alignments`` doesn't name."""
+    alignments: ClassVar[Mapping[str, Alignment]] = {}
+    """By the operands' names to the kernel. Every element is aligned to its size at least."""
+    tunable: ClassVar[bool] = False
+    """Whether it takes configurations, and has ``candidates`` and ``tuning_version``."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.descriptor: D = choice.descriptor
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        """A function that takes a stream handle and enqueues the work; called many times where it is bound.
+
+        ``views`` are the checked operands by name, ``workspace`` an address.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def alignment_of(cls, operand: str) -> Alignment:
+        return cls.alignments.get(operand, cls.default_alignment)
+
+    @classmethod
+    def candidates(cls, descriptor: D, device: DeviceProperties) -> list[dict[str, int]]:
+        """Configurations worth trying. A row refuses those that would break its promises."""
+        return []
+
+    @classmethod
+    def tuning_version(cls, device: DeviceProperties) -> str:
+        """Of the library or of the kernel's sources: configurations are bound to it."""
+        raise NotImplementedError
+
+
+def nothing(stream: int) -> None:
+    """The launch of an empty problem."""

@@ -1,0 +1,322 @@
+"""The plan of every family: ``Descriptor -> Plan.select -> can_implement -> workspace_size -> run``.
+
+Shapes and types are checked once against the descriptor. ``run`` checks the operands and launches; ``bind``
+checks once for many launches. A family states its descriptor, its arguments and its table of kernels; the rest
+is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+from typing_extensions import Self
+
+from ..device.adapters import addresses_of
+from ..device.devices import home_of, resolve
+from ..device.streams import Launch, launch_on, stream_handle
+from ..device.tensors import Workspace
+from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
+from ..vocab import DeviceProperties, EpilogueKind, Tier
+from .bound import Bound
+from .descriptor import Descriptor
+from .explanation import Explanation, KernelSku, Verdict
+from .guarantee import PrecisionGuarantee
+from .kernel import Choice, Kernel
+from .operands import Args, OperandChecks, Views, check_alignment, tensors_of
+from .preference import PlanPreference
+from .table import Considered, Row, choose, consider
+
+DeviceLike = int | str | None
+PreferenceLike = PlanPreference | Mapping[str, Any] | None
+
+
+class Tuning(Protocol):
+    """Measured configurations of kernels, for families whose kernels can be tuned. Hashable."""
+
+    def promises(self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties) -> dict[str, tuple[str, ...]]:
+        """Row -> flags of the guarantee that the self-test of its configuration has confirmed."""
+        ...
+
+    def configuration(self, descriptor: Any, row: Any, device: DeviceProperties) -> Mapping[str, int]:
+        """That of the row; empty where there is none, or (with a warning) where it is for another machine."""
+        ...
+
+
+class Plan:
+    """A kernel chosen for a descriptor on a device. Immutable; share it between threads and streams.
+
+    Make one with :meth:`select`.
+    """
+
+    descriptor_type: ClassVar[type[Descriptor]]
+    table: ClassVar[tuple[Row, ...]]
+    """The family's kernels, in order of preference."""
+
+    def __init_subclass__(cls) -> None:
+        if "descriptor_type" in cls.__dict__:
+            _PLAN_OF[cls.descriptor_type] = cls
+
+    def __init__(
+        self, choice: Choice, considered: tuple[Considered[Any], ...], tested: Sequence[str] = ()
+    ) -> None:
+        self.descriptor = choice.descriptor
+        self.preference = choice.preference
+        self.device = choice.device
+        self._row: Any = choice.row
+        self._considered, self._tested = considered, tested
+        self._home = home_of(choice.device)
+        self._kernel: Kernel[Any] = choice.row.kernel(choice)
+        self._operands = self.descriptor.operands()
+        args_type = self.args_type(self.descriptor)
+        self._check = OperandChecks(
+            args_type, self._operands, self._kernel.alignment_of, choice.row.layout, self._home
+        )
+        self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
+
+    @classmethod
+    def args_type(cls, descriptor: Any) -> type[Args]:
+        """The class of the arguments of such a plan."""
+        raise NotImplementedError
+
+    # Selection --------------------------------------------------------------------------------------
+
+    @classmethod
+    def select(
+        cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None
+    ) -> Self:
+        """Choose and compile a kernel. The same answer every time: nothing is timed.
+
+        ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there is
+        none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by their arguments.
+
+        Raises
+        ------
+        InvalidProblemError
+            An argument is of the wrong type or names nothing.
+        UnsupportedError
+            No row of the table can serve, or the forced one can't; the message has every row's reason.
+        BackendUnavailableError
+            The device, CuPy or a library is missing; the message says what to install.
+        """
+        return cls._selected(descriptor, preference, resolve(device), None)
+
+    @classmethod
+    def _selected(
+        cls, descriptor: Any, preference: PreferenceLike, device: DeviceProperties, tuning: Tuning | None
+    ) -> Self:
+        cls._check_descriptor(descriptor)
+        plan = _select(cls, descriptor, PlanPreference.of(preference), device, tuning)
+        assert isinstance(plan, cls)
+        return plan
+
+    @classmethod
+    def explain_choice(
+        cls,
+        descriptor: Any,
+        *,
+        preference: PreferenceLike = None,
+        device: DeviceLike | DeviceProperties = None,
+        tuning: Tuning | None = None,
+    ) -> Explanation:
+        """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
+        cls._check_descriptor(descriptor)
+        properties = device if isinstance(device, DeviceProperties) else resolve(device)
+        considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
+        chosen = next((one.row for one in considered if one.reason is None), None)
+        return _explanation(properties, considered, chosen, None)
+
+    @classmethod
+    def _check_descriptor(cls, descriptor: object) -> None:
+        if type(descriptor) is not cls.descriptor_type:
+            raise InvalidProblemError(
+                f"descriptor: expected {cls.descriptor_type.__name__}, got {type(descriptor).__name__}"
+            )
+
+    @classmethod
+    def _consider(
+        cls,
+        descriptor: Descriptor,
+        preference: PlanPreference,
+        device: DeviceProperties,
+        tuning: Tuning | None,
+    ) -> tuple[Considered[Any], ...]:
+        tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
+        return consider(cls.table, descriptor, preference, device, tested)
+
+    # What it is -------------------------------------------------------------------------------------
+
+    @property
+    def guarantee(self) -> PrecisionGuarantee:
+        """What the kernel promises about its numbers."""
+        return self.sku.precision_guarantee
+
+    @cached_property
+    def sku(self) -> KernelSku:
+        """Identity of the kernel."""
+        return KernelSku(**self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        """The fields of the sku; a family replaces those that its descriptors know better."""
+        row, desc = self._row, self.descriptor
+        return {
+            "category": desc.category,
+            "op": desc.op_name,
+            "element": desc.element,
+            "aux_element": desc.element,
+            "layout": row.layout,
+            "epilogue": EpilogueKind.IDENTITY,
+            "arch": row.arch,
+            "backend": row.backend,
+            "precision_guarantee": row.promises(desc, self._tested),
+        }
+
+    @property
+    def tier(self) -> Tier:
+        """How the kernel uses the sparsity."""
+        tier: Tier = self._row.tier
+        return tier
+
+    def explain(self) -> Explanation:
+        """Why this kernel was chosen, and why each other one was not."""
+        return _explanation(self.device, self._considered, self._row, self._kernel)
+
+    def workspace_size(self) -> int:
+        """Bytes of device scratch that ``run`` needs; constant for the plan's life."""
+        return self._kernel.workspace_size
+
+    @property
+    def workspace_alignment(self) -> int:
+        """Bytes that the workspace's address must be a multiple of."""
+        return self._kernel.workspace_alignment
+
+    # Running ----------------------------------------------------------------------------------------
+
+    def can_implement(self, args: Any) -> Verdict:
+        """Whether ``run`` would take these operands (the workspace apart). Touches no memory."""
+        try:
+            self._kernel.launcher(self._check(args), 0)
+        except Sparse24Error as error:
+            return Verdict(error)
+        return Verdict()
+
+    def run(self, args: Any, *, workspace: Any = None, stream: Any = None) -> None:
+        """Check the operands and enqueue the kernel on ``stream``. Writes the results and the workspace only.
+
+        From the third run on, the same ``args`` and workspace, all where they lay in the last run, are only
+        launched.
+
+        Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
+        must stay alive until the stream has run the kernel. A host plan runs before it returns.
+
+        Raises
+        ------
+        InvalidProblemError, UnsupportedError, MisalignedOperandError, WorkspaceTooSmallError
+            Before anything is written; the message names the argument.
+        DriverError
+            The launch failed.
+        """
+        handle = stream_handle(stream, self._home)
+        launch_on(self._home, self._launcher(args, workspace), handle)
+
+    def bind(self, args: Any, *, workspace: Any = None) -> Bound:
+        """Check once, launch many times. Raises what :meth:`run` raises.
+
+        Where the kernel is several launches, they become one CUDA graph here, which holds a little device
+        memory for as long as the Bound lives; so bind outside of a capture.
+        """
+        views = self._check(args)
+        launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
+        return Bound(launch, self._kernel.launches, self._home, (self, views, args, workspace))
+
+    def _launcher(self, args: Any, workspace: Any) -> Launch:
+        if type(args) is not self._args_type:
+            self._check(args)  # which refuses it
+        last = args._remembered.last
+        places = None
+        if last is not None and last[0] is self:
+            places = addresses_of((*self._tensors(args), workspace))
+            if places is not None and last[1] == places:
+                return last[2]
+        views = self._check(args)
+        launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
+        args._remembered.last = self, places, launch
+        return launch
+
+    def _check_workspace(self, workspace: Any, views: Views) -> int:
+        needed = self._kernel.workspace_size
+        if workspace is None:
+            if needed:
+                raise WorkspaceTooSmallError(needed, 0)
+            return 0
+        space = Workspace.of(workspace, self._home)
+        if not needed:
+            return space.address
+        if space.device != self._home:
+            raise InvalidProblemError(f"workspace: expected memory on {self._home}, got {space.device}")
+        if space.nbytes < needed:
+            raise WorkspaceTooSmallError(needed, space.nbytes)
+        check_alignment("workspace", space.address, self._kernel.workspace_alignment)
+        for name, view in views.items():
+            if space.address < view.end and view.address < space.address + needed:
+                raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
+        return space.address
+
+    def _views(self, args: Any) -> Views:
+        """The checked operands, for what a family does beside running."""
+        return self._check(args)
+
+
+_PLAN_OF: dict[type[Descriptor], type[Plan]] = {}
+
+
+def explain(
+    descriptor: Descriptor,
+    *,
+    preference: PreferenceLike = None,
+    device: DeviceLike | DeviceProperties = None,
+    **options: Any,
+) -> Explanation:
+    """What ``select`` of the descriptor's plan would choose and why, uncompiled.
+
+    ``device`` may be properties of a GPU that isn't there. ``options`` are those of the family's ``select``.
+    Raises InvalidProblemError for anything but a descriptor.
+    """
+    kind = type(descriptor)
+    if isinstance(descriptor, Descriptor) and kind not in _PLAN_OF:
+        import_module(f"{kind.__module__.rpartition('.')[0]}.plan")  # a family's plan, which adds itself
+    if kind not in _PLAN_OF:
+        raise InvalidProblemError(f"descriptor: expected the descriptor of a plan, got {kind.__name__}")
+    return _PLAN_OF[kind].explain_choice(descriptor, preference=preference, device=device, **options)
+
+
+def _explanation(
+    device: DeviceProperties,
+    considered: tuple[Considered[Any], ...],
+    chosen: Row | None,
+    kernel: Kernel[Any] | None,
+) -> Explanation:
+    return Explanation(
+        device=str(device),
+        chosen=chosen.name if chosen else None,
+        details=kernel.details if kernel else "",
+        workspace_size=kernel.workspace_size if kernel else None,
+        rows=tuple((one.row.name, one.row.backend.value, one.reason) for one in considered),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _select(
+    cls: type[Plan],
+    descriptor: Descriptor,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tuning: Tuning | None,
+) -> Plan:
+    considered = cls._consider(descriptor, preference, device, tuning)
+    row = choose(considered)
+    configuration = tuning.configuration(descriptor, row, device) if tuning else {}
+    tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
+    return cls(Choice(descriptor, device, row, preference, configuration), considered, tested)

@@ -1,0 +1,166 @@
+"""Tables of kernels, and the whole of selection, for every family.
+
+A row says what a kernel serves and what it guarantees; rows stand in order of preference. Selection is a pure
+function of descriptor, preference, device properties and tuning table: it times nothing and asks no device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Generic, TypeVar
+
+from ..errors import BackendUnavailableError, UnsupportedError
+from ..vocab import CANONICAL_LAYOUT, ArchSku, BackendKind, DeviceProperties, ElementKind, Tier
+from .guarantee import PrecisionGuarantee
+from .kernel import Kernel
+from .preference import PlanPreference
+
+GRID_BLOCKS = 2**31 - 1
+"""The most blocks of a launch, along x."""
+
+
+def beyond_grid(blocks: int) -> str | None:
+    """Why so many blocks can't be launched, or None."""
+    return None if blocks <= GRID_BLOCKS else f"{blocks} blocks exceed the grid limit {GRID_BLOCKS}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. ``backend`` is also the name of the module under the family's ``backends/`` that launches it.
+
+    ``limits`` gives the reason why a problem can't be served, ``yields`` why a row below is the faster one on
+    the device, ``missing`` what has to be installed first; None where there is none. ``min_workspace`` is the
+    bytes without which the kernel can't run. A family's own row adds what its problems differ in, and says in
+    ``refusal`` what it doesn't serve.
+    """
+
+    name: str
+    backend: BackendKind
+    tier: Tier
+    guarantee: Callable[[Any], PrecisionGuarantee]
+    elements: tuple[ElementKind, ...]
+    arch: ArchSku = ArchSku.ANY
+    min_compute_capability: tuple[int, int] = (8, 0)
+    below_compute_capability: tuple[int, int] = (99, 0)
+    layout: str = CANONICAL_LAYOUT
+    limits: Callable[[Any], str | None] = lambda descriptor: None
+    yields: Callable[[Any, DeviceProperties], str | None] = lambda descriptor, device: None
+    missing: Callable[[DeviceProperties], str | None] = lambda device: None
+    min_workspace: Callable[[Any], int] = lambda descriptor: 0
+
+    kernel_type: ClassVar[type[Kernel[Any]] | None] = None
+    """Where a family has one kernel and no ``backends/``."""
+
+    @property
+    def on_host(self) -> bool:
+        return self.tier is Tier.HOST
+
+    @property
+    def kernel(self) -> type[Kernel[Any]]:
+        """The kernel's class: ``Kernel`` of the backend's module, imported when it is first asked for."""
+        if self.kernel_type is not None:
+            return self.kernel_type
+        family = sys.modules[type(self).__module__].__package__
+        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.backend}").Kernel
+        return found
+
+    def refusal(self, descriptor: Any) -> str | None:
+        """Why the row doesn't serve such a problem, in the family's own words; None: it does."""
+        return None
+
+    def promises(self, descriptor: Any, tested: Sequence[str] = ()) -> PrecisionGuarantee:
+        """The row's guarantee; ``tested``: flags of it that a configuration's self-test has confirmed."""
+        promised = self.guarantee(descriptor)
+        return promised.model_copy(update=dict.fromkeys(tested, True)) if tested else promised
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True)
+class Considered(Generic[R]):
+    """A row and why it can't serve; ``reason`` None: it can. ``unavailable``: something isn't installed."""
+
+    row: R
+    reason: str | None
+    unavailable: bool = False
+
+
+def consider(
+    rows: Sequence[R],
+    descriptor: Any,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tested: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Considered[R], ...]:
+    """Every row, in order, with the reason why it can't serve.
+
+    ``tested``: row -> flags of its guarantee that a self-test of the configuration at hand has confirmed.
+    """
+    flags = tested or {}
+    return tuple(_judge(row, descriptor, preference, device, flags.get(row.name, ())) for row in rows)
+
+
+def choose(considered: Sequence[Considered[R]]) -> R:
+    """The first row that can serve.
+
+    Raises UnsupportedError with every row's reason; BackendUnavailableError where the only obstacle is
+    something that can be installed.
+    """
+    for one in considered:
+        if one.reason is None:
+            return one.row
+    reasons = "; ".join(f"{one.row.name}: {one.reason}" for one in considered)
+    kind = BackendUnavailableError if any(one.unavailable for one in considered) else UnsupportedError
+    raise kind(f"no kernel can serve this problem. {reasons}")
+
+
+def _judge(
+    row: R, descriptor: Any, preference: PlanPreference, device: DeviceProperties, tested: Sequence[str]
+) -> Considered[R]:
+    reason = (
+        _misplaced(row, preference, device)
+        or _unserved(row, descriptor, device)
+        or _unwanted(row, descriptor, preference, tested)
+    )
+    if reason is None and (absent := row.missing(device)) is not None:
+        return Considered(row, absent, unavailable=True)
+    return Considered(row, reason)
+
+
+def _misplaced(row: Row, preference: PlanPreference, device: DeviceProperties) -> str | None:
+    """Why the row isn't the one asked for, or can't run on the device."""
+    if preference.prefer_backend not in (None, row.backend):
+        return f"prefer_backend is {preference.prefer_backend}"
+    if preference.tier not in (None, row.tier):
+        return f"tier is {preference.tier}"
+    if row.on_host != (device.kind == "host"):
+        return f"runs on {'the host' if row.on_host else 'a CUDA device'}, the plan is for {device}"
+    if row.on_host:
+        return None
+    found, least, below = device.compute_capability, row.min_compute_capability, row.below_compute_capability
+    if found < least:
+        return f"needs compute capability {least}, got {found}"
+    if found >= below:
+        return f"needs a compute capability below {below}, got {found}"
+    if row.arch is ArchSku.SM90A and not preference.allow_sm90a:
+        return "allow_sm90a is false"
+    return None
+
+
+def _unserved(row: Row, descriptor: Any, device: DeviceProperties) -> str | None:
+    """Why the row can't serve the problem, or better shouldn't."""
+    if descriptor.element not in row.elements:
+        return f"serves elements {', '.join(row.elements)}, not {descriptor.element}"
+    return row.refusal(descriptor) or row.limits(descriptor) or row.yields(descriptor, device)
+
+
+def _unwanted(row: Row, descriptor: Any, preference: PlanPreference, tested: Sequence[str]) -> str | None:
+    """Which of the caller's conditions the row fails."""
+    needed, allowed = row.min_workspace(descriptor), preference.max_workspace_bytes
+    if allowed is not None and needed > allowed:
+        return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
+    return preference.require.unmet(row.promises(descriptor, tested), descriptor.reduction)
