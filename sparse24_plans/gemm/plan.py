@@ -13,10 +13,12 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, Protocol
 
-from ..device.devices import place_of, resolve
-from ..device.tensors import TensorView, Workspace, places_of, stream_handle
+from ..device.adapters import addresses_of
+from ..device.devices import home_of, resolve
+from ..device.streams import Launch, launch_on, stream_handle
+from ..device.tensors import TensorView, Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
-from ..plan.bound import Bound, Launch, launch_on
+from ..plan.bound import Bound
 from ..plan.operands import Operands as Operands
 from ..plan.operands import Remembered, check_alignment, check_apart, check_tensor, matrix, reinterpretable
 from ..vocab import (
@@ -167,7 +169,7 @@ class GemmSparse24Plan:
         self.descriptor = descriptor
         self.preference = preference
         self.device = properties
-        self._place = place_of(properties)
+        self._place = home_of(properties)
         self._rows, self._spec, self._kernel, self._tested = rows, spec, kernel, tested
 
     @staticmethod
@@ -288,7 +290,7 @@ class GemmSparse24Plan:
         if type(args) is not GemmSparse24Args and type(args) is not DgradSparse24Args:
             self._check(args)  # which refuses it
         last = args._remembered.last
-        places = places_of((*args.tensors, workspace)) if last is not None and last[0] is self else None
+        places = addresses_of((*args.tensors, workspace)) if last is not None and last[0] is self else None
         if last is not None and places is not None and last[1] == places:
             return last[2]
         launch = self._kernel.prepare(self._check(args), self._check_workspace(workspace))

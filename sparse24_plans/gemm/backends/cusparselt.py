@@ -15,9 +15,9 @@ import numpy as np
 
 from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
+from ...device.streams import driver_error
 from ...device.tensors import TensorView, import_cupy
 from ...errors import BackendUnavailableError, MisalignedOperandError, UnsupportedError
-from ...plan.bound import driver_error
 from ...vocab import (
     CUSPARSELT_LAYOUT,
     DeviceProperties,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...device.jit import KERNEL_FOLDER
+from ...device.jit.compiler import KERNEL_FOLDER
 from ...device.tensors import TensorView
 from ...vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, PlanPreference
 from ...weights import canonical

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
-from ...device import jit
 from ...device.devices import cuda_major
+from ...device.jit.codes import type_defines
+from ...device.jit.launcher import load
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
-from ...weights.inflate import ALIGNMENT, Inflate
 from ...vocab import DeviceProperties, ElementKind, GemmOp, PlanPreference
+from ...weights.inflate import ALIGNMENT, Inflate
 from ..limits import align_up, cublas_regions
 from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
 from ..table import KernelSpec
@@ -67,13 +68,13 @@ class Kernel(BackendKernel):
         # Not needed where cuBLASLt writes the result itself.
         self._epilogue = None
         if not self._fused or not desc.reduction:
-            self._epilogue = jit.load(
+            self._epilogue = load(
                 "gemm/inflate_cublas.cu",
                 "epilogue_rows",
                 _THREADS,
-                device.cuda_arch,
-                device.ordinal,
-                jit.type_defines(desc),
+                device,
+                type_defines(desc),
+                _EpilogueParameters,
             )
         self._budget = _SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ...device import jit
+from ...device.jit.codes import type_defines
+from ...device.jit.launcher import load
 from ...vocab import DeviceProperties, GemmOp, PlanPreference
 from ..limits import STRICT_SMALL_TILE
 from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
@@ -50,16 +51,16 @@ class Kernel(BackendKernel):
         self._blocks = _blocks(desc, tile)
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
-        self._function = jit.load(
+        self._function = load(
             "gemm/inflate_strict.cu",
             name,
             threads,
-            device.cuda_arch,
-            device.ordinal,
+            device,
             {
-                **jit.type_defines(desc),
+                **type_defines(desc),
                 "DGRAD": int(desc.op is GemmOp.DGRAD),
             },
+            _Parameters,
         )
 
     def prepare(self, operands: Operands, workspace: int) -> Callable[[int], None]:

@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...device import jit
+from ...device.jit.codes import type_defines
+from ...device.jit.compiler import digest
+from ...device.jit.launcher import load
 from ...vocab import DeviceProperties, PlanPreference
 from ...weights.packing import TILE_M, TILES_16BIT
 from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
@@ -113,7 +115,7 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
 
 
 def tuning_version(device: DeviceProperties) -> str:
-    return f"sources {jit.digest(_SOURCE)}"
+    return f"sources {digest(_SOURCE)}"
 
 
 def cut_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Cut:
@@ -158,13 +160,13 @@ class Kernel(BackendKernel):
             f"{cut.blocks} blocks of {TILE_M * cut.block_tiles} rows x {8 * cut.token_tiles} tokens, "
             f"{cut.slices} slices of K, {cut.stages} stages"
         )
-        self._function = jit.load(
+        self._function = load(
             _SOURCE,
             "gemm_mma_sp",
             _THREADS,
-            device.cuda_arch,
-            device.ordinal,
+            device,
             defines(desc, cut),
+            _Parameters,
             shared_bytes=cut.stages * cut.stage_bytes,
         )
 
@@ -194,7 +196,7 @@ class Kernel(BackendKernel):
 def defines(desc: GemmSparse24Descriptor, cut: Cut) -> dict[str, int]:
     """Macros of the kernel for one problem type and cut."""
     return {
-        **jit.type_defines(desc),
+        **type_defines(desc),
         "SLICES": cut.slices,
         "TOKEN_TILES": cut.token_tiles,
         "BLOCK_TILES": cut.block_tiles,

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
-from ...device import jit
+from ...device.jit.codes import type_defines
+from ...device.jit.compiler import digest
+from ...device.jit.launcher import load
+from ...device.streams import driver_error
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
-from ...plan.bound import driver_error
 from ...vocab import DeviceProperties, ElementKind, PlanPreference, ScaleKind
 from ...weights.packing import TILE_M, TileLayout, layout_of
 from ..plan import BackendKernel, GemmSparse24Descriptor, Operands
@@ -238,7 +240,7 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
 
 
 def tuning_version(device: DeviceProperties) -> str:
-    return f"sources {jit.digest(_SOURCE)}"
+    return f"sources {digest(_SOURCE)}"
 
 
 class Kernel(BackendKernel):
@@ -267,13 +269,13 @@ class Kernel(BackendKernel):
             f"K in {cut.slices * cut.parts} slices, clusters of {cut.cluster}, "
             f"{weight_stages} + {source_stages} stages"
         )
-        self._function = jit.load(
+        self._function = load(
             _SOURCE,
             "gemm_wgmma_sp",
             128 * (cut.warpgroups + 1),
-            device.cuda_arch,
-            device.ordinal,
+            device,
             defines(desc, cut, promotes(spec)),
+            _Parameters,
             shared_bytes=cut.shared_bytes(layout, out_bytes),
         )
         self._source_box = cut.tokens // cut.share, 128 // desc.element.itemsize
@@ -340,7 +342,7 @@ def defines(desc: GemmSparse24Descriptor, cut: Cut, promote: bool) -> dict[str, 
     out_bytes = desc.out_element.itemsize
     weight_stages, source_stages = cut.stages(layout_of(desc.element), out_bytes)
     return {
-        **jit.type_defines(desc),
+        **type_defines(desc),
         "WARPGROUPS": cut.warpgroups,
         "ROW_BLOCKS": cut.row_blocks,
         "TOKENS": cut.tokens,
