@@ -272,11 +272,11 @@ def test_a_cubin_is_a_whole_elf_file():
 
 def test_codes_are_those_of_the_header():
     text = (compiler.KERNEL_FOLDER / "common/common.cuh").read_text()
-    codes = {name: int(code) for name, code in re.findall(r"^#define S24_(\w+) (\d+)$", text, re.MULTILINE)}
+    macros = {name: int(code) for name, code in re.findall(r"^#define S24_(\w+) (\d+)$", text, re.MULTILINE)}
     for kind, code in codes.ELEMENT_CODES.items():
-        assert codes[kind.name] == code
+        assert macros[kind.name] == code
     for kind, code in codes.EPILOGUE_CODES.items():
-        assert codes["BIAS_ADD" if kind is EpilogueKind.BIAS else kind.name] == code
+        assert macros["BIAS_ADD" if kind is EpilogueKind.BIAS else kind.name] == code
     assert all(set(codes.EPILOGUE_CODES) == set(spec.epilogues) for spec in ROWS)
 
 
