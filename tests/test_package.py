@@ -120,20 +120,21 @@ AWAY = """
 import json
 import numpy as np
 import sparse24_plans as s
-from sparse24_plans import jit
+from sparse24_plans.device.jit import compiler
 weight = s.Sparse24Weight.prune_compress(np.ones((8, 16), np.float32))
 desc = s.GemmSparse24Descriptor(n=2, m=8, k=16, element="f32", epilogue="bias_silu")
 strict = s.PlanPreference(require={"deterministic": True})
 plan = s.GemmSparse24Plan.select(desc, device="host", preference=strict)
 y = np.full((2, 8), np.nan, np.float32)
 plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.zeros(8, np.float32)))
-sources = sorted(path.name for path in jit.KERNEL_FOLDER.rglob("*.cu"))
-cubin, _ = jit.compile_cubin("weights/inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
+sources = sorted(path.name for path in compiler.KERNEL_FOLDER.rglob("*.cu"))
+defines = {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
+cubin, _ = compiler.compile_cubin("weights/inflate.cu", "sm_80", defines)
 print(json.dumps({
     "file": s.__file__,
     "y": sorted(set(y.ravel().tolist())),
     "sources": sources,
-    "reached": sorted({name for source in sources for name in jit.closure(source)}),
+    "reached": sorted({name for source in sources for name in compiler.closure(source)}),
     "cubin": len(cubin),
 }))
 """

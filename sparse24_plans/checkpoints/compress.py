@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..device.devices import place_of, resolve
+from ..device.devices import home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
@@ -347,7 +347,7 @@ def _transfer(
 
 def _working_place(device: int | str | None) -> Device:
     """The device to compress on. One that nobody named has to serve; else it is the host."""
-    place = place_of(resolve(device))
+    place = home_of(resolve(device))
     if device is None and place != HOST:
         probe = PruneCompressSparse24Descriptor(m=1, k=8, element=ElementKind.F32)
         try:

@@ -75,6 +75,6 @@ def resolve(device: int | str | None) -> DeviceProperties:
     return cuda_properties(device)
 
 
-def place_of(properties: DeviceProperties) -> Device:
-    """Where memory of the device lives."""
+def home_of(properties: DeviceProperties) -> Device:
+    """Where the device's memory lives."""
     return HOST if properties.kind == "host" else Device("cuda", properties.ordinal)

@@ -17,12 +17,14 @@ from typing import Any
 
 from pydantic import Field
 
-from ..errors import FormatError, InvalidProblemError, StorageError
+from ..device.files import read_whole, written_whole
+from ..errors import FormatError, InvalidProblemError
 from ..vocab import DeviceProperties, Model
 from .descriptor import GemmSparse24Descriptor
 from .table import GemmRow
 
 SCHEMA = 1
+_MAX_BYTES = 100_000_000
 _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
 
 
@@ -69,30 +71,25 @@ class TuningTable:
     @classmethod
     def load(cls, path: str | Path) -> TuningTable:
         """Read what :meth:`save` wrote. Raises StorageError, or FormatError for anything else."""
+        raw = read_whole(path, _MAX_BYTES)
         try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise StorageError(error.errno, f"tuning table: {error.strerror}", str(path)) from error
-        try:
-            document: dict[str, Any] = json.loads(text)
+            document: dict[str, Any] = json.loads(raw)
             if document["schema"] != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}, got {document['schema']}")
             stamp = document["stamp"]
             entries = [TunedKernel.model_validate(entry) for entry in document["entries"]]
             return cls(str(stamp["gpu"]), str(stamp["driver"]), entries)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"tuning table {path}: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, one entry a line. Raises StorageError."""
+        """Write JSON, one entry a line; the whole file or none of it. Raises StorageError."""
         lines = [json.dumps(_plain(entry)) for entry in self.entries]
         stamp = json.dumps({"gpu": self.gpu, "driver": self.driver})
         body = ",\n  ".join(lines)
         text = f'{{"schema": {SCHEMA},\n "stamp": {stamp},\n "entries": [\n  {body}\n]}}\n'
-        try:
-            Path(path).write_text(text)
-        except OSError as error:
-            raise StorageError(error.errno, f"tuning table: {error.strerror}", str(path)) from error
+        with written_whole(path) as file:
+            file.write(text.encode())
 
     def merged(self, newer: TuningTable) -> TuningTable:
         """Both tables' entries, sorted; where both have one, the newer.

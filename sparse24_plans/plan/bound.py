@@ -1,49 +1,12 @@
-"""Launches: the device made current around them, and several kernels made one graph."""
+"""A plan bound to its operands, and several kernels made one graph."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
-from .._vendor.library_error import LibraryError
-from ..device.tensors import Device, import_cupy, stream_handle
-from ..errors import DriverError
-
-Launch = Callable[[int], None]
-
-_bound_threads = threading.local()
-
-
-def driver_error(error: LibraryError) -> DriverError:
-    return DriverError(error.call, error.status, error.name)
-
-
-def launch_on(device: Device, launch: Launch, stream: int) -> None:
-    """Call ``launch(stream)`` with ``device`` current, and the caller's device current after it.
-
-    Raises DriverError where the driver refuses the launch.
-    """
-    if device.kind == "host":
-        launch(stream)
-        return
-    cuda = import_cupy().cuda
-    runtime, ordinal = cuda.runtime, device.ordinal
-    before = runtime.getDevice()
-    try:
-        if before == ordinal and getattr(_bound_threads, "ready", False):
-            launch(stream)
-            return
-        runtime.setDevice(ordinal)  # also binds the device's context to a new thread
-        try:
-            launch(stream)
-        finally:
-            runtime.setDevice(before)
-        _bound_threads.ready = before == ordinal
-    except LibraryError as error:
-        raise driver_error(error) from error
-    except (cuda.driver.CUDADriverError, runtime.CUDARuntimeError) as error:
-        raise DriverError("kernel launch", error.status, str(error)) from error
+from ..device.streams import Launch, launch_on, stream_handle
+from ..device.tensors import Device, import_cupy
 
 
 def as_graph(launch: Launch) -> Launch:

@@ -16,12 +16,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from typing_extensions import Self
 
-from ..device.devices import place_of, resolve
-from ..device.tensors import HOST, TensorView, Workspace, import_cupy, stream_handle
+from ..device.devices import home_of, resolve
+from ..device.streams import launch_on, stream_handle
+from ..device.tensors import HOST, TensorView, Workspace, import_cupy
 from ..errors import InvalidProblemError, Sparse24Error
 from ..gemm import table as registry
 from ..gemm.plan import Explanation, Verdict
-from ..plan.bound import Bound, launch_on
+from ..plan.bound import Bound
 from ..plan.operands import check_alignment, check_apart, check_tensor, reinterpretable
 from ..vocab import DeviceProperties, EpilogueKind, KernelSku, PlanPreference, PrecisionGuarantee, PrepareOp
 from ..weights import canonical
@@ -186,7 +187,7 @@ class PreparePlan:
         kernel: Kernel,
     ) -> None:
         self.descriptor, self.device = descriptor, properties
-        self._place = place_of(properties)
+        self._place = home_of(properties)
         self._rows, self._spec, self._kernel = rows, spec, kernel
         self._operands = descriptor.operands()
 

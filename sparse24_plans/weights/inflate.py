@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ..device import jit
+from ..device.jit.codes import ELEMENT_CODES
+from ..device.jit.launcher import load
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind
 
@@ -34,8 +35,8 @@ class Inflate:
     """The inflate kernel for one element on one device."""
 
     def __init__(self, element: ElementKind, device: DeviceProperties) -> None:
-        self._function = jit.load(
-            "weights/inflate.cu", "inflate", _THREADS, device.cuda_arch, device.ordinal, _defines(element)
+        self._function = load(
+            "weights/inflate.cu", "inflate", _THREADS, device, _defines(element), _Parameters
         )
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
@@ -49,4 +50,4 @@ def _defines(element: ElementKind) -> dict[str, int]:
     """8-bit elements have no arithmetic in common.cuh, and need none here: only their width."""
     if element.itemsize == 1:
         return {"WIDTH": 1}
-    return {"ELEMENT": jit.ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
+    return {"ELEMENT": ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device.devices import place_of, resolve
+from ..device.devices import home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import InvalidProblemError
 from ..vocab import CANONICAL_LAYOUT, ElementKind
@@ -135,7 +135,7 @@ class Sparse24Weight:
         """
         if device is None:
             raise InvalidProblemError("device: expected 'host' or a CUDA ordinal, got None")
-        target = place_of(resolve(device))
+        target = home_of(resolve(device))
         if target == self.device:
             return self
         parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import ElementKind, FormatError, InvalidProblemError, Sparse24Weight, UnsupportedError
-from sparse24_plans.formats.convert import FORMATS, from_foreign, from_product, to_foreign
+from sparse24_plans.formats.convert import FORMATS, from_foreign, to_foreign
+from sparse24_plans.formats.product import from_product
 
 from ..support import same_bits
 

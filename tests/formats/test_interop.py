@@ -13,7 +13,8 @@ import pytest
 import safetensors
 
 from sparse24_plans import ElementKind, Sparse24Weight
-from sparse24_plans.formats.convert import from_foreign, from_product, to_foreign
+from sparse24_plans.formats.convert import from_foreign, to_foreign
+from sparse24_plans.formats.product import from_product
 
 from ..support import same_bits
 

@@ -21,8 +21,8 @@ from sparse24_plans import (
     Sparse24Weight,
 )
 from sparse24_plans._vendor.library_error import LibraryError
+from sparse24_plans.device.streams import launch_on
 from sparse24_plans.device.tensors import Device
-from sparse24_plans.plan.bound import launch_on
 
 from ..support import ELEMENTS, check_that_nothing_is_allocated, make_case, run_from_threads, same_bits
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sparse24_plans import Device, ElementKind, InvalidProblemError, TensorView, Workspace
-from sparse24_plans.device.tensors import HOST, stream_handle
+from sparse24_plans.device.streams import stream_handle
+from sparse24_plans.device.tensors import HOST
 
 from ..device.tensor_likes import CUDA, F32, numbers
 

@@ -5,6 +5,7 @@ NVRTC needs no GPU. What plans ask for is taken from the backends themselves, on
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import os
@@ -13,8 +14,11 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
@@ -30,16 +34,20 @@ from sparse24_plans import (
     PlanPreference,
     StorageError,
 )
-from sparse24_plans.device import jit
+from sparse24_plans.device.jit import cache as cubins
+from sparse24_plans.device.jit import codes, compiler
 from sparse24_plans.gemm import table as registry
 from sparse24_plans.gemm.backends import host, wgmma_sp
 from sparse24_plans.prepare import table as prepare_registry
 from sparse24_plans.vocab import GemmOp
+from sparse24_plans.weights import inflate
 from sparse24_plans.weights.packing import layout_of
 
 from ..prepare.prepare_cases import kernel_descriptors
 
-SOURCES = sorted(path.relative_to(jit.KERNEL_FOLDER).as_posix() for path in jit.KERNEL_FOLDER.rglob("*.cu"))
+SOURCES = sorted(
+    path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
+)
 CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 HOPPER = (9, 0)
 
@@ -102,6 +110,22 @@ def device_of(capability: tuple[int, int]) -> DeviceProperties:
     )
 
 
+@contextmanager
+def recorded_loads(backend: ModuleType) -> Iterator[list[Request]]:
+    """What the backend would compile and load in the block."""
+    found: list[Request] = []
+
+    def record(source, name, threads, device, defines, parameters, shared_bytes=0):
+        macros = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
+
+    with ExitStack() as patches:
+        for module in (backend, inflate):
+            if hasattr(module, "load"):
+                patches.enter_context(mock.patch.object(module, "load", record))
+        yield found
+
+
 def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[Request]:
     """Every size of one kind; on Hopper also every kind at one size."""
     sizes = SIZES.get(spec.name, [{}])
@@ -109,14 +133,9 @@ def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[
     cases = [(size, kinds[0]) for size in sizes]
     if capability == HOPPER:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
-    found: list[Request] = []
-
-    def record(source, name, threads, arch, ordinal, defines, shared_bytes=0):
-        found.append(Request(source, name, arch, tuple(sorted(defines.items())), shared_bytes))
-
     device, backend = device_of(capability), import_module(f"sparse24_plans.gemm.backends.{spec.backend}")
     preference = PlanPreference(prefer_backend=spec.backend)
-    with mock.patch.object(jit, "load", record):
+    with recorded_loads(backend) as found:
         for size, kind in cases:
             desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
             rows = registry.consider(desc, preference, device)
@@ -131,13 +150,8 @@ def requests_of(spec: registry.KernelSpec, capability: tuple[int, int]) -> list[
 
 def prepare_requests(spec: prepare_registry.PrepareSpec, capability: tuple[int, int]) -> list[Request]:
     """Compilations of a row of prepare_registry: every variant on Hopper, a few elsewhere."""
-    found: list[Request] = []
-
-    def record(source, name, threads, arch, ordinal, defines, shared_bytes=0):
-        found.append(Request(source, name, arch, tuple(sorted(defines.items())), shared_bytes))
-
     backend = import_module(f"sparse24_plans.prepare.backends.{spec.name}")
-    with mock.patch.object(jit, "load", record):
+    with recorded_loads(backend) as found:
         for desc in kernel_descriptors(few=capability != HOPPER):
             if desc.kind in spec.ops and desc.element in spec.elements:
                 backend.Kernel(desc, device_of(capability))
@@ -186,10 +200,10 @@ def test_preparing_is_compiled_for_every_width_of_its_elements(spec):
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
 def test_every_element_and_epilogue_is_covered_on_hopper(spec):
     asked = [dict(request.defines) for request in requests_of(spec, HOPPER)]
-    assert {d["ELEMENT"] for d in asked} == {jit.ELEMENT_CODES[element] for element in spec.elements}
+    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in spec.elements}
     if "DGRAD" in asked[0]:
         assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in spec.ops}
-    heavy = {jit.EPILOGUE_CODES[kind] for kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)}
+    heavy = {codes.EPILOGUE_CODES[kind] for kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)}
     assert heavy <= {d["EPILOGUE"] for d in asked}
 
 
@@ -198,7 +212,7 @@ def test_every_element_and_epilogue_is_covered_on_hopper(spec):
 
 @functools.cache
 def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tuple[bytes, str]:
-    return jit.compile_cubin(source, arch, dict(defines))
+    return compiler.compile_cubin(source, arch, dict(defines))
 
 
 PROPERTIES = re.compile(
@@ -257,25 +271,25 @@ def test_a_cubin_is_a_whole_elf_file():
 
 
 def test_codes_are_those_of_the_header():
-    text = (jit.KERNEL_FOLDER / "common/common.cuh").read_text()
-    codes = {name: int(code) for name, code in re.findall(r"^#define S24_(\w+) (\d+)$", text, re.MULTILINE)}
-    for kind, code in jit.ELEMENT_CODES.items():
-        assert codes[kind.name] == code
-    for kind, code in jit.EPILOGUE_CODES.items():
-        assert codes["BIAS_ADD" if kind is EpilogueKind.BIAS else kind.name] == code
-    assert all(set(jit.EPILOGUE_CODES) == set(spec.epilogues) for spec in ROWS)
+    text = (compiler.KERNEL_FOLDER / "common/common.cuh").read_text()
+    macros = {name: int(code) for name, code in re.findall(r"^#define S24_(\w+) (\d+)$", text, re.MULTILINE)}
+    for kind, code in codes.ELEMENT_CODES.items():
+        assert macros[kind.name] == code
+    for kind, code in codes.EPILOGUE_CODES.items():
+        assert macros["BIAS_ADD" if kind is EpilogueKind.BIAS else kind.name] == code
+    assert all(set(codes.EPILOGUE_CODES) == set(spec.epilogues) for spec in ROWS)
 
 
 def test_every_kernel_file_belongs_to_some_kernel():
-    reached = {name for source in SOURCES for name in jit.closure(source)}
-    assert {path.name for path in jit.KERNEL_FOLDER.iterdir()} == reached
+    reached = {name for source in SOURCES for name in compiler.closure(source)}
+    assert {path.name for path in compiler.KERNEL_FOLDER.iterdir()} == reached
 
 
 def test_the_hosts_strict_constants_are_read_from_the_kernels_file(monkeypatch, tmp_path):
     v = np.linspace(-4, 4, 1000, dtype=np.float32)
     kinds = (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
     before = {kind: host.apply_epilogue(v, 1.0, None, kind) for kind in kinds}
-    text = (jit.KERNEL_FOLDER / "common/strict_math.inc").read_text()
+    text = (compiler.KERNEL_FOLDER / "common/strict_math.inc").read_text()
     # 1/3! becomes 1/4, in the exponential that both activations use.
     changed = text.replace("0x1.5555555555555p-3", "0x1.0000000000000p-2")
     assert changed != text
@@ -296,8 +310,8 @@ def test_the_hosts_strict_constants_are_read_from_the_kernels_file(monkeypatch, 
 def kernels(monkeypatch, tmp_path) -> Path:
     """A copy of the kernels' folder that the test may change."""
     folder = tmp_path / "kernels"
-    shutil.copytree(jit.KERNEL_FOLDER, folder)
-    monkeypatch.setattr(jit, "KERNEL_FOLDER", folder)
+    shutil.copytree(compiler.KERNEL_FOLDER, folder)
+    monkeypatch.setattr(compiler, "KERNEL_FOLDER", folder)
     return folder
 
 
@@ -308,14 +322,14 @@ def test_closure_follows_includes(kernels):
     (kernels / "b.cuh").write_text('#pragma once\n#include "d.cuh"\n')
     (kernels / "c.inc").write_text('#include "d.cuh"\n')
     (kernels / "d.cuh").write_text('#pragma once\n#include "b.cuh"\n')
-    found = jit.closure("a.cu")
+    found = compiler.closure("a.cu")
     assert list(found) == ["a.cu", "b.cuh", "c.inc", "d.cuh"]
     assert all(found[name] == (kernels / name).read_bytes() for name in found)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_shares_the_header_and_the_constants(source):
-    assert {source, "common/common.cuh", "common/strict_math.inc"} <= set(jit.closure(source))
+    assert {source, "common/common.cuh", "common/strict_math.inc"} <= set(compiler.closure(source))
 
 
 # The cache ----------------------------------------------------------------------------------------
@@ -339,20 +353,20 @@ def compilations(monkeypatch) -> list[str]:
         calls.append(source)
         return b"a cubin", ""
 
-    monkeypatch.setattr(jit, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
     return calls
 
 
 def test_a_kernel_is_compiled_once_and_kept(cache, compilations):
-    path = jit.cubin_path(*INFLATE)
+    path = cubins.cubin_path(*INFLATE)
     assert path.read_bytes() == b"a cubin"
-    assert jit.cubin_path(*INFLATE) == path
+    assert cubins.cubin_path(*INFLATE) == path
     assert compilations == ["weights/inflate.cu"]
     assert list(cache.iterdir()) == [path]
 
 
 def test_what_is_kept_is_what_was_compiled(cache):
-    path = jit.cubin_path(*INFLATE)
+    path = cubins.cubin_path(*INFLATE)
     assert path.read_bytes() == compiled(INFLATE[0], INFLATE[1], tuple(INFLATE[2].items()))[0]
 
 
@@ -366,36 +380,36 @@ def test_what_is_kept_is_what_was_compiled(cache):
     ],
 )
 def test_another_kernel_architecture_or_macro_is_another_file(cache, compilations, other):
-    assert jit.cubin_path(*other) != jit.cubin_path(*INFLATE)
+    assert cubins.cubin_path(*other) != cubins.cubin_path(*INFLATE)
     assert len(compilations) == 2
 
 
 def test_the_order_of_macros_does_not_matter(cache, compilations):
     backwards = dict(reversed(INFLATE[2].items()))
-    assert jit.cubin_path(INFLATE[0], INFLATE[1], backwards) == jit.cubin_path(*INFLATE)
+    assert cubins.cubin_path(INFLATE[0], INFLATE[1], backwards) == cubins.cubin_path(*INFLATE)
 
 
 @pytest.mark.parametrize("name", ["weights/inflate.cu", "common/common.cuh", "common/strict_math.inc"])
 def test_a_changed_source_or_header_is_another_file(cache, compilations, kernels, name):
-    before = jit.cubin_path(*INFLATE)
+    before = cubins.cubin_path(*INFLATE)
     with open(kernels / name, "a") as file:
         file.write("// changed\n")
-    assert jit.cubin_path(*INFLATE) != before
+    assert cubins.cubin_path(*INFLATE) != before
     assert len(compilations) == 2
 
 
 def test_a_changed_file_that_is_not_included_changes_nothing(cache, compilations, kernels):
-    before = jit.cubin_path(*INFLATE)
+    before = cubins.cubin_path(*INFLATE)
     (kernels / "gemm/inflate_cublas.cu").write_text("")
-    assert jit.cubin_path(*INFLATE) == before
+    assert cubins.cubin_path(*INFLATE) == before
 
 
 def test_another_compiler_is_another_file(cache, compilations, monkeypatch):
     from cupy.cuda import nvrtc
 
-    before = jit.cubin_path(*INFLATE)
+    before = cubins.cubin_path(*INFLATE)
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 0))
-    assert jit.cubin_path(*INFLATE) != before
+    assert cubins.cubin_path(*INFLATE) != before
 
 
 @pytest.mark.parametrize(
@@ -413,14 +427,14 @@ def test_where_the_cache_is(monkeypatch, environment, folder):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert jit.cache_folder() == Path(folder)
+    assert cubins.cache_folder() == Path(folder)
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, compilations):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="SPARSE24_CACHE_DIR") as caught:
-        jit.cubin_path(*INFLATE)
+        cubins.cubin_path(*INFLATE)
     assert caught.value.filename == str(tmp_path / "file" / "cache")
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
@@ -429,16 +443,16 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(jit.os, "replace", full)
+    monkeypatch.setattr(cubins.os, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
-        jit.cubin_path(*INFLATE)
+        cubins.cubin_path(*INFLATE)
     assert list(cache.iterdir()) == []
 
 
 def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
     (kernels / "weights/inflate.cu").write_text('#include "common/common.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
-        jit.cubin_path(*INFLATE)
+        cubins.cubin_path(*INFLATE)
     for word in ("weights/inflate.cu", "sm_80", "weights/inflate.cu(2): error"):
         assert word in str(caught.value)
     assert caught.value.code == 6  # NVRTC_ERROR_COMPILATION
@@ -447,12 +461,12 @@ def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
 
 def test_an_architecture_that_the_compiler_does_not_know(cache):
     with pytest.raises(DriverError, match="sm_999"):
-        jit.cubin_path(INFLATE[0], "sm_999", INFLATE[2])
+        cubins.cubin_path(INFLATE[0], "sm_999", INFLATE[2])
 
 
 COMPILE = f"""
-from sparse24_plans import jit
-print(jit.cubin_path{INFLATE!r})
+from sparse24_plans.device.jit.cache import cubin_path
+print(cubin_path{INFLATE!r})
 """
 
 

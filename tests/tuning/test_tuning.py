@@ -32,7 +32,6 @@ from sparse24_plans import (
     tune,
 )
 from sparse24_plans.cli import app as cli
-from sparse24_plans.device import jit
 from sparse24_plans.gemm import plan as gemm
 from sparse24_plans.gemm import table as registry
 from sparse24_plans.gemm.backends import cusparselt, mma_sp, wgmma_sp
@@ -142,7 +141,8 @@ def test_a_file_that_is_not_there(tmp_path):
 def on_h200(monkeypatch):
     """``select`` for an H200 that isn't here; kernels aren't loaded."""
     monkeypatch.setattr(gemm, "resolve", lambda device: H200)
-    monkeypatch.setattr(jit, "load", mock.Mock())
+    for backend in (mma_sp, wgmma_sp):
+        monkeypatch.setattr(backend, "load", mock.Mock())
     return partial(GemmSparse24Plan.select, DESC, preference=MMA)
 
 
@@ -269,11 +269,11 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
     default = mma_sp.cut_of(n, m, 132)
     found = mma_sp.candidates(desc, H200)
     assert len({tuple(one.values()) for one in found}) == len(found)
-    with mock.patch.object(jit, "load") as load:
+    with mock.patch.object(mma_sp, "load") as load:
         spec = registry.find("mma_sp")
         for configuration in found:
             mma_sp.Kernel(desc, H200, spec, PlanPreference(), configuration)
-            asked = load.call_args.args[5]
+            asked = load.call_args.args[4]
             assert asked["SLICES"] == default.slices
             assert asked["STAGES"] >= 2
             assert asked["TOKEN_TILES"] == configuration["token_tiles"]
@@ -283,7 +283,7 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
 @pytest.mark.parametrize("n", [16, 64, 200, 2048])
 @pytest.mark.parametrize("row", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_promoted"])
 def test_a_row_of_wgmma_sp_refuses_cuts_that_break_its_promises(monkeypatch, n, row):
-    monkeypatch.setattr(jit, "load", lambda *args, **options: None)
+    monkeypatch.setattr(wgmma_sp, "load", lambda *args, **options: None)
     spec = registry.find(row)
     element = "fp8_e4m3" if row.endswith("promoted") else "bf16"
     desc = GemmSparse24Descriptor(n=n, m=8192, k=4096, element=element)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ...device import jit
+from ...device.jit.launcher import load
 from ...device.tensors import TensorView
 from ...vocab import DeviceProperties, PrepareOp
 from ...weights.packing import layout_of
@@ -38,13 +38,13 @@ class Kernel:
         self._checks = desc.kind is PrepareOp.UNPACK
         self.launches = 2 if self._checks else 1
         self.details = f"{desc.kind}, {self._blocks} tiles"
-        self._function = jit.load(
+        self._function = load(
             "prepare/pack.cu",
             str(desc.kind),
             _THREADS,
-            device.cuda_arch,
-            device.ordinal,
+            device,
             element_defines(desc.element),
+            _Parameters,
         )
 
     def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:

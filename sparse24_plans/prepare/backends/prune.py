@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ...device import jit
+from ...device.jit.codes import ELEMENT_CODES
+from ...device.jit.launcher import load
 from ...device.tensors import TensorView, import_cupy
 from ...vocab import DeviceProperties, ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical
@@ -68,16 +69,16 @@ class Kernel:
         self.launches = 2 if self._kind is PrepareOp.COMPRESS else 1
         self._blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
         self.details = f"{name}, {self._blocks} blocks"
-        self._function = jit.load(
+        self._function = load(
             "prepare/prune.cu",
             name,
             _THREADS,
-            device.cuda_arch,
-            device.ordinal,
+            device,
             {
                 **element_defines(desc.element),
-                "SCORES": -1 if scores is None else jit.ELEMENT_CODES[scores],
+                "SCORES": -1 if scores is None else ELEMENT_CODES[scores],
             },
+            _Parameters,
         )
 
     def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:

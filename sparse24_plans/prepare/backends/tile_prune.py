@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ...device import jit
+from ...device.jit.launcher import load
 from ...device.tensors import TensorView
 from ...vocab import DeviceProperties, ElementKind, TileRule
 from ..descriptor import TilePruneSparse24Descriptor
@@ -60,8 +60,8 @@ class Kernel:
         self._desc = desc
         self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
         self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
-        self._function = jit.load(
-            "prepare/tile_prune.cu", "tile_prune", _THREADS, device.cuda_arch, device.ordinal, _defines(desc)
+        self._function = load(
+            "prepare/tile_prune.cu", "tile_prune", _THREADS, device, _defines(desc), _Parameters
         )
 
     def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:

@@ -1,0 +1,228 @@
+"""Zero-copy views of any framework's tensors: what ``TensorView.of`` tries, and where operands lie.
+
+No framework is imported here. A tensor is read through the first of these that it has: NumPy or CuPy
+array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, ``__array_interface__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._vendor import dlpack_abi
+from ..errors import InvalidProblemError
+from ..vocab import ElementKind
+from .tensors import (
+    ELEMENT_NAMES,
+    HOST,
+    READ_OF_TYPE,
+    Adapter,
+    Device,
+    Read,
+    TensorView,
+    Workspace,
+    contiguous_strides,
+    element_of,
+    import_cupy,
+    register,
+)
+
+_CUDA = [Device("cuda", i) for i in range(64)]
+_BY_NAME = {kind.dtype.name: kind for kind in ElementKind}
+_BY_FOREIGN_DTYPE: dict[Any, ElementKind] = {}
+
+
+def _element_strides(
+    shape: tuple[int, ...], byte_strides: tuple[int, ...] | None, itemsize: int, argument: str
+) -> tuple[int, ...]:
+    if byte_strides is None:
+        return contiguous_strides(shape)
+    strides = tuple([stride // itemsize for stride in byte_strides])
+    for size, stride, nbytes in zip(shape, strides, byte_strides):  # noqa: B905 - on the path of every run
+        if stride * itemsize != nbytes and size > 1:
+            raise InvalidProblemError(
+                f"{argument}: expected strides that are multiples of {itemsize} bytes, got {byte_strides}"
+            )
+    return strides
+
+
+def _from_numpy(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    kind = element_of(obj.dtype, element, argument)
+    strides = _element_strides(obj.shape, obj.strides, kind.itemsize, argument)
+    address, readonly = obj.__array_interface__["data"]
+    return TensorView(address, obj.shape, kind, HOST, strides=strides, readonly=readonly, owner=obj)
+
+
+def _from_cupy(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    kind = element_of(obj.dtype, element, argument)
+    strides = _element_strides(obj.shape, obj.strides, kind.itemsize, argument)
+    memory = obj.data
+    return TensorView(memory.ptr, obj.shape, kind, _CUDA[memory.device_id], strides=strides, owner=obj)
+
+
+def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    kind = _BY_FOREIGN_DTYPE.get(obj.dtype)
+    if kind is None or element is not None:
+        name = str(obj.dtype).rpartition(".")[2]
+        try:
+            dtype = _BY_NAME[name].dtype if name in _BY_NAME else np.dtype(name)
+        except TypeError:
+            raise InvalidProblemError(
+                f"{argument}: expected one of {ELEMENT_NAMES}, got {obj.dtype}"
+            ) from None
+        kind = element_of(dtype, element, argument)
+        if element is None:
+            _BY_FOREIGN_DTYPE[obj.dtype] = kind
+    if hasattr(obj, "is_neg") and obj.is_neg():
+        raise InvalidProblemError(f"{argument}: expected materialised values, got PyTorch's lazy negative")
+    home = obj.device
+    if home.type not in ("cpu", "cuda"):
+        raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {home.type}")
+    device = HOST if home.type == "cpu" else _CUDA[home.index or 0]
+    try:
+        address = obj.data_ptr()
+    except RuntimeError as error:
+        raise InvalidProblemError(f"{argument}: expected a tensor with storage: {error}") from error
+    return TensorView(address, tuple(obj.shape), kind, device, strides=tuple(obj.stride()), owner=obj)
+
+
+_CUDA_MEMORY_DEVICE, _CUDA_MEMORY_MANAGED = 2, 3  # cudaMemoryType
+
+
+def _cuda_ordinal_of(address: int, argument: str) -> int:
+    cupy = import_cupy()
+    if address == 0:
+        return int(cupy.cuda.runtime.getDevice())
+    try:
+        about = cupy.cuda.runtime.pointerGetAttributes(address)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise InvalidProblemError(
+            f"{argument}: expected device memory, got {address:#x} ({error})"
+        ) from error
+    if about.type not in (_CUDA_MEMORY_DEVICE, _CUDA_MEMORY_MANAGED):
+        raise InvalidProblemError(f"{argument}: expected device memory, got host memory {address:#x}")
+    return int(about.device)
+
+
+def _from_cuda_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    view = _from_protocol(obj.__cuda_array_interface__, element, argument, obj)
+    view.device = _CUDA[_cuda_ordinal_of(view.address, argument)]
+    return view
+
+
+def _from_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    return _from_protocol(obj.__array_interface__, element, argument, obj)
+
+
+def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner: object) -> TensorView:
+    """A view, on the host for now, from the dictionary that both array interfaces give."""
+    try:
+        dtype, shape = np.dtype(about["typestr"]), tuple(about["shape"])
+        address, readonly = about["data"]
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidProblemError(
+            f"{argument}: expected an array interface with typestr, shape and address: {error}"
+        ) from error
+    kind = element_of(dtype, element, argument)
+    strides = _element_strides(shape, about.get("strides"), kind.itemsize, argument)
+    return TensorView(address, shape, kind, HOST, strides=strides, readonly=readonly, owner=owner)
+
+
+# DLDataTypeCode, bits -> element
+_DL_ELEMENTS = {
+    (dlpack_abi.INT, 8): ElementKind.S8,
+    (dlpack_abi.INT, 32): ElementKind.I32,
+    (dlpack_abi.UINT, 8): ElementKind.U8,
+    (dlpack_abi.UINT, 16): ElementKind.U16,
+    (dlpack_abi.FLOAT, 16): ElementKind.F16,
+    (dlpack_abi.FLOAT, 32): ElementKind.F32,
+    (dlpack_abi.BFLOAT, 16): ElementKind.BF16,
+    (dlpack_abi.FLOAT8_E4M3FN, 8): ElementKind.FP8_E4M3,
+    (dlpack_abi.FLOAT8_E5M2, 8): ElementKind.FP8_E5M2,
+}
+_DL_HOST = (dlpack_abi.CPU, dlpack_abi.CUDA_HOST)
+_DL_DEVICES = (*_DL_HOST, dlpack_abi.CUDA, dlpack_abi.CUDA_MANAGED)
+
+
+def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    # -1 asks a CUDA producer not to synchronise: ordering is the caller's, through `stream`.
+    order = {} if obj.__dlpack_device__()[0] in _DL_HOST else {"stream": -1}
+    try:
+        try:
+            capsule = obj.__dlpack__(max_version=dlpack_abi.VERSION, **order)
+        except TypeError:  # a producer of before DLPack 1
+            capsule = obj.__dlpack__(**order)
+    except (BufferError, RuntimeError) as error:
+        raise InvalidProblemError(f"{argument}: the producer refused DLPack export: {error}") from error
+    try:
+        tensor = dlpack_abi.read(capsule)
+    except dlpack_abi.CapsuleError as error:
+        raise InvalidProblemError(f"{argument}: {error}") from error
+    if tensor.device_type not in _DL_DEVICES:
+        raise InvalidProblemError(
+            f"{argument}: expected cpu or cuda memory, got DLPack device type {tensor.device_type}"
+        )
+    kind = _DL_ELEMENTS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if element is not None and kind is not element:
+        whole = tensor.code in (dlpack_abi.INT, dlpack_abi.UINT) and tensor.lanes == 1
+        if not whole or tensor.bits != 8 * element.itemsize:
+            raise InvalidProblemError(f"{argument}: expected {element}, got DLPack type code {tensor.code}")
+        kind = element
+    if kind is None:
+        raise InvalidProblemError(
+            f"{argument}: expected one of {ELEMENT_NAMES}, got DLPack type "
+            f"(code {tensor.code}, bits {tensor.bits}, lanes {tensor.lanes})"
+        )
+    return TensorView(
+        tensor.address,
+        tensor.shape,
+        kind,
+        HOST if tensor.device_type in _DL_HOST else _CUDA[tensor.device_id],
+        strides=tensor.strides,
+        readonly=tensor.readonly,
+        # The capsule stays unconsumed: when it is collected, the producer's own destructor frees it.
+        owner=(obj, capsule),
+    )
+
+
+def _is_cupy(obj: Any) -> bool:
+    return type(obj).__module__.partition(".")[0] == "cupy" and hasattr(obj, "__cuda_array_interface__")
+
+
+register(
+    (
+        Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
+        Adapter(_is_cupy, _from_cupy, lasting=True),
+        Adapter(lambda obj: hasattr(obj, "data_ptr"), _from_data_ptr, lasting=True),
+        Adapter(
+            lambda obj: hasattr(obj, "__cuda_array_interface__"), _from_cuda_array_interface, lasting=False
+        ),
+        Adapter(lambda obj: hasattr(obj, "__dlpack__"), _from_dlpack, lasting=False),
+        Adapter(lambda obj: hasattr(obj, "__array_interface__"), _from_array_interface, lasting=False),
+    )
+)
+
+Location = Callable[[Any], object]
+_LOCATION_OF_TYPE: dict[type, Location] = {
+    type(None): lambda none: None,
+    TensorView: lambda view: (view.address, view.shape, view.strides, view.device),
+    Workspace: lambda space: (space.address, space.nbytes, space.device),
+}
+_LOCATION_OF_READ: dict[Read | None, Location] = {
+    _from_cupy: lambda array: (array.data.ptr, array.shape, array.strides),
+    _from_data_ptr: lambda tensor: (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype),
+}
+
+
+def addresses_of(tensors: tuple[Any, ...]) -> list[object] | None:
+    """Where the tensors lie, to be compared with where they lay. None where one doesn't say it cheaply."""
+    addresses: list[object] = []
+    for tensor in tensors:
+        kind = type(tensor)
+        location = _LOCATION_OF_TYPE.get(kind) or _LOCATION_OF_READ.get(READ_OF_TYPE.get(kind))
+        if location is None:
+            return None
+        addresses.append(location(tensor))
+    return addresses

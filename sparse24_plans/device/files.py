@@ -1,0 +1,124 @@
+"""Files: read only where they are regular and of a sane size, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import FormatError, StorageError
+
+StrPath = str | os.PathLike[str]
+_STEP_BYTES = 1 << 20
+
+
+@contextmanager
+def storage_errors(path: StrPath) -> Iterator[None]:
+    """Raise the OSErrors of the block as StorageError with their ``errno`` and ``path`` as ``filename``."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def open_regular(path: StrPath) -> io.FileIO:
+    """Open a file to read, unbuffered.
+
+    Raises StorageError where it can't be read, or is a folder, a pipe or a device: to open a pipe would wait
+    for a writer, and a device may never end.
+    """
+    _check_name(path)
+    with storage_errors(path):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return io.FileIO(path, "rb")
+
+
+def read_whole(path: StrPath, most: int) -> bytes:
+    """The contents of a file of at most ``most`` bytes.
+
+    Raises FormatError for a larger one, and what :func:`open_regular` raises.
+    """
+    data = bytearray()
+    with open_regular(path) as file, storage_errors(path):
+        while len(data) <= most and (chunk := file.read(_STEP_BYTES)):
+            data += chunk
+    if len(data) > most:
+        raise FormatError(f"{path}: expected at most {most} bytes, got more")
+    return bytes(data)
+
+
+@contextmanager
+def written_whole(path: StrPath) -> Iterator[BinaryIO]:
+    """A binary file, unbuffered, that becomes ``path`` when the block ends well, and disappears otherwise.
+
+    It is written under a temporary name in the same folder, with the permissions that the umask leaves. A
+    link is written through, not replaced. ``write`` takes all that it is given.
+
+    Raises StorageError, naming ``path``, where the folder can't be written, the disk is full, or ``path`` is
+    a folder, a pipe, a device or a link to itself.
+    """
+    target = new_target(path)
+    temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
+    with storage_errors(path):
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        file = _NewFile(temporary, path)
+    try:
+        yield file
+        with storage_errors(path):
+            os.fsync(file.fileno())
+            file.close()
+            os.replace(temporary, target)
+    finally:
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):  # nothing is left of it once it has been renamed
+            os.unlink(temporary)
+
+
+def new_target(path: StrPath) -> Path:
+    """Where something written to ``path`` lands, links followed. It may be there already, or not.
+
+    Raises StorageError for a link to itself, a name that is too long, a folder that can't be searched.
+    """
+    _check_name(path)
+    with storage_errors(path), suppress(FileNotFoundError):
+        os.stat(path)  # realpath is silent about what it can't follow
+    return Path(os.path.realpath(path))
+
+
+class _NewFile(io.FileIO):
+    """A file that must not exist. ``path`` is what it is called in errors."""
+
+    def __init__(self, temporary: Path, path: StrPath) -> None:
+        super().__init__(temporary, "xb")
+        self._path = path
+
+    def write(self, data: Any, /) -> int:
+        if not memoryview(data).nbytes:
+            return 0
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        with storage_errors(self._path):
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        return size
+
+
+def _check_name(path: StrPath) -> None:
+    """Raise StorageError for a NUL, or a character that no name of the file system has."""
+    try:
+        usable = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise StorageError(errno.EINVAL, "not a name that a file can have", str(path))

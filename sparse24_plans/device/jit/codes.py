@@ -1,0 +1,43 @@
+"""The numbers and macros that stand for our words in kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...vocab import ElementKind, EpilogueKind
+
+# The numbers that kernels_cu/common/common.cuh gives these words.
+ELEMENT_CODES = {
+    ElementKind.F32: 0,
+    ElementKind.F16: 1,
+    ElementKind.BF16: 2,
+    ElementKind.S8: 3,
+    ElementKind.FP8_E4M3: 4,
+    ElementKind.I32: 5,
+}
+EPILOGUE_CODES = {
+    EpilogueKind.IDENTITY: 0,
+    EpilogueKind.BIAS: 1,
+    EpilogueKind.BIAS_RELU: 2,
+    EpilogueKind.BIAS_GELU: 3,
+    EpilogueKind.BIAS_SILU: 4,
+}
+
+
+class TypedProblem(Protocol):
+    """What a kernel is compiled for."""
+
+    element: ElementKind
+    out_element: ElementKind
+    bias_element: ElementKind
+    epilogue: EpilogueKind
+
+
+def type_defines(problem: TypedProblem) -> dict[str, int]:
+    """The macros that common/common.cuh asks of every kernel with an epilogue."""
+    return {
+        "ELEMENT": ELEMENT_CODES[problem.element],
+        "OUT": ELEMENT_CODES[problem.out_element],
+        "BIAS": ELEMENT_CODES[problem.bias_element],
+        "EPILOGUE": EPILOGUE_CODES[problem.epilogue],
+    }

@@ -1,0 +1,89 @@
+"""Compiled kernels, loaded on a device, and thin launchers for them."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from ..._vendor import cuda_driver_abi
+from ...vocab import DeviceProperties
+from ..tensors import import_cupy
+from .cache import cubin_path
+
+_SHARED_BY_DEFAULT = 48 << 10
+"""Bytes of dynamic shared memory that a kernel gets without asking."""
+
+
+class Function:
+    """A loaded kernel of one device; ``threads`` and ``shared_bytes`` a block, one struct of parameters."""
+
+    def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
+        self._module, self._threads, self._shared = module, threads, shared_bytes
+        raw = module.get_function(name)
+        if shared_bytes > _SHARED_BY_DEFAULT:
+            raw.max_dynamic_shared_size_bytes = shared_bytes
+        self._function = raw.kernel
+        self._launch = import_cupy().cuda.driver.launchKernel
+        self._overlapping: dict[int, cuda_driver_abi.OverlappingLaunch] = {}
+
+    def bind(
+        self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
+    ) -> Callable[[int], None]:
+        """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current.
+
+        ``overlapping``: the kernel waits for its predecessors by itself, so it may start before they end.
+        """
+        launch, function = self._launch, self._function.ptr
+        threads, shared = self._threads, self._shared
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        address = ctypes.addressof(pointers)
+        keep = (self, parameters, pointers)
+        if overlapping:
+            early = self._overlapping.get(blocks)
+            if early is None:
+                early = cuda_driver_abi.OverlappingLaunch(function, blocks, threads, shared)
+                self._overlapping[blocks] = early
+
+            def launch_early(stream: int, _keep: Any = keep) -> None:
+                early(stream, address)
+
+            return launch_early
+
+        def launch_on(stream: int, _keep: Any = keep) -> None:
+            launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, address, 0)
+
+        return launch_on
+
+
+@cache
+def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordinal: int) -> Any:
+    cupy = import_cupy()
+    path = cubin_path(source, arch, dict(defines))
+    with cupy.cuda.Device(ordinal):
+        return cupy.RawModule(path=str(path))
+
+
+_load_lock = threading.Lock()
+
+
+def load(
+    source: str,
+    name: str,
+    threads: int,
+    device: DeviceProperties,
+    defines: Mapping[str, int],
+    parameters: type[ctypes.Structure],
+    shared_bytes: int = 0,
+) -> Function:
+    """Kernel ``name`` of ``source``, compiled for and loaded on ``device``.
+
+    ``parameters`` mirrors the kernel's struct of parameters: the kernel asserts that the sizes are equal.
+    """
+    cupy = import_cupy()
+    defines = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
+    with _load_lock, cupy.cuda.Device(device.ordinal):
+        module = _module(source, device.cuda_arch, tuple(sorted(defines.items())), device.ordinal)
+        return Function(module, name, threads, shared_bytes)

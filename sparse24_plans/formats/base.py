@@ -1,0 +1,275 @@
+"""What a foreign 2:4 format is: a class with four methods, and what passes through them.
+
+A format is one file with one subclass of :class:`ForeignFormat`, and one line in ``table.py``. The memory
+orders themselves are in ``vendor/``; positions and nibbles, which the formats share, in ``positions.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._vendor import torch_tile
+from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind
+from ..weights import canonical
+
+ALL_ELEMENTS = (
+    ElementKind.F32,
+    ElementKind.F16,
+    ElementKind.BF16,
+    ElementKind.S8,
+    ElementKind.FP8_E4M3,
+    ElementKind.FP8_E5M2,
+)
+"""Elements that a weight can be stored with."""
+
+Parts = dict[str, Any]
+"""The tensors of a foreign weight by name."""
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""NumPy's name of the type (``VALUES`` for the element) and the shape of each part, the values first."""
+VALUES = "values"
+
+_MOST_CELLS = 1 << 62
+_WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    """``repr`` of what a caller passed, for a message: short, and of integers of any length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"{type(value).__name__} that is too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def integer(value: object) -> int | None:
+    """``value`` as an int where it is one, of Python, NumPy or a tensor of one; else, or a bool, None."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several, or without data
+        return None
+
+
+def two_sizes(name: str, value: Any) -> tuple[int, int]:
+    """M and K from a sequence or a tensor of two integers. Raises InvalidProblemError naming ``name``."""
+    if isinstance(value, (bytes, bytearray, memoryview)):  # sequences of integers, but no sizes
+        raise InvalidProblemError(f"{name}: expected two sizes, M and K, got {shown(value)}")
+    try:
+        flat = value if isinstance(value, Sequence) else value.reshape(-1)[:3].tolist()
+        m, k = (integer(size) for size in islice(flat, 3))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        m = k = None
+    if m is None or k is None:
+        raise InvalidProblemError(f"{name}: expected two sizes, M and K, got {shown(value)}")
+    if min(m, k) < 0 or max(m, k) >= _MOST_CELLS or m * k >= _MOST_CELLS:
+        raise InvalidProblemError(f"{name}: expected M * K from 0 to below 2^62, got {shown([m, k])}")
+    return m, k
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A keyword that a format takes.
+
+    ``check(name, value)`` returns the value to use, or raises InvalidProblemError; ``default`` is used where
+    the caller gives none.
+    """
+
+    default: Any
+    check: Callable[[str, Any], Any]
+
+
+def integer_option(default: int, expected: str, allows: Callable[[int], bool]) -> Option:
+    """An option that is an integer; ``expected`` says in words which."""
+
+    def check(name: str, value: Any) -> int:
+        number = integer(value)
+        if number is None or not allows(number):
+            raise InvalidProblemError(f"{name}: expected {expected}, got {shown(value)}")
+        return number
+
+    return Option(default, check)
+
+
+SHAPE = Option(None, two_sizes)
+"""M and K, for formats whose values don't say. No option of ``to_foreign``: a weight has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape:
+    """A weight [m, k] of an element, and its format's options but ``shape``."""
+
+    m: int
+    k: int
+    element: ElementKind
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nibbles(self) -> int:
+        """Nibbles of a row where float32 is 1:2."""
+        return self.k // (2 if self.element is ElementKind.F32 else 4)
+
+
+# In and out ---------------------------------------------------------------------------------------
+
+
+def current_on(device: Device) -> AbstractContextManager[Any]:
+    """CuPy allocates and computes on its current device: make that the operands' own."""
+    if device == HOST:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)
+    return guard
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The parts of a foreign weight, on their way in."""
+
+    shape: WeightShape
+    layout: Layout
+    parts: Mapping[str, Any]
+    device: Device
+
+    def words(self, part: str) -> Any:
+        """A part's words as a flat contiguous array of unsigned integers: as many as its layout has.
+
+        Metadata of three axes is PyTorch's view of it, whatever the format: its CUTLASS weights may hold
+        what the tile packer wrote.
+        """
+        dtype, sizes = self.layout[part]
+        array = self._bits(part, _WORDS[np.dtype(dtype).itemsize])
+        if part.startswith("meta"):
+            array = torch_tile.as_stored(array)
+        count = math.prod(sizes)
+        if array.size != count:
+            raise InvalidProblemError(
+                f"{part}: expected {count} words {dtype} for M = {self.shape.m}, K = {self.shape.k}, "
+                f"got {array.size}"
+            )
+        return canonical.array_module(array).ascontiguousarray(array.reshape(-1))
+
+    def values(self, part: str = "") -> Any:
+        """A part's elements (by default the first part's) as bits of exactly its layout's shape."""
+        part = part or next(iter(self.layout))
+        array = self._bits(part, self.shape.element)
+        if array.shape != self.layout[part][1]:
+            raise InvalidProblemError(
+                f"{part}: expected shape {list(self.layout[part][1])} for M = {self.shape.m}, "
+                f"K = {self.shape.k}, got {list(array.shape)}"
+            )
+        return array
+
+    def _bits(self, part: str, kind: ElementKind) -> Any:
+        view = TensorView.of(self.parts[part], element=kind, argument=part)
+        if view.device != self.device:
+            raise InvalidProblemError(f"{part}: expected memory on {self.device}, got {view.device}")
+        return view.bits()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A canonical weight on its way out: bits [m, k/2] and codes uint8 [m, k/4]."""
+
+    shape: WeightShape
+    values: Any
+    codes: Any
+
+    def typed(self, bits: Any) -> Any:
+        """A copy of ``bits`` as an array of the element's type."""
+        return TensorView.of(bits.copy(), element=self.shape.element).array()
+
+
+# The format ---------------------------------------------------------------------------------------
+
+
+class ForeignFormat(ABC):
+    """A foreign format: what it holds, and how a weight gets into it and out of it.
+
+    The class attributes say what: ``origin`` what writes and reads it; ``parts`` the tensors that
+    ``to_foreign`` returns, the values first, of which the ``optional`` ones needn't be given to
+    ``from_foreign``, but are checked against the others where they are; ``constraint`` in words which shapes
+    it holds; ``options`` which keywords it takes.
+    """
+
+    name: ClassVar[str]
+    origin: ClassVar[str]
+    elements: ClassVar[tuple[ElementKind, ...]]
+    parts: ClassVar[tuple[str, ...]]
+    constraint: ClassVar[str] = "K a multiple of 8"
+    optional: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[Mapping[str, Option]] = MappingProxyType({})
+
+    def fits(self, shape: WeightShape) -> bool:
+        """Whether it holds this shape, of one of its elements, with K a multiple of 8: ``constraint``."""
+        return True
+
+    @abstractmethod
+    def layout(self, shape: WeightShape) -> Layout:
+        """The type and shape of every part of a weight of this shape, the values first."""
+
+    @abstractmethod
+    def decode(self, found: Incoming) -> tuple[Any, Any]:
+        """Bits of the values [m, k/2], and codes uint8 [m, k/4] of any positions.
+
+        Raises InvalidProblemError for parts that don't fit the layout, FormatError (row and group) for
+        metadata that can't be meant.
+        """
+
+    @abstractmethod
+    def encode(self, out: Outgoing) -> Parts:
+        """The parts, as new arrays. Raises FormatError (row and group) for what the format can't express."""
+
+    def sizes(self, values: TensorView) -> tuple[int, int]:
+        """M and K as the first part's shape says, where the caller doesn't."""
+        if len(values.shape) != 2 or values.shape[1] % 4:
+            raise InvalidProblemError(
+                f"{self.parts[0]}: expected shape [M, K/2] with K a multiple of 8, "
+                f"got a tensor {list(values.shape)}"
+            )
+        return values.shape[0], 2 * values.shape[1]
+
+    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option's value: the one ``given``, checked, or the default where that is None or missing."""
+        for name, value in given.items():
+            if value is not None and name not in self.options:
+                raise InvalidProblemError(f"{name}: {self.name} takes no such option, got {shown(value)}")
+        return {
+            name: option.default if given.get(name) is None else option.check(name, given[name])
+            for name, option in self.options.items()
+        }
+
+    def shape_of(self, m: int, k: int, element: ElementKind, **options: Any) -> WeightShape:
+        """A weight's shape with the format's options, checked, or their defaults."""
+        settled = self.settle(options)
+        settled.pop("shape", None)
+        return WeightShape(m, k, element, settled)
+
+    def check(self, shape: WeightShape) -> None:
+        """Raise UnsupportedError for an element, InvalidProblemError for a shape that it can't hold."""
+        if shape.element not in self.elements:
+            raise UnsupportedError(f"{self.name} holds {', '.join(self.elements)}, got {shape.element}")
+        if shape.m < 0 or shape.k < 0 or shape.k % 8 or not self.fits(shape):
+            raise InvalidProblemError(
+                f"{self.name}: expected {self.constraint}; got M = {shape.m}, K = {shape.k}, {shape.element}"
+                + "".join(f", {name} = {value}" for name, value in shape.options.items())
+            )
+
+
+def row_major(shape: WeightShape) -> tuple[str, tuple[int, ...]]:
+    """The layout of values [M, K/2] in row-major order, as most formats have them."""
+    return VALUES, (shape.m, shape.k // 2)
