@@ -11,23 +11,32 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
-    "formats.convert": "from_foreign to_foreign",
+    "checkpoints.compress": "compress_checkpoint",
+    "checkpoints.convert": "convert_checkpoint",
+    "checkpoints.verify": "verify_checkpoint",
+    "device.tensors": "Device TensorView Workspace",
     "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
+    "formats.convert": "from_foreign to_foreign",
+    "gemm.args": "DgradSparse24Args GemmSparse24Args",
     "gemm.descriptor": "GemmSparse24Descriptor",
-    "gemm.plan": "BoundGemm DgradSparse24Args GemmSparse24Args GemmSparse24Plan explain",
-    "prepare.plan": "BoundPrepare CompressSparse24Args CompressSparse24Plan DecompressSparse24Args "
-    "DecompressSparse24Plan MaskSparse24Args MaskSparse24Plan PackSparse24Args PackSparse24Plan "
-    "PruneCompressSparse24Args PruneCompressSparse24Plan PruneSparse24Args PruneSparse24Plan "
-    "TilePruneSparse24Args TilePruneSparse24Plan UnpackSparse24Args",
+    "gemm.plan": "GemmSparse24Plan",
+    "gemm.tuned": "TuningTable TuningWarning",
+    "plan.bound": "Bound",
+    "plan.explanation": "Explanation KernelSku Verdict",
+    "plan.guarantee": "GuaranteeRequirement PrecisionGuarantee",
+    "plan.plan": "explain",
+    "plan.preference": "PlanPreference",
+    "prepare.args": "CompressSparse24Args DecompressSparse24Args MaskSparse24Args PackSparse24Args "
+    "PruneCompressSparse24Args PruneSparse24Args TilePruneSparse24Args UnpackSparse24Args",
     "prepare.descriptor": "CompressSparse24Descriptor DecompressSparse24Descriptor MaskSparse24Descriptor "
     "PackSparse24Descriptor PruneCompressSparse24Descriptor PruneSparse24Descriptor "
     "TilePruneSparse24Descriptor",
-    "device.tensors": "Device TensorView Workspace",
+    "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
+    "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "gemm.tuned": "TuningTable TuningWarning",
-    "vocab": "BackendKind DeviceProperties ElementKind EpilogueKind GuaranteeRequirement KernelSku "
-    "MaskLayout PlanPreference PrecisionGuarantee Tier TileRule",
+    "vocab": "ArchSku BackendKind DeviceProperties ElementKind EpilogueKind GemmOp MaskLayout MathPrecision "
+    "MatrixOrder OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.weight": "PackedWeight Sparse24Weight prune",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

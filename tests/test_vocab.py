@@ -38,7 +38,7 @@ from sparse24_plans import (
     WorkspaceTooSmallError,
     explain,
 )
-from sparse24_plans.gemm.plan import Explanation
+from sparse24_plans.plan.explanation import Explanation
 from sparse24_plans.vocab import ArchSku, GemmOp, MathPrecision, MatrixOrder, Model, OpCategory, ScaleKind
 
 # Enums --------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Cell:
     def peer_is_tuned(self) -> bool:
         """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
         properties = cuda_properties(0)
-        table, version = shipped(properties.name), cusparselt.tuning_version(properties)
+        table, version = shipped(properties.name), cusparselt.Kernel.tuning_version(properties)
         return any(
             name.startswith("cusparselt") and table.mismatch(entry, properties, version) is None
             for name, entry in table.find(self.desc).items()

@@ -24,8 +24,9 @@ import numpy as np
 from ..device.devices import home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..prepare.args import PruneCompressSparse24Args
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
-from ..prepare.plan import PruneCompressSparse24Args, PruneCompressSparse24Plan
+from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight
 from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo

@@ -11,8 +11,11 @@ import numpy as np
 
 from ..device.devices import resolve
 from ..device.tensors import TensorView, import_cupy
-from ..gemm.plan import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan
-from ..vocab import ElementKind, PlanPreference
+from ..gemm.args import GemmSparse24Args
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..plan.preference import PlanPreference
+from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
 from .compress import (
     META_SUFFIX,

@@ -31,19 +31,13 @@ from ..checkpoints.safetensors_file import SafetensorsReader, storage_errors
 from ..checkpoints.verify import Verification, verify_checkpoint
 from ..device.devices import resolve
 from ..errors import InvalidProblemError, Sparse24Error
-from ..gemm.plan import GemmSparse24Descriptor
+from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.tuned import TuningTable
+from ..plan.guarantee import GuaranteeRequirement
+from ..plan.preference import PlanPreference
 from ..tuning import search as tuning
 from ..tuning.search import Trials
-from ..vocab import (
-    BackendKind,
-    DeviceProperties,
-    ElementKind,
-    EpilogueKind,
-    GemmOp,
-    GuaranteeRequirement,
-    PlanPreference,
-)
+from ..vocab import BackendKind, DeviceProperties, ElementKind, EpilogueKind, GemmOp
 from . import inspection, rendering
 from .rendering import Json, console, print_json
 

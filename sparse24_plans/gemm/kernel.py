@@ -10,7 +10,6 @@ from ..weights.weight import PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .table import GemmRow
 
-
 MOST_STRIDES = 64
 """Pairs of row strides that a library's plans are kept for; the one that was used longest ago goes first."""
 

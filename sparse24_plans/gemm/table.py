@@ -119,7 +119,13 @@ ROWS: tuple[GemmRow, ...] = (
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=guarantees.mma_sp),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=guarantees.wgmma_sp_s8, elements=(S8,)),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
-    replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8_promoted", guarantee=guarantees.wgmma_sp_fp8_promoted, elements=(FP8,), promoted=True),
+    replace(
+        _WGMMA_SP_8BIT,
+        name="wgmma_sp_fp8_promoted",
+        guarantee=guarantees.wgmma_sp_fp8_promoted,
+        elements=(FP8,),
+        promoted=True,
+    ),
     # Where there is no wgmma.
     replace(_MMA_SP_MANY, name="mma_sp_batch", limits=limits.up_to(limits.few_tokens)),
     GemmRow(

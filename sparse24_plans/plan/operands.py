@@ -121,10 +121,12 @@ class OperandChecks:
         self._args_type = args_type
         known = {operand.argument for operand in operands}
         self._unknown = tuple(name for name in fields_of(args_type) if name not in known)
-        self._checks = tuple(_check_for(operand, alignment_of(operand.name), layout, home) for operand in operands)
+        self._checks = tuple(
+            _check_for(operand, alignment_of(operand.name), layout, home) for operand in operands
+        )
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
-        self._pairs = tuple(_apart(operands))
+        self._pairs = _pairs(operands, layout)
 
     def __call__(self, args: Args) -> Views:
         if type(args) is not self._args_type:
@@ -140,11 +142,8 @@ class OperandChecks:
         if self._needs_a_result and not any(result.name in views for result in self._results):
             names = " or ".join(result.argument for result in self._results)
             raise InvalidProblemError(f"{names}: expected at least one result, got None")
-        for out, other, may_be in self._pairs:
-            if out.name in views:
-                for name in _names_in(other, views):
-                    if not (may_be and views[out.name].address == views[name].address):
-                        _check_apart(out.argument, views[out.name], other.argument, views[name])
+        for pair in self._pairs:
+            pair.check(views)
         return views
 
 
@@ -181,7 +180,7 @@ class _TensorCheck:
             if operand.optional:
                 return
             raise InvalidProblemError(
-                f"{name}: expected a tensor {operand.element}{list(operand.shape)}, got None"
+                f"{name}: expected a tensor {operand.element}{list(operand.shape)}, got NoneType"
             )
         view = TensorView.of(given, element=self._raw, argument=name)
         if view.shape != operand.shape:
@@ -241,11 +240,11 @@ _PARTS = {CANONICAL_LAYOUT: ("values", "metadata")}
 _ONE_PART = ("packed",)
 
 
-def _names_in(operand: Operand, views: Views) -> tuple[str, ...]:
-    """The views that an operand has become."""
+def _views_of(operand: Operand, layout: str) -> tuple[str, ...]:
+    """The names of the views that an operand becomes."""
     if operand.role is not Role.WEIGHT:
-        return (operand.name,) if operand.name in views else ()
-    return tuple(name for name in (*_PARTS[CANONICAL_LAYOUT], *_ONE_PART) if name in views)
+        return (operand.name,)
+    return _PARTS.get(operand.layout or layout, _ONE_PART)
 
 
 class _WeightCheck:
@@ -253,7 +252,7 @@ class _WeightCheck:
 
     def __init__(self, operand: Operand, layout: str, alignment: int, home: Device) -> None:
         self._operand, self._layout, self._alignment, self._home = operand, layout, alignment, home
-        self._names = _PARTS.get(layout, _ONE_PART)
+        self._names = _views_of(operand, layout)
 
     def __call__(self, args: Args, views: Views) -> None:
         operand = self._operand
@@ -310,15 +309,33 @@ def check_alignment(name: str, address: int, alignment: int) -> None:
 # Overlaps -----------------------------------------------------------------------------------------
 
 
-def _apart(operands: tuple[Operand, ...]) -> list[tuple[Operand, Operand, bool]]:
-    """Pairs (result, other operand, whether both may be the same memory) that must not overlap."""
-    pairs = []
-    for at, out in enumerate(operands):
-        if out.role is Role.OUT:
-            for where, other in enumerate(operands):
-                if other is not out and not (other.role is Role.OUT and where > at):
-                    pairs.append((out, other, out.may_be == other.name))
-    return pairs
+class _Pair(NamedTuple):
+    """A result, and another operand that it must not overlap."""
+
+    result: Operand
+    other: Operand
+    views: tuple[str, ...]
+    """Of the other operand."""
+
+    def check(self, views: Views) -> None:
+        out = views.get(self.result.name)
+        if out is None:
+            return
+        for name in self.views:
+            other = views.get(name)
+            if other is not None and not (
+                self.result.may_be == self.other.name and out.address == other.address
+            ):
+                _check_apart(self.result.argument, out, self.other.argument, other)
+
+
+def _pairs(operands: tuple[Operand, ...], layout: str) -> tuple[_Pair, ...]:
+    return tuple(
+        _Pair(out, other, _views_of(other, layout))
+        for at, out in enumerate(operands)
+        for where, other in enumerate(operands)
+        if out.role is Role.OUT and other is not out and not (other.role is Role.OUT and where > at)
+    )
 
 
 def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:

@@ -25,7 +25,7 @@ from .descriptor import Descriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
-from .operands import Args, OperandChecks, Views, check_alignment, tensors_of
+from .operands import Args, OperandChecks, Remembered, Views, check_alignment, tensors_of
 from .preference import PlanPreference
 from .table import Considered, Row, choose, consider
 
@@ -36,7 +36,9 @@ PreferenceLike = PlanPreference | Mapping[str, Any] | None
 class Tuning(Protocol):
     """Measured configurations of kernels, for families whose kernels can be tuned. Hashable."""
 
-    def promises(self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties) -> dict[str, tuple[str, ...]]:
+    def promises(
+        self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
+    ) -> dict[str, tuple[str, ...]]:
         """Row -> flags of the guarantee that the self-test of its configuration has confirmed."""
         ...
 
@@ -84,9 +86,7 @@ class Plan:
     # Selection --------------------------------------------------------------------------------------
 
     @classmethod
-    def select(
-        cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None
-    ) -> Self:
+    def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None) -> Self:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there is
@@ -234,7 +234,8 @@ class Plan:
     def _launcher(self, args: Any, workspace: Any) -> Launch:
         if type(args) is not self._args_type:
             self._check(args)  # which refuses it
-        last = args._remembered.last
+        remembered: Remembered = args._remembered
+        last = remembered.last
         places = None
         if last is not None and last[0] is self:
             places = addresses_of((*self._tensors(args), workspace))
@@ -242,7 +243,7 @@ class Plan:
                 return last[2]
         views = self._check(args)
         launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
-        args._remembered.last = self, places, launch
+        remembered.last = self, places, launch
         return launch
 
     def _check_workspace(self, workspace: Any, views: Views) -> int:
@@ -263,10 +264,6 @@ class Plan:
             if space.address < view.end and view.address < space.address + needed:
                 raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
         return space.address
-
-    def _views(self, args: Any) -> Views:
-        """The checked operands, for what a family does beside running."""
-        return self._check(args)
 
 
 _PLAN_OF: dict[type[Descriptor], type[Plan]] = {}
@@ -309,14 +306,15 @@ def _explanation(
 
 @lru_cache(maxsize=4096)
 def _select(
-    cls: type[Plan],
+    cls: Any,
     descriptor: Descriptor,
     preference: PlanPreference,
     device: DeviceProperties,
-    tuning: Tuning | None,
+    tuning: Any,
 ) -> Plan:
     considered = cls._consider(descriptor, preference, device, tuning)
     row = choose(considered)
     configuration = tuning.configuration(descriptor, row, device) if tuning else {}
     tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
-    return cls(Choice(descriptor, device, row, preference, configuration), considered, tested)
+    plan: Plan = cls(Choice(descriptor, device, row, preference, configuration), considered, tested)
+    return plan

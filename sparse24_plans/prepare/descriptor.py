@@ -1,49 +1,37 @@
-"""Descriptors of the plans of prepare.py, and the operands that each asks for."""
+"""What is to be done to a weight: descriptors, and the operands that each asks for. W is [M, K]."""
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, Model, OpCategory, PrepareOp, TileRule
+from ..plan.descriptor import INT64_MAX, Descriptor
+from ..plan.operands import Operand, Role
+from ..vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, OpCategory, PrepareOp, TileRule
 from ..weights import packing
-from .table import ELEMENTS, SCORE_ELEMENTS
 
-_INT64_MAX = 2**63 - 1
+ELEMENTS = (
+    ElementKind.F32,
+    ElementKind.F16,
+    ElementKind.BF16,
+    ElementKind.S8,
+    ElementKind.U8,
+    ElementKind.FP8_E4M3,
+    ElementKind.FP8_E5M2,
+)
+"""The elements of weights that can be prepared."""
+SCORE_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
+"""The elements of scores."""
 NOTHING_FOUND = 2**64 - 1
 """The status of sound input. Else it is ``group << 8 | detail``; groups count through all rows."""
 
 
-class Role(Enum):
-    """What an operand is to a plan. ``WEIGHT``: a part of a weight object, which is read."""
-
-    IN = 0
-    OUT = 1
-    WEIGHT = 2
-
-
-class Operand(NamedTuple):
-    """One tensor: its name to the kernels, the field of the arguments that holds it, and what it must be."""
-
-    name: str
-    argument: str
-    role: Role
-    shape: tuple[int, ...]
-    element: ElementKind
-    optional: bool = False
-    may_be: str | None = None
-    """The operand whose memory this one may share, exactly."""
-    alignment: int = 1
-
-
-class PrepareDescriptor(Model):
+class PrepareDescriptor(Descriptor):
     """What the descriptors share: W [M, K] and its element."""
 
-    m: int = Field(ge=0, le=_INT64_MAX, strict=True)
-    k: int = Field(ge=0, le=_INT64_MAX, multiple_of=8, strict=True)
-    element: ElementKind
+    m: int = Field(ge=0, le=INT64_MAX, strict=True)
+    k: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
 
     category: ClassVar[OpCategory] = OpCategory.COMPRESS
 
@@ -51,42 +39,44 @@ class PrepareDescriptor(Model):
     def _sizes(self) -> PrepareDescriptor:
         if self.element not in ELEMENTS:
             raise ValueError(f"element: expected one of {', '.join(ELEMENTS)}, got {self.element}")
-        if self.m * self.k > _INT64_MAX // 16:
+        if self.m * self.k > INT64_MAX // 16:
             raise ValueError("m, k: expected fewer than 2^59 elements")
         return self
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         raise NotImplementedError
+
+    @property
+    def op_name(self) -> str:
+        return f"{self.op}_sparse24"
 
     @property
     def layout_id(self) -> str:
         """The layout of the weight that is made or read."""
         return CANONICAL_LAYOUT
 
-    def operands(self) -> tuple[Operand, ...]:
-        """Every operand, in the order of the arguments."""
-        raise NotImplementedError
-
     # Parts that several share.
 
     def _matrix(self, name: str, role: Role, *, optional: bool = False, may_be: str | None = None) -> Operand:
-        return Operand(name, name, role, (self.m, self.k), self.element, optional, may_be)
+        return Operand(name, role, (self.m, self.k), self.element, optional=optional, may_be=may_be)
 
-    def _kept(self, role: Role, argument: str | None = None) -> tuple[Operand, Operand]:
-        values, metadata = (self.m, self.k // 2), (self.m, self.k // 8)
+    def _results(self) -> tuple[Operand, Operand]:
         return (
-            Operand("values", argument or "values", role, values, self.element),
-            Operand("metadata", argument or "metadata", role, metadata, ElementKind.U16),
+            Operand("values", Role.OUT, (self.m, self.k // 2), self.element),
+            Operand("metadata", Role.OUT, (self.m, self.k // 8), ElementKind.U16),
         )
+
+    def _weight(self, name: str, layout: str) -> Operand:
+        return Operand(name, Role.WEIGHT, (self.m, self.k), self.element, layout=layout)
 
     def _mask(self, layout: MaskLayout, role: Role, *, optional: bool = False) -> Operand:
         rows, tiles = (self.m, self.k // 8), (self.m // 8, self.k // 8, 8)
         shape = rows if layout is MaskLayout.ROWS else tiles
-        return Operand("mask", "mask", role, shape, ElementKind.U8, optional)
+        return Operand("mask", role, shape, ElementKind.U8, optional=optional)
 
 
-_STATUS = Operand("status", "status", Role.OUT, (8,), ElementKind.U8, alignment=8)
+_STATUS = Operand("status", Role.OUT, (8,), ElementKind.U8, alignment=8)
 
 
 class _Scored(PrepareDescriptor):
@@ -102,7 +92,7 @@ class _Scored(PrepareDescriptor):
     def _scores(self) -> tuple[Operand, ...]:
         if self.scores is None:
             return ()
-        return (Operand("scores", "scores", Role.IN, (self.m, self.k), self.scores),)
+        return (Operand("scores", Role.IN, (self.m, self.k), self.scores),)
 
 
 class PruneSparse24Descriptor(_Scored):
@@ -124,7 +114,7 @@ class PruneSparse24Descriptor(_Scored):
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.PRUNE
 
     def operands(self) -> tuple[Operand, ...]:
@@ -140,22 +130,22 @@ class CompressSparse24Descriptor(PrepareDescriptor):
     """Compress W [M, K], which is 2:4 already; fields as of PruneSparse24Descriptor. -0.0 counts as zero."""
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.COMPRESS
 
     def operands(self) -> tuple[Operand, ...]:
-        return (self._matrix("dense", Role.IN), *self._kept(Role.OUT), _STATUS)
+        return (self._matrix("dense", Role.IN), *self._results(), _STATUS)
 
 
 class PruneCompressSparse24Descriptor(_Scored):
     """Prune and compress W [M, K] in one pass; fields and rules as of PruneSparse24Descriptor."""
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.PRUNE_COMPRESS
 
     def operands(self) -> tuple[Operand, ...]:
-        return (self._matrix("dense", Role.IN), *self._kept(Role.OUT), *self._scores())
+        return (self._matrix("dense", Role.IN), *self._results(), *self._scores())
 
 
 class DecompressSparse24Descriptor(PrepareDescriptor):
@@ -164,17 +154,17 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
     category: ClassVar[OpCategory] = OpCategory.DECOMPRESS
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.DECOMPRESS
 
     def operands(self) -> tuple[Operand, ...]:
-        return (*self._kept(Role.WEIGHT, "weight"), self._matrix("dense", Role.OUT))
+        return (self._weight("weight", CANONICAL_LAYOUT), self._matrix("dense", Role.OUT))
 
 
 class PackSparse24Descriptor(PrepareDescriptor):
     """A weight [M, K] of f16, bf16, s8 or fp8_e4m3 from the canonical form to its element's tiles, or back.
 
-    ``direction`` is ``pack`` or ``unpack``; packing.py has the layouts. The other fields as of
+    ``direction`` is ``pack`` or ``unpack``; weights/packing.py has the layouts. The other fields as of
     PruneSparse24Descriptor.
     """
 
@@ -183,7 +173,7 @@ class PackSparse24Descriptor(PrepareDescriptor):
     category: ClassVar[OpCategory] = OpCategory.PACK
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp(self.direction)
 
     @property
@@ -191,12 +181,14 @@ class PackSparse24Descriptor(PrepareDescriptor):
         return packing.layout_of(self.element).layout_id
 
     def operands(self) -> tuple[Operand, ...]:
-        back = self.direction == "unpack"
-        shape, u8 = packing.layout_of(self.element).packed_shape(self.m, self.k), ElementKind.U8
-        packed = Operand("packed", "packed", Role.WEIGHT if back else Role.OUT, shape, u8)
-        if back:
-            return (packed, *self._kept(Role.OUT), _STATUS)
-        return (*self._kept(Role.WEIGHT, "weight"), packed)
+        layout = packing.layout_of(self.element)
+        if self.op is PrepareOp.UNPACK:
+            return (self._weight("packed", layout.layout_id), *self._results(), _STATUS)
+        shape = layout.packed_shape(self.m, self.k)
+        return (
+            self._weight("weight", CANONICAL_LAYOUT),
+            Operand("packed", Role.OUT, shape, ElementKind.U8),
+        )
 
 
 class TilePruneSparse24Descriptor(PrepareDescriptor):
@@ -206,21 +198,21 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
     """
 
     rule: TileRule = TileRule.GREEDY_MAGNITUDE
-    m: int = Field(ge=0, le=_INT64_MAX, multiple_of=8, strict=True)
+    m: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.TILE_PRUNE
 
     def operands(self) -> tuple[Operand, ...]:
         values_t, metadata_t = (self.k, self.m // 2), (self.k, self.m // 8)
         return (
             self._matrix("dense", Role.IN),
-            *self._kept(Role.OUT),
-            Operand("values_t", "values_t", Role.OUT, values_t, self.element),
-            Operand("metadata_t", "metadata_t", Role.OUT, metadata_t, ElementKind.U16),
+            *self._results(),
+            Operand("values_t", Role.OUT, values_t, self.element),
+            Operand("metadata_t", Role.OUT, metadata_t, ElementKind.U16),
             self._mask(MaskLayout.TILES, Role.OUT),
         )
 
@@ -243,7 +235,7 @@ class MaskSparse24Descriptor(PrepareDescriptor):
         return self
 
     @property
-    def kind(self) -> PrepareOp:
+    def op(self) -> PrepareOp:
         return PrepareOp.MASK
 
     def operands(self) -> tuple[Operand, ...]:

@@ -21,16 +21,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..device.devices import resolve
 from ..errors import DriverError, InvalidProblemError, UnsupportedError
-from ..gemm import table as registry
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.table import ROWS, GemmRow, find
 from ..gemm.tuned import TunedKernel, TuningTable
-from ..vocab import DeviceProperties, PlanPreference
+from ..plan.preference import PlanPreference
+from ..plan.table import consider
+from ..vocab import DeviceProperties
 
 LEAST_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
@@ -55,18 +56,13 @@ class Trials:
     """None where no configuration was right."""
 
 
-def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[registry.KernelSpec]:
-    """The rows of the registry that can be tuned and serve the problem: the first one of each backend."""
-    rows = registry.consider(desc, PlanPreference(), device)
-    first: dict[str, registry.KernelSpec] = {}
-    for row in rows:
-        if row.reason is None:
-            first.setdefault(row.spec.backend, row.spec)
-    return [spec for spec in first.values() if hasattr(_module(spec), "candidates")]
-
-
-def _module(spec: registry.KernelSpec) -> Any:
-    return import_module(f"sparse24_plans.gemm.backends.{spec.backend}")
+def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmRow]:
+    """The rows of the table that can be tuned and serve the problem: the first one of each backend."""
+    first: dict[str, GemmRow] = {}
+    for one in consider(ROWS, desc, PlanPreference(), device):
+        if one.reason is None:
+            first.setdefault(one.row.backend, one.row)
+    return [row for row in first.values() if row.kernel.tunable]
 
 
 def tune(
@@ -78,7 +74,7 @@ def tune(
 ) -> TuningTable:
     """Measure on the device, in other processes; the table is for it alone.
 
-    ``kernels`` are names of registry rows, all that can be tuned by default; a problem that one doesn't serve
+    ``kernels`` are names of rows of the table, all that can be tuned by default; a problem that one doesn't serve
     is left out for it. Problems have the epilogue ``identity`` and no scales.
 
     Raises
@@ -99,8 +95,8 @@ def tune(
     tuner = _Tuner(properties)
     try:
         entries = []
-        for problem, spec in jobs:
-            trials = tuner.search(problem, spec)
+        for problem, row in jobs:
+            trials = tuner.search(problem, row)
             if trials.chosen is not None:
                 entries.append(trials.chosen)
             if on_trials is not None:
@@ -113,17 +109,17 @@ def tune(
 
 def _jobs(
     problems: Iterable[GemmSparse24Descriptor], kernels: Sequence[str] | None, device: DeviceProperties
-) -> list[tuple[GemmSparse24Descriptor, registry.KernelSpec]]:
+) -> list[tuple[GemmSparse24Descriptor, GemmRow]]:
     """Problems of one weight next to each other, so that it is made and packed once."""
     for name in kernels or ():
-        spec = registry.find(name)
-        if spec is None or not hasattr(_module(spec), "candidates"):
+        row = find(name)
+        if row is None or not row.kernel.tunable:
             raise InvalidProblemError(f"kernels: expected rows that can be tuned, got {name!r}")
     jobs = [
-        (problem, spec)
+        (problem, row)
         for problem in dict.fromkeys(problems)
-        for spec in tunable(problem, device)
-        if kernels is None or spec.name in kernels
+        for row in tunable(problem, device)
+        if kernels is None or row.name in kernels
     ]
     return sorted(jobs, key=lambda job: (job[0].element.value, job[0].m * job[0].k, job[0].m))
 
@@ -142,25 +138,25 @@ class _Tuner:
             self._worker.close()
             self._worker = None
 
-    def search(self, problem: GemmSparse24Descriptor, spec: registry.KernelSpec) -> Trials:
-        fatal = self._fatal.setdefault((spec.name, problem.element, problem.out_element), [])
+    def search(self, problem: GemmSparse24Descriptor, row: GemmRow) -> Trials:
+        fatal = self._fatal.setdefault((row.name, problem.element, problem.out_element), [])
         known: list[dict[str, Any]] = [{"configuration": dict(one), "us": None} for one in fatal]
         answer = None
         while answer is None:
             answer = self._ask(
-                {"do": "search", "kernel": spec.name, "problem": _json(problem), "known": known}, known
+                {"do": "search", "kernel": row.name, "problem": _json(problem), "known": known}, known
             )
             if answer is None:
                 fatal.append(known[-1]["configuration"])
         times = [(configuration, us) for configuration, us in answer["times"]]
         right = sum(item["us"] is not None for item in known)
-        trials = Trials(problem, spec.name, right, len(known) - right - len(fatal), list(fatal))
+        trials = Trials(problem, row.name, right, len(known) - right - len(fatal), list(fatal))
         configuration, best, default = choose(times)
         if configuration is not None:
-            promises = self._self_test(problem, spec, configuration)
+            promises = self._self_test(problem, row, configuration)
             trials.chosen = TunedKernel(
-                kernel=spec.name,
-                version=_module(spec).tuning_version(self._device),
+                kernel=row.name,
+                version=row.kernel.tuning_version(self._device),
                 problem=problem,
                 configuration=configuration,
                 promises=promises,
@@ -170,12 +166,12 @@ class _Tuner:
         return trials
 
     def _self_test(
-        self, problem: GemmSparse24Descriptor, spec: registry.KernelSpec, configuration: Configuration
+        self, problem: GemmSparse24Descriptor, row: GemmRow, configuration: Configuration
     ) -> tuple[str, ...]:
-        found = self._ask(_self_test(problem, spec.name, configuration, repeat=True), [])
+        found = self._ask(_self_test(problem, row.name, configuration, repeat=True), [])
         if found is None or not found["sound"]:
             return ()
-        self._digests[spec.name, problem] = found["digest"]
+        self._digests[row.name, problem] = found["digest"]
         return ("deterministic",)
 
     def confirm(self, entries: list[TunedKernel]) -> list[TunedKernel]:

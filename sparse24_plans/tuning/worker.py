@@ -12,7 +12,6 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,13 @@ import numpy as np
 from ..device.devices import cuda_properties
 from ..device.tensors import TensorView, import_cupy
 from ..errors import Sparse24Error, UnsupportedError
-from ..gemm import table as registry
+from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.plan import GemmSparse24Args, GemmSparse24Plan
-from ..gemm.tuned import TunableBackend, TunedKernel, TuningTable
-from ..vocab import ElementKind, MatrixOrder, PlanPreference, ScaleKind
+from ..gemm.plan import GemmSparse24Plan
+from ..gemm.table import GemmRow, find
+from ..gemm.tuned import TunedKernel, TuningTable
+from ..plan.preference import PlanPreference
+from ..vocab import ElementKind, MatrixOrder, ScaleKind
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .timing import Contender, capture, copies_beyond_l2, elapsed_us, time_contenders
 
@@ -120,13 +121,10 @@ class Problem:
 
     def plan(self, kernel: str, configuration: Configuration) -> GemmSparse24Plan:
         """The kernel in the configuration. Raises UnsupportedError where it refuses."""
-        spec = registry.find(kernel)
-        assert spec is not None
-        backend: TunableBackend = import_module(f"sparse24_plans.gemm.backends.{spec.backend}")  # type: ignore[assignment]
-        device = self._properties
+        row, device = _row(kernel), self._properties
         entry = TunedKernel(
             kernel=kernel,
-            version=backend.tuning_version(device),
+            version=row.kernel.tuning_version(device),
             problem=self.desc,
             configuration=configuration,
             microseconds=1,
@@ -135,11 +133,11 @@ class Problem:
         plan = GemmSparse24Plan.select(
             self.desc,
             device=device.ordinal,
-            preference=PlanPreference(prefer_backend=spec.backend),
+            preference=PlanPreference(prefer_backend=row.backend),
             tuning=TuningTable(device.name, device.driver or "", [entry]),
         )
         if plan.explain().chosen != kernel:
-            raise UnsupportedError(f"{kernel}: another row of {spec.backend} is chosen")
+            raise UnsupportedError(f"{kernel}: another row of {row.backend} is chosen")
         return plan
 
     def plans(self, kernel: str, configurations: list[Configuration]) -> list[GemmSparse24Plan | None]:
@@ -155,11 +153,7 @@ class Problem:
             return list(pool.map(made, configurations))
 
     def candidates(self, kernel: str) -> list[Configuration]:
-        spec = registry.find(kernel)
-        assert spec is not None
-        backend = import_module(f"sparse24_plans.gemm.backends.{spec.backend}")
-        found: list[Configuration] = backend.candidates(self.desc, self._properties)
-        return found
+        return _row(kernel).kernel.candidates(self.desc, self._properties)
 
     def launches(self, plan: GemmSparse24Plan) -> list[Any]:
         """A launcher a copy of the weight; not bound, since a bound plan may be a graph of its own."""
@@ -229,6 +223,12 @@ class Problem:
         self.launches(plan)[0](0)
         import_cupy().cuda.Device().synchronize()
         return self._y.copy()
+
+
+def _row(name: str) -> GemmRow:
+    row = find(name)
+    assert row is not None
+    return row
 
 
 def _ordered(shape: tuple[int, int], element: ElementKind, order: MatrixOrder) -> Array:

@@ -209,7 +209,7 @@ class TestMmaSp:
 
 
 def test_weight_that_is_none(case):
-    rejected(case, replace(case.args, weight=None), InvalidProblemError, "weight", "PackedWeight")
+    rejected(case, replace(case.args, weight=None), InvalidProblemError, "weight", "Sparse24Weight")
     with pytest.raises(InvalidProblemError, match="Sparse24Weight"):
         case.plan.pack(np.zeros((M, K)))
 

@@ -35,7 +35,7 @@ from sparse24_plans import (
 from sparse24_plans._vendor import cusparselt_abi as abi
 from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.device.devices import cuda_properties
-from sparse24_plans.gemm import table as registry
+from sparse24_plans.gemm import table
 from sparse24_plans.gemm.backends import cusparselt
 from sparse24_plans.gemm.tuned import EMPTY, TunedKernel, TuningTable, shipped
 from sparse24_plans.tuning import worker as tuning_worker
@@ -489,7 +489,7 @@ def test_ten_thousand_plans_leave_no_memory_behind():
 
     desc, device = descriptor("bf16", epilogue="bias_relu"), cuda_properties(0)
 
-    spec = registry.find("cusparselt")
+    spec = table.find("cusparselt")
 
     def cycles(count: int) -> None:
         for _ in range(count):
@@ -509,6 +509,6 @@ def test_a_library_without_kernels_for_the_gpu(monkeypatch):
         raise LibraryError("cusparseLtInit", abi.ARCH_MISMATCH, "ARCH_MISMATCH")
 
     monkeypatch.setattr(abi, "handle", refuse)
-    spec = registry.find("cusparselt")
+    spec = table.find("cusparselt")
     with pytest.raises(BackendUnavailableError, match="pip install"):
         cusparselt.Kernel(descriptor("bf16"), cuda_properties(0), spec, FORCED)

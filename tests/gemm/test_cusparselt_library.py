@@ -21,7 +21,8 @@ from sparse24_plans import (
 )
 from sparse24_plans._vendor import cusparselt_abi as abi
 from sparse24_plans._vendor.library_error import LibraryError
-from sparse24_plans.gemm import table as registry
+from sparse24_plans.gemm import table
+from sparse24_plans.plan.table import choose, consider
 
 PREFIX = "cusparseLt"
 
@@ -162,16 +163,16 @@ def test_versions_that_serve(version):
     ],
 )
 def test_a_missing_or_wrong_library_says_what_to_install(version, words):
-    rows = registry.consider(DESC, FORCED, hopper(version))
+    rows = consider(table.ROWS, DESC, FORCED, hopper(version))
     with pytest.raises(BackendUnavailableError) as caught:
-        registry.choose(rows)
+        choose(rows)
     for word in (*words, "pip install", "sparse24_plans[cusparselt12]", "[cusparselt13]"):
         assert word in str(caught.value)
 
 
 def test_a_wrong_architecture_is_not_something_to_install():
     turing = hopper("0.8.0").model_copy(update={"compute_capability": (7, 5)})
-    rows = {row.spec.name: row for row in registry.consider(DESC, FORCED, turing)}
+    rows = {row.row.name: row for row in consider(table.ROWS, DESC, FORCED, turing)}
     assert "needs compute capability (8, 0), got (7, 5)" in rows["cusparselt"].reason
     assert not rows["cusparselt"].unavailable
 

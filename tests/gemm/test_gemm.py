@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, UnsupportedError
 from sparse24_plans.gemm.backends import wgmma_sp
+from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
 from ..support import ELEMENTS, EPILOGUES, make_case, same_bits
 
 gpu = pytest.mark.gpu
 STRICT = PlanPreference(require={"batch_invariant": True})
-KERNELS = [
+ROWS = [
     pytest.param("host", PlanPreference(), id="host_blas"),
     pytest.param("host", STRICT, id="host_strict"),
     pytest.param(0, PlanPreference(prefer_backend="inflate_cublas"), id="inflate_cublas", marks=gpu),
@@ -31,7 +32,7 @@ KERNELS = [
         marks=gpu,
     ),
 ]
-kernels = pytest.mark.parametrize(("device", "preference"), KERNELS)
+kernels = pytest.mark.parametrize(("device", "preference"), ROWS)
 
 
 def run_and_check(desc: GemmSparse24Descriptor, device, preference, **options) -> None:
@@ -150,7 +151,7 @@ def test_any_problem(device, preference, shape, element, op, alpha, pad, seed):
 
 
 @gpu
-@pytest.mark.parametrize("preference", [p.values[1] for p in KERNELS[2:]], ids=[p.id for p in KERNELS[2:]])
+@pytest.mark.parametrize("preference", [p.values[1] for p in ROWS[2:]], ids=[p.id for p in ROWS[2:]])
 @pytest.mark.parametrize(("n", "m", "k"), [(200, 4096, 4096), (1000, 1536, 384), (16, 4096, 14336)])
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
 def test_model_sized(preference, n, m, k, op):
@@ -167,7 +168,9 @@ def test_every_cut_of_mma_sp(n, m, k):
 
 
 WGMMA_CUTS = [
-    (n, cut) for n in (1, 13, 60, 200, 1030) for cut in (*wgmma_sp.cuts(n), *wgmma_sp.one_block_cuts(n, 8))
+    (n, cut)
+    for n in (1, 13, 60, 200, 1030)
+    for cut in (*schedules.schedules_for(n), *schedules.one_block_schedules(n, 8))
 ]
 
 
@@ -181,7 +184,7 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
     With m odd the rows of y begin anywhere.
     """
     element = ("f16", "bf16")[WGMMA_CUTS.index((n, cut)) % 2]
-    monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
+    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row: cut)
     alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64  # of its own: plans are cached
     out = "f32" if out_f32 else element
     desc = GemmSparse24Descriptor(
@@ -194,8 +197,8 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
 @pytest.mark.parametrize("n", [1, 7, 16, 33])
 def test_launches_of_wgmma_sp_that_overlap(monkeypatch, n):
     """More blocks than fit at once, of kernels that start before the one in front of them has ended."""
-    for index, cut in enumerate(wgmma_sp.cuts(n)):
-        monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors, cut=cut: cut)
+    for index, cut in enumerate(schedules.schedules_for(n)):
+        monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row, cut=cut: cut)
         alpha = 1 + index / 64  # of its own: plans are cached
         desc = GemmSparse24Descriptor(n=n, m=28672, k=1024, element="bf16", alpha=alpha)
         case = make_case(desc, 0, PlanPreference(prefer_backend="wgmma_sp"))

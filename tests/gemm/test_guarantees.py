@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, GuaranteeRequirement, PlanPreference
-from sparse24_plans.gemm.table import KERNELS
+from sparse24_plans.gemm.table import ROWS
 
 from ..support import ELEMENTS, make_case, same_bits
 
@@ -43,7 +43,7 @@ PREFERENCE = {
 
 
 def test_every_row_is_listed_here():
-    assert set(PREFERENCE) == {spec.name for spec in KERNELS}
+    assert set(PREFERENCE) == {spec.name for spec in ROWS}
 
 
 def promising(
@@ -56,7 +56,7 @@ def promising(
     problem = GemmSparse24Descriptor(n=1, m=8, k=8, element="bf16")
     combinations = [
         pytest.param(spec.name, element, op, marks=[] if spec.on_host else [gpu])
-        for spec in KERNELS
+        for spec in ROWS
         if getattr(spec.guarantee(problem), flag) == value and spec.backend != "cusparselt"
         for element in elements
         for op in ops
@@ -82,7 +82,7 @@ def medium(row: str) -> dict[str, int]:
 
 
 def serves(row: str, element: str = "bf16", op: str = "forward") -> bool:
-    spec = next(spec for spec in KERNELS if spec.name == row)
+    spec = next(spec for spec in ROWS if spec.name == row)
     return element in spec.elements and op in spec.ops
 
 
@@ -253,7 +253,7 @@ def test_max_error_bound_is_a_filter():
 
 
 def test_error_bound_is_gamma_n():
-    strict = next(spec for spec in KERNELS if spec.name == "host_strict")
+    strict = next(spec for spec in ROWS if spec.name == "host_strict")
     forward = strict.guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element="f32"))
     dgrad = strict.guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element="f32", op="dgrad"))
     u = 2.0**-24

@@ -21,6 +21,8 @@ from sparse24_plans import (
     TensorView,
     Workspace,
 )
+from sparse24_plans.device.tensors import HOST
+from sparse24_plans.plan.operands import OperandChecks
 
 from ..device.tensor_likes import Torchlike
 from ..support import make_case, same_bits
@@ -52,13 +54,13 @@ class Setup:
     def run(self, **options: object) -> int:
         """How often the operands were checked in one run, whose result is right."""
         self.y.array[...] = np.nan
-        with mock.patch.object(GemmSparse24Plan, "_check", autospec=True, side_effect=CHECK) as check:
+        with mock.patch.object(OperandChecks, "__call__", autospec=True, side_effect=CHECK) as check:
             self.plan.run(self.args, **options)
         np.testing.assert_allclose(self.y.array, self.exact(), rtol=1e-4, atol=1e-5)
         return check.call_count
 
 
-CHECK = GemmSparse24Plan._check
+CHECK = OperandChecks.__call__
 
 
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
@@ -96,7 +98,7 @@ def test_a_tensor_that_no_longer_fits_is_refused(change, words):
 
 def test_another_workspace_is_checked():
     setup = Setup()
-    space = Workspace(4096, 0, setup.plan._place)
+    space = Workspace(4096, 0, HOST)
     setup.run(), setup.run()
     assert [setup.run(), setup.run(workspace=space), setup.run(workspace=space), setup.run()] == [0, 1, 0, 1]
     with pytest.raises(InvalidProblemError, match="workspace: expected"):

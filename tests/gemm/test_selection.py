@@ -26,7 +26,8 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.gemm import table as registry
+from sparse24_plans.gemm import table
+from sparse24_plans.plan import table as plan_table
 from sparse24_plans.vocab import ArchSku, GemmOp, MathPrecision, OpCategory
 
 from ..test_vocab import requirements
@@ -64,10 +65,10 @@ def chosen(
     return explain(desc, preference=PlanPreference(**preference), device=device).chosen
 
 
-def choose(device: DeviceProperties, **preference: object) -> registry.KernelSpec:
+def choose(device: DeviceProperties, **preference: object) -> table.GemmRow:
     """What ``select`` does before it compiles."""
     wanted = PlanPreference(**preference)
-    return registry.choose(registry.consider(PROBLEM, wanted, device))
+    return plan_table.choose(plan_table.consider(table.ROWS, PROBLEM, wanted, device))
 
 
 # The order of the table ---------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_unsupported_lists_the_reason_of_every_row(device, preference):
     answer = explain(PROBLEM, preference=PlanPreference(**preference), device=device)
     with pytest.raises(UnsupportedError) as caught:
         choose(device, **preference)
-    assert len(answer.rows) == len(registry.KERNELS)
+    assert len(answer.rows) == len(table.ROWS)
     for name, _, reason in answer.rows:
         assert f"{name}: {reason}" in str(caught.value)
 
@@ -258,7 +259,7 @@ places = st.sampled_from(PLACES)
 def test_every_row_can_serve_or_says_why_not_and_the_first_that_can_is_chosen(desc, preference, device):
     answer = explain(desc, preference=preference, device=device)
     assert [(name, backend) for name, backend, _ in answer.rows] == [
-        (spec.name, spec.backend) for spec in registry.KERNELS
+        (spec.name, spec.backend) for spec in table.ROWS
     ]
     assert all(reason is None or reason.strip() for _, _, reason in answer.rows)
     assert answer.chosen == next((name for name, _, reason in answer.rows if reason is None), None)
@@ -271,7 +272,7 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(desc, preference, device
     able = {
         name for name, _, reason in explain(desc, preference=preference, device=device).rows if reason is None
     }
-    for spec in registry.KERNELS:
+    for spec in table.ROWS:
         if spec.name not in able:
             continue
         guarantee, require = spec.guarantee(desc), preference.require
@@ -298,7 +299,7 @@ def test_allow_sm90a_touches_only_rows_that_need_it(desc, preference, device):
         explain(desc, preference=preference.model_copy(update={"allow_sm90a": flag}), device=device).rows
         for flag in (True, False)
     ]
-    for spec, with_it, without in zip(registry.KERNELS, *answers, strict=True):
+    for spec, with_it, without in zip(table.ROWS, *answers, strict=True):
         if spec.arch is not ArchSku.SM90A:
             assert with_it == without
 
@@ -433,7 +434,7 @@ def test_an_explanation_reads_as_one_line_a_row():
     lines = str(explain(PROBLEM, device=HOPPER)).splitlines()
     assert lines[0] == "device: cuda:0 (invented sm_90)"
     assert lines[1] == "chosen: inflate_cublas"
-    assert len(lines) == 2 + len(registry.KERNELS)
+    assert len(lines) == 2 + len(table.ROWS)
     by_row = {line.split()[0]: line for line in lines[2:]}
     assert by_row["inflate_cublas"] == "  inflate_cublas (inflate_cublas): chosen"
     assert (
@@ -468,7 +469,7 @@ def test_an_explanation_is_plain_json():
 @pytest.mark.parametrize("descriptor", [None, "f32", {"n": 1, "m": 8, "k": 8, "element": "f32"}])
 def test_what_is_no_descriptor(descriptor):
     for ask in (explain, GemmSparse24Plan.select):
-        with pytest.raises(InvalidProblemError, match="descriptor: expected GemmSparse24Descriptor"):
+        with pytest.raises(InvalidProblemError, match="descriptor: expected"):
             ask(descriptor, device="host")
 
 
@@ -495,14 +496,14 @@ def test_what_is_no_device(device):
 
 
 def test_every_row_has_a_name_of_its_own_and_a_backend_module():
-    folder = Path(registry.__file__).parent / "backends"
-    names = [spec.name for spec in registry.KERNELS]
+    folder = Path(table.__file__).parent / "backends"
+    names = [spec.name for spec in table.ROWS]
     assert len(set(names)) == len(names)
-    for spec in registry.KERNELS:
+    for spec in table.ROWS:
         assert (folder / f"{spec.backend}.py").is_file()
 
 
-@pytest.mark.parametrize("spec", registry.KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", table.ROWS, ids=lambda spec: spec.name)
 def test_a_row_serves_somewhere_and_guarantees_for_all_it_serves(spec):
     device = HOST if spec.tier == "host" else gpu_of(*spec.min_compute_capability)
     for element in spec.elements:

@@ -15,6 +15,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.gemm.backends import wgmma_sp
+from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
 from ..support import EPILOGUES, make_case, same_bits
 
@@ -96,7 +97,7 @@ def test_scales(element, out, scale_x, scale_w, n):
         assert same_bits(got, make_case(desc, "host", ORACLE).run())
 
 
-EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in wgmma_sp.cuts(n)]
+EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in schedules.schedules_for(n)]
 
 
 @gpu
@@ -104,7 +105,7 @@ EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in wgmma_sp.c
 @pytest.mark.parametrize("odd", [0, 1])
 def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
     """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
-    monkeypatch.setattr(wgmma_sp, "cut_of", lambda desc, spec, multiprocessors: cut)
+    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row: cut)
     rng = np.random.default_rng(n)
     m, k = 1000 + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd, 3344  # an m of its own: plans are cached
     x, dense = (rng.integers(120, 128, shape).astype(np.int8) for shape in ((n, k), (m, k)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,10 @@ from sparse24_plans import (
     TileRule,
     UnpackSparse24Args,
 )
-from sparse24_plans.prepare.descriptor import PrepareDescriptor, Role
+from sparse24_plans.plan.operands import Operand, Role
+from sparse24_plans.prepare.descriptor import PrepareDescriptor
+from sparse24_plans.vocab import CANONICAL_LAYOUT
+from sparse24_plans.weights.packing import layout_of
 
 from ..support import Guarded, synchronize
 
@@ -88,6 +92,20 @@ def kernel_descriptors(*, few: bool) -> list[PrepareDescriptor]:
     return made
 
 
+def parts_of(operand: Operand) -> list[Operand]:
+    """The operand itself; of a weight the buffers that it consists of."""
+    if operand.role is not Role.WEIGHT:
+        return [operand]
+    m, k = operand.shape
+    if operand.layout == CANONICAL_LAYOUT:
+        parts = {"values": ((m, k // 2), operand.element), "metadata": ((m, k // 8), ElementKind.U16)}
+    else:
+        parts = {"packed": (layout_of(operand.element).packed_shape(m, k), ElementKind.U8)}
+    return [
+        replace(operand, name=name, shape=shape, element=element) for name, (shape, element) in parts.items()
+    ]
+
+
 class PrepareCase:
     """A plan and its operands: inputs as given, results poisoned, guard bytes round each.
 
@@ -106,7 +124,8 @@ class PrepareCase:
         self.guarded: dict[str, Guarded] = {}
         self.written = []
         given: dict[str, Any] = {}
-        for operand in desc.operands():
+        tensors = [part for operand in desc.operands() for part in parts_of(operand)]
+        for operand in tensors:
             if operand.name in without:
                 continue
             memory = Guarded((int(np.prod(operand.shape)),), operand.element, device)
@@ -126,7 +145,7 @@ class PrepareCase:
         if "weight" in given:
             given["weight"] = [Sparse24Weight(*given["weight"], element=desc.element, validate=False)]
         self.args = args(**{name: views[0] for name, views in given.items()})
-        self.shapes = {operand.name: operand.shape for operand in desc.operands()}
+        self.shapes = {operand.name: operand.shape for operand in tensors}
 
     def run(self, stream: Any = None) -> dict[str, np.ndarray]:
         self.plan.run(self.args, stream=stream)

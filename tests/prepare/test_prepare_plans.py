@@ -26,9 +26,9 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     UnsupportedError,
 )
-from sparse24_plans.gemm import table as registry
-from sparse24_plans.prepare import table as prepare_registry
-from sparse24_plans.prepare.descriptor import Role
+from sparse24_plans.plan.operands import Role
+from sparse24_plans.plan.table import choose, consider
+from sparse24_plans.prepare import table
 from sparse24_plans.vocab import PrepareOp
 
 from .prepare_cases import ELEMENTS, PLANS, PrepareCase, equal
@@ -47,7 +47,7 @@ DESCRIPTORS = (
     MaskSparse24Descriptor(m=M, k=K, element="f16"),
     MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
 )
-every_descriptor = pytest.mark.parametrize("desc", DESCRIPTORS, ids=lambda d: f"{d.kind}-{d.element}")
+every_descriptor = pytest.mark.parametrize("desc", DESCRIPTORS, ids=lambda d: f"{d.op}-{d.element}")
 
 
 def case_of(desc, device) -> PrepareCase:
@@ -114,7 +114,7 @@ def test_a_wrong_field_of_one_kind_is_named(kind, change, field):
 def test_a_plan_says_what_it_is(desc, device):
     plan = PLANS[type(desc)][0].select(desc, device=device)
     assert plan is PLANS[type(desc)][0].select(desc, device=device)
-    assert plan.sku.op == f"{desc.kind}_sparse24"
+    assert plan.sku.op == f"{desc.op}_sparse24"
     assert (
         plan.sku.category
         == {
@@ -126,7 +126,7 @@ def test_a_plan_says_what_it_is(desc, device):
             "decompress": "decompress",
             "pack": "pack",
             "unpack": "pack",
-        }[desc.kind]
+        }[desc.op]
     )
     assert plan.sku.backend == ("host" if device == "host" else "prepare")
     assert plan.sku.element == desc.element
@@ -138,7 +138,7 @@ def test_a_plan_says_what_it_is(desc, device):
 
 @every_descriptor
 def test_every_promise_is_made(desc):
-    promised = prepare_registry.guarantee(desc)
+    promised = table.guarantee(desc)
     assert promised.deterministic
     assert promised.bit_stable_on_same_hardware
     assert promised.bit_stable_across_hardware
@@ -148,14 +148,14 @@ def test_every_promise_is_made(desc):
 @every_descriptor
 def test_one_row_serves_each_place(desc):
     for place in (H200, DeviceProperties(kind="host")):
-        rows = prepare_registry.consider(desc, PlanPreference(), place)
-        assert [row.spec.on_host for row in rows if row.reason is None] == [place.kind == "host"]
+        rows = consider(table.ROWS, desc, PlanPreference(), place)
+        assert [row.row.on_host for row in rows if row.reason is None] == [place.kind == "host"]
 
 
 @pytest.mark.parametrize("op", PrepareOp)
 def test_every_op_is_served_on_the_host_and_on_a_gpu(op):
     for on_host in (True, False):
-        assert any(op in spec.ops for spec in prepare_registry.KERNELS if spec.on_host == on_host)
+        assert any(op in spec.ops for spec in table.ROWS if spec.on_host == on_host)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_every_op_is_served_on_the_host_and_on_a_gpu(op):
     ],
 )
 def test_why_nothing_serves(preference, device, reason):
-    rows = prepare_registry.consider(DESCRIPTORS[0], PlanPreference(**preference), device)
+    rows = consider(table.ROWS, DESCRIPTORS[0], PlanPreference(**preference), device)
     with pytest.raises(UnsupportedError, match=reason):
-        registry.choose(rows)
+        choose(rows)
 
 
-@pytest.mark.parametrize("element", [e for e in ELEMENTS if e not in prepare_registry.PACKED_ELEMENTS])
+@pytest.mark.parametrize("element", [e for e in ELEMENTS if e not in table.PACKED_ELEMENTS])
 def test_only_elements_with_a_layout_are_packed(element):
     desc = PackSparse24Descriptor(m=M, k=K, element=element)
     with pytest.raises(UnsupportedError, match=f"serves elements f16, bf16, s8, fp8_e4m3, not {element}"):
@@ -184,10 +184,10 @@ def test_only_elements_with_a_layout_are_packed(element):
     [(PruneSparse24Descriptor, 1 << 29, 1 << 29), (TilePruneSparse24Descriptor, 1 << 25, 1 << 25)],
 )
 def test_what_overflows_the_grid_is_unsupported(kind, m, k):
-    rows = prepare_registry.consider(kind(m=m, k=k, element="f32"), PlanPreference(), H200)
+    rows = consider(table.ROWS, kind(m=m, k=k, element="f32"), PlanPreference(), H200)
     assert any("exceed the grid limit" in (row.reason or "") for row in rows)
     with pytest.raises(UnsupportedError):
-        registry.choose(rows)
+        choose(rows)
 
 
 def test_wrong_descriptors_and_preferences():
@@ -300,7 +300,7 @@ def test_wrong_arguments_objects(desc, device):
     for wrong in (None, {}, GemmSparse24Descriptor(n=1, m=M, k=K, element="f32")):
         rejected(case, wrong, InvalidProblemError, "args", type(wrong).__name__)
     for field in fields(case.args):
-        optional = desc.kind is PrepareOp.PRUNE and field.name in ("pruned", "mask")
+        optional = desc.op is PrepareOp.PRUNE and field.name in ("pruned", "mask")
         missing = field.name == "scores" and getattr(desc, "scores", None) is None
         if not (optional or missing):
             rejected(case, replace(case.args, **{field.name: None}), InvalidProblemError, field.name)

@@ -33,7 +33,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.cli import app as cli
 from sparse24_plans.gemm import plan as gemm
-from sparse24_plans.gemm import table as registry
+from sparse24_plans.gemm import table
 from sparse24_plans.gemm.backends import cusparselt, mma_sp, wgmma_sp
 from sparse24_plans.gemm.tuned import EMPTY, TunedKernel, shipped
 from sparse24_plans.tuning import search as tuning
@@ -253,7 +253,7 @@ def test_a_tuned_plan_is_never_slower_than_the_default():
 
 def test_the_shipped_configurations_are_for_rows_that_serve():
     for one in SHIPPED.entries:
-        wanted = PlanPreference(prefer_backend=registry.find(one.kernel).backend)
+        wanted = PlanPreference(prefer_backend=table.find(one.kernel).backend)
         assert explain(one.problem, preference=wanted, device=H200).chosen == one.kernel
         assert set(one.configuration) <= {"algorithm", "split_k", "split_k_mode", "split_k_buffers"}
 
@@ -270,7 +270,7 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
     found = mma_sp.candidates(desc, H200)
     assert len({tuple(one.values()) for one in found}) == len(found)
     with mock.patch.object(mma_sp, "load") as load:
-        spec = registry.find("mma_sp")
+        spec = table.find("mma_sp")
         for configuration in found:
             mma_sp.Kernel(desc, H200, spec, PlanPreference(), configuration)
             asked = load.call_args.args[4]
@@ -284,7 +284,7 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
 @pytest.mark.parametrize("row", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_promoted"])
 def test_a_row_of_wgmma_sp_refuses_cuts_that_break_its_promises(monkeypatch, n, row):
     monkeypatch.setattr(wgmma_sp, "load", lambda *args, **options: None)
-    spec = registry.find(row)
+    spec = table.find(row)
     element = "fp8_e4m3" if row.endswith("promoted") else "bf16"
     desc = GemmSparse24Descriptor(n=n, m=8192, k=4096, element=element)
     kept = []
@@ -306,7 +306,7 @@ def test_where_there_is_one_cut_there_are_no_candidates():
 def test_rows_that_can_be_tuned():
     names = [spec.name for spec in tuning.tunable(DESC, H200)]
     assert {"mma_sp", "cusparselt"} <= set(names)
-    backends = [registry.find(name).backend for name in names]
+    backends = [table.find(name).backend for name in names]
     assert len(set(backends)) == len(backends)
     ragged = tuning.tunable(DESC.model_copy(update={"n": 9}), H200)
     assert "cusparselt" not in [spec.name for spec in ragged]
@@ -493,7 +493,7 @@ def test_a_real_search():
     for one in found.entries:
         assert one.microseconds <= one.default_microseconds
         assert "deterministic" in one.promises
-    backends = [registry.find(one.kernel).backend for one in found.entries]
+    backends = [table.find(one.kernel).backend for one in found.entries]
     for backend in backends:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

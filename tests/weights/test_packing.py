@@ -192,8 +192,8 @@ def wgmma_tiles(tiles: np.ndarray, x: np.ndarray, element: ElementKind) -> np.nd
     return out
 
 
-KERNELS = {"mma": mma_tiles, "wgmma": wgmma_tiles}
-every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+ROWS = {"mma": mma_tiles, "wgmma": wgmma_tiles}
+every_kernel = pytest.mark.parametrize("kernel", ROWS)
 
 
 def model_gemm(packed: PackedWeight, x: np.ndarray, kernel: str) -> np.ndarray:
@@ -207,7 +207,7 @@ def model_gemm(packed: PackedWeight, x: np.ndarray, kernel: str) -> np.ndarray:
     for n in range(n_tiles):
         rows = slice(n * N_TILE, (n + 1) * N_TILE)
         x_tiles = padded[rows].reshape(N_TILE, kt, TILE_K).swapaxes(0, 1)
-        product = KERNELS[kernel](tiles, x_tiles, packed.element)
+        product = ROWS[kernel](tiles, x_tiles, packed.element)
         out[:, rows] = product.sum(1).reshape(mt * TILE_M, N_TILE)
     assert not out[packed.m :].any(), "padding rows of W gave something"
     assert not out[:, x.shape[0] :].any()
@@ -292,10 +292,10 @@ def tile():
     """One packed tile, X, and a function: how many of the given variants of the tile multiply alike."""
     x = np.random.default_rng(7).integers(-1000, 1001, (N_TILE, TILE_K)).astype(np.float64)
     packed = tiles_of(integer_weight(64, 128, "f16", seed=3))[0, 0]
-    right = {name: kernel(packed, x, ElementKind.F16) for name, kernel in KERNELS.items()}
+    right = {name: kernel(packed, x, ElementKind.F16) for name, kernel in ROWS.items()}
 
     def unnoticed(variants: np.ndarray, kernel: str = "mma") -> int:
-        products = KERNELS[kernel](variants, x, ElementKind.F16)
+        products = ROWS[kernel](variants, x, ElementKind.F16)
         return int((products == right[kernel]).all((-1, -2)).sum())
 
     assert unnoticed(packed[None], "mma") == unnoticed(packed[None], "wgmma") == 1

@@ -17,7 +17,7 @@ from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView, import_cupy
-from ...errors import BackendUnavailableError, MisalignedOperandError, UnsupportedError
+from ...errors import BackendUnavailableError, UnsupportedError
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views, line_stride
 from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind

@@ -65,7 +65,12 @@ class Kernel(GemmKernel):
         self._epilogue = None
         if not self._fused or not desc.reduction:
             self._epilogue = load(
-                "gemm/inflate_cublas.cu", "epilogue_rows", _THREADS, device, type_defines(desc), _EpilogueParameters
+                "gemm/inflate_cublas.cu",
+                "epilogue_rows",
+                _THREADS,
+                device,
+                type_defines(desc),
+                _EpilogueParameters,
             )
         self._budget = _SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:

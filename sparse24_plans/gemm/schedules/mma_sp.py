@@ -114,7 +114,9 @@ def schedule_of(
     """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate."""
     if configuration:
         if dict(configuration) not in candidates(desc, device):
-            raise UnsupportedError(f"configuration: mma_sp has no schedule {dict(configuration)} for the problem")
+            raise UnsupportedError(
+                f"configuration: mma_sp has no schedule {dict(configuration)} for the problem"
+            )
         return _schedule(desc.n, desc.m, **configuration)
     if folds(device):
         return best_schedule(desc.n, desc.m, device.multiprocessors)

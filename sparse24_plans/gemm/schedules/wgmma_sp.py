@@ -138,6 +138,8 @@ def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Sched
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
     """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
     found = dict.fromkeys(
-        schedules_for(desc.n) + one_block_schedules(desc.n, slices_of(desc.m)) + one_block_schedules(desc.n, 1)
+        schedules_for(desc.n)
+        + one_block_schedules(desc.n, slices_of(desc.m))
+        + one_block_schedules(desc.n, 1)
     )
     return [schedule._asdict() for schedule in found]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ...device.tensors import TensorView
-from ...vocab import DeviceProperties
-from ...weights.inflate import ALIGNMENT, Inflate
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Views
+from ...weights.inflate import Inflate
 from ..descriptor import DecompressSparse24Descriptor
+from ..kernel import PrepareKernel
 
 
-class Kernel:
-    alignment = ALIGNMENT
-    launches = 1
+class Kernel(PrepareKernel[DecompressSparse24Descriptor]):
     details = "one vector of 16 dense bytes a step"
 
-    def __init__(self, desc: DecompressSparse24Descriptor, device: DeviceProperties) -> None:
-        self._desc = desc
-        self._inflate = Inflate(desc.element, device)
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self._inflate = Inflate(self.descriptor.element, choice.device)
 
-    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
-        if self._desc.m * self._desc.k == 0:
-            return lambda stream: None
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        if self.descriptor.m * self.descriptor.k == 0:
+            return nothing
         return self._inflate.bind(views["values"], views["metadata"], views["dense"].address)

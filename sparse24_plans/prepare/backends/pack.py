@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 from ...device.jit.launcher import load
-from ...device.tensors import TensorView
-from ...vocab import DeviceProperties, PrepareOp
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Views
+from ...vocab import PrepareOp
 from ...weights.packing import layout_of
 from ..descriptor import PackSparse24Descriptor
-from .prune import element_defines, reset_then
+from ..kernel import PrepareKernel, element_defines, reset_then
 
 _THREADS = 256
 
@@ -28,29 +29,28 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-class Kernel:
-    alignment = 16
-
-    def __init__(self, desc: PackSparse24Descriptor, device: DeviceProperties) -> None:
-        self._desc = desc
+class Kernel(PrepareKernel[PackSparse24Descriptor]):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc = self.descriptor
         down, across, _ = layout_of(desc.element).packed_shape(desc.m, desc.k)
         self._blocks = down * across
-        self._checks = desc.kind is PrepareOp.UNPACK
-        self.launches = 2 if self._checks else 1
-        self.details = f"{desc.kind}, {self._blocks} tiles"
+        self._reports = desc.op is PrepareOp.UNPACK
+        self.launches = 2 if self._reports else 1
+        self.details = f"{desc.op}, {self._blocks} tiles"
         self._function = load(
             "prepare/pack.cu",
-            str(desc.kind),
+            str(desc.op),
             _THREADS,
-            device,
+            choice.device,
             element_defines(desc.element),
             _Parameters,
         )
 
-    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+    def launcher(self, views: Views, workspace: int) -> Launch:
         names = ("values", "metadata", "packed", "status")
         at = [views[name].address if name in views else 0 for name in names]
-        kernel: Callable[[int], None] = lambda stream: None  # noqa: E731
+        kernel: Launch = nothing
         if self._blocks:
-            kernel = self._function.bind(self._blocks, _Parameters(*at, self._desc.m, self._desc.k))
-        return reset_then(views["status"], kernel) if self._checks else kernel
+            kernel = self._function.bind(self._blocks, _Parameters(*at, self.descriptor.m, self.descriptor.k))
+        return reset_then(views["status"], kernel) if self._reports else kernel

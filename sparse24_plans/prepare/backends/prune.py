@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 from ...device.jit.codes import ELEMENT_CODES
 from ...device.jit.launcher import load
-from ...device.tensors import TensorView, import_cupy
-from ...vocab import DeviceProperties, ElementKind, MaskLayout, PrepareOp
-from ...weights import canonical
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Views
+from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ..descriptor import MaskSparse24Descriptor, PrepareDescriptor
+from ..kernel import PrepareKernel, element_defines, reset_then
 from ..table import BLOCK_BYTES
 
 _THREADS = 256
-_STATUS_BYTES = 8
-_INTEGERS = {ElementKind.U8: 0, ElementKind.S8: 1}
-_FLOAT = 2  # S24_SIGN_MAGNITUDE
 
 
 class _Parameters(ctypes.Structure):
@@ -36,60 +34,26 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-def element_defines(element: ElementKind) -> dict[str, int]:
-    """The macros that prepare/groups.cuh asks for."""
-    return {
-        "WIDTH": element.itemsize,
-        "NUMBER": _INTEGERS.get(element, _FLOAT),
-        "FIRST_NAN": canonical.FIRST_NAN.get(element, 0),
-    }
-
-
-def reset_then(status: TensorView, kernel: Callable[[int], None]) -> Callable[[int], None]:
-    """``kernel`` behind a fill of the status with ones, which say that nothing was found."""
-    fill = import_cupy().cuda.runtime.memsetAsync
-
-    def launch(stream: int) -> None:
-        fill(status.address, 0xFF, _STATUS_BYTES, stream)
-        kernel(stream)
-
-    return launch
-
-
-class Kernel:
-    alignment = 16
-
-    def __init__(self, desc: PrepareDescriptor, device: DeviceProperties) -> None:
-        self._desc = desc
-        self._kind = desc.kind
-        name = str(self._kind)
-        if isinstance(desc, MaskSparse24Descriptor):
-            name = "mask_by_tiles" if desc.layout is MaskLayout.TILES else "mask_by_rows"
-        scores = getattr(desc, "scores", None)
-        self.launches = 2 if self._kind is PrepareOp.COMPRESS else 1
+class Kernel(PrepareKernel[PrepareDescriptor]):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc = self.descriptor
+        name = entry_of(desc)
+        self._reports = desc.op is PrepareOp.COMPRESS
+        self.launches = 2 if self._reports else 1
         self._blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
         self.details = f"{name}, {self._blocks} blocks"
-        self._function = load(
-            "prepare/prune.cu",
-            name,
-            _THREADS,
-            device,
-            {
-                **element_defines(desc.element),
-                "SCORES": -1 if scores is None else ELEMENT_CODES[scores],
-            },
-            _Parameters,
-        )
+        self._function = load("prepare/prune.cu", name, _THREADS, choice.device, defines(desc), _Parameters)
 
-    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+    def launcher(self, views: Views, workspace: int) -> Launch:
         kernel = self._bind(views)
-        return reset_then(views["status"], kernel) if self._kind is PrepareOp.COMPRESS else kernel
+        return reset_then(views["status"], kernel) if self._reports else kernel
 
-    def _bind(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+    def _bind(self, views: Views) -> Launch:
         if self._blocks == 0:
-            return lambda stream: None
+            return nothing
         at = {name: view.address for name, view in views.items()}
-        reads_mask = self._kind is PrepareOp.MASK
+        reads_mask = self.descriptor.op is PrepareOp.MASK
         return self._function.bind(
             self._blocks,
             _Parameters(
@@ -101,7 +65,20 @@ class Kernel:
                 values=at.get("values", 0),
                 metadata=at.get("metadata", 0),
                 status=at.get("status", 0),
-                cells=self._desc.m * self._desc.k,
-                row_cells=self._desc.k,
+                cells=self.descriptor.m * self.descriptor.k,
+                row_cells=self.descriptor.k,
             ),
         )
+
+
+def entry_of(desc: PrepareDescriptor) -> str:
+    """The kernel of the file that serves the op."""
+    if isinstance(desc, MaskSparse24Descriptor):
+        return "mask_by_tiles" if desc.layout is MaskLayout.TILES else "mask_by_rows"
+    return str(desc.op)
+
+
+def defines(desc: PrepareDescriptor) -> dict[str, int]:
+    """Macros of the kernel for one descriptor."""
+    scores: ElementKind | None = getattr(desc, "scores", None)
+    return {**element_defines(desc.element), "SCORES": -1 if scores is None else ELEMENT_CODES[scores]}

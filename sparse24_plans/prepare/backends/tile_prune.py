@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 from ...device.jit.launcher import load
-from ...device.tensors import TensorView
-from ...vocab import DeviceProperties, ElementKind, TileRule
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.operands import Views
+from ...vocab import ElementKind, TileRule
 from ..descriptor import TilePruneSparse24Descriptor
+from ..kernel import PrepareKernel, element_defines
 from ..table import SQUARE_SIDE
-from .prune import element_defines
 
 _THREADS = 256
 _RULES = {
@@ -44,7 +45,7 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-def _defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
+def defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
     defines = {**element_defines(desc.element), **_RULES[desc.rule]}
     if desc.rule is TileRule.OPTIMAL and desc.element in _FLOATS:
         mantissa, bias, has_inf = _FLOATS[desc.element]
@@ -52,21 +53,19 @@ def _defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
     return defines
 
 
-class Kernel:
-    alignment = 16
-    launches = 1
-
-    def __init__(self, desc: TilePruneSparse24Descriptor, device: DeviceProperties) -> None:
-        self._desc = desc
+class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc = self.descriptor
         self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
         self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
         self._function = load(
-            "prepare/tile_prune.cu", "tile_prune", _THREADS, device, _defines(desc), _Parameters
+            "prepare/tile_prune.cu", "tile_prune", _THREADS, choice.device, defines(desc), _Parameters
         )
 
-    def prepare(self, views: dict[str, TensorView]) -> Callable[[int], None]:
+    def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
-            return lambda stream: None
+            return nothing
         names = ("dense", "values", "metadata", "values_t", "metadata_t", "mask")
         at = [views[name].address for name in names]
-        return self._function.bind(self._blocks, _Parameters(*at, self._desc.m, self._desc.k))
+        return self._function.bind(self._blocks, _Parameters(*at, self.descriptor.m, self.descriptor.k))

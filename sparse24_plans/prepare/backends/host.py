@@ -1,4 +1,4 @@
-"""Preparing weights on the host, in NumPy: the array code of canonical.py and tiles.py behind plans."""
+"""Preparing weights on the host, in NumPy: the array code of weights/ behind plans."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ...device.tensors import TensorView
-from ...vocab import DeviceProperties, MaskLayout, PrepareOp
-from ...weights import canonical, tiles
+from ...device.streams import Launch
+from ...device.tensors import HOST, TensorView
+from ...plan.kernel import Choice
+from ...plan.kernel import Kernel as BaseKernel
+from ...plan.operands import Views
+from ...vocab import MaskLayout, PrepareOp
+from ...weights import canonical, packing, tiles
+from ...weights.weight import PackedWeight, Sparse24Weight
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
-Views = dict[str, TensorView]
 
 
 def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None) -> None:
@@ -23,27 +27,27 @@ def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None)
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
 
 
-class Kernel:
-    alignment = 1
-    launches = 1
+class Kernel(BaseKernel[PrepareDescriptor]):
     details = "NumPy"
 
-    def __init__(self, desc: PrepareDescriptor, device: DeviceProperties) -> None:
-        self._desc = desc
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
         self._act: Callable[[Views], None] = {
             PrepareOp.PRUNE: self._prune,
             PrepareOp.COMPRESS: self._compress,
             PrepareOp.PRUNE_COMPRESS: self._prune_compress,
             PrepareOp.DECOMPRESS: self._decompress,
+            PrepareOp.PACK: self._pack,
+            PrepareOp.UNPACK: self._unpack,
             PrepareOp.TILE_PRUNE: self._tile_prune,
             PrepareOp.MASK: self._mask,
-        }[desc.kind]
+        }[self.descriptor.op]
 
-    def prepare(self, views: Views) -> Callable[[int], None]:
+    def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._act(views)
 
     def _steps(self) -> Any:
-        return canonical.row_steps(self._desc.m, self._desc.k, True)
+        return canonical.row_steps(self.descriptor.m, self.descriptor.k, True)
 
     def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
         """Codes [groups] of the cells to keep."""
@@ -51,7 +55,7 @@ class Kernel:
             with np.errstate(invalid="ignore"):  # widening a signalling NaN
                 keys = canonical.score_keys(views["scores"].array()[rows])
         else:
-            keys = canonical.magnitude_keys(bits, self._desc.element)
+            keys = canonical.magnitude_keys(bits, self.descriptor.element)
         codes: Array = canonical.rank_codes(keys)
         return codes
 
@@ -61,7 +65,9 @@ class Kernel:
             codes = self._codes(dense[rows], views, rows)
             if "mask" in views:
                 halves = canonical.masks_of_codes(codes).reshape(-1, 2)
-                views["mask"].bits()[rows] = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, self._desc.k // 8)
+                views["mask"].bits()[rows] = (halves[:, 0] | halves[:, 1] << 4).reshape(
+                    -1, self.descriptor.k // 8
+                )
             if "pruned" in views:
                 kept = canonical.gather(dense[rows], codes)
                 views["pruned"].bits()[rows] = canonical.scatter(kept, codes)
@@ -72,7 +78,7 @@ class Kernel:
             self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
 
     def _compress(self, views: Views) -> None:
-        desc, dense = self._desc, views["dense"].bits()
+        desc, dense = self.descriptor, views["dense"].bits()
         first = None
         for rows in self._steps():
             masks = canonical.occupancy(dense[rows], desc.element)
@@ -84,7 +90,7 @@ class Kernel:
 
     def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
         views["values"].bits()[rows] = canonical.gather(bits, codes)
-        views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self._desc.k)
+        views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self.descriptor.k)
 
     def _decompress(self, views: Views) -> None:
         values, metadata = views["values"].bits(), views["metadata"].bits()
@@ -93,7 +99,7 @@ class Kernel:
             views["dense"].bits()[rows] = canonical.scatter(values[rows], codes)
 
     def _tile_prune(self, views: Views) -> None:
-        desc, bits = self._desc, views["dense"].bits()
+        desc, bits = self.descriptor, views["dense"].bits()
         assert isinstance(desc, TilePruneSparse24Descriptor)
         masks = tiles.choose(bits, desc.element, desc.rule)
         keep = tiles.kept(masks)
@@ -104,7 +110,7 @@ class Kernel:
         views["mask"].bits()[...] = tiles.to_bytes(masks)
 
     def _mask(self, views: Views) -> None:
-        desc, bits = self._desc, views["dense"].bits()
+        desc, bits = self.descriptor, views["dense"].bits()
         assert isinstance(desc, MaskSparse24Descriptor)
         mask = views["mask"].bits()
         if desc.layout is MaskLayout.TILES:
@@ -112,3 +118,18 @@ class Kernel:
         else:
             keep = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
         views["masked"].bits()[...] = np.where(keep, bits, bits.dtype.type(0))
+
+    def _pack(self, views: Views) -> None:
+        weight = Sparse24Weight(
+            views["values"], views["metadata"], element=self.descriptor.element, validate=False
+        )
+        views["packed"].bits()[...] = packing.pack(weight).buffers[0].bits()
+
+    def _unpack(self, views: Views) -> None:
+        desc = self.descriptor
+        layout, tiles = packing.layout_of(desc.element), views["packed"]
+        packed = PackedWeight(layout.layout_id, desc.m, desc.k, desc.element, HOST, (tiles,))
+        values, metadata = packing.unpack_tiles(layout, tiles.bits(), packed)
+        views["values"].bits()[...] = values
+        views["metadata"].bits()[...] = metadata
+        write_status(views["status"], desc.k, canonical.first_invalid(metadata))
