@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..vocab import ElementKind
 from .base import VALUES as VALUES
-from .base import WeightShape
+from .base import WeightShape as WeightShape
 from .table import FORMATS
 
 
