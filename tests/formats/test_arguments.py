@@ -28,7 +28,8 @@ def square(name: str) -> Sparse24Weight:
     return weight_of(random_bits(np.random.default_rng(1), 128, 128, name, element), element)
 
 
-PARTS = {name: to_foreign(name, square(name)) for name in FORMATS}
+SQUARES = {name: square(name) for name in FORMATS}
+PARTS = {name: to_foreign(name, SQUARES[name]) for name in FORMATS}
 SIZED = {name: {"shape": (128, 128)} if "shape" in known.options else {} for name, known in FORMATS.items()}
 
 
@@ -85,7 +86,7 @@ def test_part_names(key, other):
 def test_parts_of_any_mapping_and_none_for_what_is_absent():
     parts = {**PARTS["torch_tile"], "packed_t": None, "meta_t": None, "bitmask": None}
     back = from_foreign("torch_tile", UserDict(parts))
-    assert same_bits(back.values, square("torch_tile").values)
+    assert same_bits(back.values, SQUARES["torch_tile"].values)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -149,7 +150,7 @@ def test_options_that_a_format_doesnt_take(option, value):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_on_its_way_out_has_its_own_shape(name):
     with refused("shape: to_foreign takes no such option"):
-        to_foreign(name, square(name), shape=(128, 128))
+        to_foreign(name, SQUARES[name], shape=(128, 128))
 
 
 # Two sizes ----------------------------------------------------------------------------------------
@@ -214,8 +215,8 @@ def test_sizes_out_of_range(where, name, sizes):
 )
 def test_two_sizes(where, name, sizes):
     back = with_sizes(where, name, sizes)
-    assert same_bits(back.values, square(name).values)
-    assert same_bits(back.metadata, square(name).metadata)
+    assert same_bits(back.values, SQUARES[name].values)
+    assert same_bits(back.metadata, SQUARES[name].metadata)
 
 
 @pytest.mark.parametrize("sizes", [(8.9, 8.9), (HUGE, 8), "ab", None], ids=kind)
@@ -290,5 +291,5 @@ def test_nothing_but_typed_errors(data):
     read = outcome(lambda: from_foreign(asked, parts, **options))
     assert isinstance(read, Sparse24Weight) or 0 < len(str(read)) < 500
     options.pop("shape", None)
-    written = outcome(lambda: to_foreign(asked, square(name), **options))
+    written = outcome(lambda: to_foreign(asked, SQUARES[name], **options))
     assert isinstance(written, dict) or 0 < len(str(written)) < 500
