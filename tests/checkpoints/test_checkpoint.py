@@ -23,14 +23,10 @@ from sparse24_plans import (
     StorageError,
     prune,
 )
-from sparse24_plans.checkpoints.compress import (
-    DEFAULT_EXCLUDE,
-    compress_checkpoint,
-    iter_weights,
-    load_weight,
-    save_weights,
-)
+from sparse24_plans.checkpoints.compress import compress_checkpoint
+from sparse24_plans.checkpoints.selection import DEFAULT_EXCLUDE
 from sparse24_plans.checkpoints.verify import verify_checkpoint
+from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight, save_weights
 
 from ..support import same_bits
 from .checkpoints import (
@@ -407,7 +403,7 @@ def test_a_checkpoint_is_not_compressed_onto_itself(files, link):
     before = source.read_bytes()
     if link is not None:
         link(source, out)
-    with pytest.raises(InvalidProblemError, match="destination: expected another file than the source"):
+    with pytest.raises(InvalidProblemError, match="destination: expected another path than the source"):
         compress_checkpoint(source, out if link else source)
     assert source.read_bytes() == before
 

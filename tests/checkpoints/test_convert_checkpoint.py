@@ -21,9 +21,12 @@ from sparse24_plans import (
     UnsupportedError,
     prune,
 )
-from sparse24_plans.checkpoints.compress import DTYPES, compress_checkpoint, iter_weights, load_weight
-from sparse24_plans.checkpoints.convert import CHECKPOINT_FORMATS, convert_checkpoint
+from sparse24_plans.checkpoints.checkpoint_format import CHECKPOINT_FORMATS
+from sparse24_plans.checkpoints.compress import compress_checkpoint
+from sparse24_plans.checkpoints.convert import convert_checkpoint
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader
+from sparse24_plans.checkpoints.streaming import DTYPES
+from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight
 from sparse24_plans.formats.convert import FORMATS, to_foreign
 
 from ..support import same_bits
@@ -363,7 +366,7 @@ BROKEN_BITMASK = {
     "bitmask of another type": (swap("w.bitmask", np.zeros((16, 4), np.float32)), "bitmask: expected u8"),
     "three bits": (bits_of("w.bitmask", 0x73), r"got 3 \(row 0, group 1\)"),
     "another shape": (swap("w.shape", np.array([[32], [16]])), "shape: expected .16, 32."),
-    "a shape that overflows": (swap("w.shape", np.array([[2**62], [2**62]])), "shape: expected .16, 32."),
+    "a shape that overflows": (swap("w.shape", np.array([[2**62], [2**62]])), "shape: expected"),
     "values of one axis": (swap("w.compressed", np.zeros(256, np.float16)), r"expected \[M, K/2\]"),
     "values of doubles": (swap("w.compressed", np.zeros((16, 16))), "w.compressed: expected a type of"),
     "K not a multiple of 8": (swap("w.compressed", np.zeros((16, 6), np.float16)), "K a multiple of 8"),
@@ -388,7 +391,7 @@ BROKEN_NOTES = {
     "a list": ("[1, 2]", "expected a JSON shape"),
     "another format": ('{"format": "tilelang", "shape": [32, 64]}', "the file says 'tilelang'"),
     "larger than the file": ('{"format": "cusparselt_sm90", "shape": [64, 64]}', "expected the values of"),
-    "giant": (f'{{"format": "cusparselt_sm90", "shape": [{2**40}, {2**40}]}}', "K a multiple of 8"),
+    "giant": (f'{{"format": "cusparselt_sm90", "shape": [{2**40}, {2**40}]}}', "expected the values of"),
     "negative": ('{"format": "cusparselt_sm90", "shape": [-32, -64]}', "K a multiple of 8"),
     "smaller": ('{"format": "cusparselt_sm90", "shape": [32, 32]}', "expected the values of"),
 }
