@@ -17,9 +17,9 @@ import numpy as np
 
 from .._vendor import compressed_tensors
 from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..formats.base import VALUES, ForeignFormat, WeightShape
 from ..formats.convert import from_foreign, to_foreign
-from ..formats.foreign import FORMATS, ForeignFormat
-from ..formats.parts import VALUES, WeightShape, weight_shape
+from ..formats.table import FORMATS
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
@@ -220,9 +220,7 @@ class ForeignCheckpoint(CheckpointFormat):
         return infos
 
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        takes_tile = self._tile_k is not None and "tile_k" in self._known.options
-        parts = to_foreign(self.name, weight, tile_k=self._tile_k if takes_tile else None)
-        for part, array in parts.items():
+        for part, array in to_foreign(self.name, weight, **self._shape(layer).options).items():
             yield f"{self.prefix_of(layer.name)}.{part}", array
 
     def check(self, layer: Layer) -> None:
@@ -232,12 +230,11 @@ class ForeignCheckpoint(CheckpointFormat):
             raise type(error)(f"{shown(layer.name)}: {error}") from error
 
     def note(self, metadata: dict[str, str], layer: Layer) -> None:
-        shape = self._shape(layer)
-        options = {name: getattr(shape, name) for name in self._known.options if name != "shape"}
-        write_note(metadata, layer, format=self.name, **options)
+        write_note(metadata, layer, format=self.name, **self._shape(layer).options)
 
     def _shape(self, layer: Layer) -> WeightShape:
-        return weight_shape(layer.m, layer.k, layer.element, self._tile_k, None)
+        options = {"tile_k": self._tile_k} if "tile_k" in self._known.options else {}
+        return self._known.shape_of(layer.m, layer.k, layer.element, **options)
 
     def _layer(self, model: ModelReader, prefix: str) -> Layer:
         """The weight whose parts' names start with ``prefix``: by its note, or else by its values."""
@@ -260,7 +257,7 @@ class ForeignCheckpoint(CheckpointFormat):
         else:
             complaint = f"expected [M, K/2] with K a multiple of 8, got {list(values.shape)}"
             raise broken(shard, prefix, f"{shown(values.name)}: {complaint}")
-        _, sizes = known.layout(weight_shape(m, k, element, None, None))[known.parts[0]]
+        _, sizes = known.layout(known.shape_of(m, k, element))[known.parts[0]]
         if math.prod(sizes) * element.itemsize != values.nbytes:
             complaint = f"expected the values of {[m, k]}, got {list(values.shape)}"
             raise broken(shard, prefix, f"{shown(values.name)}: {complaint}")
