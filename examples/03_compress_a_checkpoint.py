@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from sparse24_plans import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan
-from sparse24_plans.checkpoints.compress import compress_checkpoint, iter_weights, load_weight
+from sparse24_plans.checkpoints.compress import compress_checkpoint
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from sparse24_plans.checkpoints.verify import verify_checkpoint
+from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight
 
 
 def write_checkpoint(path: Path) -> None:

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from sparse24_plans import FormatError, Sparse24Weight, from_foreign, prune, to_foreign
-from sparse24_plans.checkpoints.compress import iter_weights
 from sparse24_plans.checkpoints.convert import convert_checkpoint
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from sparse24_plans.checkpoints.weights_file import iter_weights
 from sparse24_plans.formats.convert import FORMATS
 
 rng = np.random.default_rng(0)

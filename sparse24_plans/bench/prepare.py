@@ -36,7 +36,7 @@ from .. import (
 from ..prepare.table import PACKED_ELEMENTS
 from ..tuning.timing import Contender, Launch, copies_beyond_l2, time_contenders
 from ..tuning.worker import random_bits
-from ..weights.packing import layout_of
+from ..weights.layouts import layout_of
 from .problems import on_torch_stream, torch_tensor, typed
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""A checkpoint as one set of tensors, be it a safetensors file or a folder of shards with their index.
+"""A model as one set of tensors, be it a safetensors file or a folder of shards with their index.
 
 The index is Hugging Face's ``*.safetensors.index.json``: ``weight_map`` maps the names of tensors to files
 beside it. A new folder is written under a temporary name and renamed when it is complete.
@@ -18,43 +18,45 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..errors import FormatError, InvalidProblemError
-from .safetensors_file import Bytes, SafetensorsReader, TensorInfo, storage_errors
+from ..device.files import StrPath, new_target, open_regular, read_whole, storage_errors, written_whole
+from ..errors import FormatError, InvalidProblemError, StorageError
+from .safetensors_file import Bytes, SafetensorsReader, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAME = "config.json"
 _MAX_JSON_BYTES = 100_000_000
+_COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its name, and its open reader."""
+    """One safetensors file of a model: its name, and its open reader."""
 
     name: str
     reader: SafetensorsReader
 
 
-class ShardedReader:
+class ModelReader:
     """The tensors of a file, or of all shards of a folder. A context manager; for one thread at a time.
 
     ``path`` is a safetensors file, a folder, or the index in it. ``tensors`` maps names to entries in the
     order of the shards and their data. ``folder`` is None for a single file.
 
     Raises StorageError where a file can't be read; FormatError where one breaks its format, or the index
-    doesn't fit the shards; InvalidProblemError where the folder holds no checkpoint, or more than one.
+    doesn't fit the shards; InvalidProblemError where the folder holds no model, or more than one.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.index_name: str | None = None
         self.folder: Path | None = None
-        names = self._find()
+        names, weight_map = self._find()
         with ExitStack() as stack:
             where = self.folder or self.path.parent
             self.shards = tuple(
                 Shard(name, stack.enter_context(SafetensorsReader(where / name))) for name in names
             )
-            self._homes = self._locate()
+            self._homes = self._locate(weight_map)
             self.tensors: Mapping[str, TensorInfo] = {
                 name: shard.reader.tensors[name] for name, shard in self._homes.items()
             }
@@ -70,16 +72,17 @@ class ShardedReader:
 
     def config(self) -> dict[str, Any] | None:
         """The folder's ``config.json``, or None where there is none."""
-        if self.folder is None or not (self.folder / CONFIG_NAME).is_file():
+        if self.folder is None or not os.path.lexists(self.folder / CONFIG_NAME):
             return None
         return _read_json(self.folder / CONFIG_NAME)
 
-    def others(self) -> Iterator[Path]:
-        """The folder's other files: neither safetensors nor the index nor ``config.json``, nor folders."""
-        for path in sorted(self.folder.iterdir()) if self.folder else ():
-            known = path.suffix == ".safetensors" or path.name in (self.index_name, CONFIG_NAME)
-            if path.is_file() and not known:
-                yield path
+    def others(self) -> list[Path]:
+        """The folder's other files: neither safetensors nor the index, nor folders or pipes."""
+        if self.folder is None:
+            return []
+        with storage_errors(self.folder):
+            files = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
+        return [path for path in files if path.suffix != ".safetensors" and path.name != self.index_name]
 
     def __enter__(self) -> Self:
         return self
@@ -87,16 +90,17 @@ class ShardedReader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _find(self) -> list[str]:
-        """The names of the shards; sets ``folder`` and ``index_name``."""
-        if self.path.is_dir():
-            self.folder = self.path
-            with storage_errors(self.path):
+    def _find(self) -> tuple[list[str], dict[str, str]]:
+        """The names of the shards, and what the index says; sets ``folder`` and ``index_name``."""
+        with storage_errors(self.path):
+            if self.path.is_dir():
+                self.folder = self.path
                 names = sorted(entry.name for entry in self.path.iterdir())
+        if self.folder is not None:
             indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
             files = [name for name in names if name.endswith(".safetensors")]
             if not indexes and len(files) == 1:
-                return files
+                return files, {}
             if len(indexes) != 1:
                 raise InvalidProblemError(
                     f"source: expected one *{INDEX_SUFFIX} or one safetensors file in {self.path}, "
@@ -106,52 +110,54 @@ class ShardedReader:
         elif self.path.name.endswith(INDEX_SUFFIX):
             self.folder, self.index_name = self.path.parent, self.path.name
         else:
-            return [self.path.name]
-        return sorted(set(self._weight_map().values()))
+            return [self.path.name], {}
+        weight_map = _read_weight_map(self.folder / self.index_name)
+        return sorted(set(weight_map.values())), weight_map
 
-    def _weight_map(self) -> dict[str, str]:
-        assert self.folder is not None
-        assert self.index_name is not None
-        path = self.folder / self.index_name
-        weight_map = _read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise FormatError(f"{path}: expected a weight_map of names to files")
-        for file in weight_map.values():
-            if not _is_plain_name(file):
-                raise FormatError(f"{path}: expected safetensors files beside the index, got {file!r:.80}")
-        return weight_map
-
-    def _locate(self) -> dict[str, Shard]:
+    def _locate(self, weight_map: Mapping[str, str]) -> dict[str, Shard]:
+        """Tensor -> the shard that holds it; checks that the index says the same."""
         homes: dict[str, Shard] = {}
         for shard in self.shards:
             for name in shard.reader.tensors:
                 if name in homes:
                     raise FormatError(f"{shard.reader.path}: {name!r} is in {homes[name].name} as well")
                 homes[name] = shard
-        if self.index_name is not None:
-            for name, file in self._weight_map().items():
-                if name not in homes or homes[name].name != file:
-                    raise FormatError(f"{self.path}: the index looks for {name!r:.80} in {file}: not there")
+        for name, file in weight_map.items():
+            if name not in homes or homes[name].name != file:
+                raise FormatError(f"{self.path}: the index looks for {name!r:.80} in {file}: not there")
         return homes
 
 
-def stored_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes of a checkpoint's safetensors file or files; 0 where there is none."""
+def stored_bytes(path: StrPath) -> int:
+    """Bytes of a model's safetensors file or files; 0 where there is none.
+
+    Raises StorageError for a path that can't be looked at.
+    """
     place = Path(path)
     if place.name.endswith(INDEX_SUFFIX):
         place = place.parent
-    files = place.glob("*.safetensors") if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    with storage_errors(place):
+        files = place.glob("*.safetensors") if place.is_dir() else [place]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def check_destination(source: StrPath, destination: StrPath, *, overwrite: bool) -> None:
+    """Raise InvalidProblemError where the destination is the source, or is there and must not be."""
+    if os.path.exists(source) and os.path.exists(destination) and os.path.samefile(source, destination):
+        raise InvalidProblemError(f"destination: expected another path than the source, got {destination}")
+    if not overwrite and os.path.isfile(destination):
+        raise InvalidProblemError(f"destination: expected a new file, {destination} exists")
 
 
 @contextmanager
-def new_folder(destination: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(destination: StrPath) -> Iterator[Path]:
     """A temporary folder that becomes ``destination`` when the block ends well, and disappears otherwise.
 
     The destination must not exist, or be an empty folder. Raises InvalidProblemError where it isn't,
-    StorageError where the disk doesn't allow it.
+    StorageError where the disk doesn't allow it. StorageErrors of files in the temporary folder name them
+    as they would have been called.
     """
-    target = Path(os.path.realpath(destination))
+    target = new_target(destination)
     with storage_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
@@ -161,9 +167,25 @@ def new_folder(destination: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         with storage_errors(target):
             os.replace(temporary, target)
+    except StorageError as error:
+        file = Path(str(error.filename))
+        if temporary not in file.parents:
+            raise
+        raise StorageError(error.errno, error.strerror, str(target / file.relative_to(temporary))) from error
     finally:
         with suppress(OSError):
             shutil.rmtree(temporary)
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a regular file. Raises StorageError, naming the file that couldn't be read or written."""
+    with open_regular(source) as original, written_whole(destination) as copy:
+        while True:
+            with storage_errors(source):
+                piece = original.read(_COPY_BYTES)
+            if not piece:
+                return
+            copy.write(piece)
 
 
 def write_index(path: Path, files: Mapping[str, Iterable[TensorInfo]]) -> None:
@@ -174,16 +196,23 @@ def write_index(path: Path, files: Mapping[str, Iterable[TensorInfo]]) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    with storage_errors(path):
-        path.write_text(json.dumps(document, indent=2) + "\n")
+    """Write JSON. Raises StorageError."""
+    with written_whole(path) as file:
+        file.write((json.dumps(document, indent=2) + "\n").encode())
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{path}: expected a weight_map of names to files")
+    for file in weight_map.values():
+        if not _is_plain_name(file):
+            raise FormatError(f"{path}: expected safetensors files beside the index, got {file!r:.80}")
+    return weight_map
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with storage_errors(path):
-        size = path.stat().st_size
-        raw = path.read_bytes() if size <= _MAX_JSON_BYTES else b""
-    if size > _MAX_JSON_BYTES:
-        raise FormatError(f"{path}: expected at most {_MAX_JSON_BYTES} bytes, got {size}")
+    raw = read_whole(path, _MAX_JSON_BYTES)
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -194,11 +223,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_plain_name(file: object) -> bool:
-    """Whether it names a safetensors file in the index's own folder."""
+    """Whether it names a safetensors file in the index's own folder, and can be shown."""
     return (
         isinstance(file, str)
         and file.endswith(".safetensors")
         and file == os.path.basename(file)
         and "\\" not in file
-        and "\0" not in file
+        and file.isprintable()  # which NUL and lone surrogates are not
     )

@@ -7,13 +7,10 @@ by a chunk and the header; tensors of types that nothing here knows can be copie
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
-import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +19,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from ..errors import FormatError, InvalidProblemError, StorageError
+from ..device.files import open_regular, storage_errors, written_whole
+from ..errors import FormatError, InvalidProblemError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MAX_HEADER_BYTES = 100_000_000
@@ -67,10 +65,7 @@ class SafetensorsReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with storage_errors(self.path):
-            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for a writer
-                raise OSError(errno.EINVAL, "not a regular file")
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = open_regular(self.path)
         try:
             with storage_errors(self.path):
                 size = os.fstat(self._file.fileno()).st_size
@@ -90,7 +85,7 @@ class SafetensorsReader:
         stop = info.nbytes if stop is None else stop
         if not 0 <= start <= stop <= info.nbytes:
             raise InvalidProblemError(
-                f"{name}: expected a range inside its {info.nbytes} bytes, got {start}..{stop}"
+                f"{shown(name)}: expected a range inside its {info.nbytes} bytes, got {start}..{stop}"
             )
         return self._read_at(self._offsets[name] + start, stop - start)
 
@@ -194,10 +189,10 @@ class SafetensorsReader:
 class SafetensorsWriter:
     """A file whose tensors are announced first and then written piece by piece, in any order of tensors.
 
-    A context manager. The bytes go to a temporary file in the destination's folder, which replaces the
-    destination when the block ends well and every tensor is complete. Whatever else ends the block, the
-    temporary file is removed and the destination stays as it was. Larger elements come first in the file,
-    as the reference implementation lays them out, so that every tensor is aligned.
+    A context manager. The file is :func:`written_whole`: it replaces the destination when the block ends
+    well and every tensor is complete; whatever else ends the block, the destination stays as it was. Larger
+    elements come first in the file, as the reference implementation lays them out, so that every tensor is
+    aligned.
 
     Raises InvalidProblemError for tensors that don't fit together; StorageError where the disk is full or
     the folder can't be written.
@@ -206,8 +201,7 @@ class SafetensorsWriter:
     def __init__(
         self, path: str | os.PathLike[str], tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
     ) -> None:
-        # A link is written through, not replaced.
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(path)
         infos = sorted(tensors, key=lambda info: -ELEMENT_BITS.get(info.dtype, 0))
         self._header = _encode_header(infos, metadata)
         self._next: dict[str, int] = {}
@@ -219,16 +213,10 @@ class SafetensorsWriter:
             self._end[info.name] = position
 
     def __enter__(self) -> Self:
-        with storage_errors(self.path):
-            if self.path.exists() and not self.path.is_file():
-                raise OSError(errno.EINVAL, "not a regular file")
-            self._temporary = self.path.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
-            self._file = open(self._temporary, "xb", buffering=0)
-        try:
+        with ExitStack() as stack:
+            self._file = stack.enter_context(written_whole(self.path))
             self._put(0, self._header)
-        except BaseException:
-            self._discard()
-            raise
+            self._whole = stack.pop_all()
         return self
 
     def write(self, name: str, data: np.ndarray[Any, Any]) -> None:
@@ -236,52 +224,30 @@ class SafetensorsWriter:
         chunk = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         if self._next[name] + len(chunk) > self._end[name]:
             over = self._next[name] + len(chunk) - self._end[name]
-            raise InvalidProblemError(f"{name}: got {over} bytes more than its shape holds")
+            raise InvalidProblemError(f"{shown(name)}: got {over} bytes more than its shape holds")
         self._put(self._next[name], chunk)
         self._next[name] += len(chunk)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            self._discard()
+        if kind is not None:
+            self._whole.__exit__(kind, error, trace)
+            return
+        with self._whole:
+            for name, end in self._end.items():
+                if self._next[name] != end:
+                    raise InvalidProblemError(f"{shown(name)}: got {end - self._next[name]} bytes too few")
 
     def _put(self, position: int, data: Any) -> None:
-        rest = memoryview(data)
         with storage_errors(self.path):
             self._file.seek(position)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-
-    def _commit(self) -> None:
-        for name, end in self._end.items():
-            if self._next[name] != end:
-                raise InvalidProblemError(f"{name}: got {end - self._next[name]} bytes too few")
-        with storage_errors(self.path):
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._temporary, self.path)
-
-    def _discard(self) -> None:
-        """Remove what is left of the temporary file: nothing once it has been committed."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            os.unlink(self._temporary)
+            self._file.write(data)
 
 
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Raise the OSErrors of the block as StorageError with their ``errno`` and ``path`` as ``filename``."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno, error.strerror or str(error), str(path)) from error
+def shown(name: str) -> str:
+    """A tensor's name for a message: its control characters escaped, and of a sane length."""
+    return name if name.isprintable() and len(name) <= 200 else ascii(name[:200])
 
 
 def _encode_header(infos: list[TensorInfo], metadata: Mapping[str, str]) -> bytes:
@@ -289,9 +255,9 @@ def _encode_header(infos: list[TensorInfo], metadata: Mapping[str, str]) -> byte
     position = 0
     for info in infos:
         if info.name in header or info.name == "__metadata__":
-            raise InvalidProblemError(f"{info.name}: expected names that occur once")
+            raise InvalidProblemError(f"{shown(info.name)}: expected names that occur once")
         if (complaint := _size_complaint(info)) is not None:
-            raise InvalidProblemError(f"{info.name}: {complaint}")
+            raise InvalidProblemError(f"{shown(info.name)}: {complaint}")
         header[info.name] = {
             "dtype": info.dtype,
             "shape": list(info.shape),

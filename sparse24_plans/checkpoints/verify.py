@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,26 +9,23 @@ from typing import Any
 import numpy as np
 
 from ..device.devices import resolve
+from ..device.files import StrPath
 from ..device.tensors import TensorView, import_cupy
+from ..errors import InvalidProblemError
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
-from .compress import (
-    META_SUFFIX,
-    VALUES_SUFFIX,
-    compressed_names,
-    dense_blocks,
-    dense_element,
-    read_weight,
-    same_tensor,
-)
-from .safetensors_file import SafetensorsReader
+from .compress import COMPRESSED_DTYPES
+from .folder import ModelReader
+from .layers import META_SUFFIX, VALUES_SUFFIX, compressed_layer, compressed_names, read_weight
+from .safetensors_file import shown
+from .streaming import ELEMENTS, row_blocks, same_tensor
 
 Array = np.ndarray[Any, Any]
-StrPath = str | os.PathLike[str]
+MAX_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,10 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :func:`verify_checkpoint` found. ``problems`` are those of the file; layers have their own."""
+    """What :func:`verify_checkpoint` found. ``problems`` are those of the files; layers have their own.
+
+    A checkpoint without layers that has every tensor of the dense one passes: nothing could be compressed.
+    """
 
     device: str
     tokens: int
@@ -84,28 +83,31 @@ def verify_checkpoint(
 ) -> Verification:
     """Check every tensor of ``compressed`` against ``dense``.
 
-    A compressed layer must decompress to exactly ``prune(dense)``; its product with random activations
-    [tokens, K], by the plan that ``preference`` and ``device`` select, must lie inside the plan's own
-    guarantee of the float64 product with ``prune(dense)``. Every other tensor must be equal byte for byte.
-    Memory stays bounded by about one tensor.
+    Both are a safetensors file, a folder with one, a folder of shards with their index, or that index; their
+    tensors needn't be spread over the shards alike. A compressed layer must decompress to exactly
+    ``prune(dense)``; its product with random activations [tokens, K], by the plan that ``preference`` and
+    ``device`` select, must lie inside the plan's own guarantee of the float64 product with ``prune(dense)``.
+    Every other tensor must be equal byte for byte. Memory stays bounded by about one tensor.
 
     Raises
     ------
+    InvalidProblemError
+        ``tokens`` isn't 1 to :data:`MAX_TOKENS`, or ``seed`` negative.
     FormatError, StorageError
         A file is broken or can't be read.
     UnsupportedError, BackendUnavailableError
         No kernel can serve a layer as asked for.
     """
+    for argument, value, least, most in (("tokens", tokens, 1, MAX_TOKENS), ("seed", seed, 0, 2**63 - 1)):
+        if type(value) is not int or not least <= value <= most:
+            raise InvalidProblemError(f"{argument}: expected {least} to {most}, got {value!r:.80}")
     layers: list[LayerResult] = []
-    problems: list[str] = []
     rng = np.random.default_rng(seed)
     place = str(resolve(device))
-    with SafetensorsReader(compressed) as ours, SafetensorsReader(dense) as theirs:
+    with ModelReader(compressed) as ours, ModelReader(dense) as theirs:
         names = compressed_names(ours)
-        if not names:
-            problems.append(f"{compressed} holds no compressed layer")
-        for name in names:
-            weight = read_weight(ours, name)
+        for name, shard in names.items():
+            weight = read_weight(ours, compressed_layer(ours, shard, name))
             result = LayerResult(name, (weight.m, weight.k), weight.element.value)
             problem = _compare_weight(weight, theirs, name)
             if problem is not None:
@@ -116,20 +118,22 @@ def verify_checkpoint(
             layers.append(result)
             if on_layer is not None:
                 on_layer(result)
-        copied, differing = _compare_rest(ours, theirs, names)
-        problems += differing
+        copied, problems = _compare_rest(ours, theirs, list(names))
+    if problems and not names:
+        problems.insert(0, f"{compressed} holds no compressed layer")
     return Verification(place, tokens, tuple(layers), copied, tuple(problems))
 
 
-def _compare_weight(weight: Sparse24Weight, theirs: SafetensorsReader, name: str) -> str | None:
+def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, name: str) -> str | None:
     """Why the layer isn't the dense one pruned, or None."""
     info = theirs.tensors.get(name)
     if info is None:
         return "the dense checkpoint lacks it"
-    if info.shape != (weight.m, weight.k) or dense_element(info) is not weight.element:
-        return f"the dense tensor is {info.dtype.lower()}{list(info.shape)}"
+    element = ELEMENTS[info.dtype] if info.dtype in COMPRESSED_DTYPES else None
+    if info.shape != (weight.m, weight.k) or element is not weight.element:
+        return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
     bits = weight.element.bits_dtype
-    for rows, dense in dense_blocks(theirs, name):
+    for rows, dense in row_blocks(theirs, name):
         wrong = prune(dense).view(bits) != _rows_of(weight, rows).view(bits)
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), weight.k)
@@ -143,21 +147,19 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
     return dense
 
 
-def _compare_rest(
-    ours: SafetensorsReader, theirs: SafetensorsReader, names: list[str]
-) -> tuple[int, list[str]]:
+def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> tuple[int, list[str]]:
     """How many tensors were copied faithfully, and what is wrong with the others."""
     stored = {name + suffix for name in names for suffix in (VALUES_SUFFIX, META_SUFFIX)}
     copied, problems = 0, []
     for name in theirs.tensors.keys() - set(names):
         if name not in ours.tensors:
-            problems.append(f"{name}: missing")
+            problems.append(f"{shown(name)}: missing")
         elif not same_tensor(theirs, ours, name):
-            problems.append(f"{name}: differs from the dense checkpoint")
+            problems.append(f"{shown(name)}: differs from the dense checkpoint")
         else:
             copied += 1
     extra = ours.tensors.keys() - stored - theirs.tensors.keys()
-    problems += [f"{name}: not in the dense checkpoint" for name in extra]
+    problems += [f"{shown(name)}: not in the dense checkpoint" for name in extra]
     return copied, sorted(problems)
 
 
@@ -176,7 +178,7 @@ def _multiply(
 ) -> LayerResult:
     """Run the plan on random activations and hold it to its own guarantee."""
     element, k = weight.element, weight.k
-    x = rng.standard_normal((plan.descriptor.n, k)).astype(np.float32).astype(element.dtype)
+    x = _activations(weight, plan.descriptor.n, rng)
     y = _run(plan, weight, x).astype(np.float64)
     exact, abs_sum = _reference(weight, x)
     with np.errstate(all="ignore"):  # Inf and NaN in a weight are results here
@@ -196,6 +198,21 @@ def _multiply(
         # Written so that a NaN fails.
         problem=None if worst <= 1.0 else f"the error is {worst:.3g} times what the plan guarantees",
     )
+
+
+def _activations(weight: Sparse24Weight, tokens: int, rng: np.random.Generator) -> Array:
+    """Random X [tokens, K] of the weight's element.
+
+    Scaled by a power of two where sums of finite products would overflow float32: of what an accumulator
+    does there no guarantee speaks.
+    """
+    x = rng.standard_normal((tokens, weight.k)).astype(np.float32)
+    values = np.abs(weight.values.astype(np.float32))
+    largest = values.max(initial=0.0, where=np.isfinite(values))
+    reach = np.abs(x).sum(axis=1).max(initial=0.0)
+    excess = int(np.frexp(largest)[1] + np.frexp(reach)[1]) - 127
+    scaled: Array = np.ldexp(x, -max(excess, 0)).astype(weight.element.dtype)
+    return scaled
 
 
 def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: ElementKind) -> Array:

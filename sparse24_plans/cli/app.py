@@ -9,7 +9,6 @@ Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wro
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -24,12 +23,14 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from .. import __version__
-from ..checkpoints.compress import TensorReport, compress_checkpoint, compressed_names
-from ..checkpoints.convert import CHECKPOINT_FORMATS, ConversionReport, convert_checkpoint
-from ..checkpoints.folder import stored_bytes
-from ..checkpoints.safetensors_file import SafetensorsReader, storage_errors
+from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS
+from ..checkpoints.compress import TensorReport, compress_checkpoint
+from ..checkpoints.convert import ConversionReport, convert_checkpoint
+from ..checkpoints.folder import ModelReader, stored_bytes
+from ..checkpoints.layers import compressed_names
 from ..checkpoints.verify import Verification, verify_checkpoint
 from ..device.devices import resolve
+from ..device.files import storage_errors
 from ..errors import InvalidProblemError, Sparse24Error
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.tuned import TuningTable
@@ -125,7 +126,7 @@ def compress(
         if as_json:
             print_json(_compression_document(source, out, reports))
         else:
-            rendering.show_compression(reports, os.path.getsize(source), os.path.getsize(out))
+            rendering.show_compression(reports, stored_bytes(source), stored_bytes(out))
 
 
 @app.command()
@@ -253,7 +254,7 @@ def demo(
             }
             print_json(document)
         else:
-            rendering.show_demo(reports, found, os.path.getsize(source), os.path.getsize(compressed))
+            rendering.show_demo(reports, found, stored_bytes(source), stored_bytes(compressed))
     raise typer.Exit(0 if found.passed else 1)
 
 
@@ -340,8 +341,7 @@ def _progress(title: str, total: float, quiet: bool) -> Iterator[Callable[[float
 def _compress(
     source: Path, out: Path, include: Any, exclude: Any, device: int | str | None, *, quiet: bool
 ) -> list[TensorReport]:
-    size = os.path.getsize(source) if source.is_file() else 0
-    with _progress("compressing", size, quiet) as advance:
+    with _progress("compressing", stored_bytes(source), quiet) as advance:
         return compress_checkpoint(
             source,
             out,
@@ -362,8 +362,8 @@ def _verify(
     *,
     quiet: bool,
 ) -> Verification:
-    with SafetensorsReader(out) as reader:
-        layers = len(compressed_names(reader))
+    with ModelReader(out) as model:
+        layers = len(compressed_names(model))
     with _progress("verifying", layers, quiet) as advance:
         return verify_checkpoint(
             out,
@@ -437,8 +437,8 @@ def _compression_document(source: Path, out: Path, reports: list[TensorReport]) 
     return {
         "source": str(source),
         "destination": str(out),
-        "source_bytes": os.path.getsize(source),
-        "destination_bytes": os.path.getsize(out),
+        "source_bytes": stored_bytes(source),
+        "destination_bytes": stored_bytes(out),
         "tensors": [asdict(report) for report in reports],
     }
 

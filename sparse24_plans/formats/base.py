@@ -21,7 +21,7 @@ import numpy as np
 from .._vendor import torch_tile
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind
+from ..vocab import ElementKind, element_kind
 from ..weights import canonical
 
 ALL_ELEMENTS = (
@@ -44,7 +44,7 @@ _MOST_CELLS = 1 << 62
 _WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
 
 
-# Options ------------------------------------------------------------------------------------------
+# What callers pass --------------------------------------------------------------------------------
 
 
 def shown(value: object) -> str:
@@ -80,6 +80,13 @@ def two_sizes(name: str, value: Any) -> tuple[int, int]:
     if min(m, k) < 0 or max(m, k) >= _MOST_CELLS or m * k >= _MOST_CELLS:
         raise InvalidProblemError(f"{name}: expected M * K from 0 to below 2^62, got {shown([m, k])}")
     return m, k
+
+
+def element_of(value: object) -> ElementKind | None:
+    """The element that a caller names, or None where he names none. Raises InvalidProblemError."""
+    if value is not None and not isinstance(value, str):
+        raise InvalidProblemError(f"element: expected one of {', '.join(ElementKind)}, got {shown(value)}")
+    return None if value is None else element_kind(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +260,7 @@ class ForeignFormat(ABC):
             for name, option in self.options.items()
         }
 
-    def shape_of(self, m: int, k: int, element: ElementKind, **options: Any) -> WeightShape:
+    def shape_of(self, m: int, k: int, element: ElementKind, /, **options: Any) -> WeightShape:
         """A weight's shape with the format's options, checked, or their defaults."""
         settled = self.settle(options)
         settled.pop("shape", None)

@@ -12,7 +12,7 @@ from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ALL_ELEMENTS, current_on, two_sizes
+from .base import ALL_ELEMENTS, current_on, element_of, two_sizes
 from .positions import canonical_weight
 
 
@@ -53,7 +53,8 @@ def from_product(
     """
     if not callable(multiply):
         raise InvalidProblemError(f"multiply: expected a callable, got {type(multiply).__name__}")
-    view = TensorView.of(blob, element=element, argument="blob")
+    kind = element_of(element)
+    view = TensorView.of(blob, element=kind, argument="blob")
     m, k = two_sizes("shape", shape)
     if k % 8 or view.element not in ALL_ELEMENTS:
         raise InvalidProblemError(f"shape: expected K a multiple of 8, got {[m, k]} of {view.element}")
@@ -61,7 +62,7 @@ def from_product(
         raise InvalidProblemError(f"blob: expected {m * k // 2} values or more, contiguous, got {view!r}")
     with current_on(view.device):
         probe = _copied(blob)
-        bits = TensorView.of(probe, element=element, argument="blob").bits().reshape(-1)
+        bits = TensorView.of(probe, element=kind, argument="blob").bits().reshape(-1)
         marks = np.array([1, 2]).astype(view.element.dtype).view(view.element.bits_dtype)
         values = view.bits().reshape(-1)[: m * k // 2].reshape(m, k // 2)
         for slot in range(2):

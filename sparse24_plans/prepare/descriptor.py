@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from ..plan.descriptor import INT64_MAX, Descriptor
 from ..plan.operands import Operand, Role
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, OpCategory, PrepareOp, TileRule
-from ..weights import packing
+from ..weights.layouts import layout_of
 
 ELEMENTS = (
     ElementKind.F32,
@@ -178,10 +178,10 @@ class PackSparse24Descriptor(PrepareDescriptor):
 
     @property
     def layout_id(self) -> str:
-        return packing.layout_of(self.element).layout_id
+        return layout_of(self.element).layout_id
 
     def operands(self) -> tuple[Operand, ...]:
-        layout = packing.layout_of(self.element)
+        layout = layout_of(self.element)
         if self.op is PrepareOp.UNPACK:
             return (self._weight("packed", layout.layout_id), *self._results(), _STATUS)
         shape = layout.packed_shape(self.m, self.k)

@@ -28,56 +28,18 @@ NaN there would reach Y.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..device.tensors import HOST, Device, TensorView, import_cupy
-from ..errors import InvalidProblemError, UnsupportedError
-from ..vocab import TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
+from ..errors import InvalidProblemError
+from ..vocab import ElementKind
 from . import canonical
+from .layouts import ROW_BYTES, TILE_M, VALUE_BYTES, TileLayout, layout_of
 from .weight import PackedWeight, Sparse24Weight
 
-TILE_M = 64
-"""Rows of a tile."""
-VALUE_BYTES = 8192
-"""Bytes of a tile's values; its metadata follows."""
-_ROW_BYTES = VALUE_BYTES // TILE_M
 _PAD_NIBBLES = 0x44
-
-
-class TileLayout(NamedTuple):
-    """One of the layouts."""
-
-    layout_id: str
-    itemsize: int
-    elements: tuple[ElementKind, ...]
-
-    @property
-    def tile_k(self) -> int:
-        """Dense columns of a tile."""
-        return 2 * _ROW_BYTES // self.itemsize
-
-    @property
-    def tile_bytes(self) -> int:
-        return VALUE_BYTES + TILE_M * self.tile_k // 8
-
-    def packed_shape(self, m: int, k: int) -> tuple[int, int, int]:
-        """Shape [Mt, Kt, tile_bytes] of the buffer of a weight [m, k]."""
-        return -(-m // TILE_M), -(-k // self.tile_k), self.tile_bytes
-
-
-TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
-TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
-
-
-def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
-    """The layout of an element. Raises UnsupportedError where it has none."""
-    for layout in (TILES_16BIT, TILES_8BIT):
-        if element in layout.elements:
-            return layout
-    raise UnsupportedError(f"{argument}: no tile layout holds {element}, only f16, bf16, s8 and fp8_e4m3")
-
 
 # Of the 8 x 8 chunks of 8 rows: where chunk c of row r lies. An XOR undoes itself: it serves both directions.
 _SWIZZLE = np.array([8 * row + (chunk ^ row) for row in range(8) for chunk in range(8)])
@@ -174,7 +136,7 @@ def _swizzled(values: Any, kt: int) -> Any:
     """Values, unsigned [rows, K/2] -> their bytes in tiles, uint8 [mt, kt, VALUE_BYTES]."""
     xp = canonical.array_module(values)
     mt = _tile_rows(values.shape[0])
-    padded = xp.zeros((mt * TILE_M, kt * _ROW_BYTES // values.itemsize), values.dtype)
+    padded = xp.zeros((mt * TILE_M, kt * ROW_BYTES // values.itemsize), values.dtype)
     padded[: values.shape[0], : values.shape[1]] = values
     # [tile row, 8 rows, row % 8, tile column, chunk, the chunk's 16 bytes]
     chunks = padded.view(np.uint64).reshape(mt, 8, 8, kt, 8, 2).transpose(0, 3, 1, 2, 4, 5)

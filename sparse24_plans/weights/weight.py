@@ -6,16 +6,17 @@ of four (docs/formats.md). It lives in host or device memory and never changes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..device.devices import home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy
-from ..errors import InvalidProblemError
+from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, ElementKind
 from . import canonical
+from .layouts import buffer_bytes
 
 
 def _dense_view(dense: Any, element: ElementKind | str | None) -> TensorView:
@@ -141,8 +142,41 @@ class Sparse24Weight:
         parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]
         return Sparse24Weight(*parts, element=self.element, validate=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24Weight:
+        """A weight in memory of its own, on the same device."""
+        return Sparse24Weight(
+            owned(self.values_view), owned(self.metadata_view), element=self.element, validate=False
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
+        parts = portable(self.values_view), portable(self.metadata_view)
+        return _restored_weight, (*parts, self.element.value)
+
     def __repr__(self) -> str:
         return f"Sparse24Weight({self.element}[{self.m}, {self.k}], {self.device})"
+
+
+def owned(view: TensorView) -> TensorView:
+    """A contiguous copy on the same device, in memory of its own."""
+    if view.device == HOST:
+        return TensorView.of(np.array(view.bits(), order="C"), element=view.element)
+    cupy = import_cupy()
+    with cupy.cuda.Device(view.device.ordinal):
+        return TensorView.of(cupy.array(view.bits(), order="C"), element=view.element)
+
+
+def portable(view: TensorView) -> Any:
+    """The bits as a NumPy array of its own, to be pickled. Raises UnsupportedError for device memory."""
+    if view.device != HOST:
+        raise UnsupportedError(
+            f"pickle: expected a weight in host memory, got one on {view.device}; call weight.to('host')"
+        )
+    return np.array(view.bits(), order="C")
+
+
+def _restored_weight(values: Any, metadata: Any, element: str) -> Sparse24Weight:
+    return Sparse24Weight(values, metadata, element=element)
 
 
 def _copy_to(view: TensorView, target: Device) -> Any:
@@ -185,6 +219,8 @@ class PackedWeight:
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
     memory, in the order the layout defines. The host and the inflate tier read the canonical layout as it
     is: there packing copies nothing.
+
+    Raises InvalidProblemError for buffers that aren't the layout's, BufferTooSmallError for short ones.
     """
 
     layout_id: str
@@ -193,6 +229,29 @@ class PackedWeight:
     element: ElementKind
     device: Device
     buffers: tuple[TensorView, ...]
+
+    def __post_init__(self) -> None:
+        wanted = buffer_bytes(self.layout_id, self.m, self.k, self.element)
+        if len(self.buffers) != len(wanted):
+            raise InvalidProblemError(
+                f"buffers: expected {len(wanted)} for layout {self.layout_id!r}, got {len(self.buffers)}"
+            )
+        for view, needed in zip(self.buffers, wanted, strict=True):
+            if view.device != self.device or not view.is_contiguous:
+                raise InvalidProblemError(
+                    f"buffers: expected contiguous memory on {self.device}, got {view!r}"
+                )
+            if view.nbytes_spanned < needed:
+                raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """A weight in memory of its own, on the same device."""
+        return replace(self, buffers=tuple(owned(view) for view in self.buffers))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
+        parts = [(portable(view), view.element.value) for view in self.buffers]
+        return _restored_packed, (self.layout_id, self.m, self.k, self.element.value, parts)
 
     @classmethod
     def canonical(cls, weight: Sparse24Weight) -> PackedWeight:
@@ -203,3 +262,8 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return sum(view.nbytes_spanned for view in self.buffers)
+
+
+def _restored_packed(layout: str, m: int, k: int, element: str, parts: list[tuple[Any, str]]) -> PackedWeight:
+    buffers = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
+    return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers)

@@ -12,7 +12,7 @@ import pytest
 from sparse24_plans.checkpoints.compress import compress_checkpoint
 from sparse24_plans.checkpoints.verify import verify_checkpoint
 
-from .checkpoints import ELEMENTS, dense_file, drop, random_array, rewrite, swap
+from .models import ELEMENTS, dense_file, drop, random_array, rewrite, swap
 
 
 @pytest.fixture

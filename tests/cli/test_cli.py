@@ -17,7 +17,7 @@ import safetensors.numpy
 from typer.testing import CliRunner
 
 import sparse24_plans
-from sparse24_plans.checkpoints.compress import load_weight
+from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import app as cli
 from sparse24_plans.cli import inspection, rendering
 from sparse24_plans.gemm import table

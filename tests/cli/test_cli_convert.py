@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sparse24_plans.checkpoints.convert import CHECKPOINT_FORMATS
+from sparse24_plans.checkpoints.checkpoint_format import CHECKPOINT_FORMATS
 
-from ..checkpoints.test_convert_checkpoint import BITMASK_MODEL, sharded_model
+from ..checkpoints.models import BITMASK_MODEL, sharded_model
 from .test_cli import run, run_json
 
 

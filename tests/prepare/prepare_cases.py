@@ -39,7 +39,7 @@ from sparse24_plans import (
 from sparse24_plans.plan.operands import Operand, Role
 from sparse24_plans.prepare.descriptor import PrepareDescriptor
 from sparse24_plans.vocab import CANONICAL_LAYOUT
-from sparse24_plans.weights.packing import layout_of
+from sparse24_plans.weights.layouts import layout_of
 
 from ..support import Guarded, synchronize
 

@@ -20,7 +20,8 @@ from sparse24_plans import (
     PruneSparse24Descriptor,
     Sparse24Weight,
 )
-from sparse24_plans.weights.packing import TILES_16BIT, pack
+from sparse24_plans.weights.layouts import TILES_16BIT
+from sparse24_plans.weights.packing import pack
 
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, matrix, run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,12 +26,12 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     UnsupportedError,
 )
-from sparse24_plans.plan.operands import Role
+from sparse24_plans.plan.operands import Role, fields_of
 from sparse24_plans.plan.table import choose, consider
 from sparse24_plans.prepare import table
 from sparse24_plans.vocab import PrepareOp
 
-from .prepare_cases import ELEMENTS, PLANS, PrepareCase, equal
+from .prepare_cases import ELEMENTS, PLANS, PrepareCase, equal, parts_of
 
 M, K = 16, 32
 H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
@@ -52,7 +52,9 @@ every_descriptor = pytest.mark.parametrize("desc", DESCRIPTORS, ids=lambda d: f"
 
 def case_of(desc, device) -> PrepareCase:
     inputs = {
-        operand.name: np.zeros(operand.shape, operand.element.bits_dtype) for operand in desc.operands()
+        part.name: np.zeros(part.shape, part.element.bits_dtype)
+        for operand in desc.operands()
+        for part in parts_of(operand)
     }
     if "metadata" in inputs:
         inputs["metadata"][...] = 0x0404
@@ -262,7 +264,7 @@ def test_operands_that_are_wrong(desc, device):
 @every_descriptor
 def test_results_are_writable_and_apart_from_everything_else(desc, device):
     case = case_of(desc, device)
-    given = {operand.name: operand for operand in desc.operands()}
+    given = {part.name: operand for operand in desc.operands() for part in parts_of(operand)}
     for name in case.written:
         view = getattr(case.args, name)
         locked = TensorView(view.address, view.shape, view.element, view.device, readonly=True)
@@ -299,11 +301,11 @@ def test_wrong_arguments_objects(desc, device):
     case = case_of(desc, device)
     for wrong in (None, {}, GemmSparse24Descriptor(n=1, m=M, k=K, element="f32")):
         rejected(case, wrong, InvalidProblemError, "args", type(wrong).__name__)
-    for field in fields(case.args):
-        optional = desc.op is PrepareOp.PRUNE and field.name in ("pruned", "mask")
-        missing = field.name == "scores" and getattr(desc, "scores", None) is None
+    for name in fields_of(type(case.args)):
+        optional = desc.op is PrepareOp.PRUNE and name in ("pruned", "mask")
+        missing = name == "scores" and getattr(desc, "scores", None) is None
         if not (optional or missing):
-            rejected(case, replace(case.args, **{field.name: None}), InvalidProblemError, field.name)
+            rejected(case, replace(case.args, **{name: None}), InvalidProblemError, name)
 
 
 def test_a_weight_must_be_the_plans(device):

@@ -26,7 +26,8 @@ from sparse24_plans import (
     TensorView,
     UnsupportedError,
 )
-from sparse24_plans.weights.packing import TILE_M, TILES_16BIT, VALUE_BYTES, pack, unpack
+from sparse24_plans.weights.layouts import TILE_M, TILES_16BIT, VALUE_BYTES
+from sparse24_plans.weights.packing import pack, unpack
 
 gpu = pytest.mark.gpu
 every_element = pytest.mark.parametrize("element", ["f16", "bf16"])

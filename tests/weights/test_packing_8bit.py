@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import ElementKind, FormatError, Sparse24Weight, TensorView
-from sparse24_plans.weights.packing import TILES_8BIT, pack, unpack
+from sparse24_plans.weights.layouts import TILES_8BIT
+from sparse24_plans.weights.packing import pack, unpack
 
 gpu = pytest.mark.gpu
 every_element = pytest.mark.parametrize("element", ["s8", "fp8_e4m3"])

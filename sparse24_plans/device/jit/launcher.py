@@ -9,9 +9,10 @@ from functools import cache
 from typing import Any
 
 from ..._vendor import cuda_driver_abi
+from ...errors import DriverError
 from ...vocab import DeviceProperties
 from ..tensors import import_cupy
-from .cache import cubin_path
+from .cache import cubin
 
 _SHARED_BY_DEFAULT = 48 << 10
 """Bytes of dynamic shared memory that a kernel gets without asking."""
@@ -22,11 +23,12 @@ class Function:
 
     def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
         self._module, self._threads, self._shared = module, threads, shared_bytes
-        raw = module.get_function(name)
+        self._function = module.get_function(name)  # keeps the module loaded
+        driver = import_cupy().cuda.driver
         if shared_bytes > _SHARED_BY_DEFAULT:
-            raw.max_dynamic_shared_size_bytes = shared_bytes
-        self._function = raw.kernel
-        self._launch = import_cupy().cuda.driver.launchKernel
+            most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(self._function.ptr, most, shared_bytes)
+        self._launch = driver.launchKernel
         self._overlapping: dict[int, cuda_driver_abi.OverlappingLaunch] = {}
 
     def bind(
@@ -60,10 +62,11 @@ class Function:
 
 @cache
 def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordinal: int) -> Any:
-    cupy = import_cupy()
-    path = cubin_path(source, arch, dict(defines))
-    with cupy.cuda.Device(ordinal):
-        return cupy.RawModule(path=str(path))
+    cuda = import_cupy().cuda
+    module = cuda.Module()
+    with cuda.Device(ordinal):
+        module.load(cubin(source, arch, dict(defines)))
+    return module
 
 
 _load_lock = threading.Lock()
@@ -81,9 +84,14 @@ def load(
     """Kernel ``name`` of ``source``, compiled for and loaded on ``device``.
 
     ``parameters`` mirrors the kernel's struct of parameters: the kernel asserts that the sizes are equal.
+    Raises BackendUnavailableError without CuPy or NVRTC, DriverError where the compiler or the driver refuses
+    the kernel, StorageError where the cache can't be used.
     """
-    cupy = import_cupy()
+    cuda = import_cupy().cuda
     defines = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
-    with _load_lock, cupy.cuda.Device(device.ordinal):
-        module = _module(source, device.cuda_arch, tuple(sorted(defines.items())), device.ordinal)
-        return Function(module, name, threads, shared_bytes)
+    try:
+        with _load_lock, cuda.Device(device.ordinal):
+            module = _module(source, device.cuda_arch, tuple(sorted(defines.items())), device.ordinal)
+            return Function(module, name, threads, shared_bytes)
+    except (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError) as error:
+        raise DriverError(f"loading {name} of {source}", error.status, str(error)) from error

@@ -11,7 +11,7 @@ from ...device.streams import Launch
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
-from ...weights.packing import TILE_M, TILES_16BIT
+from ...weights.layouts import TILE_M, TILES_16BIT
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..schedules import mma_sp as schedules

@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, ElementKind, ScaleKind
-from ...weights.packing import TILE_M, layout_of
+from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..schedules.wgmma_sp import Schedule, allowed_schedules, candidates

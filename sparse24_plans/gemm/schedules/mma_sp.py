@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...errors import UnsupportedError
 from ...vocab import DeviceProperties
-from ...weights.packing import TILE_M, TILES_16BIT
+from ...weights.layouts import TILE_M, TILES_16BIT
 from ..descriptor import GemmSparse24Descriptor
 
 H200_MULTIPROCESSORS = 132

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...vocab import ElementKind
-from ...weights.packing import TILE_M, TileLayout
+from ...weights.layouts import TILE_M, TileLayout
 from ..descriptor import GemmSparse24Descriptor
 from ..table import GemmRow
 from .mma_sp import slices_of

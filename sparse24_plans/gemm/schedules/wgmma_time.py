@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...weights.packing import TILE_M, layout_of
+from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from ..table import GemmRow
 from .mma_sp import H200_MULTIPROCESSORS

@@ -1,0 +1,327 @@
+"""The formats that a checkpoint's 2:4 weights come in: dense, our own, and those of other libraries.
+
+In a file, the parts of a foreign weight ``NAME`` are the tensors ``NAME.PART`` (``FORMATS`` names the
+parts), and the file's metadata has a note for it. compressed-tensors has its own names, ``PREFIX.PART`` for
+a weight ``PREFIX.weight``, and no notes; nor are they needed to read the other formats, where the values say
+M and K.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._vendor import compressed_tensors
+from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..formats.base import VALUES, ForeignFormat, WeightShape
+from ..formats.convert import from_foreign, to_foreign
+from ..formats.table import FORMATS
+from ..weights import canonical
+from ..weights.weight import Sparse24Weight
+from .folder import ModelReader
+from .layers import (
+    FORMAT_KEY,
+    FORMAT_VERSION,
+    META_SUFFIX,
+    SPARSE24,
+    VALUES_SUFFIX,
+    Layer,
+    broken,
+    compressed_layer,
+    compressed_names,
+    located,
+    read_note,
+    read_weight,
+    stored_tensors,
+    write_note,
+)
+from .model_config import with_sparsity
+from .safetensors_file import SafetensorsWriter, TensorInfo, shown
+from .selection import Selection
+from .streaming import DTYPES, ELEMENTS, row_blocks
+
+DENSE = "dense"
+CHECKPOINT_FORMATS = (DENSE, SPARSE24, *FORMATS)
+"""What ``convert_checkpoint`` reads and writes."""
+_BITMASK = "compressed_tensors"
+
+_NUMPY_TYPES = {
+    **{f"U{8 * size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
+    **{f"I{8 * size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
+}
+_SAFETENSORS_TYPES = {name: dtype for dtype, name in _NUMPY_TYPES.items()}
+_WORD_BYTES = {"U16": 2, "I16": 2, "U32": 4, "I32": 4}
+
+
+def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> CheckpointFormat:
+    """The format of a name in :data:`CHECKPOINT_FORMATS`.
+
+    ``selection`` says which tensors of a dense checkpoint are weights, ``tile_k`` is ``cutlass_sm90``'s.
+    """
+    if name == DENSE:
+        return DenseCheckpoint(selection)
+    if name == SPARSE24:
+        return Sparse24Checkpoint()
+    kind = BitmaskCheckpoint if name == _BITMASK else ForeignCheckpoint
+    return kind(FORMATS[name], tile_k)
+
+
+class CheckpointFormat(ABC):
+    """How weights are found in a model's files and read, and how they are stored and described there."""
+
+    name: str
+
+    @abstractmethod
+    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
+        """The model's weights in this format, to go to ``target``; and why other tensors don't.
+
+        Raises FormatError for one that breaks the format, InvalidProblemError or UnsupportedError for one
+        that ``target`` can't hold.
+        """
+
+    @abstractmethod
+    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
+        """A weight, on the host. Raises errors of the weight alone; see :func:`located`."""
+
+    @abstractmethod
+    def stored(self, layer: Layer) -> list[TensorInfo]:
+        """The entries that a weight has in this format."""
+
+    @abstractmethod
+    def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
+        """The tensors of those entries by name. Raises FormatError where the format can't express one."""
+
+    def check(self, layer: Layer) -> None:  # noqa: B027 - by default nothing
+        """Raise InvalidProblemError or UnsupportedError where this format can't hold a weight."""
+
+    def check_dense(self, model: ModelReader, layer: Layer) -> None:
+        """Raise FormatError where a dense weight has more non-zeros than this format can express."""
+        for _ in self.arrays(layer, _dense_weight(model, layer)):
+            pass
+
+    def write(self, layer: Layer, weight: Sparse24Weight, writer: SafetensorsWriter) -> None:
+        """Write a weight's tensors."""
+        for name, array in self.arrays(layer, weight):
+            writer.write(name, array)
+
+    def stamp(self, metadata: dict[str, str]) -> None:  # noqa: B027 - by default nothing
+        """Add to a file's metadata what says that it is of this format."""
+
+    def note(self, metadata: dict[str, str], layer: Layer) -> None:  # noqa: B027 - by default nothing
+        """Add to a file's metadata what it says of a weight."""
+
+    def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
+        """A model's ``config.json`` with what it says of this format.
+
+        ``sparsity`` is the share of the model's elements that compression left out.
+        """
+        return config
+
+
+class DenseCheckpoint(CheckpointFormat):
+    """Plain matrices. Those that ``selection`` takes are weights, where the target can hold them."""
+
+    name = DENSE
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+
+    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
+        """What can't be converted is copied, but for names that the selection includes: those must be."""
+        candidates, reasons = self._selection.split(model)
+        layers = []
+        for layer in candidates:
+            try:
+                target.check(layer)
+                target.check_dense(model, layer)
+                layers.append(layer)
+            except (InvalidProblemError, UnsupportedError, FormatError) as error:
+                if self._selection.names(layer.name):
+                    raise located(model, layer, error) if isinstance(error, FormatError) else error from error
+                reasons[layer.name] = str(error).removeprefix(f"{shown(layer.name)}: ")
+        return layers, reasons
+
+    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
+        return _dense_weight(model, layer)
+
+    def stored(self, layer: Layer) -> list[TensorInfo]:
+        nbytes = layer.m * layer.k * layer.element.itemsize
+        return [TensorInfo(layer.name, DTYPES[layer.element], (layer.m, layer.k), nbytes)]
+
+    def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
+        yield layer.name, weight.decompress()
+
+
+class Sparse24Checkpoint(CheckpointFormat):
+    """Our own format; see :mod:`layers`."""
+
+    name = SPARSE24
+
+    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
+        names = compressed_names(model)
+        return _checked(target, [compressed_layer(model, shard, name) for name, shard in names.items()])
+
+    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
+        return read_weight(model, layer)
+
+    def stored(self, layer: Layer) -> list[TensorInfo]:
+        return list(stored_tensors(layer))
+
+    def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
+        yield layer.name + VALUES_SUFFIX, weight.values
+        yield layer.name + META_SUFFIX, weight.metadata
+
+    def check_dense(self, model: ModelReader, layer: Layer) -> None:
+        for rows, dense in row_blocks(model, layer.name):
+            canonical.occupancy_codes(dense.view(layer.element.bits_dtype), layer.element, rows.start)
+
+    def stamp(self, metadata: dict[str, str]) -> None:
+        metadata[FORMAT_KEY] = FORMAT_VERSION
+
+    def note(self, metadata: dict[str, str], layer: Layer) -> None:
+        write_note(metadata, layer)
+
+
+class ForeignCheckpoint(CheckpointFormat):
+    """A format of another library: each part of a weight is a tensor."""
+
+    def __init__(self, known: ForeignFormat, tile_k: int | None) -> None:
+        self.name, self._known, self._tile_k = known.name, known, tile_k
+
+    def prefix_of(self, name: str) -> str:
+        """What the names of a weight's parts start with."""
+        return name
+
+    def name_of(self, prefix: str) -> str:
+        """The weight's name: the inverse."""
+        return prefix
+
+    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
+        suffix = f".{self._known.parts[0]}"
+        names = [name for name in model.tensors if name.endswith(suffix)]
+        return _checked(target, [self._layer(model, name.removesuffix(suffix)) for name in names])
+
+    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
+        parts = {name.rpartition(".")[2]: _array(model, name) for name in layer.sources}
+        sizes = (layer.m, layer.k) if "shape" in self._known.options else None
+        return from_foreign(self.name, parts, shape=sizes, **layer.options)
+
+    def stored(self, layer: Layer) -> list[TensorInfo]:
+        infos = []
+        for part, (kind, sizes) in self._known.layout(self._shape(layer)).items():
+            dtype = DTYPES[layer.element] if kind == VALUES else _SAFETENSORS_TYPES[kind]
+            itemsize = layer.element.itemsize if kind == VALUES else np.dtype(kind).itemsize
+            name = f"{self.prefix_of(layer.name)}.{part}"
+            infos.append(TensorInfo(name, dtype, sizes, math.prod(sizes) * itemsize))
+        return infos
+
+    def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
+        for part, array in to_foreign(self.name, weight, **self._shape(layer).options).items():
+            yield f"{self.prefix_of(layer.name)}.{part}", array
+
+    def check(self, layer: Layer) -> None:
+        try:
+            self._known.check(self._shape(layer))
+        except Sparse24Error as error:
+            raise type(error)(f"{shown(layer.name)}: {error}") from error
+
+    def note(self, metadata: dict[str, str], layer: Layer) -> None:
+        write_note(metadata, layer, format=self.name, **self._shape(layer).options)
+
+    def _shape(self, layer: Layer) -> WeightShape:
+        options = {"tile_k": self._tile_k} if "tile_k" in self._known.options else {}
+        return self._known.shape_of(layer.m, layer.k, layer.element, **options)
+
+    def _layer(self, model: ModelReader, prefix: str) -> Layer:
+        """The weight whose parts' names start with ``prefix``: by its note, or else by its values."""
+        known = self._known
+        names = {part: f"{prefix}.{part}" for part in known.parts if f"{prefix}.{part}" in model.tensors}
+        shard = model.shard_of(names[known.parts[0]])
+        for part in known.parts:
+            if part not in names and part not in known.optional:
+                raise broken(shard, prefix, f"{shown(prefix)}.{part} is missing")
+        values = model.tensors[names[known.parts[0]]]
+        if values.dtype not in ELEMENTS:
+            complaint = f"expected a type of {', '.join(ELEMENTS)}, got {shown(values.dtype)}"
+            raise broken(shard, prefix, f"{shown(values.name)}: {complaint}")
+        name, element = self.name_of(prefix), ELEMENTS[values.dtype]
+        note = read_note(shard, name, self.name)
+        if note is not None:
+            m, k = note.m, note.k
+        elif len(values.shape) == 2 and values.shape[1] % 4 == 0:
+            m, k = values.shape[0], 2 * values.shape[1]
+        else:
+            complaint = f"expected [M, K/2] with K a multiple of 8, got {list(values.shape)}"
+            raise broken(shard, prefix, f"{shown(values.name)}: {complaint}")
+        _, sizes = known.layout(known.shape_of(m, k, element))[known.parts[0]]
+        if math.prod(sizes) * element.itemsize != values.nbytes:
+            complaint = f"expected the values of {[m, k]}, got {list(values.shape)}"
+            raise broken(shard, prefix, f"{shown(values.name)}: {complaint}")
+        options = self._options(model, names, {} if note is None else note.options)
+        return Layer(name, m, k, element, tuple(names.values()), options)
+
+    def _options(
+        self, model: ModelReader, names: Mapping[str, str], note: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The options to read a weight with: what its note says, or its tensors, or the caller."""
+        options: dict[str, Any] = {}
+        if "tile_k" in self._known.options:
+            options["tile_k"] = note.get("tile_k", self._tile_k)
+        if "word_bytes" in self._known.options:
+            options["word_bytes"] = _WORD_BYTES.get(model.tensors[names["meta"]].dtype, 1)
+        return options
+
+
+class BitmaskCheckpoint(ForeignCheckpoint):
+    """compressed-tensors: other names, no notes, and an entry in ``config.json``."""
+
+    def prefix_of(self, name: str) -> str:
+        return compressed_tensors.prefix_of(name)
+
+    def name_of(self, prefix: str) -> str:
+        return prefix + compressed_tensors.WEIGHT_SUFFIX
+
+    def check(self, layer: Layer) -> None:
+        super().check(layer)
+        if not layer.name.endswith(compressed_tensors.WEIGHT_SUFFIX):
+            raise InvalidProblemError(
+                f"{shown(layer.name)}: {self.name}: expected a name that ends in .weight"
+            )
+
+    def stamp(self, metadata: dict[str, str]) -> None:
+        metadata.setdefault("format", "pt")  # readers of such models ask for it
+
+    def note(self, metadata: dict[str, str], layer: Layer) -> None:
+        """Nothing: the tensors say it all."""
+
+    def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
+        return with_sparsity(config, sorted(self.prefix_of(layer.name) for layer in layers), sparsity)
+
+
+def _checked(target: CheckpointFormat, layers: list[Layer]) -> tuple[list[Layer], dict[str, str]]:
+    """The layers, all of which ``target`` can hold."""
+    for layer in layers:
+        target.check(layer)
+    return layers, {}
+
+
+def _dense_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
+    """A dense weight as it is, whole. Raises FormatError where it isn't 2:4."""
+    dense = model.read(layer.name).view(layer.element.dtype).reshape(layer.m, layer.k)
+    return Sparse24Weight.compress(dense)
+
+
+def _array(model: ModelReader, name: str) -> Any:
+    """A stored tensor, whole. An I8 one is of metadata, or of values: the same bytes."""
+    info = model.tensors[name]
+    if info.dtype in ELEMENTS and info.dtype != "I8":
+        dtype = ELEMENTS[info.dtype].dtype
+    elif info.dtype in _NUMPY_TYPES:
+        dtype = np.dtype(_NUMPY_TYPES[info.dtype])
+    else:
+        raise FormatError(f"{shown(name)}: expected a type that metadata can have, got {shown(info.dtype)}")
+    return model.read(name).view(dtype).reshape(info.shape)

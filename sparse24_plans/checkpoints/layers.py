@@ -1,0 +1,179 @@
+"""The weights that a model's files hold: what the files say of them, and version 1 of the compressed format.
+
+A compressed tensor ``NAME`` [M, K] is stored as two tensors:
+
+- ``NAME.values24`` [M, K/2], of the element's own safetensors type (``F32``, ``F16``, ``BF16``, ...);
+- ``NAME.meta24`` [M, K/8], ``U16``: the canonical metadata (docs/formats.md).
+
+The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
+``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata are
+those of the dense model, unchanged.
+
+A weight in a foreign format has a note too, with ``"format"`` and the format's options besides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import FormatError, InvalidProblemError, Sparse24Error
+from ..vocab import ElementKind
+from ..weights.weight import Sparse24Weight
+from .folder import ModelReader, Shard
+from .safetensors_file import SafetensorsWriter, TensorInfo, shown
+from .streaming import DTYPES
+
+SPARSE24 = "sparse24"
+FORMAT_KEY, FORMAT_VERSION = "sparse24_format", "1"
+LAYER_KEY_PREFIX = "sparse24."
+VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A weight of a model: its dense shape, and the tensors that hold it, of which the first leads.
+
+    ``options`` are those of its format.
+    """
+
+    name: str
+    m: int
+    k: int
+    element: ElementKind
+    sources: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a file's metadata says of a weight. ``element`` is None where it doesn't say."""
+
+    m: int
+    k: int
+    element: ElementKind | None
+    options: Mapping[str, Any]
+
+
+def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
+    """Add a weight's note to a file's metadata; ``more`` are a foreign format and its options."""
+    note = {"shape": [layer.m, layer.k], "element": layer.element.value, **more}
+    metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
+
+
+def read_note(shard: Shard, name: str, format_name: str) -> Note | None:
+    """The note of a weight in the format named, or None where the file has none.
+
+    Raises FormatError, naming file and weight, for one that can't be meant.
+    """
+    text = shard.reader.metadata.get(LAYER_KEY_PREFIX + name)
+    if text is None:
+        return None
+    try:
+        note = json.loads(text)
+        m, k = note["shape"]
+        element = ElementKind(note["element"]) if "element" in note else None
+        written = note.get("format", SPARSE24)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise broken(shard, name, f"expected a JSON shape and element, got {text[:80]!r}") from error
+    if not (type(m) is type(k) is int and 0 <= min(m, k) <= max(m, k) < 2**63 and k % 8 == 0):
+        raise broken(shard, name, f"expected [M, K] with K a multiple of 8, got {text[:80]!r}")
+    if written != format_name:
+        raise broken(shard, name, f"expected the format {format_name}, the file says {written!r:.80}")
+    return Note(m, k, element, note)
+
+
+def broken(shard: Shard, name: str, complaint: str) -> FormatError:
+    """An error of a weight in a file, naming both."""
+    return FormatError(f"{shard.reader.path}: {name!r}: {complaint}")
+
+
+def located(model: ModelReader, layer: Layer, error: Sparse24Error) -> FormatError:
+    """The error as one of the model's file, naming tensor, row and group."""
+    text = str(error)
+    shard = model.shard_of(layer.sources[0])
+    known = text.startswith(str(shard.reader.path))
+    result = FormatError(text) if known else broken(shard, layer.name, text)
+    if isinstance(error, FormatError):
+        result.row, result.group = error.row, error.group
+    return result
+
+
+# The compressed format ----------------------------------------------------------------------------
+
+
+def stored_tensors(layer: Layer) -> tuple[TensorInfo, TensorInfo]:
+    """The entries of NAME.values24 and NAME.meta24. Raises InvalidProblemError for another element."""
+    m, k, element = layer.m, layer.k, layer.element
+    if element not in DTYPES:
+        raise InvalidProblemError(f"{shown(layer.name)}: expected one of {', '.join(DTYPES)}, got {element}")
+    values = TensorInfo(
+        layer.name + VALUES_SUFFIX, DTYPES[element], (m, k // 2), m * k // 2 * element.itemsize
+    )
+    return values, TensorInfo(layer.name + META_SUFFIX, "U16", (m, k // 8), m * k // 4)
+
+
+def compressed_names(model: ModelReader) -> dict[str, Shard]:
+    """The names of a model's compressed tensors -> the file with their note.
+
+    Raises FormatError where a file isn't a compressed one, or two describe one tensor.
+    """
+    found: dict[str, Shard] = {}
+    for shard in model.shards:
+        version = shard.reader.metadata.get(FORMAT_KEY)
+        if version != FORMAT_VERSION:
+            raise FormatError(
+                f"{shard.reader.path}: expected metadata {FORMAT_KEY} = {FORMAT_VERSION!r}, got {version!r}"
+            )
+        for key in shard.reader.metadata:
+            name = key.removeprefix(LAYER_KEY_PREFIX)
+            if name == key:
+                continue
+            if name in found:
+                raise broken(shard, name, f"{found[name].name} describes it as well")
+            found[name] = shard
+    return found
+
+
+def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
+    """A compressed tensor by its note. Raises FormatError where the tensors aren't what the note says."""
+    note = read_note(shard, name, SPARSE24)
+    if note is None or note.element is None:
+        raise broken(shard, name, "expected a JSON shape and element")
+    if note.element not in DTYPES:
+        raise broken(shard, name, f"expected [M, K] of an element of weights, got {note.element}")
+    layer = Layer(name, note.m, note.k, note.element, (name + VALUES_SUFFIX, name + META_SUFFIX))
+    for expected in stored_tensors(layer):
+        info = model.tensors.get(expected.name)
+        if info is None:
+            raise broken(shard, name, f"{shown(expected.name)} is missing")
+        if info != expected:
+            raise broken(
+                shard,
+                name,
+                f"{shown(expected.name)}: expected {expected.dtype}{list(expected.shape)}, "
+                f"got {shown(info.dtype)}{list(info.shape)}",
+            )
+    return layer
+
+
+def read_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
+    """A compressed tensor, whole, validated. Raises FormatError with row and group."""
+    values, metadata = (model.read(name) for name in layer.sources)
+    try:
+        return Sparse24Weight(
+            values.view(layer.element.dtype).reshape(layer.m, layer.k // 2),
+            metadata.view(np.uint16).reshape(layer.m, layer.k // 8),
+        )
+    except FormatError as error:
+        raise located(model, layer, error) from error
+
+
+def write_weight(writer: SafetensorsWriter, name: str, weight: Sparse24Weight) -> None:
+    """Append a block of rows of a compressed tensor."""
+    writer.write(name + VALUES_SUFFIX, weight.values)
+    writer.write(name + META_SUFFIX, weight.metadata)

@@ -1,0 +1,126 @@
+"""One model written as another: weights in a new form, everything else copied unchanged."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ..device.files import StrPath
+from ..errors import InvalidProblemError
+from .checkpoint_format import CheckpointFormat
+from .folder import CONFIG_NAME, ModelReader, Shard, copy_file, new_folder, write_index, write_json
+from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
+from .safetensors_file import SafetensorsWriter, TensorInfo, shown
+from .streaming import copy_tensor
+
+Report = TypeVar("Report")
+
+
+class Rewrite(ABC, Generic[Report]):
+    """One run over a model: its ``layers`` go to the format ``target``, all other tensors are copied.
+
+    Reports come one for each layer and copied tensor, in the order of the model's data; ``on_tensor`` gets
+    each as soon as its tensor is written.
+    """
+
+    def __init__(
+        self,
+        model: ModelReader,
+        target: CheckpointFormat,
+        layers: Iterable[Layer],
+        on_tensor: Callable[[Report], None] | None,
+    ) -> None:
+        self.model, self.target = model, target
+        self.layers = {layer.sources[0]: layer for layer in layers}
+        self._parts = {name for layer in self.layers.values() for name in layer.sources}
+        self._on_tensor = on_tensor
+        self._reports: list[Report] = []
+
+    @abstractmethod
+    def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> Report:
+        """Write a weight's new tensors."""
+
+    @abstractmethod
+    def report_copy(self, info: TensorInfo) -> Report:
+        """The report on a tensor that was copied."""
+
+    def new_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """``config.json`` of the new model, from the old one's."""
+        return config
+
+    def run(self, destination: StrPath) -> list[Report]:
+        """Write the model: a file where it is one, else a folder with the same shards and other files.
+
+        A run that fails leaves nothing behind. Raises InvalidProblemError where a new name is taken, or a
+        folder isn't new or empty; StorageError where a file can't be read or written.
+        """
+        self._check_names()
+        model = self.model
+        if model.folder is None:
+            self._write_shard(model.shards[0], destination)
+        else:
+            old = model.config()
+            new = None if old is None else self.new_config(old)
+            with new_folder(destination) as folder:
+                self._write_folder(folder, None if new == old else new)
+        return self._reports
+
+    def _write_folder(self, folder: Path, config: dict[str, Any] | None) -> None:
+        """The shards, their index, the new configuration if it changes, and copies of the rest."""
+        model = self.model
+        for shard in model.shards:
+            self._write_shard(shard, folder / shard.name)
+        if model.index_name is not None:
+            files = {shard.name: self._outputs(shard) for shard in model.shards}
+            write_index(folder / model.index_name, files)
+        if config is not None:
+            write_json(folder / CONFIG_NAME, config)
+        for path in model.others():
+            if config is None or path.name != CONFIG_NAME:
+                copy_file(path, folder / path.name)
+
+    def _write_shard(self, shard: Shard, path: StrPath) -> None:
+        with SafetensorsWriter(path, self._outputs(shard), self._metadata(shard)) as writer:
+            for name, info in shard.reader.tensors.items():
+                if name in self.layers:
+                    self._report(self.write_layer(self.layers[name], writer))
+                elif name not in self._parts:
+                    copy_tensor(self.model, info, writer)
+                    self._report(self.report_copy(info))
+
+    def _report(self, report: Report) -> None:
+        self._reports.append(report)
+        if self._on_tensor is not None:
+            self._on_tensor(report)
+
+    def _outputs(self, shard: Shard) -> list[TensorInfo]:
+        """The tensors that a shard becomes."""
+        infos: list[TensorInfo] = []
+        for name, info in shard.reader.tensors.items():
+            if name in self.layers:
+                infos += self.target.stored(self.layers[name])
+            elif name not in self._parts:
+                infos.append(info)
+        return infos
+
+    def _metadata(self, shard: Shard) -> dict[str, str]:
+        """The shard's metadata, its notes those of the new format."""
+        metadata = {
+            key: value
+            for key, value in shard.reader.metadata.items()
+            if key != FORMAT_KEY and not key.startswith(LAYER_KEY_PREFIX)
+        }
+        self.target.stamp(metadata)
+        for name in shard.reader.tensors:
+            if name in self.layers:
+                self.target.note(metadata, self.layers[name])
+        return metadata
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        for info in (info for shard in self.model.shards for info in self._outputs(shard)):
+            if info.name in seen:
+                raise InvalidProblemError(f"{shown(info.name)}: expected names that occur once")
+            seen.add(info.name)

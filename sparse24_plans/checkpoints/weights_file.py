@@ -1,0 +1,66 @@
+"""Compressed weights saved and loaded by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..device.files import StrPath
+from ..errors import InvalidProblemError
+from ..weights.weight import Sparse24Weight
+from .folder import ModelReader
+from .layers import (
+    FORMAT_KEY,
+    FORMAT_VERSION,
+    Layer,
+    compressed_layer,
+    compressed_names,
+    read_weight,
+    stored_tensors,
+    write_note,
+    write_weight,
+)
+from .safetensors_file import SafetensorsWriter, TensorInfo, shown
+
+
+def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
+    """Write ``weights`` by name as a compressed checkpoint of their own. Device weights are fetched.
+
+    Raises InvalidProblemError for other types or unusable names; StorageError where the file can't be
+    written: an existing one then stays as it was.
+    """
+    outputs: list[TensorInfo] = []
+    metadata = {FORMAT_KEY: FORMAT_VERSION}
+    for name, weight in weights.items():
+        if type(weight) is not Sparse24Weight:
+            raise InvalidProblemError(f"{shown(name)}: expected Sparse24Weight, got {type(weight).__name__}")
+        layer = Layer(name, weight.m, weight.k, weight.element, ())
+        outputs += stored_tensors(layer)
+        write_note(metadata, layer)
+    with SafetensorsWriter(path, outputs, metadata) as writer:
+        for name, weight in weights.items():
+            write_weight(writer, name, weight.to("host"))
+
+
+def load_weight(path: StrPath, name: str) -> Sparse24Weight:
+    """The compressed tensor ``name`` of a file or folder of shards, on the host, validated.
+
+    Raises InvalidProblemError for a name that isn't there compressed; FormatError, naming file and tensor,
+    where a file breaks the format; StorageError where it can't be read.
+    """
+    with ModelReader(path) as model:
+        names = compressed_names(model)
+        if name not in names:
+            raise InvalidProblemError(
+                f"name: expected one of the {len(names)} compressed tensors of {path}, got {name!r}"
+            )
+        return read_weight(model, compressed_layer(model, names[name], name))
+
+
+def iter_weights(path: StrPath) -> Iterator[tuple[str, Sparse24Weight]]:
+    """Every compressed tensor of a file or folder with its name, loaded one at a time.
+
+    Raises what :func:`load_weight` raises, when it gets there.
+    """
+    with ModelReader(path) as model:
+        for name, shard in compressed_names(model).items():
+            yield name, read_weight(model, compressed_layer(model, shard, name))

@@ -1,0 +1,59 @@
+"""Memory layouts of weights: their names, tiles and sizes. docs/formats.md has the canonical one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import UnsupportedError
+from ..vocab import CANONICAL_LAYOUT, TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
+
+TILE_M = 64
+"""Rows of a tile."""
+VALUE_BYTES = 8192
+"""Bytes of a tile's values; its metadata follows."""
+ROW_BYTES = VALUE_BYTES // TILE_M
+
+
+class TileLayout(NamedTuple):
+    """One of the layouts."""
+
+    layout_id: str
+    itemsize: int
+    elements: tuple[ElementKind, ...]
+
+    @property
+    def tile_k(self) -> int:
+        """Dense columns of a tile."""
+        return 2 * ROW_BYTES // self.itemsize
+
+    @property
+    def tile_bytes(self) -> int:
+        return VALUE_BYTES + TILE_M * self.tile_k // 8
+
+    def packed_shape(self, m: int, k: int) -> tuple[int, int, int]:
+        """Shape [Mt, Kt, tile_bytes] of the buffer of a weight [m, k]."""
+        return -(-m // TILE_M), -(-k // self.tile_k), self.tile_bytes
+
+
+TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
+TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
+
+
+def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
+    """The layout of an element. Raises UnsupportedError where it has none."""
+    for layout in (TILES_16BIT, TILES_8BIT):
+        if element in layout.elements:
+            return layout
+    raise UnsupportedError(f"{argument}: no tile layout holds {element}, only f16, bf16, s8 and fp8_e4m3")
+
+
+def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...]:
+    """The least bytes of each buffer of a weight [m, k]. Of a library's blob: its values and its metadata."""
+    kept = m * k // 2 * element.itemsize
+    if layout_id == CANONICAL_LAYOUT:
+        return kept, m * k // 4
+    for layout in (TILES_16BIT, TILES_8BIT):
+        if layout_id == layout.layout_id:
+            down, across, nbytes = layout.packed_shape(m, k)
+            return (down * across * nbytes,)
+    return (kept + m * k // 8,)
