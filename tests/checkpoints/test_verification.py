@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparse24_plans import ElementKind, InvalidProblemError
 from sparse24_plans.checkpoints.compress import compress_checkpoint
 from sparse24_plans.checkpoints.verify import verify_checkpoint
 
@@ -47,6 +48,43 @@ def test_weights_with_nan_and_inf_verify(files):
     dense_file(dense, arrays)
     compress_checkpoint(dense, out)
     assert verify_checkpoint(out, dense, device="host").passed
+
+
+@pytest.mark.parametrize("element", ["f32", "bf16"])
+@pytest.mark.parametrize("size", [1e38, 3e38])
+def test_weights_near_the_end_of_the_range_verify(files, device, element, size):
+    """Sums of them would overflow float32, of which no guarantee speaks: the activations are smaller."""
+    dense, out = files
+    array = random_array((24, 256)).clip(-1, 1) * np.float32(size)
+    array[5] = 1.0
+    dense_file(dense, {"w": array.astype(ElementKind(element).dtype)})
+    compress_checkpoint(dense, out)
+    found = verify_checkpoint(out, dense, device=device)
+    assert found.passed, found
+    assert 0 < found.layers[0].worst_ratio <= 1
+    assert found.layers[0].relative_error < 0.01
+
+
+def test_a_checkpoint_with_nothing_to_compress_verifies(files):
+    dense, out = files
+    dense_file(dense, {"norm": random_array((24,)), "odd": random_array((4, 12))})
+    reports = compress_checkpoint(dense, out)
+    assert {report.action for report in reports} == {"copied"}
+    found = verify_checkpoint(out, dense, device="host")
+    assert found.passed
+    assert (found.layers, found.copied) == ((), 2)
+    rewrite(out, drop("norm"))
+    found = verify_checkpoint(out, dense, device="host")
+    assert found.problems == (f"{out} holds no compressed layer", "norm: missing")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 0}, {"tokens": 10**14}, {"tokens": 1.0}, {"seed": -1}, {"seed": "1"}]
+)
+def test_tokens_and_seed_have_a_range(pair, wrong):
+    dense, out = pair
+    with pytest.raises(InvalidProblemError, match=rf"{next(iter(wrong))}: expected [01] to \d+, got"):
+        verify_checkpoint(out, dense, device="host", **wrong)
 
 
 def flip_value(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
