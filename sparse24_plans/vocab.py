@@ -158,7 +158,7 @@ class ScaleKind(_Word):
 
 
 class PrepareOp(_Word):
-    """What a plan of the family ``prepare`` does to a weight; also the op of its KernelSku, before ``_sparse24``."""
+    """What a plan of ``prepare`` does to a weight; also the op of its KernelSku, before ``_sparse24``."""
 
     PRUNE = "prune"
     COMPRESS = "compress"

@@ -131,7 +131,7 @@ class GemmSparse24Descriptor(Descriptor):
         return self.m if self.op is GemmOp.FORWARD else self.k
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x or dy), ``result`` (y or dx), and what the epilogue and the scales ask for."""
+        """The weight, ``source`` (x, dy), ``result`` (y, dx), and what epilogue and scales ask for."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, f32 = self.n, ElementKind.F32
         found = [

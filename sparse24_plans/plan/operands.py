@@ -1,7 +1,7 @@
 """Operands: how a descriptor declares them, and the one pass that checks a caller's tensors against that.
 
-Everything that doesn't depend on the tensors themselves is worked out once a plan (:class:`OperandChecks`), so
-that a run only compares.
+What doesn't depend on the tensors themselves is worked out once a plan (:class:`OperandChecks`), so that a
+run only compares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 Views: TypeAlias = dict[str, TensorView]
-"""Checked operands by their names to the kernel; a weight's buffers under ``values``, ``metadata``, ``packed``."""
+"""Checked operands by their names to the kernel; of a weight ``values`` and ``metadata``, or ``packed``."""
 
 
 class Role(Enum):
@@ -94,7 +94,7 @@ def fields_of(args_type: type[Args]) -> tuple[str, ...]:
 
 
 def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable[[Args], tuple[Any, ...]]:
-    """A function that takes the tensors out of arguments: what may lie elsewhere the next time. Not weights."""
+    """A function that takes out of arguments what may lie elsewhere the next time."""
     weights = {operand.argument for operand in operands if operand.role is Role.WEIGHT}
     names = [name for name in fields_of(args_type) if name not in weights]
     if len(names) == 1:
@@ -132,9 +132,9 @@ class OperandChecks:
         if type(args) is not self._args_type:
             raise InvalidProblemError(f"args: expected {self._args_type.__name__}, got {type(args).__name__}")
         for name in self._unknown:
-            if getattr(args, name) is not None:
+            if (given := getattr(args, name)) is not None:
                 raise InvalidProblemError(
-                    f"{name}: expected None, as the descriptor has it, got {type(getattr(args, name)).__name__}"
+                    f"{name}: expected None, as the descriptor has it, got {type(given).__name__}"
                 )
         views: Views = {}
         for check in self._checks:

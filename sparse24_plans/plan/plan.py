@@ -1,8 +1,8 @@
 """The plan of every family: ``Descriptor -> Plan.select -> can_implement -> workspace_size -> run``.
 
 Shapes and types are checked once against the descriptor. ``run`` checks the operands and launches; ``bind``
-checks once for many launches. A family states its descriptor, its arguments and its table of kernels; the rest
-is here.
+checks once for many launches. A family states its descriptor, its arguments and its table of kernels; the
+rest is here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Plan:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there is
-        none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by their arguments.
+        none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by all of these.
 
         Raises
         ------
@@ -108,7 +108,8 @@ class Plan:
         cls, descriptor: Any, preference: PreferenceLike, device: DeviceProperties, tuning: Tuning | None
     ) -> Self:
         cls._check_descriptor(descriptor)
-        plan = _select(cls, descriptor, PlanPreference.of(preference), device, tuning)
+        chosen: Any = _select  # mypy takes no class for hashable
+        plan = chosen(cls, descriptor, PlanPreference.of(preference), device, tuning)
         assert isinstance(plan, cls)
         return plan
 

@@ -59,7 +59,7 @@ class DecompressSparse24Args(Args):
 
 @dataclass(frozen=True, slots=True)
 class PackSparse24Args(Args):
-    """``weight`` is a Sparse24Weight; ``packed`` uint8 [Mt, Kt, tile bytes] is written: weights/packing.py."""
+    """``weight`` is a Sparse24Weight; ``packed`` uint8 [Mt, Kt, tile bytes] is written (packing.py)."""
 
     weight: Sparse24Weight
     packed: Any

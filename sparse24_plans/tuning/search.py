@@ -74,8 +74,8 @@ def tune(
 ) -> TuningTable:
     """Measure on the device, in other processes; the table is for it alone.
 
-    ``kernels`` are names of rows of the table, all that can be tuned by default; a problem that one doesn't serve
-    is left out for it. Problems have the epilogue ``identity`` and no scales.
+    ``kernels`` are names of the table's rows, all that can be tuned by default; a problem that one doesn't
+    serve is left out for it. Problems have the epilogue ``identity`` and no scales.
 
     Raises
     ------

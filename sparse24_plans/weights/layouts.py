@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
-from ..vocab import CANONICAL_LAYOUT, TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
+from ..vocab import CANONICAL_LAYOUT, CUSPARSELT_LAYOUT, TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
 
 TILE_M = 64
 """Rows of a tile."""
@@ -47,13 +47,15 @@ def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
     raise UnsupportedError(f"{argument}: no tile layout holds {element}, only f16, bf16, s8 and fp8_e4m3")
 
 
-def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...]:
-    """The least bytes of each buffer of a weight [m, k]. Of a library's blob: its values and its metadata."""
+def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...] | None:
+    """The least bytes of each buffer of a weight [m, k]; None for a layout that isn't this package's."""
     kept = m * k // 2 * element.itemsize
     if layout_id == CANONICAL_LAYOUT:
         return kept, m * k // 4
+    if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
+        return (kept + m * k // 8,)
     for layout in (TILES_16BIT, TILES_8BIT):
         if layout_id == layout.layout_id:
             down, across, nbytes = layout.packed_shape(m, k)
             return (down * across * nbytes,)
-    return (kept + m * k // 8,)
+    return None

@@ -231,12 +231,14 @@ class PackedWeight:
     buffers: tuple[TensorView, ...]
 
     def __post_init__(self) -> None:
+        if self.m < 0 or self.k < 0 or self.k % 8:
+            raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
         wanted = buffer_bytes(self.layout_id, self.m, self.k, self.element)
-        if len(self.buffers) != len(wanted):
+        if wanted is not None and len(self.buffers) != len(wanted):
             raise InvalidProblemError(
                 f"buffers: expected {len(wanted)} for layout {self.layout_id!r}, got {len(self.buffers)}"
             )
-        for view, needed in zip(self.buffers, wanted, strict=True):
+        for view, needed in zip(self.buffers, wanted or (0,) * len(self.buffers), strict=True):
             if view.device != self.device or not view.is_contiguous:
                 raise InvalidProblemError(
                     f"buffers: expected contiguous memory on {self.device}, got {view!r}"

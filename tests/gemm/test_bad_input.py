@@ -100,7 +100,8 @@ def test_not_a_tensor(case, field, thing):
 def test_wrong_device(case, field):
     elsewhere = Device("cuda", 7)
     if field == "weight":
-        moved = replace(case.args.weight, device=elsewhere)
+        views = [TensorView(v.address, v.shape, v.element, elsewhere) for v in case.args.weight.buffers]
+        moved = replace(case.args.weight, device=elsewhere, buffers=tuple(views))
     else:
         view = getattr(case.args, field)
         moved = TensorView(view.address, view.shape, view.element, elsewhere, strides=view.strides)

@@ -7,7 +7,9 @@ multiplies as the instruction would. A wrong byte gives a wrong product.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import tracemalloc
 from dataclasses import replace
 from itertools import combinations
@@ -18,6 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    BufferTooSmallError,
+    Device,
     ElementKind,
     FormatError,
     InvalidProblemError,
@@ -550,17 +554,45 @@ def test_packed_and_canonical_are_not_confused():
 def test_unpack_refuses_other_buffers():
     packed = pack(integer_weight(70, 136, "f16"))
     tiles = packed.buffers[0].array()
-    for wrong in (tiles[:1], tiles[..., :8192], tiles.reshape(-1), tiles.view(np.int8), tiles[:, ::-1]):
+    for wrong in (tiles.reshape(-1), tiles.view(np.int8)):
         with pytest.raises(InvalidProblemError, match="contiguous buffer u8"):
             unpack(replace(packed, buffers=(TensorView.of(wrong),)))
+
+
+def test_a_packed_weight_has_the_buffers_of_its_layout():
+    packed = pack(integer_weight(70, 136, "f16"))
+    tiles = packed.buffers[0].array()
+    for wrong in (tiles[..., :8192], tiles[:, ::-1]):
+        with pytest.raises(InvalidProblemError, match="buffers: expected contiguous memory on host"):
+            replace(packed, buffers=(TensorView.of(wrong),))
     for buffers in ((), packed.buffers * 2):
-        with pytest.raises(InvalidProblemError, match="one buffer"):
-            unpack(replace(packed, buffers=buffers))
+        with pytest.raises(InvalidProblemError, match="buffers: expected 1 for layout"):
+            replace(packed, buffers=buffers)
     for m, k in ((-1, 136), (70, -8), (70, 132)):
         with pytest.raises(InvalidProblemError, match="multiple of 8"):
-            unpack(replace(packed, m=m, k=k))
-    with pytest.raises(InvalidProblemError, match="contiguous buffer u8"):
-        unpack(replace(packed, k=264))
+            replace(packed, m=m, k=k)
+    for change in ({"buffers": (TensorView.of(tiles[:1]),)}, {"k": 264}):
+        with pytest.raises(BufferTooSmallError, match="buffers: expected at least") as caught:
+            replace(packed, **change)
+        assert caught.value.got < caught.value.needed
+    with pytest.raises(InvalidProblemError, match="on cuda:7"):
+        replace(packed, device=Device("cuda", 7))
+
+
+@pytest.mark.parametrize("element", ["f16", "s8"])
+def test_copies_and_pickles_own_their_memory(element):
+    weight = integer_weight(70, 256, element)
+    for original in (weight, pack(weight), PackedWeight.canonical(weight)):
+        for made in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+            for ours, theirs in zip(buffers_of(made), buffers_of(original), strict=True):
+                assert ours.address != theirs.address
+                np.testing.assert_array_equal(ours.bits(), theirs.bits())
+
+
+def buffers_of(weight: Sparse24Weight | PackedWeight) -> tuple[TensorView, ...]:
+    if isinstance(weight, PackedWeight):
+        return weight.buffers
+    return weight.values_view, weight.metadata_view
 
 
 def test_unpack_finds_damaged_metadata():

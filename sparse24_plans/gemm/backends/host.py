@@ -1,8 +1,8 @@
 """The host tier: NumPy. ``host_blas`` inflates and calls BLAS; ``host_strict`` is the oracle.
 
-The strict mode computes, bit for bit, what ``gemm/inflate_strict.cu`` computes: one float32 accumulator a
-result, one fma a kept position in increasing order, then the epilogue of ``common/common.cuh``. Products of s8 are
-summed exactly in both modes.
+The strict mode computes, bit for bit, what ``gemm/inflate_strict.cu`` does: one float32 accumulator a result,
+one fma a kept position in increasing order, then the kernels' epilogue. Products of s8 are summed exactly in
+both modes.
 """
 
 from __future__ import annotations

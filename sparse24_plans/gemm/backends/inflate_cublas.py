@@ -1,7 +1,7 @@
 """Inflate into the workspace, then cuBLASLt with an algorithm pinned at select.
 
-An epilogue beyond ``identity`` takes float32 accumulators through ``gemm/inflate_cublas.cu``, so that bias and
-activation see them unrounded.
+An epilogue beyond ``identity`` takes float32 accumulators through ``gemm/inflate_cublas.cu``, so that bias
+and activation see them unrounded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _EpilogueParameters(ctypes.Structure):
 
 class Kernel(GemmKernel):
     workspace_alignment = 256
-    alignments = dict.fromkeys(("weight", "source", "result"), Alignment(ALIGNMENT))  # noqa: RUF012
+    alignments = dict.fromkeys(("weight", "source", "result"), Alignment(ALIGNMENT))
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)

@@ -1,4 +1,4 @@
-"""A model of the time that ``wgmma_sp`` takes with a schedule, fitted to an H200: it ranks, it promises nothing.
+"""A model of the time that ``wgmma_sp`` takes with a schedule. Fitted to an H200; it ranks, no more.
 
 It knows the shape alone, not the device at hand: another number of multiprocessors must not mean another
 schedule, since a schedule's slices of K fix the bits.

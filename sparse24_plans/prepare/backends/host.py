@@ -14,6 +14,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
 from ...vocab import MaskLayout, PrepareOp
 from ...weights import canonical, packing, tiles
+from ...weights.layouts import layout_of
 from ...weights.weight import PackedWeight, Sparse24Weight
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
 
@@ -127,7 +128,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
 
     def _unpack(self, views: Views) -> None:
         desc = self.descriptor
-        layout, tiles = packing.layout_of(desc.element), views["packed"]
+        layout, tiles = layout_of(desc.element), views["packed"]
         packed = PackedWeight(layout.layout_id, desc.m, desc.k, desc.element, HOST, (tiles,))
         values, metadata = packing.unpack_tiles(layout, tiles.bits(), packed)
         views["values"].bits()[...] = values
