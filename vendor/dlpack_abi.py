@@ -14,6 +14,7 @@ INT, UINT, FLOAT, BFLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2 = 0, 1, 2, 4, 10, 12
 
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _MAJOR = 1
+_MOST_DIMENSIONS = 64  # DLPack sets no bound; more than any producer has mean a broken capsule
 
 
 class _DLTensor(ctypes.Structure):
@@ -45,7 +46,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 class CapsuleError(Exception):
-    """What came is no capsule, a consumed one, or of another version."""
+    """What came is no capsule, a consumed or broken one, or of another version."""
 
 
 class Tensor(NamedTuple):
@@ -74,6 +75,10 @@ def read(capsule: Any) -> Tensor:
         tensor = _DLTensor.from_address(pointer)  # the first member of DLManagedTensor
     else:
         raise CapsuleError("__dlpack__ returned no unused DLPack capsule")
+    if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or (tensor.ndim and not tensor.shape):
+        raise CapsuleError(
+            f"expected a shape of at most {_MOST_DIMENSIONS} sizes, got {tensor.ndim} dimensions"
+        )
     dimensions = range(tensor.ndim)
     return Tensor(
         (tensor.data or 0) + tensor.byte_offset,

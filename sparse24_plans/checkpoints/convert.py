@@ -90,10 +90,8 @@ def convert_checkpoint(
     StorageError
         A file can't be read or written.
     """
-    _check_formats(from_format, to_format)
     selection = Selection(include, exclude)
-    if selection and from_format != DENSE:
-        raise InvalidProblemError(f"include, exclude: apply to dense checkpoints, not to {from_format}")
+    _check_formats(from_format, to_format, selection)
     check_destination(source, destination, overwrite=overwrite)
     old, new = (checkpoint_format(name, selection, tile_k) for name in (from_format, to_format))
     with ModelReader(source) as model:
@@ -153,7 +151,7 @@ class _Conversion(Rewrite[ConversionReport]):
         return round(cells / 2 / total, 4) if total else 0.0
 
 
-def _check_formats(from_format: str, to_format: str) -> None:
+def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:
     for argument, name in (("from_format", from_format), ("to_format", to_format)):
         if name not in CHECKPOINT_FORMATS:
             raise InvalidProblemError(
@@ -161,3 +159,5 @@ def _check_formats(from_format: str, to_format: str) -> None:
             )
     if from_format == to_format:
         raise InvalidProblemError(f"to_format: expected another format than {from_format}")
+    if selection and from_format != DENSE:
+        raise InvalidProblemError(f"include, exclude: apply to dense checkpoints, not to {from_format}")

@@ -6,6 +6,7 @@ array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,10 @@ from .tensors import (
     Read,
     TensorView,
     Workspace,
+    checked_view,
     contiguous_strides,
     element_of,
+    honest_view,
     import_cupy,
     register,
 )
@@ -32,6 +35,7 @@ from .tensors import (
 _CUDA = [Device("cuda", i) for i in range(64)]
 _BY_NAME = {kind.dtype.name: kind for kind in ElementKind}
 _BY_FOREIGN_DTYPE: dict[Any, ElementKind] = {}
+_BY_FOREIGN_DEVICE: dict[Any, Device] = {}
 
 
 def _element_strides(
@@ -52,40 +56,65 @@ def _from_numpy(obj: Any, element: ElementKind | None, argument: str) -> TensorV
     kind = element_of(obj.dtype, element, argument)
     strides = _element_strides(obj.shape, obj.strides, kind.itemsize, argument)
     address, readonly = obj.__array_interface__["data"]
-    return TensorView(address, obj.shape, kind, HOST, strides=strides, readonly=readonly, owner=obj)
+    return honest_view(address, obj.shape, kind, HOST, strides, readonly, obj, argument)
+
+
+def _from_masked(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    raise InvalidProblemError(f"{argument}: expected a tensor without a mask, got {type(obj).__name__}")
 
 
 def _from_cupy(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
     kind = element_of(obj.dtype, element, argument)
     strides = _element_strides(obj.shape, obj.strides, kind.itemsize, argument)
     memory = obj.data
-    return TensorView(memory.ptr, obj.shape, kind, _CUDA[memory.device_id], strides=strides, owner=obj)
+    return honest_view(memory.ptr, obj.shape, kind, _CUDA[memory.device_id], strides, False, obj, argument)
 
 
-def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+def _foreign_element(foreign: Any, element: ElementKind | None, argument: str) -> ElementKind:
+    """The element of a framework's own dtype, by the name that it prints: torch.bfloat16."""
+    name = str(foreign).rpartition(".")[2]
+    try:
+        dtype = _BY_NAME[name].dtype if name in _BY_NAME else np.dtype(name)
+    except TypeError:
+        raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {foreign}") from None
+    kind = element_of(dtype, element, argument)
+    if element is None:
+        _BY_FOREIGN_DTYPE[foreign] = kind
+    return kind
+
+
+def _from_torch(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
     kind = _BY_FOREIGN_DTYPE.get(obj.dtype)
     if kind is None or element is not None:
-        name = str(obj.dtype).rpartition(".")[2]
-        try:
-            dtype = _BY_NAME[name].dtype if name in _BY_NAME else np.dtype(name)
-        except TypeError:
-            raise InvalidProblemError(
-                f"{argument}: expected one of {ELEMENT_NAMES}, got {obj.dtype}"
-            ) from None
-        kind = element_of(dtype, element, argument)
-        if element is None:
-            _BY_FOREIGN_DTYPE[obj.dtype] = kind
-    if hasattr(obj, "is_neg") and obj.is_neg():
+        kind = _foreign_element(obj.dtype, element, argument)
+    if obj.is_neg():
         raise InvalidProblemError(f"{argument}: expected materialised values, got PyTorch's lazy negative")
-    home = obj.device
-    if home.type not in ("cpu", "cuda"):
-        raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {home.type}")
-    device = HOST if home.type == "cpu" else _CUDA[home.index or 0]
+    device = _BY_FOREIGN_DEVICE.get(obj.device)
+    if device is None:
+        device = _BY_FOREIGN_DEVICE[obj.device] = _foreign_device(obj.device, argument)
     try:
         address = obj.data_ptr()
     except RuntimeError as error:
         raise InvalidProblemError(f"{argument}: expected a tensor with storage: {error}") from error
-    return TensorView(address, tuple(obj.shape), kind, device, strides=tuple(obj.stride()), owner=obj)
+    if address == obj.storage_offset() * kind.itemsize:  # of storage that was resized to nothing
+        address = 0
+    return honest_view(address, tuple(obj.shape), kind, device, obj.stride(), False, obj, argument)
+
+
+def _from_data_ptr(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    kind = _foreign_element(obj.dtype, element, argument)
+    device = _foreign_device(obj.device, argument)
+    try:
+        address = obj.data_ptr()
+    except RuntimeError as error:
+        raise InvalidProblemError(f"{argument}: expected a tensor with storage: {error}") from error
+    return checked_view(address, obj.shape, kind, device, obj.stride(), False, obj, argument)
+
+
+def _foreign_device(home: Any, argument: str) -> Device:
+    if home.type not in ("cpu", "cuda"):
+        raise InvalidProblemError(f"{argument}: expected a tensor in cpu or cuda memory, got {home.type}")
+    return HOST if home.type == "cpu" else Device("cuda", home.index or 0)
 
 
 _CUDA_MEMORY_DEVICE, _CUDA_MEMORY_MANAGED = 2, 3  # cudaMemoryType
@@ -108,7 +137,7 @@ def _cuda_ordinal_of(address: int, argument: str) -> int:
 
 def _from_cuda_array_interface(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
     view = _from_protocol(obj.__cuda_array_interface__, element, argument, obj)
-    view.device = _CUDA[_cuda_ordinal_of(view.address, argument)]
+    view.device = Device("cuda", _cuda_ordinal_of(view.address, argument))
     return view
 
 
@@ -119,15 +148,19 @@ def _from_array_interface(obj: Any, element: ElementKind | None, argument: str) 
 def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner: object) -> TensorView:
     """A view, on the host for now, from the dictionary that both array interfaces give."""
     try:
-        dtype, shape = np.dtype(about["typestr"]), tuple(about["shape"])
+        dtype, shape = np.dtype(about["typestr"]), about["shape"]
         address, readonly = about["data"]
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidProblemError(
             f"{argument}: expected an array interface with typestr, shape and address: {error}"
         ) from error
+    if about.get("mask") is not None:
+        raise InvalidProblemError(f"{argument}: expected a tensor without a mask")
     kind = element_of(dtype, element, argument)
-    strides = _element_strides(shape, about.get("strides"), kind.itemsize, argument)
-    return TensorView(address, shape, kind, HOST, strides=strides, readonly=readonly, owner=owner)
+    view = checked_view(address, shape, kind, HOST, about.get("strides"), bool(readonly), owner, argument)
+    # They were bytes.
+    view.strides = _element_strides(view.shape, about.get("strides"), kind.itemsize, argument)
+    return view
 
 
 # DLDataTypeCode, bits -> element
@@ -154,7 +187,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
             capsule = obj.__dlpack__(max_version=dlpack_abi.VERSION, **order)
         except TypeError:  # a producer of before DLPack 1
             capsule = obj.__dlpack__(**order)
-    except (BufferError, RuntimeError) as error:
+    except Exception as error:
         raise InvalidProblemError(f"{argument}: the producer refused DLPack export: {error}") from error
     try:
         tensor = dlpack_abi.read(capsule)
@@ -175,36 +208,54 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
             f"{argument}: expected one of {ELEMENT_NAMES}, got DLPack type "
             f"(code {tensor.code}, bits {tensor.bits}, lanes {tensor.lanes})"
         )
-    return TensorView(
-        tensor.address,
-        tensor.shape,
-        kind,
-        HOST if tensor.device_type in _DL_HOST else _CUDA[tensor.device_id],
-        strides=tensor.strides,
-        readonly=tensor.readonly,
-        # The capsule stays unconsumed: when it is collected, the producer's own destructor frees it.
-        owner=(obj, capsule),
+    home = HOST if tensor.device_type in _DL_HOST else Device("cuda", tensor.device_id)
+    # The capsule stays unconsumed: when it is collected, the producer's own destructor frees it.
+    owner = (obj, capsule)
+    return checked_view(
+        tensor.address, tensor.shape, kind, home, tensor.strides, tensor.readonly, owner, argument
     )
 
 
-def _is_cupy(obj: Any) -> bool:
-    return type(obj).__module__.partition(".")[0] == "cupy" and hasattr(obj, "__cuda_array_interface__")
+def _comes_from(obj: Any, framework: str) -> bool:
+    """Whether the object's class, or one that it extends, is the framework's own."""
+    return any(kind.__module__.partition(".")[0] == framework for kind in type(obj).__mro__)
 
 
+def _is_masked(obj: Any) -> bool:
+    masked = sys.modules.get("numpy.ma")  # it is imported when first needed
+    return masked is not None and isinstance(obj, masked.MaskedArray)
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda obj: all(hasattr(obj, name) for name in names)
+
+
+_is_cupy_array, _is_torch_tensor = (
+    _has("__cuda_array_interface__", "data"),
+    _has("data_ptr", "storage_offset"),
+)
+
+READ_OF_TYPE[np.ndarray] = _from_numpy
 register(
     (
+        Adapter(_is_masked, _from_masked, lasting=True),
         Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
-        Adapter(_is_cupy, _from_cupy, lasting=True),
-        Adapter(lambda obj: hasattr(obj, "data_ptr"), _from_data_ptr, lasting=True),
-        Adapter(
-            lambda obj: hasattr(obj, "__cuda_array_interface__"), _from_cuda_array_interface, lasting=False
-        ),
-        Adapter(lambda obj: hasattr(obj, "__dlpack__"), _from_dlpack, lasting=False),
-        Adapter(lambda obj: hasattr(obj, "__array_interface__"), _from_array_interface, lasting=False),
+        Adapter(lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, lasting=True),
+        Adapter(lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj), _from_torch, lasting=True),
+        Adapter(_has("data_ptr"), _from_data_ptr, lasting=True),
+        Adapter(_has("__cuda_array_interface__"), _from_cuda_array_interface, lasting=False),
+        Adapter(_has("__dlpack__"), _from_dlpack, lasting=False),
+        Adapter(_has("__array_interface__"), _from_array_interface, lasting=False),
     )
 )
 
 Location = Callable[[Any], object]
+
+
+def _location_of_data_ptr(tensor: Any) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 _LOCATION_OF_TYPE: dict[type, Location] = {
     type(None): lambda none: None,
     TensorView: lambda view: (view.address, view.shape, view.strides, view.device),
@@ -212,7 +263,8 @@ _LOCATION_OF_TYPE: dict[type, Location] = {
 }
 _LOCATION_OF_READ: dict[Read | None, Location] = {
     _from_cupy: lambda array: (array.data.ptr, array.shape, array.strides),
-    _from_data_ptr: lambda tensor: (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype),
+    _from_torch: _location_of_data_ptr,
+    _from_data_ptr: _location_of_data_ptr,
 }
 
 
@@ -224,5 +276,8 @@ def addresses_of(tensors: tuple[Any, ...]) -> list[object] | None:
         location = _LOCATION_OF_TYPE.get(kind) or _LOCATION_OF_READ.get(READ_OF_TYPE.get(kind))
         if location is None:
             return None
-        addresses.append(location(tensor))
+        try:
+            addresses.append(location(tensor))
+        except Exception:  # noqa: BLE001 - to be told by the checks, which name the argument
+            return None
     return addresses

@@ -6,11 +6,11 @@ How frameworks' tensors become views is in adapters.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..errors import BackendUnavailableError, InvalidProblemError
+from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind, element_kind
 
 
@@ -38,11 +38,71 @@ def import_cupy() -> Any:
     return cupy
 
 
+_MOST = 1 << 63
+_MOST_ADDRESS = 1 << 64
+_MOST_DEVICES = 64
+_MOST_DIMENSIONS = 64
+_SHOWN_CHARACTERS = 100
+
+
+def _wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
+    try:
+        text = repr(got)
+    except Exception:  # noqa: BLE001 - an integer of thousands of digits, an object that is broken
+        text = type(got).__name__
+    return InvalidProblemError(f"{argument}: expected {expected}, got {text[:_SHOWN_CHARACTERS]}")
+
+
+def _no_copy(kind: str, remedy: str) -> InvalidProblemError:
+    return InvalidProblemError(
+        f"{kind}: expected no deep copy and no pickle of memory it doesn't own; {remedy}"
+    )
+
+
+def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ...]:
+    """A tuple of plain integers from ``least`` to 2^63 - 1; NumPy's become Python's."""
+    if not isinstance(found, (tuple, list)) or len(found) > _MOST_DIMENSIONS:
+        raise _wrong(argument, f"{what} of at most {_MOST_DIMENSIONS} integers", found)
+    for one in found:
+        if type(one) is not int or not least <= one < _MOST:
+            break
+    else:
+        return tuple(found)
+    integers = tuple([int(one) if isinstance(one, np.integer) else one for one in found])
+    if any(type(one) is not int or not least <= one < _MOST for one in integers):
+        raise _wrong(argument, f"{what} of integers from {'-2^63' if least else 0} to 2^63", found)
+    return integers
+
+
+def _check_memory(argument: str, address: Any, used: bool) -> int:
+    """The ``address``, which must not be null where anything lies there."""
+    if type(address) is int and 0 < address < _MOST_ADDRESS:
+        return address
+    if isinstance(address, np.integer):
+        address = int(address)
+    if type(address) is not int or not 0 <= address < _MOST_ADDRESS:
+        raise _wrong(argument, "an address", address)
+    if used and address == 0:
+        raise InvalidProblemError(f"{argument}: expected memory, got a null address: was it freed?")
+    return address
+
+
+def _check_device(argument: str, device: Any) -> Device:
+    if type(device) is not Device or device[0] not in ("host", "cuda"):
+        raise _wrong(argument, "a Device of kind host or cuda", device)
+    if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:
+        raise _wrong(argument, f"a device ordinal from 0 to {_MOST_DEVICES - 1}", device[1])
+    return device
+
+
 class TensorView:
     """A strided tensor in somebody else's memory.
 
     ``address`` in bytes; ``strides`` in elements; ``owner`` keeps the memory alive. Make one with
     :meth:`of`; the constructor is for runtimes that have nothing but an address.
+
+    ``copy.copy`` gives another view of the same memory, which keeps its owner alive. Deep copies and pickles
+    would be views of memory that nobody keeps, so they raise InvalidProblemError: see :meth:`owned_copy`.
     """
 
     __slots__ = ("_end", "address", "device", "element", "owner", "readonly", "shape", "strides")
@@ -58,13 +118,36 @@ class TensorView:
         readonly: bool = False,
         owner: object = None,
     ) -> None:
-        self.address = address
-        self.shape = shape
-        self.strides = contiguous_strides(shape) if strides is None else strides
-        self.element = element if type(element) is ElementKind else element_kind(element)
-        self.device = device
-        self.readonly = readonly
-        self.owner = owner
+        """Raises InvalidProblemError for what can't be memory: a null address, a negative size."""
+        self._check_and_set("TensorView", address, shape, element, device, strides, readonly, owner)
+
+    def _check_and_set(
+        self,
+        argument: str,
+        address: Any,
+        shape: Any,
+        element: Any,
+        device: Any,
+        strides: Any,
+        readonly: Any,
+        owner: object,
+    ) -> None:
+        if type(element) is not ElementKind:
+            if not isinstance(element, str):
+                raise _wrong(argument, "an element", element)
+            element = element_kind(element, argument)
+        self.shape = _integers(argument, "a shape", shape, least=0)
+        if strides is None:
+            self.strides = contiguous_strides(self.shape)
+        else:
+            self.strides = _integers(argument, "strides", strides, least=-_MOST)
+            if len(self.strides) != len(self.shape):
+                raise _wrong(argument, f"{len(self.shape)} strides", strides)
+        if type(readonly) is not bool:
+            raise _wrong(argument, "True or False for readonly", readonly)
+        self.address = _check_memory(argument, address, 0 not in self.shape)
+        self.element, self.readonly, self.owner = element, readonly, owner
+        self.device = _check_device(argument, device)
         self._end = -1
 
     @classmethod
@@ -77,36 +160,54 @@ class TensorView:
         float8 from a framework that has no such type. Raises InvalidProblemError naming ``argument``.
         """
         kind = type(obj)
-        if kind is cls:
+        if kind is TensorView:
             view: TensorView = obj
             return view if element is None or element is view.element else view._as(element, argument)
         if element is not None and type(element) is not ElementKind:
             element = element_kind(element)
-        read = READ_OF_TYPE.get(kind)
-        if read is not None:
-            return read(obj, element, argument)
-        for adapter in _adapters:
-            if adapter.applies(obj):
-                if adapter.lasting:
-                    READ_OF_TYPE[kind] = adapter.read
-                return adapter.read(obj, element, argument)
-        raise InvalidProblemError(
-            f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "
-            f"__dlpack__ or __array_interface__), got {type(obj).__name__}"
-        )
+        try:
+            return (READ_OF_TYPE.get(kind) or _find(obj, argument))(obj, element, argument)
+        except (Sparse24Error, MemoryError):
+            raise
+        except Exception as error:  # whatever a broken protocol raises
+            raise InvalidProblemError(
+                f"{argument}: expected a tensor, got {kind.__name__} that can't be read "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def _as(self, element: ElementKind | str, argument: str) -> TensorView:
         """The same memory as another element, under the rule of ``of``."""
         kind = element_of(self.element.dtype, element_kind(element), argument)
-        return TensorView(
+        return honest_view(
+            self.address, self.shape, kind, self.device, self.strides, self.readonly, self, argument
+        )
+
+    def owned_copy(self) -> TensorView:
+        """A contiguous copy on the same device, in memory of its own; on a GPU, on CuPy's current stream."""
+        bits = self.bits()
+        if self.device.kind == "host":
+            return TensorView.of(np.array(bits, order="C"), element=self.element)
+        cupy = import_cupy()
+        with cupy.cuda.Device(self.device.ordinal):
+            return TensorView.of(cupy.array(bits, order="C"), element=self.element)
+
+    def __copy__(self) -> TensorView:
+        return honest_view(
             self.address,
             self.shape,
-            kind,
+            self.element,
             self.device,
-            strides=self.strides,
-            readonly=self.readonly,
-            owner=self,
+            self.strides,
+            self.readonly,
+            self.owner,
+            "TensorView",
         )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise _no_copy("TensorView", "copy the tensor that it views, or call view.owned_copy()")
+
+    def __reduce__(self) -> NoReturn:
+        raise _no_copy("TensorView", "send view.array().copy()")
 
     @property
     def end(self) -> int:
@@ -188,6 +289,56 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def honest_view(
+    address: int,
+    shape: tuple[int, ...],
+    element: ElementKind,
+    device: Device,
+    strides: tuple[int, ...],
+    readonly: bool,
+    owner: object,
+    argument: str,
+) -> TensorView:
+    """A view of what a framework says of its own tensors: only null addresses are looked for.
+
+    This is on the path of every run. Raises InvalidProblemError naming ``argument``.
+    """
+    if not address and 0 not in shape:
+        _check_memory(argument, address, True)
+    view = _new(TensorView)
+    view.address = address
+    view.shape = shape
+    view.strides = strides
+    view.element = element
+    view.device = device
+    view.readonly = readonly
+    view.owner = owner
+    view._end = -1
+    return view
+
+
+def checked_view(
+    address: Any,
+    shape: Any,
+    element: ElementKind,
+    device: Any,
+    strides: Any,
+    readonly: Any,
+    owner: object,
+    argument: str,
+) -> TensorView:
+    """A view of what some object says of itself. Raises InvalidProblemError naming ``argument``."""
+    view = _new(TensorView)
+    view._check_and_set(argument, address, shape, element, device, strides, readonly, owner)
+    return view
+
+
+_new = object.__new__
+
+Read = Callable[[Any, "ElementKind | None", str], TensorView]
+"""(tensor, element to reinterpret as, name of the argument) -> view."""
+
+
 class Adapter(NamedTuple):
     """How the tensors of some framework or protocol are read."""
 
@@ -197,8 +348,6 @@ class Adapter(NamedTuple):
     """Whether every object of the type takes it. Not so for a JAX array: its protocol hangs on its device."""
 
 
-Read = Callable[[Any, "ElementKind | None", str], TensorView]
-"""(tensor, element to reinterpret as, name of the argument) -> view."""
 READ_OF_TYPE: dict[type, Read] = {}
 """What ``TensorView.of`` has found out about types."""
 _adapters: list[Adapter] = []
@@ -207,6 +356,18 @@ _adapters: list[Adapter] = []
 def register(adapters: tuple[Adapter, ...]) -> None:
     """Let ``TensorView.of`` try these, in order, behind those that it has."""
     _adapters.extend(adapters)
+
+
+def _find(obj: Any, argument: str) -> Read:
+    for adapter in _adapters:
+        if adapter.applies(obj):
+            if adapter.lasting:
+                READ_OF_TYPE[type(obj)] = adapter.read
+            return adapter.read
+    raise InvalidProblemError(
+        f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "
+        f"__dlpack__ or __array_interface__), got {type(obj).__name__}"
+    )
 
 
 _BY_DTYPE = {kind.dtype: kind for kind in ElementKind}
@@ -232,38 +393,71 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
 
 
 class Workspace:
-    """``nbytes`` of scratch memory at ``address``, the caller's own. Kernels never write outside it."""
+    """``nbytes`` of scratch memory at ``address``, the caller's own. Kernels never write outside it.
+
+    Like a TensorView it can be copied, but not deeply, and not pickled.
+    """
 
     __slots__ = ("address", "device", "nbytes", "owner")
 
     def __init__(self, address: int, nbytes: int, device: Device, owner: object = None) -> None:
-        if address < 0 or nbytes < 0:
-            raise InvalidProblemError(
-                f"workspace: expected a non-negative address and size, got {address}, {nbytes}"
-            )
-        self.address, self.nbytes, self.device, self.owner = address, nbytes, device, owner
+        """Raises InvalidProblemError for what can't be memory: a null address, a negative size."""
+        if type(nbytes) is not int or not 0 <= nbytes < _MOST:
+            raise _wrong("workspace", "a size in bytes", nbytes)
+        self.address = _check_memory("workspace", address, nbytes > 0)
+        self.nbytes = nbytes
+        self.device = _check_device("workspace", device)
+        self.owner = owner
 
     @classmethod
     def of(cls, obj: Any, device: Device) -> Workspace:
         """Accepts a Workspace, any contiguous tensor, or an object with ``ptr`` and ``size`` (or ``nbytes``).
 
-        An object that doesn't say where it lives (``device_id``) is taken to live on ``device``.
+        An object that doesn't say where it lives (``device_id``) is taken to live on ``device``. Raises
+        InvalidProblemError.
         """
         if type(obj) is cls:
             return obj
-        address = getattr(obj, "ptr", None)
-        if type(address) is int:
-            size = obj.mem.size - (address - obj.mem.ptr) if hasattr(obj, "mem") else None
-            for name in ("nbytes", "size"):
-                size = getattr(obj, name, None) if size is None else size
-            if type(size) is int:
-                ordinal = getattr(obj, "device_id", device.ordinal)
-                return cls(address, size, Device(device.kind, ordinal), obj)
-        if isinstance(obj, (int, float, str, bytes)):
+        try:
+            return cls(*_extent(obj, device), obj)
+        except Sparse24Error:
+            raise
+        except Exception as error:  # whatever a broken protocol raises
             raise InvalidProblemError(
-                f"workspace: expected an object with an address and a size, got {type(obj).__name__}"
-            )
-        view = TensorView.of(obj, argument="workspace")
-        if not view.is_contiguous or view.readonly:
-            raise InvalidProblemError(f"workspace: expected writable contiguous memory, got {view!r}")
-        return cls(view.address, view.nbytes_spanned, view.device, obj)
+                f"workspace: expected an object with an address and a size, got {type(obj).__name__} "
+                f"that can't be read ({type(error).__name__}: {error})"
+            ) from error
+
+    def __copy__(self) -> Workspace:
+        return Workspace(self.address, self.nbytes, self.device, self.owner)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise _no_copy("Workspace", "allocate another")
+
+    def __reduce__(self) -> NoReturn:
+        raise _no_copy("Workspace", "allocate another where it is needed")
+
+
+def _extent(obj: Any, device: Device) -> tuple[int, int, Device]:
+    """Address, bytes and home of an object that stands for a workspace."""
+    address = getattr(obj, "ptr", None)
+    if type(address) is int:
+        memory = getattr(obj, "mem", None)
+        size = None if memory is None else memory.size - (address - memory.ptr)
+        if size is None:
+            size = getattr(obj, "nbytes", None)
+        if size is None:
+            size = getattr(obj, "size", None)
+        if type(size) is int:
+            ordinal = getattr(obj, "device_id", None)
+            if ordinal is None or ordinal == device.ordinal:
+                return address, size, device
+            return address, size, Device(device.kind, ordinal)
+    if isinstance(obj, (int, float, str, bytes)):
+        raise InvalidProblemError(
+            f"workspace: expected an object with an address and a size, got {type(obj).__name__}"
+        )
+    view = TensorView.of(obj, argument="workspace")
+    if not view.is_contiguous or view.readonly:
+        raise InvalidProblemError(f"workspace: expected writable contiguous memory, got {view!r}")
+    return view.address, view.nbytes_spanned, view.device

@@ -126,19 +126,25 @@ def test_names_that_no_file_can_have(tmp_path, name):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_folders_that_cannot_be_searched(tmp_path):
-    closed = tmp_path / "closed"
+    closed, model = tmp_path / "closed", tmp_path / "model"
     sharded_model(closed)
+    sharded_model(model)
     closed.chmod(0o444)
     try:
         for path in (closed, closed / INDEX, closed / "model-00001-of-00002.safetensors"):
-            with pytest.raises(StorageError):
-                to_dense(path, tmp_path / "out")
-            with pytest.raises(StorageError):
-                to_dense(tmp_path, path)
-            with pytest.raises(StorageError):
-                stored_bytes(path)
+            for attempt in (
+                lambda path=path: to_dense(path, tmp_path / "out"),
+                lambda path=path: compress_checkpoint(path, tmp_path / "out"),
+                lambda path=path: verify_checkpoint(path, path),
+                lambda: to_dense(model, closed / "new"),
+                lambda path=path: stored_bytes(path),
+            ):
+                with pytest.raises(StorageError) as caught:
+                    attempt()
+                assert str(closed) in caught.value.filename
     finally:
         closed.chmod(0o755)
+    assert sorted(tmp_path.iterdir()) == [closed, model]
 
 
 def set_map(**entries: Any) -> Callable[[Path], None]:
