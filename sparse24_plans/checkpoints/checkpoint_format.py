@@ -141,7 +141,9 @@ class DenseCheckpoint(CheckpointFormat):
                 layers.append(layer)
             except (InvalidProblemError, UnsupportedError, FormatError) as error:
                 if self._selection.names(layer.name):
-                    raise located(model, layer, error) if isinstance(error, FormatError) else error from error
+                    if isinstance(error, FormatError):
+                        raise located(model, layer, error) from error
+                    raise
                 reasons[layer.name] = str(error).removeprefix(f"{shown(layer.name)}: ")
         return layers, reasons
 

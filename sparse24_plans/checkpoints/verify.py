@@ -129,8 +129,8 @@ def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, name: str) -> s
     info = theirs.tensors.get(name)
     if info is None:
         return "the dense checkpoint lacks it"
-    element = ELEMENTS[info.dtype] if info.dtype in COMPRESSED_DTYPES else None
-    if info.shape != (weight.m, weight.k) or element is not weight.element:
+    sound = info.dtype in COMPRESSED_DTYPES and ELEMENTS[info.dtype] is weight.element
+    if info.shape != (weight.m, weight.k) or not sound:
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
     bits = weight.element.bits_dtype
     for rows, dense in row_blocks(theirs, name):

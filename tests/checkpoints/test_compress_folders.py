@@ -18,7 +18,18 @@ from sparse24_plans.checkpoints.verify import verify_checkpoint
 from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight
 
 from ..support import same_bits
-from .models import INDEX, contents, convert, library_load, random_array, rewrite, run_python, snapshot, swap
+from .models import (
+    INDEX,
+    contents,
+    convert,
+    drop,
+    library_load,
+    random_array,
+    rewrite,
+    run_python,
+    snapshot,
+    swap,
+)
 
 SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 LAYERS = ("layer.0.weight", "layer.1.weight", "lm_head.weight")
@@ -250,3 +261,18 @@ def test_a_layer_that_two_shards_describe_is_refused(pair):
     rewrite(out / SHARDS[1], lambda arrays, metadata: metadata.update({"sparse24.layer.0.weight": note}))
     with pytest.raises(FormatError, match=f"'layer.0.weight': {SHARDS[0]} describes it as well"):
         verify_checkpoint(out, dense, device="host")
+
+
+def test_a_layer_may_lie_in_two_shards(pair, tmp_path):
+    dense, out = pair
+    name = "layer.0.weight.meta24"
+    meta = library_load(out / SHARDS[0])[0][name]
+    rewrite(out / SHARDS[0], drop(name))
+    rewrite(out / SHARDS[2], swap(name, meta))
+    index = json.loads((out / INDEX).read_text())
+    index["weight_map"][name] = SHARDS[2]
+    (out / INDEX).write_text(json.dumps(index))
+    assert verify_checkpoint(out, dense, device="host").passed
+    convert(out, tmp_path / "back", "sparse24", "dense")
+    pruned = prune(contents(dense)["layer.0.weight"])
+    assert same_bits(library_load(tmp_path / "back" / SHARDS[0])[0]["layer.0.weight"], pruned)
