@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from .._vendor import cublaslt_abi, cusparselt_abi
-from ..errors import BackendUnavailableError, InvalidProblemError
+from ..errors import BackendUnavailableError
 from ..vocab import DeviceProperties
-from .tensors import HOST, Device, import_cupy
+from .tensors import HOST, Device, import_cupy, wrong
 
+_MOST_ORDINAL = 1 << 31
 HOST_PROPERTIES = DeviceProperties(kind="host")
 
 
@@ -49,9 +51,8 @@ def cuda_properties(ordinal: int) -> DeviceProperties:
 @cache
 def driver_version() -> str:
     """The GPU driver's own version ("580.65.06") where the system tells it, else that of its CUDA API."""
-    text = Path("/proc/driver/nvidia/version")
-    if text.exists():
-        for word in text.read_text().split():
+    with suppress(OSError, UnicodeDecodeError):
+        for word in Path("/proc/driver/nvidia/version").read_text().split():
             if word.count(".") >= 1 and word.replace(".", "").isdigit():
                 return word
     return str(import_cupy().cuda.runtime.driverGetVersion())
@@ -63,15 +64,18 @@ def cuda_major() -> int:
 
 
 def resolve(device: int | str | None) -> DeviceProperties:
-    """``None``: the current CUDA device, or the host where there is none; else what is named."""
-    if device in ("host", "cpu"):
+    """``None``: the current CUDA device, or the host where there is none; else what is named.
+
+    Raises InvalidProblemError for no device's name, BackendUnavailableError for a device that isn't there.
+    """
+    if isinstance(device, str) and device in ("host", "cpu"):
         return HOST_PROPERTIES
     if device is None:
         if not cuda_device_count():
             return HOST_PROPERTIES
         return cuda_properties(import_cupy().cuda.runtime.getDevice())
-    if type(device) is not int or device < 0:
-        raise InvalidProblemError(f"device: expected None, 'host' or a CUDA ordinal, got {device!r}")
+    if type(device) is not int or not 0 <= device < _MOST_ORDINAL:
+        raise wrong("device", "None, 'host' or a CUDA ordinal", device)
     return cuda_properties(device)
 
 

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from .._vendor.library_error import LibraryError
-from ..errors import DriverError, InvalidProblemError
-from .tensors import Device, import_cupy
+from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error
+from .tensors import Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
+"""Enqueues work on the stream of that handle; its device is current."""
 
+_MOST_HANDLE = 1 << 64
 _bound_threads = threading.local()
 
 
 def driver_error(error: LibraryError) -> DriverError:
+    """What a library answered, as callers of plans get it."""
     return DriverError(error.call, error.status, error.name)
 
 
@@ -50,49 +53,62 @@ def stream_handle(stream: Any, device: Device) -> int:
     """The ``cudaStream_t`` of ``stream`` as an integer.
 
     None is CuPy's current stream on the device. Otherwise an integer handle, or an object with ``ptr``
-    (CuPy), ``cuda_stream`` (PyTorch) or ``__cuda_stream__`` (cuda.core). Host plans take only None.
+    (CuPy), ``cuda_stream`` (PyTorch) or ``__cuda_stream__`` (cuda.core). Host plans take only None. Raises
+    InvalidProblemError, and BackendUnavailableError for None where there is no device.
     """
     if device.kind == "host":
         if stream is not None:
-            raise InvalidProblemError(
-                f"stream: expected None for a host plan, which runs synchronously, got {stream!r}"
-            )
+            raise wrong("stream", "None for a host plan, which runs synchronously", stream)
         return 0
     if stream is None:
-        return int(import_cupy().cuda.get_current_stream(device.ordinal).ptr)
+        cuda = import_cupy().cuda
+        try:
+            return int(cuda.get_current_stream(device.ordinal).ptr)
+        except cuda.runtime.CUDARuntimeError as error:
+            raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
     if type(stream) is int:
         handle, home = stream, None
     else:
-        handle, home = _stream_of_object(stream)
-    if type(handle) is not int or handle < 0:
-        raise InvalidProblemError(
-            f"stream: expected an open CUDA stream, got {type(stream).__name__} with handle {handle!r}"
-        )
+        try:
+            handle, home = _stream_of_object(stream)
+        except Sparse24Error:
+            raise
+        except Exception as error:  # whatever a broken protocol raises
+            raise InvalidProblemError(
+                f"stream: expected a CUDA stream, got {type(stream).__name__} that can't be read "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    if type(handle) is not int or not 0 <= handle < _MOST_HANDLE:
+        raise wrong("stream", f"an open CUDA stream ({type(stream).__name__})", handle)
     if home is not None and home not in (-1, device.ordinal):
         raise InvalidProblemError(f"stream: expected a stream of {device}, got one of cuda:{home}")
     return handle
 
 
 def _stream_of_object(stream: Any) -> tuple[Any, int | None]:
+    """Handle, and the ordinal of its device where it says one."""
     home = getattr(stream, "device_id", None)
     if hasattr(stream, "ptr"):
-        return stream.ptr, home if type(home) is int else None
-    if hasattr(stream, "cuda_stream"):
-        return stream.cuda_stream, getattr(getattr(stream, "device", None), "index", None)
-    if hasattr(stream, "__cuda_stream__"):
-        protocol = stream.__cuda_stream__
-        answer = protocol() if callable(protocol) else protocol
-        try:
-            version, handle = answer
-            handle = None if handle is None else int(handle)
-        except (TypeError, ValueError) as error:
-            raise InvalidProblemError(
-                f"stream: expected (version, handle) from __cuda_stream__, got {answer!r}"
-            ) from error
-        if version != 0:
-            raise InvalidProblemError(f"stream: expected __cuda_stream__ protocol 0, got {version!r}")
-        return handle, None
-    raise InvalidProblemError(
-        "stream: expected None, an integer handle, or an object with ptr, cuda_stream or "
-        f"__cuda_stream__, got {type(stream).__name__}"
-    )
+        handle = stream.ptr
+    elif hasattr(stream, "cuda_stream"):
+        handle, home = stream.cuda_stream, getattr(getattr(stream, "device", None), "index", None)
+    elif hasattr(stream, "__cuda_stream__"):
+        handle, home = _stream_of_protocol(stream.__cuda_stream__), None
+    else:
+        raise InvalidProblemError(
+            "stream: expected None, an integer handle, or an object with ptr, cuda_stream or "
+            f"__cuda_stream__, got {type(stream).__name__}"
+        )
+    return handle, home if type(home) is int else None
+
+
+def _stream_of_protocol(protocol: Any) -> int | None:
+    answer = protocol() if callable(protocol) else protocol
+    try:
+        version, handle = answer
+        handle = None if handle is None else int(handle)
+    except (TypeError, ValueError) as error:
+        raise wrong("stream", "(version, handle) from __cuda_stream__", answer) from error
+    if version != 0:
+        raise wrong("stream", "__cuda_stream__ protocol 0", version)
+    return handle

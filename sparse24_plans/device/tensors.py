@@ -45,7 +45,8 @@ _MOST_DIMENSIONS = 64
 _SHOWN_CHARACTERS = 100
 
 
-def _wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
+def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
+    """The error for an argument; what came may be anything, also what can't be printed."""
     try:
         text = repr(got)
     except Exception:  # noqa: BLE001 - an integer of thousands of digits, an object that is broken
@@ -62,7 +63,7 @@ def _no_copy(kind: str, remedy: str) -> InvalidProblemError:
 def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ...]:
     """A tuple of plain integers from ``least`` to 2^63 - 1; NumPy's become Python's."""
     if not isinstance(found, (tuple, list)) or len(found) > _MOST_DIMENSIONS:
-        raise _wrong(argument, f"{what} of at most {_MOST_DIMENSIONS} integers", found)
+        raise wrong(argument, f"{what} of at most {_MOST_DIMENSIONS} integers", found)
     for one in found:
         if type(one) is not int or not least <= one < _MOST:
             break
@@ -70,7 +71,7 @@ def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ..
         return tuple(found)
     integers = tuple([int(one) if isinstance(one, np.integer) else one for one in found])
     if any(type(one) is not int or not least <= one < _MOST for one in integers):
-        raise _wrong(argument, f"{what} of integers from {'-2^63' if least else 0} to 2^63", found)
+        raise wrong(argument, f"{what} of integers from {'-2^63' if least else 0} to 2^63", found)
     return integers
 
 
@@ -81,7 +82,7 @@ def _check_memory(argument: str, address: Any, used: bool) -> int:
     if isinstance(address, np.integer):
         address = int(address)
     if type(address) is not int or not 0 <= address < _MOST_ADDRESS:
-        raise _wrong(argument, "an address", address)
+        raise wrong(argument, "an address", address)
     if used and address == 0:
         raise InvalidProblemError(f"{argument}: expected memory, got a null address: was it freed?")
     return address
@@ -89,9 +90,9 @@ def _check_memory(argument: str, address: Any, used: bool) -> int:
 
 def _check_device(argument: str, device: Any) -> Device:
     if type(device) is not Device or device[0] not in ("host", "cuda"):
-        raise _wrong(argument, "a Device of kind host or cuda", device)
+        raise wrong(argument, "a Device of kind host or cuda", device)
     if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:
-        raise _wrong(argument, f"a device ordinal from 0 to {_MOST_DEVICES - 1}", device[1])
+        raise wrong(argument, f"a device ordinal from 0 to {_MOST_DEVICES - 1}", device[1])
     return device
 
 
@@ -134,7 +135,7 @@ class TensorView:
     ) -> None:
         if type(element) is not ElementKind:
             if not isinstance(element, str):
-                raise _wrong(argument, "an element", element)
+                raise wrong(argument, "an element", element)
             element = element_kind(element, argument)
         self.shape = _integers(argument, "a shape", shape, least=0)
         if strides is None:
@@ -142,9 +143,9 @@ class TensorView:
         else:
             self.strides = _integers(argument, "strides", strides, least=-_MOST)
             if len(self.strides) != len(self.shape):
-                raise _wrong(argument, f"{len(self.shape)} strides", strides)
+                raise wrong(argument, f"{len(self.shape)} strides", strides)
         if type(readonly) is not bool:
-            raise _wrong(argument, "True or False for readonly", readonly)
+            raise wrong(argument, "True or False for readonly", readonly)
         self.address = _check_memory(argument, address, 0 not in self.shape)
         self.element, self.readonly, self.owner = element, readonly, owner
         self.device = _check_device(argument, device)
@@ -403,7 +404,7 @@ class Workspace:
     def __init__(self, address: int, nbytes: int, device: Device, owner: object = None) -> None:
         """Raises InvalidProblemError for what can't be memory: a null address, a negative size."""
         if type(nbytes) is not int or not 0 <= nbytes < _MOST:
-            raise _wrong("workspace", "a size in bytes", nbytes)
+            raise wrong("workspace", "a size in bytes", nbytes)
         self.address = _check_memory("workspace", address, nbytes > 0)
         self.nbytes = nbytes
         self.device = _check_device("workspace", device)

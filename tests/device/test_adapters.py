@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import math
-import weakref
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Error, TensorView, Workspace
-from sparse24_plans.device.tensors import HOST
+from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Error, TensorView
 
 from .tensor_likes import (
     BF16,
-    CUDA,
     F16,
     F32,
     U16,
@@ -273,102 +265,6 @@ def test_array_interface_that_names_no_address(data):
         TensorView.of(OnlyArrayInterface(numbers((4, 8), F32), data=data), argument="x")
 
 
-# __dlpack__ ---------------------------------------------------------------------------------------
-
-
-DLPACK_NUMPY = [element for element in ElementKind if element.dtype.isbuiltin == 1]
-
-
-@pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
-@pytest.mark.parametrize("element", DLPACK_NUMPY)
-@pytest.mark.parametrize("index", [np.s_[:], np.s_[::2, 1:], np.s_[:, ::-1], np.s_[2], np.s_[:0]], ids=str)
-def test_dlpack(element, old, index):
-    array = numbers((6, 8), element)[index]
-    assert_views(TensorView.of(OnlyDlpack(array, old)), array, element)
-
-
-def test_dlpack_covers_numpys_own_elements():
-    assert [str(element) for element in DLPACK_NUMPY] == ["f32", "f16", "s8", "i32", "u16", "u8"]
-
-
-def test_dlpack_read_only_flag():
-    array = numbers((4, 8), F32)
-    assert not TensorView.of(OnlyDlpack(array)).readonly
-    array.flags.writeable = False
-    assert TensorView.of(OnlyDlpack(array)).readonly
-
-
-@pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
-def test_dlpack_reinterpreted(old):
-    array = numbers((4, 8), BF16)
-    assert_views(TensorView.of(OnlyDlpack(array.view("i2"), old), element=BF16), array, BF16)
-    with pytest.raises(InvalidProblemError, match="w: expected bf16"):
-        TensorView.of(OnlyDlpack(array.view("f2"), old), element=BF16, argument="w")
-    with pytest.raises(InvalidProblemError, match="w: expected bf16"):
-        TensorView.of(OnlyDlpack(array.view("u1"), old), element=BF16, argument="w")
-
-
-@pytest.mark.parametrize("dtype", ["f8", "i8", "?", "c8"])
-def test_dlpack_of_another_type(dtype):
-    with pytest.raises(InvalidProblemError, match=r"x: expected one of .*DLPack type"):
-        TensorView.of(OnlyDlpack(np.zeros(4, dtype)), argument="x")
-
-
-def test_dlpack_refused_by_a_producer_of_today():
-    class Refusing(OnlyDlpack):
-        def __dlpack__(self, **options: object) -> object:
-            raise BufferError("tensors that require grad can't be exported")
-
-    with pytest.raises(InvalidProblemError, match=r"x: .*require grad"):
-        TensorView.of(Refusing(numbers((4, 8), F32)), argument="x")
-
-
-def test_dlpack_refused_by_a_producer_of_before():
-    """NumPy 1 refuses read-only arrays so: the unversioned capsule has no flag to say it."""
-    array = numbers((4, 8), F32)
-    array.flags.writeable = False
-    with pytest.raises(InvalidProblemError, match=r"x: .*readonly"):
-        TensorView.of(OnlyDlpack(array, old=True), argument="x")
-
-
-@pytest.mark.parametrize("thing", [None, 3, "capsule", object()])
-def test_dlpack_that_is_no_capsule(thing):
-    class Broken(OnlyDlpack):
-        def __dlpack__(self, **options: object) -> object:
-            return thing
-
-    with pytest.raises(InvalidProblemError, match=r"x: .*capsule"):
-        TensorView.of(Broken(numbers((4, 8), F32)), argument="x")
-
-
-def test_dlpack_capsule_that_was_consumed():
-    class Used(OnlyDlpack):
-        def __dlpack__(self, **options: object) -> object:
-            capsule = self.array.__dlpack__()
-            consumer = SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
-            self.taken = np.from_dlpack(consumer)
-            return capsule
-
-    with pytest.raises(InvalidProblemError, match=r"x: .*capsule"):
-        TensorView.of(Used(numbers((4, 8), F32)), argument="x")
-
-
-def test_dlpack_of_another_kind_of_device():
-    """Device type 7 is Vulkan."""
-
-    class Elsewhere(OnlyDlpack):
-        def __dlpack__(self, **options: object) -> object:
-            capsule = self.array.__dlpack__()
-            get = ctypes.pythonapi.PyCapsule_GetPointer
-            get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-            device_type = get(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-            ctypes.c_int32.from_address(device_type).value = 7
-            return capsule
-
-    with pytest.raises(InvalidProblemError, match="x: expected cpu or cuda memory, got DLPack device type 7"):
-        TensorView.of(Elsewhere(numbers((4, 8), F32)), argument="x")
-
-
 # No tensor ----------------------------------------------------------------------------------------
 
 
@@ -389,97 +285,6 @@ def test_a_type_that_failed_once_may_come_back():
             TensorView.of(wrap(np.zeros(4, "?")))
         good = np.zeros(4, np.float32)
         assert_views(TensorView.of(wrap(good)), good, F32)
-
-
-# Lifetime -----------------------------------------------------------------------------------------
-
-WRAPPERS = {
-    "numpy": lambda array: array,
-    "data_ptr": lambda array: Torchlike(array, "torch.float32"),
-    "array_interface": OnlyArrayInterface,
-    "dlpack": OnlyDlpack,
-    "old_dlpack": lambda array: OnlyDlpack(array, old=True),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_memory_lives_as_long_as_any_view_of_it(wrap):
-    array = numbers((64, 64), F32)
-    want, alive = array.tobytes(), weakref.ref(array)
-    view = TensorView.of(WRAPPERS[wrap](array))
-    del array
-    gc.collect()
-    bits = view.bits()
-    del view
-    gc.collect()
-    assert alive() is not None
-    assert bits.tobytes() == want
-    typed = bits[::2]
-    del bits
-    gc.collect()
-    assert alive() is not None
-    del typed
-    gc.collect()
-    assert alive() is None, "the memory is never given back"
-
-
-# Extent -------------------------------------------------------------------------------------------
-
-
-def layouts(smallest_stride: int) -> st.SearchStrategy:
-    """(shape, strides) of up to four dimensions."""
-    pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(smallest_stride, 40)), max_size=4)
-    return pairs.map(lambda found: tuple(zip(*found, strict=True)) or ((), ()))
-
-
-def offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """The offset of every element, one after the other."""
-    return [sum(i * step for i, step in zip(at, strides, strict=True)) for at in np.ndindex(*shape)]
-
-
-@given(layout=layouts(0), element=st.sampled_from(ElementKind))
-def test_extent_is_that_of_the_elements_one_by_one(layout, element):
-    shape, strides = layout
-    found = offsets(shape, strides)
-    view = TensorView(4096, shape, element, HOST, strides=strides)
-    span = (max(found) - min(found) + 1) * element.itemsize if found else 0
-    assert view.nbytes_spanned == span
-    assert view.end == 4096 + span
-
-
-@given(layout=layouts(-40), element=st.sampled_from(ElementKind))
-def test_span_is_never_negative(layout, element):
-    shape, strides = layout
-    found = offsets(shape, strides)
-    span = (max(found) - min(found) + 1) * element.itemsize if found else 0
-    assert TensorView(4096, shape, element, HOST, strides=strides).nbytes_spanned == span
-
-
-@given(layout=layouts(-40))
-def test_contiguous_means_one_element_after_the_other(layout):
-    shape, strides = layout
-    found = offsets(shape, strides)
-    view = TensorView(4096, shape, F32, HOST, strides=strides)
-    assert view.is_contiguous == (found == list(range(len(found))))
-
-
-@given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), element=st.sampled_from(ElementKind))
-def test_no_strides_means_contiguous(shape, element):
-    view = TensorView(4096, shape, element, HOST)
-    assert view.is_contiguous
-    assert view.nbytes_spanned == math.prod(shape) * element.itemsize
-
-
-def test_a_view_made_by_hand_takes_the_elements_name():
-    assert TensorView(0, (0,), "bf16", HOST).element is BF16
-    with pytest.raises(InvalidProblemError, match="f64"):
-        TensorView(0, (0,), "f64", HOST)
-
-
-def test_repr_shows_what_an_error_message_needs():
-    text = repr(TensorView.of(numbers((4, 8), BF16)[:, ::2]))
-    for part in ("bf16", "[4, 4]", "[8, 2]", "host"):
-        assert part in text
 
 
 # Real frameworks ----------------------------------------------------------------------------------
@@ -568,19 +373,6 @@ def test_torch_cuda(name):
     assert view.element.dtype.name == name
     view.bits().view("u1")[0] = 77
     assert int(raw[0]) == 77
-
-
-@gpu
-def test_workspace_of_gpu_memory():
-    import cupy
-
-    array = cupy.empty(1000, cupy.uint8)
-    pointer = array.data + 256
-    space = Workspace.of(pointer, CUDA)
-    assert (space.address, space.device) == (array.data.ptr + 256, CUDA)
-    assert 744 <= space.nbytes <= array.data.mem.size - 256
-    assert Workspace.of(array, CUDA).nbytes == 1000
-    assert Workspace.of(array.data.mem, CUDA).address == array.data.mem.ptr
 
 
 def test_pytorchs_lazy_negative_is_refused():
