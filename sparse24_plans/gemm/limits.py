@@ -12,6 +12,7 @@ from .descriptor import GemmSparse24Descriptor
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
+_INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 
@@ -75,7 +76,16 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
-    return _tile_blocks(problem)
+    if problem.n > 1 and problem.k * problem.element.itemsize % 16:
+        return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
+    return _integer_sums(problem) or _tile_blocks(problem)
+
+
+def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:
+    """Whether every sum of k/2 products of s8 fits the int32 that the tensor cores add them up in."""
+    if problem.element is S8 and problem.k >= _INTEGER_K:
+        return f"sums of s8 may exceed int32 for k >= {_INTEGER_K}, got {problem.k}"
+    return None
 
 
 def cublas(problem: GemmSparse24Descriptor) -> str | None:
@@ -117,6 +127,8 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
             return f"needs {name} a multiple of {unit} for {element}, got {getattr(problem, name)}"
     if max(problem.m * problem.k, problem.n * problem.k, problem.n * problem.m) >= 2**31:
         return "serves operands of fewer than 2^31 elements: beyond, the library is not tested"
+    if (reason := _integer_sums(problem)) is not None:
+        return reason
     if out not in _CUSPARSELT_OUT[element]:
         return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
     gelu = problem.epilogue is EpilogueKind.BIAS_GELU_TANH

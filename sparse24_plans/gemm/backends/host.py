@@ -38,7 +38,8 @@ class Kernel(GemmKernel):
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
             product = self._product(views)
             if desc.out_element is ElementKind.I32 and desc.is_plain:
-                result.bits()[...] = product.astype(np.int64).astype(np.uint32)  # wraps
+                limits = np.iinfo(np.int32)
+                result.array()[...] = np.clip(product, limits.min, limits.max)
                 return
             product = scaled(product.astype(np.float32), views)
             bias = views["bias"].array().astype(np.float32) if "bias" in views else None

@@ -19,6 +19,7 @@ from ...vocab import DeviceProperties, ElementKind, ScaleKind
 from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
+from ..limits import align_up
 from ..schedules.wgmma_sp import Schedule, allowed_schedules, candidates
 from ..schedules.wgmma_time import best_schedule
 from ..table import GemmRow
@@ -93,11 +94,14 @@ class Kernel(GemmKernel):
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        result_stride = result.strides[0]
-        parameters.aligned = (result.address | result_stride * result.element.itemsize) % 16 == 0
+        size, result_stride = result.element.itemsize, result.strides[0]
+        # The copy engine writes whole 16 bytes: where a row of Y ends within them, elements go one by one.
+        copied = self._schedule.slices == 1
+        ends = desc.m * size if copied else 0
+        parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
         try:
             maps = _map(source, (desc.n, desc.k), self._source_box)
-            if parameters.aligned and self._schedule.slices == 1:
+            if parameters.aligned and copied:
                 maps += _map(result, (desc.n, desc.m), self._result_box)
         except LibraryError as error:
             raise driver_error(error) from error
@@ -130,7 +134,10 @@ def _schedule_of(desc: GemmSparse24Descriptor, row: GemmRow, configuration: Mapp
 
 def _map(view: TensorView, shape: tuple[int, int], box: tuple[int, int]) -> bytes:
     size = view.element.itemsize
-    return cuda_driver_abi.swizzled_matrix_map(view.address, shape, view.strides[0] * size, size, box)
+    row_bytes = view.strides[0] * size
+    if shape[0] == 1:  # nothing lies a row further, so any distance serves
+        row_bytes = align_up(row_bytes, 16)
+    return cuda_driver_abi.swizzled_matrix_map(view.address, shape, row_bytes, size, box)
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
