@@ -5,6 +5,7 @@ How frameworks' tensors become views is in adapters.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -144,6 +145,8 @@ class TensorView:
             self.strides = _integers(argument, "strides", strides, least=-_MOST)
             if len(self.strides) != len(self.shape):
                 raise wrong(argument, f"{len(self.shape)} strides", strides)
+        if math.prod(self.shape) * element.itemsize >= _MOST:
+            raise wrong(argument, "a shape of fewer than 2^63 bytes", shape)
         if type(readonly) is not bool:
             raise wrong(argument, "True or False for readonly", readonly)
         self.address = _check_memory(argument, address, 0 not in self.shape)
@@ -239,16 +242,21 @@ class TensorView:
         )
 
     def bits(self) -> Any:
-        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU."""
+        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU.
+
+        Raises BackendUnavailableError where CuPy or the GPU is missing.
+        """
         dtype = self.element.bits_dtype
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
         if self.device.kind == "host":
             return np.asarray(_HostMemory(self, dtype, strides))
         cupy = import_cupy()
-        memory = cupy.cuda.UnownedMemory(
-            self.address, max(self.nbytes_spanned, 1), self.owner, self.device.ordinal
-        )
-        return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+        nbytes = max(self.nbytes_spanned, 1)
+        try:
+            memory = cupy.cuda.UnownedMemory(self.address, nbytes, self.owner, self.device.ordinal)
+            return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendUnavailableError(f"{self.device} can't be used: {error}") from error
 
     def array(self) -> Any:
         """The same memory as a NumPy or CuPy array of the element's type (where CuPy lacks it: its bits)."""

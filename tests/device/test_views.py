@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse24_plans import Device, ElementKind, InvalidProblemError, TensorView, Workspace
+from sparse24_plans import (
+    BackendUnavailableError,
+    Device,
+    ElementKind,
+    InvalidProblemError,
+    TensorView,
+    Workspace,
+)
 from sparse24_plans.device.tensors import HOST
 
 from .tensor_likes import BF16, CUDA, F32, OnlyArrayInterface, OnlyDlpack, Torchlike, numbers
@@ -129,6 +136,7 @@ def view(**change: object) -> TensorView:
         *[({"shape": bad}, "shape") for bad in (None, 4, "48", {4, 8}, iter((4, 8)), np.zeros(2, int))],
         *[({"shape": (4, bad)}, "shape") for bad in (*NO_INTEGER, -1)],
         ({"shape": (1,) * 65}, "64"),
+        ({"shape": (1 << 31, 1 << 30)}, "bytes"),
         *[({"strides": bad}, "strides") for bad in (8, "81", (8,), (8, 1, 1), [], iter((8, 1)))],
         *[({"strides": (8, bad)}, "strides") for bad in NO_INTEGER],
         *[({"element": bad}, "element") for bad in (None, 4, np.float32, [], 10**5000)],
@@ -157,6 +165,13 @@ def test_nothing_lies_at_address_zero(shape, device):
         return
     with pytest.raises(InvalidProblemError, match="null address: was it freed"):
         view(address=0, shape=shape, device=device)
+
+
+def test_memory_of_a_device_that_is_not_there():
+    pytest.importorskip("cupy")
+    for use in (TensorView.bits, TensorView.array, TensorView.owned_copy):
+        with pytest.raises(BackendUnavailableError, match="cuda:63"):
+            use(view(device=Device("cuda", 63)))
 
 
 # Copies -------------------------------------------------------------------------------------------
