@@ -187,13 +187,20 @@ class TensorView:
         )
 
     def owned_copy(self) -> TensorView:
-        """A contiguous copy on the same device, in memory of its own; on a GPU, on CuPy's current stream."""
+        """A contiguous copy on the same device, in memory of its own; on a GPU, on CuPy's current stream.
+
+        Raises BackendUnavailableError where CuPy or the device is missing, or its memory is full.
+        """
         bits = self.bits()
         if self.device.kind == "host":
             return TensorView.of(np.array(bits, order="C"), element=self.element)
         cupy = import_cupy()
-        with cupy.cuda.Device(self.device.ordinal):
-            return TensorView.of(cupy.array(bits, order="C"), element=self.element)
+        cuda = cupy.cuda
+        try:
+            with cuda.Device(self.device.ordinal):
+                return TensorView.of(cupy.array(bits, order="C"), element=self.element)
+        except (cuda.runtime.CUDARuntimeError, cuda.memory.OutOfMemoryError) as error:
+            raise BackendUnavailableError(f"no copy on {self.device}: {error}") from error
 
     def __copy__(self) -> TensorView:
         return honest_view(
@@ -242,21 +249,16 @@ class TensorView:
         )
 
     def bits(self) -> Any:
-        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU.
-
-        Raises BackendUnavailableError where CuPy or the GPU is missing.
-        """
+        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU."""
         dtype = self.element.bits_dtype
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
         if self.device.kind == "host":
             return np.asarray(_HostMemory(self, dtype, strides))
         cupy = import_cupy()
-        nbytes = max(self.nbytes_spanned, 1)
-        try:
-            memory = cupy.cuda.UnownedMemory(self.address, nbytes, self.owner, self.device.ordinal)
-            return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise BackendUnavailableError(f"{self.device} can't be used: {error}") from error
+        memory = cupy.cuda.UnownedMemory(
+            self.address, max(self.nbytes_spanned, 1), self.owner, self.device.ordinal
+        )
+        return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
     def array(self) -> Any:
         """The same memory as a NumPy or CuPy array of the element's type (where CuPy lacks it: its bits)."""
