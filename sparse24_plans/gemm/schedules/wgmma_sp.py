@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...vocab import ElementKind
 from ...weights.layouts import TILE_M, TileLayout
 from ..descriptor import GemmSparse24Descriptor
+from ..limits import align_up
 from ..table import GemmRow
 from .mma_sp import slices_of
 
@@ -16,8 +17,12 @@ _STEP_BYTES, _BUFFERS = 8192, 2
 """Of a warpgroup's results on their way out: what is staged at a time, and buffers for it."""
 _BARRIER_BYTES = 512
 
-FEW = 64
-"""Up to so many tokens one block takes them all, and memory sets the pace."""
+FEW, WIDEST = 64, 256
+"""Up to so many tokens one block takes them all, and memory sets the pace; and the most that a block takes."""
+_MORE_BLOCKS = 5
+"""So many blocks of tokens more than the fewest are tried."""
+_SUMS = 128
+"""Accumulators that a thread has registers for; of three warpgroups 72."""
 
 
 class Schedule(NamedTuple):
@@ -40,9 +45,21 @@ class Schedule(NamedTuple):
     def cluster(self) -> int:
         return self.share * self.slices
 
+    def fits(self) -> bool:
+        """Whether a thread's registers hold its sums, and a pair of blocks can halve X."""
+        sums = self.row_blocks * self.tokens // 2 * (2 if self.parts > 1 else 1)
+        halves = self.share == 1 or self.tokens % (8 * self.share) == 0
+        return halves and sums <= (72 if self.warpgroups == 3 else _SUMS)
+
     def step_tokens(self, out_bytes: int) -> int:
-        """Tokens that a warpgroup stages at a time on their way out."""
-        return min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
+        """Tokens that a warpgroup stages at a time on their way out: equal steps of whole 8."""
+        most = min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
+        return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
+
+    def tail(self, n: int) -> tuple[int, int]:
+        """Tokens of the last block, and the rows of X that each block of those that share it copies for them."""
+        tokens = n - (-(-n // self.tokens) - 1) * self.tokens
+        return tokens, tokens if self.share == 1 else align_up(-(-tokens // self.share), 8)
 
     def _staging_bytes(self, out_bytes: int) -> int:
         step_bytes = self.step_tokens(out_bytes) * TILE_M * out_bytes
@@ -78,68 +95,74 @@ class Schedule(NamedTuple):
         return max(1, usable * self.blocks_per_sm // self.cluster)
 
 
-# (warpgroups, row tiles of one, slices, blocks per multiprocessor)
+def _width(tokens: int) -> int:
+    """The narrowest instructions for so many tokens: multiples of 8 up to 64, of 16 beyond."""
+    return align_up(tokens, 8 if tokens <= FEW else 16)
+
+
+def widths(n: int) -> tuple[int, ...]:
+    """Tokens of a block that are worth trying: those that cut n into equal blocks, as wide as they go."""
+    if n <= FEW:
+        return (_width(n),)
+    fewest = -(-n // WIDEST)
+    counts = range(fewest, min(-(-n // FEW), fewest + _MORE_BLOCKS) + 1)
+    return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
+
+
+# (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor)
 _OF_FEW = (
-    (1, 1, 1, 1),
-    (1, 1, 2, 1),
-    (2, 1, 1, 1),
-    (2, 1, 2, 1),
-    (3, 1, 2, 1),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 1, 1, 3, 4),
+    (1, 1, 1, 4, 2),
+    (2, 1, 1, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 1, 1, 4, 1),
+    (3, 1, 1, 1, 1),
+    (3, 1, 1, 2, 1),
+    (2, 2, 1, 1, 1),
+    (2, 2, 1, 2, 1),
 )
-_UP_TO_32, _ABOVE_32 = ((1, 1, 3, 4),), ((2, 2, 1, 1),)
-"""And, by n."""
-_OF_SOME = (
-    Schedule(1, 1, 128),
-    Schedule(2, 1, 128),
-    Schedule(3, 1, 128),
-    Schedule(2, 2, 128),
-    Schedule(2, 1, 256, share=2),
-    Schedule(1, 1, 128, slices=2),
-    Schedule(2, 1, 128, slices=2),
-    Schedule(3, 1, 128, slices=2),
-    Schedule(2, 2, 128, slices=2),
-    Schedule(2, 1, 256, slices=2),
+_OF_MANY = (
+    (1, 1, 1, 1, 1),
+    (2, 1, 1, 1, 1),
+    (3, 1, 1, 1, 1),
+    (2, 2, 1, 1, 1),
+    (2, 1, 2, 1, 1),
+    (1, 1, 1, 2, 1),
+    (2, 1, 1, 2, 1),
+    (3, 1, 1, 2, 1),
+    (2, 2, 1, 2, 1),
 )
-_OF_MANY = (Schedule(2, 1, 256, share=2), Schedule(2, 1, 128, share=2), Schedule(3, 1, 128))
-_MANY = 1024
-"""Tokens from which these are tried."""
-
-
-def _fewest_tokens(n: int) -> int:
-    """Of a block that takes all of n <= 64 tokens."""
-    return next(tokens for tokens in (8, 16, 32, 64) if n <= tokens)
 
 
 def schedules_for(n: int) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens."""
-    if n <= FEW:
-        tokens = _fewest_tokens(n)
-        few = _OF_FEW + (_UP_TO_32 if n <= 32 else _ABOVE_32)
-        return tuple(Schedule(w, r, tokens, 1, slices, per_sm) for w, r, slices, per_sm in few)
-    return _OF_SOME if n < _MANY else _OF_MANY
+    shapes = _OF_FEW if n <= FEW else _OF_MANY
+    tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
+    return tuple(schedule for schedule in tried if schedule.fits())
 
 
-def one_block_schedules(n: int, parts: int) -> tuple[Schedule, ...]:
-    """Those that sum all of K in one block, in as many parts as asked: their bits don't depend on n."""
-    if n <= FEW:
-        return tuple(Schedule(w, 1, _fewest_tokens(n), parts=parts) for w in (1, 2))
-    return tuple(Schedule(w, 1, 128, 2 if w == 2 and n >= _MANY else 1, parts=parts) for w in (1, 2))
+def schedules_in_parts(n: int, parts: int) -> tuple[Schedule, ...]:
+    """Those that sum K in as many parts as asked, in one block or along a cluster: n doesn't move their bits."""
+    tried = []
+    for tokens in dict.fromkeys(min(width, WIDEST // 2) for width in widths(n)):
+        tried += [Schedule(w, 1, tokens, share, parts=parts) for w in (1, 2) for share in (1, w)]
+        if parts > 1:
+            tried += [Schedule(w, 1, tokens, slices=parts) for w in (1, 2)]
+    return tuple(schedule for schedule in dict.fromkeys(tried) if schedule.fits())
 
 
 def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
-        return one_block_schedules(desc.n, 1)
+        return schedules_in_parts(desc.n, 1)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return one_block_schedules(desc.n, slices_of(desc.m))  # as many as mma_sp has slices
+        return schedules_in_parts(desc.n, slices_of(desc.m))  # as many as mma_sp has slices
     return schedules_for(desc.n)
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
     """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
-    found = dict.fromkeys(
-        schedules_for(desc.n)
-        + one_block_schedules(desc.n, slices_of(desc.m))
-        + one_block_schedules(desc.n, 1)
-    )
-    return [schedule._asdict() for schedule in found]
+    in_parts = schedules_in_parts(desc.n, slices_of(desc.m)) + schedules_in_parts(desc.n, 1)
+    return [schedule._asdict() for schedule in dict.fromkeys(schedules_for(desc.n) + in_parts)]
