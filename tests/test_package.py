@@ -150,7 +150,7 @@ def test_the_installed_wheel_works_away_from_the_repository(installed, tmp_path)
 
 
 def test_the_command_works_away_from_the_repository(installed, tmp_path):
-    command = (sys.executable, "-m", "sparse24_plans.cli", "demo", "--json")
+    command = (sys.executable, "-m", "sparse24_plans", "demo", "--json")
     answer = json.loads(run(*command, cwd=tmp_path, PYTHONPATH=str(installed)))
     assert answer["verify"]["passed"] is True
     assert list(tmp_path.iterdir()) == []

@@ -1,344 +1,300 @@
-"""The command line's tables and its JSON."""
+"""What a person sees of each command's document: tables and a line or two. The documents are ``--json``'s."""
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ..checkpoints.compress import TensorReport
-from ..checkpoints.convert import ConversionReport
-from ..checkpoints.verify import LayerResult, Verification
-from ..gemm.tuned import TuningTable
-from ..tuning.search import Trials
-
-Json = dict[str, Any]
-
-_WIDTH_OF_A_PIPE = 200
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console on today's stdout or stderr. Into a file or a pipe, tables get room for long names."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH_OF_A_PIPE)
+from .output import (
+    Column,
+    Json,
+    number_text,
+    plain,
+    shape_text,
+    show_line,
+    show_table,
+    size_text,
+    time_text,
+)
 
 
-def print_json(document: Json) -> None:
-    """One document on stdout. NaN and infinities, which JSON lacks, become null."""
-    print(json.dumps(_finite(document), indent=2))
+def _shape(row: Json) -> str:
+    return shape_text(row["shape"])
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def _number(key: str, row: Json) -> str:
+    return number_text(row[key])
 
 
-# Cells --------------------------------------------------------------------------------------------
+def _size(key: str, row: Json) -> str:
+    return size_text(row[key])
 
 
-def _text(value: object, style: str = "") -> Text:
-    """Plain text: names from a file can hold neither markup nor control characters for the terminal."""
-    text = str(value)
-    return Text(text if text.isprintable() else ascii(text), style)
+def _matrix(row: Json) -> str:
+    return shape_text((row["m"], row["k"]))
 
 
-def _size(nbytes: int) -> str:
-    amount, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2e}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: object) -> None:
-    table.add_row(*(cell if isinstance(cell, Text) else _text(cell) for cell in cells))
-
-
-def _line(text: str, style: str = "") -> None:
-    console().print(Text(text, style), soft_wrap=True)
-
-
-# Documents ----------------------------------------------------------------------------------------
+# The machine and problems -------------------------------------------------------------------------
 
 
 def show_environment(about: Json) -> None:
     cupy = about["cupy"] or "not installed"
     versions = f"python {about['python']}, numpy {about['numpy']}, cupy {cupy}"
-    _line(f"sparse24_plans {about['version']} ({versions})")
+    show_line(f"sparse24_plans {about['version']} ({versions})")
     for gpu in about["devices"]:
         major, minor = gpu["compute_capability"]
-        _line(
+        show_line(
             f"cuda:{gpu['ordinal']}: {gpu['name']}, compute capability {major}.{minor}, "
             f"{gpu['multiprocessors']} SMs, driver {gpu['driver']}, "
             f"cuBLASLt {gpu['cublaslt'] or 'not found'}, cuSPARSELt {gpu['cusparselt'] or 'not found'}"
         )
     if not about["devices"]:
-        _line(f"no GPU: {about['no_device']}")
-    table = _table("kernel", "backend", "tier", "arch", "elements", "available here")
-    for row in about["kernels"]:
-        state = _text("yes", "green") if row["available"] else _text(f"no: {row['reason']}")
-        _add(
-            table, row["kernel"], row["backend"], row["tier"], row["arch"], ", ".join(row["elements"]), state
-        )
-    console().print(table)
-
-
-def show_compression(reports: list[TensorReport], source_bytes: int, out_bytes: int) -> None:
-    compressed = [report for report in reports if report.action == "compressed"]
-    copied = [report for report in reports if report.action == "copied"]
-    if compressed:
-        table = _table(
-            "compressed", "shape", "element", "kept energy", "before", "after",
-            right=("kept energy", "before", "after"),
-        )  # fmt: skip
-        for report in compressed:
-            _add(
-                table,
-                report.name,
-                _shape(report.shape),
-                report.element,
-                f"{report.kept_energy:.2%}",
-                _size(report.bytes_before),
-                _size(report.bytes_after),
-            )
-        before, after = (sum(getattr(r, f"bytes_{when}") for r in compressed) for when in ("before", "after"))
-        table.add_section()
-        _add(table, f"total of {len(compressed)}", "", "", "", _size(before), _size(after))
-        console().print(table)
-    _show_copied(copied)
-    _line(f"{len(compressed)} compressed, {len(copied)} copied: {_change(source_bytes, out_bytes)}")
-
-
-def show_conversion(reports: list[ConversionReport], source_bytes: int, out_bytes: int) -> None:
-    converted = [report for report in reports if report.action == "converted"]
-    copied = [report for report in reports if report.action == "copied"]
-    if converted:
-        table = _table("converted", "shape", "element", "before", "after", right=("before", "after"))
-        for report in converted:
-            sizes = (_size(report.bytes_before), _size(report.bytes_after))
-            _add(table, report.name, _shape(report.shape), report.element, *sizes)
-        console().print(table)
-    _show_copied(copied)
-    _line(f"{len(converted)} converted, {len(copied)} copied: {_change(source_bytes, out_bytes)}")
-
-
-def _show_copied(reports: Sequence[TensorReport | ConversionReport]) -> None:
-    if reports:
-        table = _table("copied", "shape", "element", "why", "size", right=("size",))
-        for report in reports:
-            reason = report.reason or "no weight of the format"
-            _add(table, report.name, _shape(report.shape), report.element, reason, _size(report.bytes_before))
-        console().print(table)
-
-
-def show_verification(found: Verification) -> None:
-    table = _table(
-        "layer", "shape", "element", "kernel", "max |error|", "relative error", "bound c", "error / allowed",
-        "result", right=("max |error|", "relative error", "bound c", "error / allowed"),
-    )  # fmt: skip
-    for layer in found.layers:
-        _add(
-            table,
-            layer.name,
-            _shape(layer.shape),
-            layer.element,
-            layer.kernel or "-",
-            _number(layer.max_abs_error),
-            _number(layer.relative_error),
-            _number(layer.error_bound),
-            _number(layer.worst_ratio),
-            _result(layer),
-        )
-    if found.layers:
-        console().print(table)
-        _line("|y - exact| is allowed up to c * sum|x||w| plus the rounding of y, elementwise.", "dim")
-    for problem in found.problems:
-        console().print(_text(f"FAIL {problem}", "red"), soft_wrap=True)
-    _line(_verdict(found), "bold green" if found.passed else "bold red")
-
-
-def show_demo(reports: list[TensorReport], found: Verification, source_bytes: int, out_bytes: int) -> None:
-    energies = [report.kept_energy for report in reports if report.kept_energy is not None]
-    kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
-    _line(f"compressed {len(energies)} layers{kept}: {_change(source_bytes, out_bytes)}")
-    show_verification(found)
+        show_line(f"no GPU: {about['no_device']}")
+    columns = (
+        Column("kernel", "kernel"),
+        Column("backend", "backend"),
+        Column("tier", "tier"),
+        Column("arch", "arch"),
+        Column("elements", lambda row: ", ".join(row["elements"])),
+        Column(
+            "available here",
+            lambda row: plain("yes", "green") if row["available"] else f"no: {row['reason']}",
+        ),
+    )
+    show_table(columns, about["kernels"])
 
 
 def show_explanation(answer: Json) -> None:
-    desc = answer["descriptor"]
-    _line(
+    desc, chosen = answer["descriptor"], answer["chosen"]
+    show_line(
         f"{desc['op']}: n={desc['n']} m={desc['m']} k={desc['k']} {desc['element']}, "
         f"epilogue {desc['epilogue']}, on {answer['device']}"
     )
-    table = _table("kernel", "backend", "can it serve?")
-    for row in answer["rows"]:
-        if row["kernel"] == answer["chosen"]:
-            state = _text("chosen", "bold green")
-        else:
-            state = _text(row["reason"] or "yes; a row above it was preferred")
-        _add(table, row["kernel"], row["backend"], state)
-    console().print(table)
-    if answer["chosen"] is None:
-        _line("no kernel can serve this problem", "bold red")
+
+    def state(row: Json) -> object:
+        if row["kernel"] == chosen:
+            return plain("chosen", "bold green")
+        return row["reason"] or "yes; a row above it was preferred"
+
+    columns = (Column("kernel", "kernel"), Column("backend", "backend"), Column("can it serve?", state))
+    show_table(columns, answer["rows"])
+    if chosen is None:
+        show_line("no kernel can serve this problem", "bold red")
         return
-    table = _table("guarantee", answer["chosen"])
-    for name, value in answer["guarantee"].items():
-        _add(table, name, {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value)
-    _add(table, "error bound c", _number(answer["error_bound"]))
-    size = answer["workspace_size"]
-    _add(table, "workspace", f"{'' if answer['workspace_is_exact'] else 'at least '}{size} bytes")
+    size = f"{'' if answer['workspace_is_exact'] else 'at least '}{answer['workspace_size']} bytes"
+    facts = {
+        **{name: _yes_or_no(value) for name, value in answer["guarantee"].items()},
+        "error bound c": number_text(answer["error_bound"]),
+        "workspace": size,
+    }
     if answer["details"]:
-        _add(table, "details", answer["details"])
-    console().print(table)
+        facts["details"] = answer["details"]
+    rows = [{"name": name, "value": value} for name, value in facts.items()]
+    show_table((Column("guarantee", "name"), Column(chosen, "value")), rows)
+
+
+def _yes_or_no(value: object) -> object:
+    return ("no", "yes")[value] if isinstance(value, bool) else value
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+_BEFORE = Column("before", partial(_size, "bytes_before"), right=True)
+_AFTER = Column("after", partial(_size, "bytes_after"), right=True)
+_COPIED = (
+    Column("copied", "name"),
+    Column("shape", _shape),
+    Column("element", "element"),
+    Column("why", lambda row: row["reason"] or "no weight of the format"),
+    Column("size", partial(_size, "bytes_before"), right=True),
+)
+
+
+def show_compression(document: Json) -> None:
+    done = _of(document, "compressed")
+    columns = (
+        Column("compressed", "name"),
+        Column("shape", _shape),
+        Column("element", "element"),
+        Column("kept energy", lambda row: f"{row['kept_energy']:.2%}", right=True),
+        _BEFORE,
+        _AFTER,
+    )
+    before, after = (size_text(sum(row[f"bytes_{when}"] for row in done)) for when in ("before", "after"))
+    show_table(columns, done, total=(f"total of {len(done)}", "", "", "", before, after))
+    _show_rest(document, "compressed")
+
+
+def show_conversion(document: Json) -> None:
+    columns = (
+        Column("converted", "name"),
+        Column("shape", _shape),
+        Column("element", "element"),
+        _BEFORE,
+        _AFTER,
+    )
+    show_table(columns, _of(document, "converted"))
+    _show_rest(document, "converted")
+
+
+def show_verification(found: Json) -> None:
+    columns = (
+        Column("layer", "name"),
+        Column("shape", _shape),
+        Column("element", "element"),
+        Column("kernel", lambda row: row["kernel"] or "-"),
+        Column("max |error|", partial(_number, "max_abs_error"), right=True),
+        Column("relative error", partial(_number, "relative_error"), right=True),
+        Column("bound c", partial(_number, "error_bound"), right=True),
+        Column("error / allowed", partial(_number, "worst_ratio"), right=True),
+        Column("result", _result),
+    )
+    show_table(columns, found["layers"])
+    if found["layers"]:
+        show_line("|y - exact| is allowed up to c * sum|x||w| plus the rounding of y, elementwise.", "dim")
+    for problem in found["problems"]:
+        show_line(f"FAIL {problem}", "red")
+    show_line(_verdict(found), "bold green" if found["passed"] else "bold red")
+
+
+def show_demo(document: Json) -> None:
+    energies = [row["kept_energy"] for row in _of(document["compress"], "compressed")]
+    kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
+    show_line(f"compressed {len(energies)} layers{kept}: {_change(document['compress'])}")
+    show_verification(document["verify"])
+
+
+def _of(document: Json, action: str) -> list[Json]:
+    return [row for row in document["tensors"] if row["action"] == action]
+
+
+def _show_rest(document: Json, action: str) -> None:
+    """The tensors that were copied, and the sum of it all."""
+    copied = _of(document, "copied")
+    show_table(_COPIED, copied)
+    show_line(f"{len(_of(document, action))} {action}, {len(copied)} copied: {_change(document)}")
+
+
+def _change(document: Json) -> str:
+    before, after = document["source_bytes"], document["destination_bytes"]
+    return f"{size_text(before)} became {size_text(after)} ({after / before:.1%})"
+
+
+def _result(layer: Json) -> Text:
+    return plain("pass", "green") if layer["passed"] else plain(f"FAIL: {layer['problem']}", "bold red")
+
+
+def _verdict(found: Json) -> str:
+    layers = found["layers"]
+    failed = sum(not layer["passed"] for layer in layers) + len(found["problems"])
+    checked = f"{len(layers)} layers on {found['device']}, {found['copied']} tensors copied unchanged"
+    if failed:
+        return f"FAIL: {failed} problems; {checked}"
+    if not layers:
+        return f"PASS: nothing could be compressed; {checked}"
+    worst = max(layer["worst_ratio"] or 0.0 for layer in layers)
+    return f"PASS: {checked}; the worst error is {worst:.2%} of what the guarantee allows"
+
+
+# Times --------------------------------------------------------------------------------------------
 
 
 def show_benchmark(record: Json) -> None:
     """What the record holds: products, preparation of weights, the host's times."""
-    if record["gemm"]:
-        _show_products(record["gemm"])
-    if record["prepare"]:
-        _show_preparation(record["prepare"], record.get("prepare_peers", []))
+    _show_products(record["gemm"])
+    _show_preparation(record["prepare"], record.get("prepare_peers", []))
     if record["host"]:
-        _line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+        show_line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+
+
+def _time(key: str, row: Json) -> str:
+    return time_text(row.get(key))
 
 
 def _show_products(rows: list[Json]) -> None:
     """Microseconds by shape and n: the peers, then every backend."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
-    table = _table(
-        "element",
-        "M x K",
-        "N",
-        "dense",
-        "cuSPARSELt",
-        *backends,
-        "auto / dense",
-        right=("N", "dense", "cuSPARSELt", *backends),
-    )
     cells: dict[tuple[Any, ...], Json] = {}
     for row in rows:
-        key = (row["element"], row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
-        cells.setdefault(key, {})[row["backend"]] = row["us"]
-    for (element, m, k, n, dense, peer), times in cells.items():
-        shown = ["-" if us is None else f"{us:.2f}" for us in (dense, peer, *map(times.get, backends))]
-        ratio = f"{dense / times['auto']:.2f}x" if dense and "auto" in times else "-"
-        _add(table, element, _shape((m, k)), n, *shown, ratio)
-    console().print(table)
+        names = ("element", "m", "k", "n", "dense_us", "cusparselt_us")
+        about = {name: row[name] for name in names}
+        cells.setdefault(tuple(about.values()), about)[f"by {row['backend']}"] = row["us"]
+
+    def ratio(cell: Json) -> str:
+        dense, ours = cell["dense_us"], cell.get("by auto")
+        return f"{dense / ours:.2f}x" if dense and ours else "-"
+
+    columns = (
+        Column("element", "element"),
+        Column("M x K", _matrix),
+        Column("N", "n", right=True),
+        Column("dense", partial(_time, "dense_us"), right=True),
+        Column("cuSPARSELt", partial(_time, "cusparselt_us"), right=True),
+        *(Column(name, partial(_time, f"by {name}"), right=True) for name in backends),
+        Column("auto / dense", ratio),
+    )
+    show_table(columns, cells.values())
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
     """Microseconds beside a device copy that moves the same bytes, and beside peers."""
-    table = _table(
-        "op", "element", "M x K", "us", "copy", "of a copy's speed", "peer",
-        right=("us", "copy", "of a copy's speed"),
-    )  # fmt: skip
-    where = ("op", "m", "k", "element")
-    for row in rows:
+
+    def beside(row: Json) -> str:
+        where = ("op", "m", "k", "element")
         others = [peer for peer in peers if all(peer[name] == row[name] for name in where)]
-        beside = ", ".join(f"{p['us']:.2f} us, {p['us'] / row['us']:.2f}x: {p['peer']}" for p in others)
-        _add(
-            table,
-            row["op"],
-            row["element"],
-            _shape((row["m"], row["k"])),
-            f"{row['us']:.2f}",
-            f"{row['copy_us']:.2f}",
-            f"{row['copy_us'] / row['us']:.0%}",
-            beside or "-",
-        )
-    console().print(table)
+        texts = [f"{peer['us']:.2f} us, {peer['us'] / row['us']:.2f}x: {peer['peer']}" for peer in others]
+        return ", ".join(texts) or "-"
+
+    columns = (
+        Column("op", "op"),
+        Column("element", "element"),
+        Column("M x K", _matrix),
+        Column("us", partial(_time, "us"), right=True),
+        Column("copy", partial(_time, "copy_us"), right=True),
+        Column("of a copy's speed", lambda row: f"{row['copy_us'] / row['us']:.0%}", right=True),
+        Column("peer", beside),
+    )
+    show_table(columns, rows)
 
 
-def _result(layer: LayerResult) -> Text:
-    return _text("pass", "green") if layer.passed else _text(f"FAIL: {layer.problem}", "bold red")
-
-
-def _change(before: int, after: int) -> str:
-    return f"{_size(before)} became {_size(after)} ({after / before:.1%})"
-
-
-def _verdict(found: Verification) -> str:
-    failed = sum(not layer.passed for layer in found.layers) + len(found.problems)
-    checked = f"{len(found.layers)} layers on {found.device}, {found.copied} tensors copied unchanged"
-    if failed:
-        return f"FAIL: {failed} problems; {checked}"
-    worst = max(layer.worst_ratio or 0.0 for layer in found.layers)
-    return f"PASS: {checked}; the worst error is {worst:.2%} of what the guarantee allows"
-
-
-def tuning_document(table: TuningTable, trials: Sequence[Trials]) -> Json:
-    return {
-        "gpu": table.gpu,
-        "driver": table.driver,
-        "results": [
-            {
-                "kernel": one.kernel,
-                "problem": one.problem.model_dump(mode="json"),
-                "right": one.right,
-                "refused_or_wrong": one.refused_or_wrong,
-                "fatal": one.fatal,
-                "chosen": None if one.chosen is None else one.chosen.model_dump(mode="json"),
-            }
-            for one in trials
-        ],
-    }
-
-
-def show_tuning(document: Json, path: Path) -> None:
-    table = _table("kernel", "n, m, k, element", "right", "not", "chosen", "us", "default us", "self-test")
-    for row in document["results"]:
-        problem, chosen = row["problem"], row["chosen"]
-        size = f"{problem['n']}, {problem['m']}, {problem['k']}, {problem['element']}"
-        counts = (str(row["right"]), str(row["refused_or_wrong"] + len(row["fatal"])))
-        if chosen is None:
-            _add(table, row["kernel"], size, *counts, "none is right", "", "", "")
-            continue
-        settings = ", ".join(f"{name} {value}" for name, value in chosen["configuration"].items())
-        _add(
-            table,
-            row["kernel"],
-            size,
-            *counts,
-            settings or "the default",
-            f"{chosen['microseconds']:.2f}",
-            f"{chosen['default_microseconds']:.2f}",
-            "passed" if chosen["promises"] else "failed",
-        )
-    console().print(table)
+def show_tuning(document: Json) -> None:
+    columns = (
+        Column("kernel", "kernel"),
+        Column("n, m, k, element", lambda row: ", ".join(str(row["problem"][key]) for key in _SIZE)),
+        Column("right", "right"),
+        Column("not", lambda row: row["refused_or_wrong"] + len(row["fatal"])),
+        Column("chosen", _configuration),
+        Column("us", partial(_chosen_time, "microseconds")),
+        Column("default us", partial(_chosen_time, "default_microseconds")),
+        Column("self-test", _self_test),
+    )
+    show_table(columns, document["results"])
     fatal = {
-        f"{row['kernel']} {problem['element']} {one}"
+        f"{row['kernel']} {row['problem']['element']} {one}"
         for row in document["results"]
-        for problem in [row["problem"]]
         for one in row["fatal"]
     }
     for line in sorted(fatal):
-        _line(f"left out, it ended the CUDA context: {line}")
-    _line(f"{document['gpu']}, driver {document['driver']}: written to {path}")
+        show_line(f"left out, it ended the CUDA context: {line}")
+
+
+_SIZE = ("n", "m", "k", "element")
+
+
+def _configuration(row: Json) -> str:
+    if row["chosen"] is None:
+        return "none is right"
+    settings = row["chosen"]["configuration"].items()
+    return ", ".join(f"{name} {value}" for name, value in settings) or "the default"
+
+
+def _chosen_time(key: str, row: Json) -> str:
+    return "" if row["chosen"] is None else time_text(row["chosen"][key])
+
+
+def _self_test(row: Json) -> str:
+    if row["chosen"] is None:
+        return ""
+    return "passed" if row["chosen"]["promises"] else "failed"

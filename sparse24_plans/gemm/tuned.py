@@ -1,9 +1,10 @@
 """Tuned configurations: what they hold, where they come from, and when they apply. Nothing is timed here.
 
 A table is JSON: a stamp (GPU, driver) and one entry a problem and row of the table, each with the version
-of the library or kernel that it was measured with. ``sparse24 tune`` writes them (tuning.py), ``select``
-reads them, and so stays a function of its arguments. What doesn't match is ignored with a TuningWarning,
-never applied: an algorithm's number means another algorithm in another version (pytorch#115178).
+of the library or kernel that it was measured with. ``sparse24 tune`` writes them (tuning/search.py),
+``select`` reads them, and so stays a function of its arguments. What doesn't match is ignored with a
+TuningWarning, never applied: an algorithm's number means another algorithm in another version
+(pytorch#115178).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,6 +27,10 @@ from .table import GemmRow
 SCHEMA = 1
 _MAX_BYTES = 100_000_000
 _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
+
+
+Confirmable = Literal["deterministic", "bit_stable_on_same_hardware"]
+"""Flags of a guarantee that a self-test can confirm: a table promises no others."""
 
 
 class TuningWarning(UserWarning):
@@ -44,7 +49,7 @@ class TunedKernel(Model):
     version: str
     problem: GemmSparse24Descriptor
     configuration: Mapping[str, int] = Field(default_factory=dict)
-    promises: tuple[str, ...] = ()
+    promises: tuple[Confirmable, ...] = ()
     microseconds: float = Field(gt=0)
     default_microseconds: float = Field(gt=0)
 

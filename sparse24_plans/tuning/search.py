@@ -7,7 +7,7 @@ one of them replaces the default only for a gain above 3%. A configuration that 
 one worker process and is left out from then on.
 
 The winner is self-tested: its bits must repeat, on two streams at once, and in a second process. What it
-passes becomes part of the guarantee of plans that pin it, through the table (tuning_table.py).
+passes becomes part of the guarantee of plans that pin it, through the table (gemm/tuned.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..device.devices import resolve
 from ..errors import DriverError, InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.table import ROWS, GemmRow, find
-from ..gemm.tuned import TunedKernel, TuningTable
+from ..gemm.tuned import Confirmable, TunedKernel, TuningTable
 from ..plan.preference import PlanPreference
 from ..plan.table import consider
 from ..vocab import DeviceProperties
@@ -167,7 +167,7 @@ class _Tuner:
 
     def _self_test(
         self, problem: GemmSparse24Descriptor, row: GemmRow, configuration: Configuration
-    ) -> tuple[str, ...]:
+    ) -> tuple[Confirmable, ...]:
         found = self._ask(_self_test(problem, row.name, configuration, repeat=True), [])
         if found is None or not found["sound"]:
             return ()
@@ -247,7 +247,7 @@ def _self_test(
 
 
 class Worker:
-    """A process of tuning_worker.py. ``receive`` gives None when it is dead, or silent for too long."""
+    """A process of worker.py. ``receive`` gives None when it is dead, or silent for too long."""
 
     def __init__(self, ordinal: int, command: Sequence[str] | None = None) -> None:
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

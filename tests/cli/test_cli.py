@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import sparse24_plans
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import app as cli
-from sparse24_plans.cli import inspection, rendering
+from sparse24_plans.cli import inspection, output
 from sparse24_plans.gemm import table
 
 from ..support import HAS_GPU
@@ -382,14 +382,14 @@ def test_help_and_version():
     ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (72_039_360, "72.04 MB")]
 )
 def test_sizes_are_readable(nbytes, text):
-    assert rendering._size(nbytes) == text
+    assert output.size_text(nbytes) == text
 
 
 # The process --------------------------------------------------------------------------------------
 
 
 def spawn(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sparse24_plans.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "sparse24_plans", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -1,5 +1,0 @@
-"""``python -m sparse24_plans.cli``."""
-
-from .app import main
-
-main()
