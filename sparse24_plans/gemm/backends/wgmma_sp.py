@@ -32,6 +32,7 @@ class _Parameters(ctypes.Structure):
 
     _fields_ = [
         ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x_tail_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -47,7 +48,8 @@ class _Parameters(ctypes.Structure):
         ("token_blocks", ctypes.c_uint32),
         ("items", ctypes.c_uint32),
         ("aligned", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
+        ("tail_rows", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 28),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -79,7 +81,11 @@ class Kernel(GemmKernel):
             _Parameters,
             shared_bytes=schedule.shared_bytes(layout, out_bytes),
         )
-        self._source_box = schedule.tokens // schedule.share, 128 // desc.element.itemsize
+        columns, blocks = 128 // desc.element.itemsize, -(-desc.n // schedule.tokens)
+        _, tail_rows = schedule.tail(desc.n)
+        # What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
+        self._tail_box = tail_rows, columns
+        self._source_box = (schedule.tokens // schedule.share, columns) if blocks > 1 else self._tail_box
         self._result_box = schedule.step_tokens(out_bytes), min(TILE_M, 128 // out_bytes)
         self._parameters = _Parameters(
             n=desc.n,
@@ -87,8 +93,9 @@ class Kernel(GemmKernel):
             row_tiles=-(-desc.m // TILE_M),
             k_tiles=-(-desc.k // layout.tile_k),
             alpha=desc.alpha,
-            token_blocks=-(-desc.n // schedule.tokens),
+            token_blocks=blocks,
             items=items,
+            tail_rows=tail_rows,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -101,6 +108,7 @@ class Kernel(GemmKernel):
         parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
         try:
             maps = _map(source, (desc.n, desc.k), self._source_box)
+            maps += _map(source, (desc.n, desc.k), self._tail_box)
             if parameters.aligned and copied:
                 maps += _map(result, (desc.n, desc.m), self._result_box)
         except LibraryError as error:
