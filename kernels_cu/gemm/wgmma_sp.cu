@@ -78,6 +78,7 @@ using Area = FoldArea<Config::kRows>;
 
 struct WgmmaSpParams {
   TensorMap x_map;       // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
+  TensorMap x_tail_map;  // the same in boxes of tail_rows, for the last block of tokens
   TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; if `aligned` and one slice
   const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
   const void* bias;      // [m], or null
@@ -88,7 +89,8 @@ struct WgmmaSpParams {
   float alpha;
   u32 token_blocks;  // of kTokens, that cover n
   u32 items;         // of a cluster's rows and tokens
-  u32 aligned;       // rows of y begin at multiples of 16 bytes
+  u32 aligned;       // rows of y begin at multiples of 16 bytes, and end there where the copy engine stores them
+  u32 tail_rows;     // of X that a block copies for the last block of tokens
 };
 static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");
 
@@ -201,20 +203,24 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
 
 // The thread that copies X: its part, for every block that shares it.
 __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  constexpr int kPart = Config::kTokens / Config::kShare;
   RingPosition<Config::kSourceStages> at;
   for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
     const Item item(p, index, share);
+    // The last tokens come in boxes of their own: rows past them would be written as zeros, which is slow. What the
+    // stage holds there instead is multiplied, and not stored.
+    const bool is_tail = item.token + Config::kTokens >= p.n;
+    const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
+    const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
     for (i64 box = 2 * slice_begin<Config::kSlices>(p.k_tiles, slice);
          box < 2 * slice_begin<Config::kSlices>(p.k_tiles, slice + 1); ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
-      barrier_expect(full, Config::kSourceBytes);
+      barrier_expect(full, Config::kShare * rows * 128);
       if constexpr (Config::kShare == 1)
-        copy_tensor(to, &p.x_map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
+        copy_tensor(to, map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
       else
-        copy_tensor_multicast(to + share * kPart * 128, &p.x_map, (u32)box * Config::kBoxColumns,
-                              (u32)item.token + share * kPart, full,
+        copy_tensor_multicast(to + share * rows * 128, map, (u32)box * Config::kBoxColumns,
+                              (u32)item.token + share * rows, full,
                               (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
     }
   }
@@ -519,6 +525,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const u32 warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     prefetch_map(&p.x_map);
+    prefetch_map(&p.x_tail_map);
     if (Config::kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
     for (int i = 0; i < Config::kWeightStages; ++i)
       barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * Config::kWarpgroups);

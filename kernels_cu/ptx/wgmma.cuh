@@ -31,29 +31,44 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
 // numbers in the text.
 #define S24_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define S24_D8(c, i) S24_D4(c, i), S24_D4(c, i + 4)
-#define S24_D16(c, i) S24_D8(c, i), S24_D8(c, i + 8)
-#define S24_D32(c, i) S24_D16(c, i), S24_D16(c, i + 16)
-#define S24_D64(c, i) S24_D32(c, i), S24_D32(c, i + 32)
-#define S24_D96(c, i) S24_D64(c, i), S24_D32(c, i + 64)
-#define S24_D128(c, i) S24_D96(c, i), S24_D32(c, i + 96)
+#define S24_D12(c, i) S24_D8(c, i), S24_D4(c, i + 8)
+#define S24_D16(c, i) S24_D12(c, i), S24_D4(c, i + 12)
+#define S24_D20(c, i) S24_D16(c, i), S24_D4(c, i + 16)
+#define S24_D24(c, i) S24_D20(c, i), S24_D4(c, i + 20)
+#define S24_D28(c, i) S24_D24(c, i), S24_D4(c, i + 24)
+#define S24_D32(c, i) S24_D28(c, i), S24_D4(c, i + 28)
+#define S24_D40(c, i) S24_D32(c, i), S24_D8(c, i + 32)
+#define S24_D48(c, i) S24_D40(c, i), S24_D8(c, i + 40)
+#define S24_D56(c, i) S24_D48(c, i), S24_D8(c, i + 48)
+#define S24_D64(c, i) S24_D56(c, i), S24_D8(c, i + 56)
+#define S24_D72(c, i) S24_D64(c, i), S24_D8(c, i + 64)
+#define S24_D80(c, i) S24_D72(c, i), S24_D8(c, i + 72)
+#define S24_D88(c, i) S24_D80(c, i), S24_D8(c, i + 80)
+#define S24_D96(c, i) S24_D88(c, i), S24_D8(c, i + 88)
+#define S24_D104(c, i) S24_D96(c, i), S24_D8(c, i + 96)
+#define S24_D112(c, i) S24_D104(c, i), S24_D8(c, i + 104)
+#define S24_D120(c, i) S24_D112(c, i), S24_D8(c, i + 112)
+#define S24_D128(c, i) S24_D120(c, i), S24_D8(c, i + 120)
 #define S24_N4 "%0, %1, %2, %3"
 #define S24_N8 S24_N4 ", %4, %5, %6, %7"
-#define S24_N16 S24_N8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define S24_N32 \
-  S24_N16       \
-  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define S24_N64                                                                                \
-  S24_N32                                                                                      \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49" \
-  ", %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define S24_N96                                                                                \
-  S24_N64                                                                                      \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81" \
-  ", %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define S24_N128                                                                                       \
-  S24_N96                                                                                              \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112" \
-  ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define S24_N12 S24_N8 ", %8, %9, %10, %11"
+#define S24_N16 S24_N12 ", %12, %13, %14, %15"
+#define S24_N20 S24_N16 ", %16, %17, %18, %19"
+#define S24_N24 S24_N20 ", %20, %21, %22, %23"
+#define S24_N28 S24_N24 ", %24, %25, %26, %27"
+#define S24_N32 S24_N28 ", %28, %29, %30, %31"
+#define S24_N40 S24_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define S24_N48 S24_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define S24_N56 S24_N48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define S24_N64 S24_N56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define S24_N72 S24_N64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define S24_N80 S24_N72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define S24_N88 S24_N80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define S24_N96 S24_N88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define S24_N104 S24_N96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define S24_N112 S24_N104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define S24_N120 S24_N112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define S24_N128 S24_N120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // shape_types: the instruction's. tail: operands that only some types have. d_, c: accumulators and their constraint.
 // numbers: theirs; a_, b_, m_, s_, f_: those of the five operands that follow.
@@ -76,22 +91,48 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
 // (16-bit elements; else 0); `metadata` as in mma.sp. kAdd 0: what d held doesn't count.
 template <ElementKind kElement, int kSelector, int kAdd, class Sum, int kCount>
 __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
-  constexpr bool kKnown = kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64 || kCount == 96;
-  static_assert(kKnown || kCount == 128, "no wgmma of this width");
   if constexpr (kCount == 4) {
     S24_WGMMA_SP("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8");
   } else if constexpr (kCount == 8) {
     S24_WGMMA_SP("16", S24_D8, S24_N8, "%8", "%9", "%10", "%11", "%12");
+  } else if constexpr (kCount == 12) {
+    S24_WGMMA_SP("24", S24_D12, S24_N12, "%12", "%13", "%14", "%15", "%16");
   } else if constexpr (kCount == 16) {
     S24_WGMMA_SP("32", S24_D16, S24_N16, "%16", "%17", "%18", "%19", "%20");
+  } else if constexpr (kCount == 20) {
+    S24_WGMMA_SP("40", S24_D20, S24_N20, "%20", "%21", "%22", "%23", "%24");
+  } else if constexpr (kCount == 24) {
+    S24_WGMMA_SP("48", S24_D24, S24_N24, "%24", "%25", "%26", "%27", "%28");
+  } else if constexpr (kCount == 28) {
+    S24_WGMMA_SP("56", S24_D28, S24_N28, "%28", "%29", "%30", "%31", "%32");
   } else if constexpr (kCount == 32) {
     S24_WGMMA_SP("64", S24_D32, S24_N32, "%32", "%33", "%34", "%35", "%36");
+  } else if constexpr (kCount == 40) {
+    S24_WGMMA_SP("80", S24_D40, S24_N40, "%40", "%41", "%42", "%43", "%44");
+  } else if constexpr (kCount == 48) {
+    S24_WGMMA_SP("96", S24_D48, S24_N48, "%48", "%49", "%50", "%51", "%52");
+  } else if constexpr (kCount == 56) {
+    S24_WGMMA_SP("112", S24_D56, S24_N56, "%56", "%57", "%58", "%59", "%60");
   } else if constexpr (kCount == 64) {
     S24_WGMMA_SP("128", S24_D64, S24_N64, "%64", "%65", "%66", "%67", "%68");
+  } else if constexpr (kCount == 72) {
+    S24_WGMMA_SP("144", S24_D72, S24_N72, "%72", "%73", "%74", "%75", "%76");
+  } else if constexpr (kCount == 80) {
+    S24_WGMMA_SP("160", S24_D80, S24_N80, "%80", "%81", "%82", "%83", "%84");
+  } else if constexpr (kCount == 88) {
+    S24_WGMMA_SP("176", S24_D88, S24_N88, "%88", "%89", "%90", "%91", "%92");
   } else if constexpr (kCount == 96) {
     S24_WGMMA_SP("192", S24_D96, S24_N96, "%96", "%97", "%98", "%99", "%100");
-  } else {
+  } else if constexpr (kCount == 104) {
+    S24_WGMMA_SP("208", S24_D104, S24_N104, "%104", "%105", "%106", "%107", "%108");
+  } else if constexpr (kCount == 112) {
+    S24_WGMMA_SP("224", S24_D112, S24_N112, "%112", "%113", "%114", "%115", "%116");
+  } else if constexpr (kCount == 120) {
+    S24_WGMMA_SP("240", S24_D120, S24_N120, "%120", "%121", "%122", "%123", "%124");
+  } else if constexpr (kCount == 128) {
     S24_WGMMA_SP("256", S24_D128, S24_N128, "%128", "%129", "%130", "%131", "%132");
+  } else {
+    static_assert(kCount < 0, "no wgmma of this width");
   }
 }
 #undef S24_WGMMA_SP
