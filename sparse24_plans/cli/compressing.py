@@ -135,7 +135,7 @@ def demo(
         if not as_json:
             show_line(f"checkpoint: {origin}")
         compressed = target / "sparse24.safetensors"
-        document = {
+        document: Json = {
             "origin": origin,
             "compress": _compress(source, compressed, place, quiet=as_json),
             "verify": _verify(compressed, source, tokens, place, seed, PlanPreference(), quiet=as_json),

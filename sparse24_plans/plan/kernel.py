@@ -43,6 +43,8 @@ class Kernel(Generic[D]):
     """Of operands that ``alignments`` doesn't name."""
     alignments: ClassVar[Mapping[str, Alignment]] = {}
     """By the operands' names to the kernel. Every element is aligned to its size at least."""
+    sources: ClassVar[tuple[str, ...]] = ()
+    """The files of kernels_cu that it compiles; what they include comes with them."""
     tunable: ClassVar[bool] = False
     """Whether it takes configurations, and has ``candidates`` and ``tuning_version``."""
 

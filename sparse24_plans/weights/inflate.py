@@ -13,6 +13,7 @@ from ..device.jit.launcher import load
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind
 
+SOURCE = "weights/inflate.cu"
 ALIGNMENT = 16
 """Bytes that every address is a multiple of."""
 BLOCK_BYTES = 16384
@@ -35,9 +36,7 @@ class Inflate:
     """The inflate kernel for one element on one device."""
 
     def __init__(self, element: ElementKind, device: DeviceProperties) -> None:
-        self._function = load(
-            "weights/inflate.cu", "inflate", _THREADS, device, _defines(element), _Parameters
-        )
+        self._function = load(SOURCE, "inflate", _THREADS, device, _defines(element), _Parameters)
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
         """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""

@@ -400,16 +400,6 @@ def test_the_module_runs_as_a_command():
     assert json.loads(out)["chosen"] == "host_blas"
 
 
-def test_importing_the_package_imports_neither_the_command_line_nor_cuda():
-    code = (
-        "import sys, sparse24_plans; print(sorted({'typer', 'rich', 'cupy', 'torch'} & sys.modules.keys()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_killed_run_leaves_nothing(tmp_path, number):
     source, out = tmp_path / "source", tmp_path / "out"

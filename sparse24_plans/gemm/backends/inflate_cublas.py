@@ -20,10 +20,11 @@ from ...errors import UnsupportedError
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind, GemmOp
-from ...weights.inflate import ALIGNMENT, Inflate
+from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..kernel import MOST_STRIDES, GemmKernel, address
 from ..limits import align_up, cublas_regions
 
+_EPILOGUE = "gemm/inflate_cublas.cu"
 # What NVIDIA's documentation advises on Hopper; smaller devices use less of it.
 _SPLIT_K_BYTES = 32 << 20
 _TYPES = {
@@ -50,6 +51,7 @@ class _EpilogueParameters(ctypes.Structure):
 class Kernel(GemmKernel):
     workspace_alignment = 256
     alignments = dict.fromkeys(("weight", "source", "result"), Alignment(ALIGNMENT))
+    sources = (SOURCE, _EPILOGUE)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -65,7 +67,7 @@ class Kernel(GemmKernel):
         self._epilogue = None
         if not self._fused or not desc.reduction:
             self._epilogue = load(
-                "gemm/inflate_cublas.cu",
+                _EPILOGUE,
                 "epilogue_rows",
                 _THREADS,
                 device,

@@ -14,6 +14,7 @@ from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import STRICT_SMALL_TILE
 
+_SOURCE = "gemm/inflate_strict.cu"
 # (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.
 _TILES = {
     (128, 128): ("gemm_strict_large", 256),
@@ -42,6 +43,7 @@ class _Parameters(ctypes.Structure):
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16)}  # noqa: RUF012
+    sources = (_SOURCE,)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -51,7 +53,7 @@ class Kernel(GemmKernel):
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
         defines = {**type_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
-        self._function = load("gemm/inflate_strict.cu", name, threads, device, defines, _Parameters)
+        self._function = load(_SOURCE, name, threads, device, defines, _Parameters)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]

@@ -55,6 +55,7 @@ class _Parameters(ctypes.Structure):
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
+    sources = (_SOURCE,)
     tunable = True
 
     def __init__(self, choice: Choice) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
-from ...weights.inflate import Inflate
+from ...weights.inflate import SOURCE, Inflate
 from ..descriptor import DecompressSparse24Descriptor
 from ..kernel import PrepareKernel
 
 
 class Kernel(PrepareKernel[DecompressSparse24Descriptor]):
+    sources = (SOURCE,)
     details = "one vector of 16 dense bytes a step"
 
     def __init__(self, choice: Choice) -> None:

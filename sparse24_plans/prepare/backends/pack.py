@@ -13,6 +13,7 @@ from ...weights.layouts import layout_of
 from ..descriptor import PackSparse24Descriptor
 from ..kernel import PrepareKernel, element_defines, reset_then
 
+_SOURCE = "prepare/pack.cu"
 _THREADS = 256
 
 
@@ -30,6 +31,8 @@ class _Parameters(ctypes.Structure):
 
 
 class Kernel(PrepareKernel[PackSparse24Descriptor]):
+    sources = (_SOURCE,)
+
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
@@ -39,7 +42,7 @@ class Kernel(PrepareKernel[PackSparse24Descriptor]):
         self.launches = 2 if self._reports else 1
         self.details = f"{desc.op}, {self._blocks} tiles"
         self._function = load(
-            "prepare/pack.cu",
+            _SOURCE,
             str(desc.op),
             _THREADS,
             choice.device,

@@ -14,6 +14,7 @@ from ..descriptor import MaskSparse24Descriptor, PrepareDescriptor
 from ..kernel import PrepareKernel, element_defines, reset_then
 from ..table import BLOCK_BYTES
 
+_SOURCE = "prepare/prune.cu"
 _THREADS = 256
 
 
@@ -35,6 +36,8 @@ class _Parameters(ctypes.Structure):
 
 
 class Kernel(PrepareKernel[PrepareDescriptor]):
+    sources = (_SOURCE,)
+
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
@@ -43,7 +46,7 @@ class Kernel(PrepareKernel[PrepareDescriptor]):
         self.launches = 2 if self._reports else 1
         self._blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
         self.details = f"{name}, {self._blocks} blocks"
-        self._function = load("prepare/prune.cu", name, _THREADS, choice.device, defines(desc), _Parameters)
+        self._function = load(_SOURCE, name, _THREADS, choice.device, defines(desc), _Parameters)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         kernel = self._bind(views)

@@ -13,6 +13,7 @@ from ..descriptor import TilePruneSparse24Descriptor
 from ..kernel import PrepareKernel, element_defines
 from ..table import SQUARE_SIDE
 
+_SOURCE = "prepare/tile_prune.cu"
 _THREADS = 256
 _RULES = {
     TileRule.GREEDY_MAGNITUDE: {"RULE": 0, "SIGNED": 0},
@@ -54,14 +55,14 @@ def defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
 
 
 class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
+    sources = (_SOURCE,)
+
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
         self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
         self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
-        self._function = load(
-            "prepare/tile_prune.cu", "tile_prune", _THREADS, choice.device, defines(desc), _Parameters
-        )
+        self._function = load(_SOURCE, "tile_prune", _THREADS, choice.device, defines(desc), _Parameters)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
