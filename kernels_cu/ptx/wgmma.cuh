@@ -33,10 +33,8 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
 #define S24_D8(c, i) S24_D4(c, i), S24_D4(c, i + 4)
 #define S24_D12(c, i) S24_D8(c, i), S24_D4(c, i + 8)
 #define S24_D16(c, i) S24_D12(c, i), S24_D4(c, i + 12)
-#define S24_D20(c, i) S24_D16(c, i), S24_D4(c, i + 16)
-#define S24_D24(c, i) S24_D20(c, i), S24_D4(c, i + 20)
-#define S24_D28(c, i) S24_D24(c, i), S24_D4(c, i + 24)
-#define S24_D32(c, i) S24_D28(c, i), S24_D4(c, i + 28)
+#define S24_D24(c, i) S24_D16(c, i), S24_D8(c, i + 16)
+#define S24_D32(c, i) S24_D24(c, i), S24_D8(c, i + 24)
 #define S24_D40(c, i) S24_D32(c, i), S24_D8(c, i + 32)
 #define S24_D48(c, i) S24_D40(c, i), S24_D8(c, i + 40)
 #define S24_D56(c, i) S24_D48(c, i), S24_D8(c, i + 48)
@@ -53,10 +51,8 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
 #define S24_N8 S24_N4 ", %4, %5, %6, %7"
 #define S24_N12 S24_N8 ", %8, %9, %10, %11"
 #define S24_N16 S24_N12 ", %12, %13, %14, %15"
-#define S24_N20 S24_N16 ", %16, %17, %18, %19"
-#define S24_N24 S24_N20 ", %20, %21, %22, %23"
-#define S24_N28 S24_N24 ", %24, %25, %26, %27"
-#define S24_N32 S24_N28 ", %28, %29, %30, %31"
+#define S24_N24 S24_N16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define S24_N32 S24_N24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define S24_N40 S24_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define S24_N48 S24_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define S24_N56 S24_N48 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -99,12 +95,8 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
     S24_WGMMA_SP("24", S24_D12, S24_N12, "%12", "%13", "%14", "%15", "%16");
   } else if constexpr (kCount == 16) {
     S24_WGMMA_SP("32", S24_D16, S24_N16, "%16", "%17", "%18", "%19", "%20");
-  } else if constexpr (kCount == 20) {
-    S24_WGMMA_SP("40", S24_D20, S24_N20, "%20", "%21", "%22", "%23", "%24");
   } else if constexpr (kCount == 24) {
     S24_WGMMA_SP("48", S24_D24, S24_N24, "%24", "%25", "%26", "%27", "%28");
-  } else if constexpr (kCount == 28) {
-    S24_WGMMA_SP("56", S24_D28, S24_N28, "%28", "%29", "%30", "%31", "%32");
   } else if constexpr (kCount == 32) {
     S24_WGMMA_SP("64", S24_D32, S24_N32, "%32", "%33", "%34", "%35", "%36");
   } else if constexpr (kCount == 40) {

@@ -96,8 +96,8 @@ class Schedule(NamedTuple):
 
 
 def _width(tokens: int) -> int:
-    """The narrowest instructions for so many tokens: multiples of 8 up to 64, of 16 beyond."""
-    return align_up(tokens, 8 if tokens <= FEW else 16)
+    """The narrowest instructions for so many tokens: of integers there are, beyond 32, multiples of 16."""
+    return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
 def widths(n: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def widths(n: int) -> tuple[int, ...]:
 _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
-    (1, 1, 1, 3, 4),
+    (1, 1, 1, 3, 2),
     (1, 1, 1, 4, 2),
     (2, 1, 1, 1, 1),
     (2, 1, 1, 2, 1),
@@ -123,6 +123,7 @@ _OF_FEW = (
     (2, 2, 1, 1, 1),
     (2, 2, 1, 2, 1),
 )
+_OF_FEWEST = ((1, 1, 1, 3, 4), (1, 1, 1, 2, 4), (2, 1, 1, 2, 2))
 _OF_MANY = (
     (1, 1, 1, 1, 1),
     (2, 1, 1, 1, 1),
@@ -138,7 +139,7 @@ _OF_MANY = (
 
 def schedules_for(n: int) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens."""
-    shapes = _OF_FEW if n <= FEW else _OF_MANY
+    shapes = (_OF_FEW + _OF_FEWEST[: None if n <= 32 else 0]) if n <= FEW else _OF_MANY
     tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
     return tuple(schedule for schedule in tried if schedule.fits())
 
