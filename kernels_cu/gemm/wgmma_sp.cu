@@ -1,97 +1,137 @@
 // Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]), operands fed by the copy engine.
 //
 // W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in tiles of 64 rows
-// x 256 bytes of columns (sparse24_plans/packing.py), each one bulk copy; X comes through a tensor map in boxes of
-// 128 bytes of columns. Two warps of the last warpgroup copy, the others multiply: kRowBlocks row tiles of W a
-// warpgroup, all with the block's tokens. W and X have rings of their own, for a tile of W is two boxes of X long.
+// x 256 bytes of columns, each one bulk copy; X comes through a tensor map in boxes of 128 bytes of columns. W and X
+// have rings of their own, for a tile of W is two boxes of X long.
 //
 // The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
 // With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other.
 // A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
-#include "common/common.cuh"
+//
+//   role         who                            what
+//   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
+//   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
+//   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
+//   Writer       each of kWarpgroups, 1 slice   its results, staged for the copy engine, or element by element
+//   Folder       all of kWarpgroups, slices     the block's share of the cluster's rows: sums, epilogue, stores
+//
+//   barriers     weight_full, source_full: a stage's bytes have come; weight_free, source_free: all warps that read
+//                a stage are done with it (X: those of all blocks that share it). Named barriers 1 ..: a warpgroup's
+//                staging area; with slices, 1: all stages have been read. The cluster meets round the fold.
+//   registers    kSums accumulators a row tile, at most 128 a thread (twice with kPromote or kParts). Where a block
+//                has a multiprocessor to itself, copying threads hand theirs over: 40, and 232 to multiply.
+//
+//   copy_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
+//   copy_source  | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kSourceStages ahead
+//   Multiplier          | wgmma X0 | X1 | X2 | X3 | ..                   one step of wgmma in flight, the stages of
+//                                                                        the step before it freed meanwhile
+//   Writer                                        | fill | copy |        while the next item is copied in
+#include "common/epilogue.cuh"
+#include "common/weight_tile.cuh"
+#include "gemm/slices.cuh"
 #include "ptx/wgmma.cuh"
 
-typedef Element<S24_OUT> Out;
-typedef Element<S24_BIAS> Bias;
-constexpr bool kIntegers = S24_ELEMENT == S24_S8, kBytes = kIntegers || S24_ELEMENT == S24_FP8_E4M3;
-constexpr int kWords = kBytes ? 4 : 2;  // of metadata, a lane and tile
-constexpr int kTileM = 64, kValueBytes = 8192, kTileBytes = kValueBytes + 512 * kWords;
-constexpr int kBoxColumns = kBytes ? 128 : 64;  // of X
-constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
-constexpr int kRowBlocks = S24_ROW_BLOCKS;   // row tiles of a warpgroup
-constexpr int kTokens = S24_TOKENS;          // of a block
-constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = kShare * kSlices;
-constexpr int kParts = S24_PARTS;
-constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X (128 bytes) are added up outside of the tensor cores
-static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
-constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
-constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * kTileM;  // of a block
-constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr int kWeightBytes = kRowTiles * kTileBytes, kSourceBytes = kTokens * 128;  // of a stage
-constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
-constexpr int kBand = 8;            // row blocks that are taken with one block of tokens before the next, for L2
+#define S24_CLUSTER_BLOCKS (S24_SHARE * S24_SLICES)
+#include "common/cluster.cuh"
 
-// Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
-constexpr int kSourceAt = kWeightStages * kWeightBytes;
-constexpr int kStageAt = kSourceAt + kSourceStages * kSourceBytes;
-constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
-constexpr int kStepBytes = kStepTokens * 64 * sizeof(Out::Bits), kStageBytes = kBuffers * kStepBytes;
-constexpr int kBarrierAt = kStageAt + (kSlices == 1 ? kWarpgroups * kStageBytes : 0);
-constexpr int kFoldPitch = kRows + 4;  // floats
+// Everything that is compiled in.
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+  static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
+  static constexpr int kRowBlocks = S24_ROW_BLOCKS;   // row tiles of a warpgroup
+  static constexpr int kTokens = S24_TOKENS;          // of a block
+  static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
+  static constexpr int kParts = S24_PARTS;
+  static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
+  static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one for all, 2: one a row
+  static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
+  static constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
+  static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
+  static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
+  static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
 
-// Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
-constexpr bool kTrade = S24_BLOCKS_PER_SM == 1 && kWarpgroups == 2;
-constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+  static constexpr bool kIntegers = kElement == ElementKind::S8;
+  static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
+  using Tile = WeightTile<kEightBit ? 1 : 2>;
+  static constexpr int kBoxColumns = Tile::kColumns / 2;                                       // of X
+  static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
+  static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
+  static constexpr int kWeightBytes = kRowTiles * Tile::kBytes, kSourceBytes = kTokens * 128;  // of a stage
+  static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
+  static constexpr int kBand = 8;  // row blocks that are taken with one block of tokens before the next, for L2
+
+  // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
+  static constexpr int kSourceAt = kWeightStages * kWeightBytes;
+  static constexpr int kStagingAt = kSourceAt + kSourceStages * kSourceBytes;
+  static constexpr int kStepBytes = kStepTokens * Tile::kRows * sizeof(Out::Bits);
+  static constexpr int kStagingBytes = kBuffers * kStepBytes;
+  static constexpr int kBarrierAt = kStagingAt + (kSlices == 1 ? kWarpgroups * kStagingBytes : 0);
+
+  // Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
+  static constexpr bool kTrade = kBlocksPerSm == 1 && kWarpgroups == 2;
+  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+};
+using Tile = Config::Tile;
+using Area = FoldArea<Config::kRows>;
 
 struct WgmmaSpParams {
-  TensorMap x_map;  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
-  TensorMap y_map;  // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; where `aligned` and kSlices is 1
-  const u8* packed;  // [row tiles][K tiles][kTileBytes]
-  const void* bias;  // [m], or null
-  const float* scale_x;  // [1] or [n], where S24_SCALE_X says so
-  const float* scale_w;  // [1] or [m]
-  void* y;           // [n, m], row stride y_stride
+  TensorMap x_map;       // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
+  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; if `aligned` and one slice
+  const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
+  const void* bias;      // [m], or null
+  const float* scale_x;  // [1] or [n], as kScaleX says
+  const float* scale_w;  // [1] or [m], as kScaleW says
+  void* y;               // [n, m], row stride y_stride
   i64 n, m, y_stride, row_tiles, k_tiles;
   float alpha;
   u32 token_blocks;  // of kTokens, that cover n
   u32 items;         // of a cluster's rows and tokens
   u32 aligned;       // rows of y begin at multiples of 16 bytes
 };
+static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");
 
-template <bool kInteger> struct SumOf { typedef float Type; };
-template <> struct SumOf<true> { typedef int Type; };
-typedef SumOf<kIntegers>::Type Sum;
-typedef Sum Sums[kTokens / 2];  // a thread's share of 64 rows x kTokens
+// Sums -----------------------------------------------------------------------------------------------
+
+template <bool kInteger> struct SumOf {
+  using Type = float;
+};
+template <> struct SumOf<true> {
+  using Type = int;
+};
+using Sum = SumOf<Config::kIntegers>::Type;
+using Sums = Sum[Config::kSums];  // a thread's share of 64 rows x kTokens
 
 __device__ __forceinline__ u32 bits_of(float sum) { return __float_as_uint(sum); }
 __device__ __forceinline__ u32 bits_of(int sum) { return (u32)sum; }
 __device__ __forceinline__ Sum sum_of(u32 bits) {
-  if constexpr (kIntegers) return (int)bits;
+  if constexpr (Config::kIntegers) return (int)bits;
   else return __uint_as_float(bits);
 }
 
-// A scale of S24_SCALE_X or _W's kind: none, one for all, one a row.
+// A scale of kind kScaleX or kScaleW.
 template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
   return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
 }
 
-// The result before it is rounded to its type. S24_RAW: the integer sum itself, which goes through as it is.
+// The result before it is rounded to its type.
 __device__ __forceinline__ float finished(Sum sum, const WgmmaSpParams& p, float scale_x, float scale_w, float bias) {
-  float v = kIntegers ? __int2float_rn((int)sum) : (float)sum;
-  if (S24_SCALE_X) v = __fmul_rn(v, scale_x);
-  if (S24_SCALE_W) v = __fmul_rn(v, scale_w);
-  return activated<FastMath>(v, p.alpha, bias);
+  float v = Config::kIntegers ? __int2float_rn((int)sum) : (float)sum;
+  if (Config::kScaleX) v = __fmul_rn(v, scale_x);
+  if (Config::kScaleW) v = __fmul_rn(v, scale_w);
+  return activated<Config, FastMath>(v, p.alpha, bias);
 }
 template <class Result> __device__ __forceinline__ typename Result::Bits rounded(Sum sum, float v) {
-  if constexpr (S24_RAW) return (typename Result::Bits)sum;
-  else if constexpr (S24_OUT == S24_F32) return Result::from_float(canonical_nan(v));
+  if constexpr (Config::kRaw) return (typename Result::Bits)sum;
+  else if constexpr (Config::kOut == ElementKind::F32) return Result::from_float(canonical_nan(v));
   else return Result::from_float(v);
 }
 
-// A place in a ring of stages, and the parity of its barriers.
-template <int kStages> struct Place {
+// The pipeline ---------------------------------------------------------------------------------------
+
+// Where a role is in a ring of stages, and the parity of the barriers there.
+template <int kStages> struct RingPosition {
   u32 slot = 0, parity = 0;
   __device__ __forceinline__ void next() {
     if (++slot == kStages) slot = 0, parity ^= 1;
@@ -101,9 +141,11 @@ template <int kStages> struct Place {
 struct Barriers {
   u32 at;
   __device__ __forceinline__ u32 weight_full(u32 slot) const { return at + 8 * slot; }
-  __device__ __forceinline__ u32 weight_free(u32 slot) const { return at + 8 * (kWeightStages + slot); }
-  __device__ __forceinline__ u32 source_full(u32 slot) const { return at + 8 * (2 * kWeightStages + slot); }
-  __device__ __forceinline__ u32 source_free(u32 slot) const { return at + 8 * (2 * kWeightStages + kSourceStages + slot); }
+  __device__ __forceinline__ u32 weight_free(u32 slot) const { return at + 8 * (Config::kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_full(u32 slot) const { return at + 8 * (2 * Config::kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_free(u32 slot) const {
+    return at + 8 * (2 * Config::kWeightStages + Config::kSourceStages + slot);
+  }
 };
 
 // What a block works on: its first row tile and token.
@@ -111,71 +153,81 @@ struct Item {
   i64 row_tile, token;
 
   __device__ __forceinline__ Item(const WgmmaSpParams& p, u32 index, u32 share) {
-    const u32 row_blocks = (u32)((p.row_tiles + kRowTiles * kShare - 1) / (kRowTiles * kShare));
-    const u32 band = index / (kBand * p.token_blocks), rest = index % (kBand * p.token_blocks);
-    const u32 wide = min((u32)kBand, row_blocks - band * kBand);
-    row_tile = ((i64)(band * kBand + rest % wide) * kShare + share) * kRowTiles;
-    token = (i64)(rest / wide) * kTokens;
+    const u32 row_blocks =
+        (u32)((p.row_tiles + Config::kRowTiles * Config::kShare - 1) / (Config::kRowTiles * Config::kShare));
+    const u32 band = index / (Config::kBand * p.token_blocks), rest = index % (Config::kBand * p.token_blocks);
+    const u32 wide = min((u32)Config::kBand, row_blocks - band * Config::kBand);
+    row_tile = ((i64)(band * Config::kBand + rest % wide) * Config::kShare + share) * Config::kRowTiles;
+    token = (i64)(rest / wide) * Config::kTokens;
   }
 };
 
-__device__ __forceinline__ i64 slice_begin(const WgmmaSpParams& p, u32 slice) { return p.k_tiles * slice / kSlices; }
-
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
   const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
-  return p.packed + (row_tile * p.k_tiles + tile) * kTileBytes;
+  return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
 // Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory gives a
 // multiprocessor in that time, more delays what is needed first.
 __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
-  constexpr int kTiles = 4 / (kRowTiles * S24_BLOCKS_PER_SM), kAhead = kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
-  const Item item(p, blockIdx.x / kCluster, share);
-  for (i64 tile = slice_begin(p, slice), end = min(tile + kAhead, slice_begin(p, slice + 1)); tile < end; ++tile)
+  constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm), kAhead = Config::kTokens > 64 ? 0
+                                                                                  : kTiles > 0         ? kTiles
+                                                                                                       : 1;
+  const Item item(p, blockIdx.x / Config::kCluster, share);
+  for (i64 tile = slice_begin<Config::kSlices>(p.k_tiles, slice),
+           end = min(tile + kAhead, slice_begin<Config::kSlices>(p.k_tiles, slice + 1));
+       tile < end; ++tile)
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), kTileBytes);
+    for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
 }
 
 // The thread that copies W.
-__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  Place<kWeightStages> place;
-  for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
+                                             u32 slice) {
+  RingPosition<Config::kWeightStages> at;
+  for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
     const Item item(p, index, share);
-    for (i64 tile = slice_begin(p, slice); tile < slice_begin(p, slice + 1); ++tile, place.next()) {
-      barrier_wait(barriers.weight_free(place.slot), place.parity ^ 1);
-      barrier_expect(barriers.weight_full(place.slot), kWeightBytes);
+    for (i64 tile = slice_begin<Config::kSlices>(p.k_tiles, slice);
+         tile < slice_begin<Config::kSlices>(p.k_tiles, slice + 1); ++tile, at.next()) {
+      barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
+      barrier_expect(barriers.weight_full(at.slot), Config::kWeightBytes);
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-        copy_bulk(base + place.slot * kWeightBytes + i * kTileBytes, weight_tile(p, item, i, tile), kTileBytes,
-                  barriers.weight_full(place.slot));
+      for (int i = 0; i < Config::kRowTiles; ++i)
+        copy_bulk(base + at.slot * Config::kWeightBytes + i * Tile::kBytes, weight_tile(p, item, i, tile), Tile::kBytes,
+                  barriers.weight_full(at.slot));
     }
   }
 }
 
 // The thread that copies X: its part, for every block that shares it.
 __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  constexpr int kPart = kTokens / kShare;
-  Place<kSourceStages> place;
-  for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+  constexpr int kPart = Config::kTokens / Config::kShare;
+  RingPosition<Config::kSourceStages> at;
+  for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
     const Item item(p, index, share);
-    for (i64 half = 2 * slice_begin(p, slice); half < 2 * slice_begin(p, slice + 1); ++half, place.next()) {
-      barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
-      const u32 full = barriers.source_full(place.slot), to = base + kSourceAt + place.slot * kSourceBytes;
-      barrier_expect(full, kSourceBytes);
-      if constexpr (kShare == 1) copy_tensor(to, &p.x_map, (u32)half * kBoxColumns, (u32)item.token, full);
-      else copy_tensor_multicast(to + share * kPart * 128, &p.x_map, (u32)half * kBoxColumns, (u32)item.token + share * kPart, full,
-                                 (u16)(((1 << kShare) - 1) << kShare * slice));
+    for (i64 box = 2 * slice_begin<Config::kSlices>(p.k_tiles, slice);
+         box < 2 * slice_begin<Config::kSlices>(p.k_tiles, slice + 1); ++box, at.next()) {
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+      const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
+      barrier_expect(full, Config::kSourceBytes);
+      if constexpr (Config::kShare == 1)
+        copy_tensor(to, &p.x_map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
+      else
+        copy_tensor_multicast(to + share * kPart * 128, &p.x_map, (u32)box * Config::kBoxColumns,
+                              (u32)item.token + share * kPart, full,
+                              (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
     }
   }
   // Nobody leaves while others may still report to its barriers.
-  if constexpr (kShare > 1)
-    for (int i = 0; i < kSourceStages; ++i, place.next()) barrier_wait(barriers.source_free(place.slot), place.parity ^ 1);
+  if constexpr (Config::kShare > 1)
+    for (int i = 0; i < Config::kSourceStages; ++i, at.next())
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
 }
 
 // One warpgroup's sums of one item.
 struct Multiplier {
-  Place<kWeightStages> weight;
-  Place<kSourceStages> source;
+  RingPosition<Config::kWeightStages> weight;
+  RingPosition<Config::kSourceStages> source;
   u32 base, warpgroup, source_free;  // the last: of the block of the cluster that this lane reports to
   Barriers barriers;
   u32 last_weight = 0, last_source = 0;
@@ -184,26 +236,31 @@ struct Multiplier {
     if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot));
   }
   __device__ __forceinline__ void free_source(u32 slot) const {
-    if (threadIdx.x % 32 >= kShare) return;
-    if constexpr (kShare == 1) barrier_arrive(source_free + 8 * slot);
+    if (threadIdx.x % 32 >= Config::kShare) return;
+    if constexpr (Config::kShare == 1) barrier_arrive(source_free + 8 * slot);
     else barrier_arrive_cluster(source_free + 8 * slot);
   }
 
   // Two steps: half a tile of W with one stage of X. The half's metadata stays in its registers while its wgmma run,
   // which read them whenever they like; the other half has others.
-  template <int kHalf> __device__ __forceinline__ void half(Sums (&sums)[kRowBlocks], u32 (&metadata)[kRowBlocks][kWords / 2]) {
-    const u32 values = base + weight.slot * kWeightBytes + warpgroup * kRowBlocks * kTileBytes;
+  template <int kHalf>
+  __device__ __forceinline__ void multiply_half(Sums (&sums)[Config::kRowBlocks],
+                                                u32 (&metadata)[Config::kRowBlocks][Tile::kWords / 2]) {
+    const u32 values = base + weight.slot * Config::kWeightBytes + warpgroup * Config::kRowBlocks * Tile::kBytes;
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
-      load_shared_words(metadata[r], values + r * kTileBytes + kValueBytes + (threadIdx.x % 128 * kWords + kHalf * kWords / 2) * 4);
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+      load_shared_words(metadata[r], values + r * Tile::kBytes + Tile::kValueBytes +
+                                         (threadIdx.x % 128 * Tile::kWords + kHalf * Tile::kWords / 2) * 4);
     barrier_wait(barriers.source_full(source.slot), source.parity);
-    const u64 a = matrix_descriptor(values), b = matrix_descriptor(base + kSourceAt + source.slot * kSourceBytes);
+    const u64 a = matrix_descriptor(values),
+              b = matrix_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
     wgmma_fence();
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
-      const u64 at = a + r * (kTileBytes >> 4) + kHalf * 4;
-      wgmma_sp<S24_ELEMENT, 0, kPromote ? 0 : 1>(sums[r], at, b, metadata[r][0]);
-      wgmma_sp<S24_ELEMENT, kBytes ? 0 : 1, 1>(sums[r], at + 2, b + 4, metadata[r][kBytes ? 1 : 0]);
+    for (int r = 0; r < Config::kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
+      const u64 at = a + r * (Tile::kBytes >> 4) + kHalf * 4;
+      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1>(sums[r], at, b, metadata[r][0]);
+      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1>(sums[r], at + 2, b + 4,
+                                                               metadata[r][Config::kEightBit ? 1 : 0]);
     }
     wgmma_commit();
   }
@@ -213,17 +270,17 @@ struct Multiplier {
     free_weight(last_weight);
   }
 
-  __device__ __forceinline__ void multiply(Sums (&sums)[kRowBlocks], i64 tiles) {
+  __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], i64 tiles) {
     clear(sums);
-    u32 first[kRowBlocks][kWords / 2], second[kRowBlocks][kWords / 2];
+    u32 first[Config::kRowBlocks][Tile::kWords / 2], second[Config::kRowBlocks][Tile::kWords / 2];
     for (i64 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
-      half<0>(sums, first);
+      multiply_half<0>(sums, first);
       wgmma_wait<1>();  // all but the half just issued: the stages before it are free
       if (at > 0) free_last();
       last_source = source.slot, last_weight = weight.slot;
       source.next();
-      half<1>(sums, second);
+      multiply_half<1>(sums, second);
       wgmma_wait<1>();
       free_source(last_source);
       last_source = source.slot;
@@ -231,53 +288,54 @@ struct Multiplier {
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
     if (tiles > 0) free_last();
   }
 
-  static __device__ __forceinline__ void clear(Sums (&sums)[kRowBlocks]) {
+  static __device__ __forceinline__ void clear(Sums (&sums)[Config::kRowBlocks]) {
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
+    for (int r = 0; r < Config::kRowBlocks; ++r)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[r][i] = 0;
+      for (int i = 0; i < Config::kSums; ++i) sums[r][i] = 0;
   }
-  static __device__ __forceinline__ void add(Sums (&totals)[kRowBlocks], const Sums (&sums)[kRowBlocks]) {
+  static __device__ __forceinline__ void add(Sums (&totals)[Config::kRowBlocks],
+                                             const Sums (&sums)[Config::kRowBlocks]) {
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r)
+    for (int r = 0; r < Config::kRowBlocks; ++r)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) totals[r][i] += sums[r][i];
+      for (int i = 0; i < Config::kSums; ++i) totals[r][i] += sums[r][i];
   }
 
   // All of K, in kParts.
-  __device__ __forceinline__ void multiply_parts(Sums (&totals)[kRowBlocks], i64 tiles) {
-    multiply(totals, tiles / kParts);
+  __device__ __forceinline__ void multiply_parts(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+    multiply(totals, tiles / Config::kParts);
 #pragma unroll 1
-    for (int part = 1; part < kParts; ++part) {
-      Sums sums[kRowBlocks];
-      multiply(sums, tiles * (part + 1) / kParts - tiles * part / kParts);
+    for (int part = 1; part < Config::kParts; ++part) {
+      Sums sums[Config::kRowBlocks];
+      multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
       add(totals, sums);
     }
   }
 
   // All of K, box by box. The other warpgroup's wgmma run while this one adds.
-  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[kRowBlocks], i64 tiles) {
+  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
     clear(totals);
-    Sums sums[kRowBlocks];
-    u32 metadata[kRowBlocks][kWords / 2];
+    Sums sums[Config::kRowBlocks];
+    u32 metadata[Config::kRowBlocks][Tile::kWords / 2];
     for (i64 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
-      half<0>(sums, metadata);
+      multiply_half<0>(sums, metadata);
       promote(totals, sums);
-      half<1>(sums, metadata);
+      multiply_half<1>(sums, metadata);
       promote(totals, sums);
       free_weight(weight.slot);
       weight.next();
     }
   }
-  __device__ __forceinline__ void promote(Sums (&totals)[kRowBlocks], Sums (&sums)[kRowBlocks]) {
+  __device__ __forceinline__ void promote(Sums (&totals)[Config::kRowBlocks], Sums (&sums)[Config::kRowBlocks]) {
     wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) wgmma_settle(sums[r]);
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
     free_source(source.slot);
     source.next();
     add(totals, sums);
@@ -296,12 +354,12 @@ template <class Result> struct Writer {
 
   static constexpr int kOutBytes = sizeof(Bits);
   static constexpr int kBoxRows = kOutBytes == 4 ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;  // a token's, of a box
-  static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
 
   // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes.
-  static __device__ __forceinline__ u32 place(int token, int row) {
+  static __device__ __forceinline__ u32 staged_at(int token, int row) {
     const int in = row % kBoxRows * kOutBytes;
-    return (row / kBoxRows * kStepTokens + token) * kBoxBytes + (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
+    return (row / kBoxRows * Config::kStepTokens + token) * kBoxBytes +
+           (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
   }
 
   __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) {
@@ -312,38 +370,41 @@ template <class Result> struct Writer {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = Bias::to_float(((const Bias::Bits*)p.bias)[row]);
-      scale_w[i] = scale_at<S24_SCALE_W>(p.scale_w, row);
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, row);
+      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
     }
 #pragma unroll
-    for (int step = 0; step < kTokens / kStepTokens; ++step) {
-      const i64 token = token0 + step * kStepTokens;
+    for (int step = 0; step < Config::kTokens / Config::kStepTokens; ++step) {
+      const i64 token = token0 + step * Config::kStepTokens;
       if (token >= p.n) break;
-      const u32 buffer = stage + turn * kStepBytes;
-      if (++turn == kBuffers) turn = 0;
-      fill(buffer, sums + step * kStepTokens / 2, token, bias, scale_w);
+      const u32 buffer = stage + turn * Config::kStepBytes;
+      if (++turn == Config::kBuffers) turn = 0;
+      fill(buffer, sums + step * Config::kStepTokens / 2, token, bias, scale_w);
       if (p.aligned) copy_out(buffer, row0, token);
       else copy_elements(buffer, row0, token);
     }
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 token0, const float (&bias)[2], const float (&scale_w)[2]) const {
+  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 token0, const float (&bias)[2],
+                                       const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int j = 0; j < kStepTokens / 8; ++j) {
+    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
       const Sum* d = sums + 4 * j;
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x = S24_SCALE_X && token < p.n ? scale_at<S24_SCALE_X>(p.scale_x, token) : 1.0f;
+        const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
       }
       if constexpr (kOutBytes == 2) {
-        store_matrix_transposed_x2(buffer + place(8 * j + lane % 8, row + lane / 8 % 2 * 8), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+        store_matrix_transposed_x2(buffer + staged_at(8 * j + lane % 8, row + lane / 8 % 2 * 8),
+                                   Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_shared(buffer + place(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
+        for (int i = 0; i < 4; ++i)
+          store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
       }
     }
   }
@@ -352,20 +413,23 @@ template <class Result> struct Writer {
   // next step's buffer has been read.
   __device__ __forceinline__ void copy_out(u32 buffer, i64 row0, i64 token) const {
     async_proxy_fence();
-    if (copies()) copies_read<kBuffers - 2>();
+    if (is_copier()) copies_read<Config::kBuffers - 2>();
     threads_meet(barrier, 128);
-    if (!copies()) return;
+    if (!is_copier()) return;
     const int box = threadIdx.x % 128 / 32;
-    copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * kStepTokens * kBoxBytes);
+    copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
     copies_commit();
   }
-  static __device__ __forceinline__ bool copies() { return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < 64 / kBoxRows; }
+  static __device__ __forceinline__ bool is_copier() {
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < 64 / kBoxRows;
+  }
 
   __device__ __forceinline__ void copy_elements(u32 buffer, i64 row0, i64 token0) const {
     threads_meet(barrier, 128);
-    for (int i = threadIdx.x % 128; i < kStepTokens * 64; i += 128) {
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * 64; i += 128) {
       const i64 token = token0 + i / 64, row = row0 + i % 64;
-      if (token < p.n && row < p.m) ((Bits*)p.y)[token * p.y_stride + row] = load_shared_as<Bits>(buffer + place(i / 64, i % 64));
+      if (token < p.n && row < p.m)
+        ((Bits*)p.y)[token * p.y_stride + row] = load_shared_as<Bits>(buffer + staged_at(i / 64, i % 64));
     }
   }
 };
@@ -374,43 +438,49 @@ template <class Result> struct Writer {
 struct Folder {
   const WgmmaSpParams& p;
   Item item;
-  u32 from[kSlices];
+  u32 from[Config::kSlices];
   int row0;
 
-  static constexpr int kQuads = (kRows / 4 + kSlices - 1) / kSlices, kShareRows = 4 * kQuads, kCount = kQuads * kTokens;
-  static constexpr int kFolders = 128 * kWarpgroups;
-  static constexpr int kLoads = (kTrade || kWarpgroups == 1 ? 12 : 4) / kSlices / S24_BLOCKS_PER_SM;
+  static constexpr int kQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices, kShareRows = 4 * kQuads,
+                       kCount = kQuads * Config::kTokens;
+  static constexpr int kFolders = 128 * Config::kWarpgroups;
+  static constexpr int kLoads =
+      (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices / Config::kBlocksPerSm;
   static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
 
   __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
       : p(p), item(item), row0(slice * kShareRows) {
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s) from[s] = cluster_address(base, share + kShare * s);
+    for (int s = 0; s < Config::kSlices; ++s) from[s] = cluster_address(base, share + Config::kShare * s);
   }
 
   // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
   __device__ __forceinline__ bool inside(int token, int row) const {
-    return item.token + token < p.n && row < kRows && item.row_tile * kTileM + row < p.m;
+    return item.token + token < p.n && row < Config::kRows && item.row_tile * Tile::kRows + row < p.m;
   }
 
-  __device__ __forceinline__ void store(u32 (&v)[kSlices][4], int token, int row) const {
-    const i64 n = item.token + token, m = item.row_tile * kTileM + row;
-    Out::Bits out[4];
-    const float scale_x = scale_at<S24_SCALE_X>(p.scale_x, n);
+  __device__ __forceinline__ void store(u32 (&v)[Config::kSlices][4], int token, int row) const {
+    const i64 n = item.token + token, m = item.row_tile * Tile::kRows + row;
+    Config::Out::Bits out[4];
+    const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      Sum total = sum_of(v[0][j]);
+      Sum slices[Config::kSlices];
 #pragma unroll
-      for (int s = 1; s < kSlices; ++s) total += sum_of(v[s][j]);
+      for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
+      fold(slices);
+      const Sum total = slices[0];
       const bool inside = m + j < p.m;
-      const float bias = p.bias && inside ? Bias::to_float(((const Bias::Bits*)p.bias)[m + j]) : 0.0f;
-      const float scale_w = inside ? scale_at<S24_SCALE_W>(p.scale_w, m + j) : 1.0f;
-      out[j] = rounded<Out>(total, finished(total, p, scale_x, scale_w, bias));
+      const float bias = p.bias && inside ? bias_at<Config>(p.bias, m + j) : 0.0f;
+      const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, m + j) : 1.0f;
+      out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
     }
-    Out::Bits* to = (Out::Bits*)p.y + n * p.y_stride + m;
+    Config::Out::Bits* to = (Config::Out::Bits*)p.y + n * p.y_stride + m;
     if (p.aligned && m + 4 <= p.m) {
-      if constexpr (sizeof(Out::Bits) == 1) *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
-      else if constexpr (sizeof(Out::Bits) == 2) *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
+      if constexpr (sizeof(Config::Out::Bits) == 1)
+        *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
+      else if constexpr (sizeof(Config::Out::Bits) == 2)
+        *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
       else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
       return;
     }
@@ -422,13 +492,13 @@ struct Folder {
   __device__ __forceinline__ void run() const {
 #pragma unroll 1
     for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
-      u32 v[kAhead][kSlices][4];
+      u32 v[kAhead][Config::kSlices][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
         if (i >= kCount || !inside(token, row)) continue;
 #pragma unroll
-        for (int s = 0; s < kSlices; ++s) load_cluster_x4(v[a][s], from[s] + (token * kFoldPitch + row) * 4);
+        for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + (token * Area::kPitch + row) * 4);
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
@@ -440,68 +510,71 @@ struct Folder {
   }
 };
 
-#if S24_SHARE * S24_SLICES > 1
-#define S24_CLUSTER __cluster_dims__(S24_SHARE * S24_SLICES, 1, 1)
-#else
-#define S24_CLUSTER
-#endif
-
-extern "C" __global__ void S24_CLUSTER __launch_bounds__(kThreads, S24_BLOCKS_PER_SM)
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
-  const Barriers barriers{base + kBarrierAt};
-  const u32 rank = blockIdx.x % kCluster, share = rank % kShare, slice = rank / kShare;
+  const Barriers barriers{base + Config::kBarrierAt};
+  const u32 rank = blockIdx.x % Config::kCluster, share = rank % Config::kShare, slice = rank / Config::kShare;
   const u32 warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     prefetch_map(&p.x_map);
-    if (kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
-    for (int i = 0; i < kWeightStages; ++i) barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * kWarpgroups);
-    for (int i = 0; i < kSourceStages; ++i) barrier_init(barriers.source_full(i), 1), barrier_init(barriers.source_free(i), 4 * kWarpgroups * kShare);
+    if (Config::kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
+    for (int i = 0; i < Config::kWeightStages; ++i)
+      barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * Config::kWarpgroups);
+    for (int i = 0; i < Config::kSourceStages; ++i)
+      barrier_init(barriers.source_full(i), 1),
+          barrier_init(barriers.source_free(i), 4 * Config::kWarpgroups * Config::kShare);
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (kCluster > 1) cluster_meet_relaxed();
-  if (threadIdx.x == 128 * kWarpgroups) prefetch_weights(p, share, slice);
+  if constexpr (Config::kCluster > 1) cluster_meet_relaxed();
+  if (threadIdx.x == 128 * Config::kWarpgroups) prefetch_weights(p, share, slice);
   follow_predecessors();
 
-  if (warpgroup == kWarpgroups) {
-    if constexpr (kTrade) registers_lower<kCopyRegisters>();
+  if (warpgroup == Config::kWarpgroups) {
+    if constexpr (Config::kTrade) registers_lower<Config::kCopyRegisters>();
     const u32 thread = threadIdx.x % 128;
     if (thread == 0) copy_weights(p, base, barriers, share, slice);
     if (thread == 32) copy_source(p, base, barriers, share, slice);
     __syncwarp();
-    if constexpr (kSlices > 1) cluster_meet();
+    if constexpr (Config::kSlices > 1) cluster_meet();
   } else {
-    if constexpr (kTrade) registers_raise<kSumRegisters>();
+    if constexpr (Config::kTrade) registers_raise<Config::kSumRegisters>();
     Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
-    if constexpr (kShare > 1) multiplier.source_free = cluster_address(barriers.source_free(0), threadIdx.x % 32 % kShare + kShare * slice);
-    Sums sums[kRowBlocks];
-    Writer<Out> writer{p, base + kStageAt + warpgroup * kStageBytes, 1 + (int)warpgroup};
-    for (u32 index = blockIdx.x / kCluster; index < p.items; index += gridDim.x / kCluster) {
+    if constexpr (Config::kShare > 1)
+      multiplier.source_free =
+          cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
+    Sums sums[Config::kRowBlocks];
+    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
+    for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
       const Item item(p, index, share);
-      const i64 tiles = slice_begin(p, slice + 1) - slice_begin(p, slice);
-      if constexpr (kPromote) multiplier.multiply_promoting(sums, tiles);
-      else if constexpr (kParts > 1) multiplier.multiply_parts(sums, tiles);
+      const i64 tiles =
+          slice_begin<Config::kSlices>(p.k_tiles, slice + 1) - slice_begin<Config::kSlices>(p.k_tiles, slice);
+      if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
+      else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles);
       else multiplier.multiply(sums, tiles);
-      const u32 row_tile = warpgroup * kRowBlocks;
-      if constexpr (kSlices == 1) {
+      const u32 row_tile = warpgroup * Config::kRowBlocks;
+      if constexpr (Config::kSlices == 1) {
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) writer.write(sums[r], (item.row_tile + row_tile + r) * kTileM, item.token);
+        for (int r = 0; r < Config::kRowBlocks; ++r)
+          writer.write(sums[r], (item.row_tile + row_tile + r) * Tile::kRows, item.token);
       } else {
-        threads_meet(1, 128 * kWarpgroups);  // every stage has been read: the sums take their place
+        threads_meet(1, 128 * Config::kWarpgroups);  // every stage has been read: the sums take their place
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r)
+        for (int r = 0; r < Config::kRowBlocks; ++r)
 #pragma unroll
-          for (int i = 0; i < kSums; ++i)
-            store_shared(base + ((i / 4 * 8 + lane % 4 * 2 + i % 2) * kFoldPitch + (row_tile + r) * kTileM + 16 * warp + lane / 4 + i / 2 % 2 * 8) * 4,
+          for (int i = 0; i < Config::kSums; ++i)
+            store_shared(base + ((i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows +
+                                 16 * warp + lane / 4 + i / 2 % 2 * 8) *
+                                    4,
                          bits_of(sums[r][i]));
         cluster_meet();
         Folder(p, item, base, share, slice).run();
       }
     }
-    if (kSlices == 1 && p.aligned && writer.copies()) copies_read<0>();
+    if (Config::kSlices == 1 && p.aligned && writer.is_copier()) copies_read<0>();
   }
-  if constexpr (kSlices > 1) cluster_meet_relaxed();  // nobody leaves while its sums are still read
+  if constexpr (Config::kSlices > 1) cluster_meet_relaxed();  // nobody leaves while its sums are still read
 }

@@ -1,10 +1,8 @@
 // Wrappers of PTX instructions: asynchronous copies, ldmatrix, sparse mma, clusters. One instruction each.
 #pragma once
-#include "common/common.cuh"
+#include "common/element.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return (u32)__cvta_generic_to_shared(pointer);
-}
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // 16 bytes, global to shared, past L1. With keep == false the destination is zeroed and nothing is read.
 __device__ __forceinline__ void copy_async_16(u32 to, const void* from, bool keep) {
@@ -22,19 +20,21 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
                : "r"(address));
 }
 
-// acc += A(16x32, 2:4) * B(32x8). kSelector: which lane pair of every quad holds the metadata.
-template <int kElement, int kSelector>
-__device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
-#define S24_MMA_SP(type)                                                                                       \
-  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type ".f32 "             \
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"            \
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),        \
+#define S24_MMA_SP(types)                                                                                \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col" types                            \
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"    \
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), \
                  "r"(metadata), "n"(kSelector))
-  if constexpr (kElement == S24_F16) S24_MMA_SP("f16");
-  else S24_MMA_SP("bf16");
-#undef S24_MMA_SP
+
+// acc += A(16x32, 2:4) * B(32x8). kSelector: which lane pair of every quad holds the metadata.
+template <ElementKind kElement, int kSelector>
+__device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+  static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16, "16-bit floats");
+  if constexpr (kElement == ElementKind::F16) S24_MMA_SP(".f32.f16.f16.f32");
+  else S24_MMA_SP(".f32.bf16.bf16.f32");
 }
+#undef S24_MMA_SP
 
 // Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
 // here before it touches memory; and it lets the next one start, which then waits in its turn.
@@ -105,7 +105,8 @@ __device__ __forceinline__ void store_shared(u32 address, u8 v) {
 template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address) {
   u32 v;
   if constexpr (sizeof(Bits) == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-  else if constexpr (sizeof(Bits) == 2) asm volatile("{\n\t.reg .u16 h;\n\tld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}" : "=r"(v) : "r"(address));
+  else if constexpr (sizeof(Bits) == 2)
+    asm volatile("{\n\t.reg .u16 h;\n\tld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}" : "=r"(v) : "r"(address));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return (Bits)v;
 }
@@ -113,6 +114,7 @@ template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address
 // Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
 #endif
 }

@@ -12,7 +12,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 // Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -28,32 +30,26 @@ __device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {
 
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
   u32 passed;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.u32 %0, 1, 0, p;\n\t}"
-      : "=r"(passed)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  asm volatile("{\n\t.reg .pred p;\n\t"
+               "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+               "selp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(passed)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return passed;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#ifdef S24_TRAP_SPINS  // development: a lost arrival ends the kernel
-  for (int i = 0; i < S24_TRAP_SPINS; ++i)
-    if (barrier_passed(barrier, parity)) return;
-  asm volatile("trap;");
-#else
   while (!barrier_passed(barrier, parity)) {
   }
-#endif
 }
 
 // Copies, global to shared, that complete on a barrier -----------------------------------------------
 
 // `bytes` and both addresses multiples of 16.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(to), "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
@@ -69,18 +65,19 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
 // A box of a 2-D tensor; what lies outside of the tensor is zero.
 __device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      :
+      : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
 // The same to every block of the cluster in `mask`, at the same places of their shared memory.
 __device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier,
                                                       u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3}], [%4], %5;"
+               :
+               : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+               : "memory");
 }
 
 // Copies, shared to global ---------------------------------------------------------------------------
@@ -89,8 +86,9 @@ __device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* m
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A box of a 2-D tensor; what lies outside of the tensor is not written.
 __device__ __forceinline__ void copy_tensor_out(const TensorMap* map, u32 column, u32 row, u32 from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
-               "r"(from)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               :
+               : "l"(map), "r"(column), "r"(row), "r"(from)
                : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -27,74 +27,72 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Lists of accumulators: S24_D8(c, i) are the operands, of constraint c; the strings their numbers in the text.
+// Text and operands of the instruction. S24_D*(c, i): accumulators from the i-th, under constraint c; S24_N*: their
+// numbers in the text.
 #define S24_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define S24_D8(c, i) S24_D4(c, i), S24_D4(c, i + 4)
 #define S24_D16(c, i) S24_D8(c, i), S24_D8(c, i + 8)
 #define S24_D32(c, i) S24_D16(c, i), S24_D16(c, i + 16)
-#define S24_D64(c) S24_D32(c, 0), S24_D32(c, 32)
-#define S24_D96(c) S24_D64(c), S24_D32(c, 64)
-#define S24_D128(c) S24_D96(c), S24_D32(c, 96)
-#define S24_N4 \
-  "%0, %1, %2, %3"
-#define S24_N8 S24_N4 \
-  ", %4, %5, %6, %7"
-#define S24_N16 S24_N8 \
-  ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define S24_N32 S24_N16 \
+#define S24_D64(c, i) S24_D32(c, i), S24_D32(c, i + 32)
+#define S24_D96(c, i) S24_D64(c, i), S24_D32(c, i + 64)
+#define S24_D128(c, i) S24_D96(c, i), S24_D32(c, i + 96)
+#define S24_N4 "%0, %1, %2, %3"
+#define S24_N8 S24_N4 ", %4, %5, %6, %7"
+#define S24_N16 S24_N8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define S24_N32 \
+  S24_N16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define S24_N64 S24_N32 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
-  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define S24_N96 S24_N64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
-  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define S24_N128 S24_N96 \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
-  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define S24_N64                                                                                \
+  S24_N32                                                                                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49" \
+  ", %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define S24_N96                                                                                \
+  S24_N64                                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81" \
+  ", %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define S24_N128                                                                                       \
+  S24_N96                                                                                              \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112" \
+  ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// numbers: the accumulators; a to f: the numbers of the operands after them; tail: what only some types have.
-#define S24_WGMMA_SP(shape, types, tail, numbers, a_, b_, m_, s_, f_, ...)                                  \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                        \
-               "wgmma.mma_async.sp.sync.aligned." shape types " {" numbers "}, " a_ ", " b_ ", " m_ ", " s_ \
-               ", p" tail ";\n\t}"                                                                          \
-               : __VA_ARGS__                                                                                \
+// shape_types: the instruction's. tail: operands that only some types have. d_, c: accumulators and their constraint.
+// numbers: theirs; a_, b_, m_, s_, f_: those of the five operands that follow.
+#define S24_WGMMA_SP_OF(shape_types, tail, d_, c, numbers, a_, b_, m_, s_, f_)                                         \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                                   \
+               "wgmma.mma_async.sp.sync.aligned." shape_types " {" numbers "}, " a_ ", " b_ ", " m_ ", " s_ ", p" tail \
+               ";\n\t}"                                                                                                \
+               : d_(c, 0)                                                                                              \
                : "l"(a), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
-#define S24_WGMMA_SP_N(n, d_, ...)                                                                                  \
-  if constexpr (kElement == S24_F16) S24_WGMMA_SP("m64n" n "k32", ".f32.f16.f16", ", 1, 1, 0, 0", __VA_ARGS__, d_("+f")); \
-  else if constexpr (kElement == S24_BF16) S24_WGMMA_SP("m64n" n "k32", ".f32.bf16.bf16", ", 1, 1, 0, 0", __VA_ARGS__, d_("+f")); \
-  else S24_WGMMA_SP("m64n" n "k64", ".f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__, d_("+f"))
-#define S24_WGMMA_SP_I(n, d_, ...) S24_WGMMA_SP("m64n" n "k64", ".s32.s8.s8", "", __VA_ARGS__, d_("+r"))
-#define S24_WGMMA_SP_COUNTS(one)                                                                  \
-  if constexpr (kCount == 4) {                                                                    \
-    one("8", S24_A4, S24_N4, "%4", "%5", "%6", "%7", "%8");                                       \
-  } else if constexpr (kCount == 8) {                                                             \
-    one("16", S24_A8, S24_N8, "%8", "%9", "%10", "%11", "%12");                                   \
-  } else if constexpr (kCount == 16) {                                                            \
-    one("32", S24_A16, S24_N16, "%16", "%17", "%18", "%19", "%20");                               \
-  } else if constexpr (kCount == 32) {                                                            \
-    one("64", S24_A32, S24_N32, "%32", "%33", "%34", "%35", "%36");                               \
-  } else if constexpr (kCount == 64) {                                                            \
-    one("128", S24_D64, S24_N64, "%64", "%65", "%66", "%67", "%68");                              \
-  } else if constexpr (kCount == 96) {                                                            \
-    one("192", S24_D96, S24_N96, "%96", "%97", "%98", "%99", "%100");                             \
-  } else {                                                                                        \
-    static_assert(kCount == 128, "no wgmma of this width");                                       \
-    one("256", S24_D128, S24_N128, "%128", "%129", "%130", "%131", "%132");                       \
-  }
-#define S24_A4(c) S24_D4(c, 0)
-#define S24_A8(c) S24_D8(c, 0)
-#define S24_A16(c) S24_D16(c, 0)
-#define S24_A32(c) S24_D32(c, 0)
+#define S24_WGMMA_SP(n, d_, ...)                                                          \
+  if constexpr (kElement == ElementKind::F16)                                             \
+    S24_WGMMA_SP_OF("m64n" n "k32.f32.f16.f16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__);   \
+  else if constexpr (kElement == ElementKind::BF16)                                       \
+    S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__); \
+  else if constexpr (kElement == ElementKind::FP8_E4M3)                                   \
+    S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
+  else S24_WGMMA_SP_OF("m64n" n "k64.s32.s8.s8", "", d_, "+r", __VA_ARGS__)
 
-// One asynchronous step. kSelector: which lane pair of every quad holds the metadata (16-bit elements; else 0);
-// `metadata` as in mma.sp. kAdd 0: what d held doesn't count.
-template <int kElement, int kSelector, int kAdd, int kCount>
-__device__ __forceinline__ void wgmma_sp(float (&d)[kCount], u64 a, u64 b, u32 metadata) {
-  S24_WGMMA_SP_COUNTS(S24_WGMMA_SP_N)
+// One asynchronous step. Sum: int for s8, else float. kSelector: which lane pair of every quad holds the metadata
+// (16-bit elements; else 0); `metadata` as in mma.sp. kAdd 0: what d held doesn't count.
+template <ElementKind kElement, int kSelector, int kAdd, class Sum, int kCount>
+__device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
+  constexpr bool kKnown = kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64 || kCount == 96;
+  static_assert(kKnown || kCount == 128, "no wgmma of this width");
+  if constexpr (kCount == 4) {
+    S24_WGMMA_SP("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8");
+  } else if constexpr (kCount == 8) {
+    S24_WGMMA_SP("16", S24_D8, S24_N8, "%8", "%9", "%10", "%11", "%12");
+  } else if constexpr (kCount == 16) {
+    S24_WGMMA_SP("32", S24_D16, S24_N16, "%16", "%17", "%18", "%19", "%20");
+  } else if constexpr (kCount == 32) {
+    S24_WGMMA_SP("64", S24_D32, S24_N32, "%32", "%33", "%34", "%35", "%36");
+  } else if constexpr (kCount == 64) {
+    S24_WGMMA_SP("128", S24_D64, S24_N64, "%64", "%65", "%66", "%67", "%68");
+  } else if constexpr (kCount == 96) {
+    S24_WGMMA_SP("192", S24_D96, S24_N96, "%96", "%97", "%98", "%99", "%100");
+  } else {
+    S24_WGMMA_SP("256", S24_D128, S24_N128, "%128", "%129", "%130", "%131", "%132");
+  }
 }
-template <int kElement, int kSelector, int kAdd, int kCount>
-__device__ __forceinline__ void wgmma_sp(int (&d)[kCount], u64 a, u64 b, u32 metadata) {
-  static_assert(kElement == S24_S8, "integers are summed for s8 alone");
-  S24_WGMMA_SP_COUNTS(S24_WGMMA_SP_I)
-}
+#undef S24_WGMMA_SP
+#undef S24_WGMMA_SP_OF

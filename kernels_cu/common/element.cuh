@@ -1,0 +1,72 @@
+// Elements: how they are stored, and exact conversions.
+#pragma once
+#include "common/types.cuh"
+
+// Words of the host, by the numbers that it passes.
+enum class ElementKind { F32 = 0, F16 = 1, BF16 = 2, S8 = 3, FP8_E4M3 = 4, I32 = 5 };
+
+// Storage type and exact conversions of an element. from_float rounds to nearest even.
+template <ElementKind kKind> struct Element;
+
+template <> struct Element<ElementKind::F32> {
+  using Bits = u32;
+  static __device__ __forceinline__ float to_float(u32 b) { return __uint_as_float(b); }
+  static __device__ __forceinline__ u32 from_float(float v) { return __float_as_uint(v); }
+};
+
+template <> struct Element<ElementKind::F16> {
+  using Bits = u16;
+  static __device__ __forceinline__ float to_float(u16 b) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(b));
+    return v;
+  }
+  static __device__ __forceinline__ u16 from_float(float v) {
+    u16 b;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(v));
+    return b;
+  }
+  // Two of them, `low` in the lower half.
+  static __device__ __forceinline__ u32 pair(float low, float high) {
+    u32 b;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
+    return b;
+  }
+};
+
+template <> struct Element<ElementKind::BF16> {
+  using Bits = u16;
+  static __device__ __forceinline__ float to_float(u16 b) { return __uint_as_float((u32)b << 16); }
+  static __device__ __forceinline__ u16 from_float(float v) {
+    u16 b;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(v));
+    return b;
+  }
+  static __device__ __forceinline__ u32 pair(float low, float high) {
+    u32 b;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
+    return b;
+  }
+};
+
+// Integers: nearest even, saturating, NaN to 0.
+template <> struct Element<ElementKind::I32> {
+  using Bits = u32;
+  static __device__ __forceinline__ u32 from_float(float v) {
+    int b;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));
+    return (u32)b;
+  }
+};
+
+template <> struct Element<ElementKind::S8> {
+  using Bits = u8;
+  static __device__ __forceinline__ u8 from_float(float v) {
+    int b;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));
+    return (u8)max(-128, min(127, b));
+  }
+};
+
+// One NaN for all: the pattern that the conversions above map to 0x7fff.
+__device__ __forceinline__ float canonical_nan(float v) { return v == v ? v : __uint_as_float(0x7fffffffu); }
