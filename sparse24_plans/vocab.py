@@ -206,6 +206,8 @@ CUSPARSELT_LAYOUT = "cusparselt_blob"
 
 
 class OpCategory(_Word):
+    """What a kernel does."""
+
     GEMM = "gemm"
     PRUNE = "prune"
     COMPRESS = "compress"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.device.tensors import HOST, Device, TensorView
+from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.plan.plan import Plan
 
 GUARD_BYTES, GUARD, POISON = 256, 0xA5, 0xFF  # 0xFF.. is a NaN in every float type
 
@@ -44,12 +47,6 @@ def to_place(array: np.ndarray, device: Device) -> Any:
 
     with cupy.cuda.Device(device.ordinal):
         return cupy.asarray(bits)
-
-
-def view_on(array: np.ndarray, device: int | str, element: ElementKind) -> TensorView:
-    bits = to_place(array, place_of(device))
-    view = TensorView.of(bits)
-    return TensorView(view.address, array.shape, element, view.device, owner=bits)
 
 
 class Guarded:
@@ -155,7 +152,23 @@ class Case:
         return float(ratio.max(initial=0.0))
 
 
-def synchronize(plan: GemmSparse24Plan) -> None:
+@cache
+def plan_of_row(name: str) -> type[GemmSparse24Plan]:
+    """A plan whose table is this row alone: ``select`` gives it, or says why it can't serve the problem.
+
+    Only whether another row is the faster one on the device isn't asked.
+    """
+    (row,) = (row for row in ROWS if row.name == name)
+    alone = replace(row, yields=lambda descriptor, device: None)
+    return type(f"PlanOf_{name}", (GemmSparse24Plan,), {"table": (alone,)})
+
+
+def device_of_row(name: str) -> int | str:
+    (row,) = plan_of_row(name).table
+    return "host" if row.on_host else 0
+
+
+def synchronize(plan: Plan) -> None:
     if plan.device.kind == "cuda":
         import cupy
 
@@ -167,14 +180,22 @@ def make_case(
     device: int | str = "host",
     preference: PlanPreference | None = None,
     *,
+    row: str | None = None,
     seed: int = 0,
     pad: int = 0,
     dense: np.ndarray | None = None,
     x: np.ndarray | None = None,
 ) -> Case:
-    """``pad`` elements lie between the rows of x and of y. ``dense`` and ``x`` replace random data."""
+    """``pad`` elements lie between the rows of x and of y. ``dense`` and ``x`` replace random data.
+
+    With ``row`` it is this row of the table that runs, where it lives, or UnsupportedError.
+    """
     rng = np.random.default_rng(seed)
-    plan = GemmSparse24Plan.select(desc, device=device, preference=preference)
+    kind = GemmSparse24Plan
+    if row is not None:
+        kind, device = plan_of_row(row), device_of_row(row)
+    plan = kind.select(desc, device=device, preference=preference)
+    assert row in (None, plan.explain().chosen)
     if dense is None:
         weight = random_weight(rng, desc.m, desc.k, desc.element, device)
     else:

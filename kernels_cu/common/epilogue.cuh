@@ -70,10 +70,9 @@ struct FastMath {
 
 // Epilogues -----------------------------------------------------------------------------------------
 
-// The bias of output `index`; 0 where there is none, or where there is no such output.
-template <class Config> __device__ __forceinline__ float bias_at(const void* bias, i64 index, bool inside = true) {
-  using Bias = typename Config::Bias;
-  return bias && inside ? Bias::to_float(((const typename Bias::Bits*)bias)[index]) : 0.0f;
+// The bias of output `index`, where there is one: the caller asks, and takes 0 where there isn't.
+template <class Config> __device__ __forceinline__ float bias_at(const void* bias, i64 index) {
+  return Config::Bias::to_float(((const typename Config::Bias::Bits*)bias)[index]);
 }
 
 // v = alpha * acc, plus bias, then the activation. NaN passes through every activation.

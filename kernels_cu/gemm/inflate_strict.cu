@@ -5,25 +5,39 @@
 //   forward  result[n, m] = sum over kept k of x[n, k] * W[m, k]     (outputs m, reduction k)
 //   dgrad    result[n, k] = sum over kept m of dy[n, m] * W[m, k]    (outputs k, reduction m)
 //
-// A pruned position must not be an fma with 0: 0 * Inf is NaN, and -0 + 0 is +0. So shared memory holds a
-// marker there, and the fmas of a marked weight are predicated off.
-#include "common/common.cuh"
+// A pruned position must not be an fma with 0: 0 * Inf is NaN, and -0 + 0 is +0. So shared memory holds a marker
+// there, and the fmas of a marked weight are predicated off.
+//
+//   role         who                         what
+//   Mainloop     all threads of a block      load the next step's weights and sources into registers, inflate and
+//                                            store them to shared memory; kThreadOutputs x kThreadTokens fmas each
+//
+//   barriers     __syncthreads a step, two stages of shared memory
+//   registers    the accumulators (64, 32 or 4), a step's loads, one column of weights and sources
+//
+//   load     | step 1       | step 2       | ..        global -> registers, under the fmas
+//   fma      | step 0       | step 1       | ..        from one stage
+//   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
+#include "common/epilogue.cuh"
+
+// Everything that is compiled in.
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+  static constexpr bool kDgrad = S24_DGRAD;
+  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has: those are made canonical
+};
+using In = Config::In;
+using Out = Config::Out;
 
 struct StrictParams {
-  const void* values;     // [M, K/2]
-  const u16* metadata;    // [M, K/8]
-  const void* source;     // [N, reduction], row stride source_stride
-  const void* bias;       // [outputs], or null
-  void* result;           // [N, outputs], row stride result_stride
+  const void* values;   // [M, K/2]
+  const u16* metadata;  // [M, K/8]
+  const void* source;   // [N, reduction], row stride source_stride
+  const void* bias;     // [outputs], or null
+  void* result;         // [N, outputs], row stride result_stride
   i64 n, m, k, source_stride, result_stride;
   float alpha;
 };
-
-typedef Element<S24_ELEMENT> In;
-typedef Element<S24_OUT> Out;
-typedef Element<S24_BIAS> Bias;
-
-constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has: those are made canonical
+static_assert(matches_host<StrictParams>(), "the host has another StrictParams");
 
 // Outputs x tokens of a tile, of a thread, and the reduction step.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
@@ -37,8 +51,13 @@ template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, 
 };
 
 // Eight consecutive source elements, or the four kept values and the metadata of eight weight cells.
-struct SourceUnit { In::Bits v[8]; };
-struct WeightUnit { In::Bits v[4]; u16 codes; };
+struct SourceUnit {
+  In::Bits v[8];
+};
+struct WeightUnit {
+  In::Bits v[4];
+  u16 codes;
+};
 
 template <class T, int kBytes> __device__ __forceinline__ void copy_aligned(T* to, const T* from) {
   if constexpr (kBytes % 16 == 0) {
@@ -79,13 +98,13 @@ template <class T> struct Mainloop {
 
   // Where unit u of the weight tile lies: row of W, first column.
   __device__ __forceinline__ void weight_cell(int u, i64 step, i64& row, i64& column) const {
-#if S24_DGRAD
-    row = step + u / (T::kOutputs / 8);
-    column = out0 + u % (T::kOutputs / 8) * 8;
-#else
-    row = out0 + u % T::kOutputs;
-    column = step + u / T::kOutputs * 8;
-#endif
+    if constexpr (Config::kDgrad) {
+      row = step + u / (T::kOutputs / 8);
+      column = out0 + u % (T::kOutputs / 8) * 8;
+    } else {
+      row = out0 + u % T::kOutputs;
+      column = step + u / T::kOutputs * 8;
+    }
   }
 
   __device__ __forceinline__ void load(i64 step) {
@@ -100,7 +119,7 @@ template <class T> struct Mainloop {
         w[i].codes = __ldg(p.metadata + (row * p.k + column) / 8);
       }
     }
-    const i64 reduction = S24_DGRAD ? p.m : p.k;
+    const i64 reduction = Config::kDgrad ? p.m : p.k;
 #pragma unroll
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
@@ -129,19 +148,19 @@ template <class T> struct Mainloop {
         const u32 code = w[i].codes >> (8 * g) & 0xff;
         const float first = canonical_nan(In::to_float(w[i].v[2 * g]));
         const float second = canonical_nan(In::to_float(w[i].v[2 * g + 1]));
-        const float pruned = __uint_as_float(kPruned);
+        const float pruned = __uint_as_float(Config::kPruned);
         const u32 a = code == 0xff ? 4 : code & 3, b = code == 0xff ? 4 : code >> 2;
 #pragma unroll
         for (int c = 0; c < 4; ++c) cell[4 * g + c] = a == c ? first : b == c ? second : pruned;
       }
-#if S24_DGRAD
-      float4* to = (float4*)(wt + u / (T::kOutputs / 8) * T::kOutputs + u % (T::kOutputs / 8) * 8);
-      to[0] = make_float4(cell[0], cell[1], cell[2], cell[3]);
-      to[1] = make_float4(cell[4], cell[5], cell[6], cell[7]);
-#else
+      if constexpr (Config::kDgrad) {
+        float4* to = (float4*)(wt + u / (T::kOutputs / 8) * T::kOutputs + u % (T::kOutputs / 8) * 8);
+        to[0] = make_float4(cell[0], cell[1], cell[2], cell[3]);
+        to[1] = make_float4(cell[4], cell[5], cell[6], cell[7]);
+      } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) wt[(u / T::kOutputs * 8 + j) * T::kOutputs + u % T::kOutputs] = cell[j];
-#endif
+        for (int j = 0; j < 8; ++j) wt[(u / T::kOutputs * 8 + j) * T::kOutputs + u % T::kOutputs] = cell[j];
+      }
     }
 #pragma unroll
     for (int i = 0; i < T::kSourceLoads; ++i) {
@@ -159,7 +178,8 @@ template <int kCount, int kLanes> __device__ __forceinline__ int spread(int lane
   return i / kRun * (kLanes * kRun) + lane * kRun + i % kRun;
 }
 
-template <int kCount, int kLanes> __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from, int lane) {
+template <int kCount, int kLanes>
+__device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from, int lane) {
   if constexpr (kCount % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
@@ -175,7 +195,7 @@ template <int kCount, int kLanes> __device__ __forceinline__ void read_runs(floa
 template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
-  const i64 outputs = S24_DGRAD ? p.k : p.m, reduction = S24_DGRAD ? p.m : p.k;
+  const i64 outputs = Config::kDgrad ? p.k : p.m, reduction = Config::kDgrad ? p.m : p.k;
   const i64 out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
   const i64 out0 = blockIdx.x % out_tiles * T::kOutputs, tok0 = blockIdx.x / out_tiles * T::kTokens;
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
@@ -217,9 +237,9 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
     for (int o = 0; o < T::kThreadOutputs; ++o) {
       const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
       if (output >= outputs) continue;
-      const float bias = p.bias ? Bias::to_float(((const Bias::Bits*)p.bias)[output]) : 0.0f;
+      const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
       ((Out::Bits*)p.result)[token * p.result_stride + output] =
-          Out::from_float(epilogue<StrictMath>(acc[o][t], p.alpha, bias));
+          Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
     }
   }
 }
@@ -229,10 +249,16 @@ typedef Tile<128, 32, 8, 4, 16> MediumTile;
 typedef Tile<32, 16, 2, 2, 64> SmallTile;
 
 extern "C" __global__ void __launch_bounds__(LargeTile::kThreads, 2)
-    gemm_strict_large(const __grid_constant__ StrictParams p) { gemm_strict<LargeTile>(p); }
+    gemm_strict_large(const __grid_constant__ StrictParams p) {
+  gemm_strict<LargeTile>(p);
+}
 
 extern "C" __global__ void __launch_bounds__(MediumTile::kThreads, 4)
-    gemm_strict_medium(const __grid_constant__ StrictParams p) { gemm_strict<MediumTile>(p); }
+    gemm_strict_medium(const __grid_constant__ StrictParams p) {
+  gemm_strict<MediumTile>(p);
+}
 
 extern "C" __global__ void __launch_bounds__(SmallTile::kThreads)
-    gemm_strict_small(const __grid_constant__ StrictParams p) { gemm_strict<SmallTile>(p); }
+    gemm_strict_small(const __grid_constant__ StrictParams p) {
+  gemm_strict<SmallTile>(p);
+}

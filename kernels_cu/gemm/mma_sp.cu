@@ -263,7 +263,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     fold(v);
     const i64 m = block_tile * Tile::kRows + row;
     if (first_token + token >= p.n || m >= p.m) continue;
-    const float result = epilogue<Config, FastMath>(v[0], p.alpha, bias_at<Config>(p.bias, m));
+    const float bias = p.bias ? bias_at<Config>(p.bias, m) : 0.0f;
+    const float result = epilogue<Config, FastMath>(v[0], p.alpha, bias);
     ((Config::Out::Bits*)p.y)[(first_token + token) * p.y_stride + m] = Config::Out::from_float(result);
   }
   if constexpr (Config::kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read

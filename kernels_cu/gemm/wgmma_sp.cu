@@ -216,8 +216,7 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
       barrier_expect(full, Config::kShare * rows * 128);
-      if constexpr (Config::kShare == 1)
-        copy_tensor(to, map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
+      if constexpr (Config::kShare == 1) copy_tensor(to, map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
       else
         copy_tensor_multicast(to + share * rows * 128, map, (u32)box * Config::kBoxColumns,
                               (u32)item.token + share * rows, full,
@@ -376,7 +375,7 @@ template <class Result> struct Writer {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      bias[i] = bias_at<Config>(p.bias, row);
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, row);
       scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
     }
 #pragma unroll
@@ -477,7 +476,7 @@ struct Folder {
       fold(slices);
       const Sum total = slices[0];
       const bool inside = m + j < p.m;
-      const float bias = bias_at<Config>(p.bias, m + j, inside);
+      const float bias = p.bias && inside ? bias_at<Config>(p.bias, m + j) : 0.0f;
       const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, m + j) : 1.0f;
       out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
     }

@@ -150,7 +150,9 @@ class TensorView:
         if type(readonly) is not bool:
             raise wrong(argument, "True or False for readonly", readonly)
         self.address = _check_memory(argument, address, 0 not in self.shape)
-        self.element, self.readonly, self.owner = element, readonly, owner
+        self.element: ElementKind = element
+        self.readonly: bool = readonly
+        self.owner = owner
         self.device = _check_device(argument, device)
         self._end = -1
 

@@ -13,25 +13,24 @@ passes becomes part of the guarantee of plans that pin it, through the table (ge
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..device.devices import resolve
-from ..errors import DriverError, InvalidProblemError, UnsupportedError
+from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.limits import needs_cublaslt
 from ..gemm.table import ROWS, GemmRow, find
 from ..gemm.tuned import Confirmable, TunedKernel, TuningTable
 from ..plan.preference import PlanPreference
 from ..plan.table import consider
 from ..vocab import DeviceProperties
+from .process import python_command
 
 LEAST_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
@@ -89,6 +88,8 @@ def tune(
     properties = resolve(device)
     if properties.kind == "host":
         raise UnsupportedError("device: expected a CUDA device, the host has nothing to tune")
+    if (missing := needs_cublaslt(properties)) is not None:
+        raise BackendUnavailableError(f"results are checked by cuBLAS: {missing}")
     jobs = _jobs(problems, kernels, properties)
     if not jobs:
         raise UnsupportedError("no kernel that can be tuned serves any of the problems")
@@ -250,14 +251,13 @@ class Worker:
     """A process of worker.py. ``receive`` gives None when it is dead, or silent for too long."""
 
     def __init__(self, ordinal: int, command: Sequence[str] | None = None) -> None:
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        code = f"from {__package__}.worker import main; main({ordinal})"
         self._process = subprocess.Popen(
-            command or [sys.executable, "-m", f"{__package__}.worker", str(ordinal)],
+            command or python_command(code),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

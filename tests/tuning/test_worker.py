@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 
 import pytest
@@ -9,12 +10,16 @@ import pytest
 from sparse24_plans import (
     BackendUnavailableError,
     DriverError,
+    ElementKind,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     PlanPreference,
     tune,
 )
 from sparse24_plans.gemm.table import find
+from sparse24_plans.tuning import worker
+from sparse24_plans.tuning.data import Matrix, random_bits, widened
+from sparse24_plans.tuning.process import python_command
 
 from .cases import of_n
 
@@ -68,3 +73,36 @@ def test_a_real_search():
                 problem, device=0, preference=PlanPreference(prefer_backend=backend), tuning=found
             )
         assert plan.guarantee.deterministic
+
+
+def test_a_worker_imports_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    for name in ("json", "numpy", "sparse24_plans"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    code = "import json, numpy, sparse24_plans.tuning.worker as found; print(found.__file__)"
+    done = subprocess.run(python_command(code), capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (worker.__file__, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3"])
+def test_data_is_random_and_the_same_for_a_seed(element):
+    kind = ElementKind(element)
+    bits, again, other = (random_bits((512, 512), kind, seed) for seed in (1, 1, 2))
+    assert (bits == again).all()
+    assert (bits != other).mean() > 0.9
+    values = widened(bits, kind)
+    spread = (255**2 / 12) ** 0.5 if element == "s8" else 1.0
+    assert abs(values.mean()) < 0.02 * spread
+    assert abs(values.std() / spread - 1) < 0.02
+
+
+@pytest.mark.gpu
+def test_a_matrix_is_packed_once_in_copies_of_the_same_bits():
+    matrix = Matrix(128, 256, ElementKind.BF16)
+    plan = GemmSparse24Plan.select(of_n(16)[0].model_copy(update={"m": 128, "k": 256}), device=0)
+    copies = matrix.packed(plan)
+    assert copies is matrix.packed(plan)
+    assert len({one.buffers[0].address for one in copies}) == len(copies) >= 2
+    assert all((one.buffers[0].bits() == copies[0].buffers[0].bits()).all() for one in copies)

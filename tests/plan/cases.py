@@ -1,0 +1,300 @@
+"""Problems of every family, and plans with every operand in guarded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    CompressSparse24Descriptor,
+    CompressSparse24Plan,
+    DecompressSparse24Descriptor,
+    DecompressSparse24Plan,
+    ElementKind,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    MaskSparse24Descriptor,
+    MaskSparse24Plan,
+    MatrixOrder,
+    PackedWeight,
+    PackSparse24Descriptor,
+    PackSparse24Plan,
+    PruneCompressSparse24Descriptor,
+    PruneCompressSparse24Plan,
+    PruneSparse24Descriptor,
+    PruneSparse24Plan,
+    Sparse24Error,
+    Sparse24Weight,
+    TensorView,
+    TilePruneSparse24Descriptor,
+    TilePruneSparse24Plan,
+)
+from sparse24_plans.plan.descriptor import Descriptor
+from sparse24_plans.plan.operands import Operand, Role
+from sparse24_plans.plan.plan import Plan
+from sparse24_plans.vocab import CANONICAL_LAYOUT
+from sparse24_plans.weights.layouts import layout_of
+from sparse24_plans.weights.packing import pack
+
+from ..support import Guarded, place_of, plan_of_row, scratch, synchronize
+
+PLANS: dict[type[Descriptor], type[Plan]] = {
+    GemmSparse24Descriptor: GemmSparse24Plan,
+    PruneSparse24Descriptor: PruneSparse24Plan,
+    CompressSparse24Descriptor: CompressSparse24Plan,
+    PruneCompressSparse24Descriptor: PruneCompressSparse24Plan,
+    DecompressSparse24Descriptor: DecompressSparse24Plan,
+    PackSparse24Descriptor: PackSparse24Plan,
+    TilePruneSparse24Descriptor: TilePruneSparse24Plan,
+    MaskSparse24Descriptor: MaskSparse24Plan,
+}
+
+M, K = 16, 32
+GEMM = (
+    GemmSparse24Descriptor(n=5, m=M, k=K, element="f32", epilogue="bias"),
+    GemmSparse24Descriptor(n=5, m=M, k=K, element="bf16", op="dgrad"),
+    GemmSparse24Descriptor(n=5, m=M, k=K, element="s8", out_element="f16", scale_x="row", scale_w="tensor"),
+)
+PREPARE = (
+    PruneSparse24Descriptor(m=M, k=K, element="bf16"),
+    PruneSparse24Descriptor(m=M, k=K, element="s8", scores="f32"),
+    CompressSparse24Descriptor(m=M, k=K, element="f32"),
+    PruneCompressSparse24Descriptor(m=M, k=K, element="fp8_e4m3"),
+    DecompressSparse24Descriptor(m=M, k=K, element="u8"),
+    PackSparse24Descriptor(m=M, k=K, element="f16"),
+    PackSparse24Descriptor(m=M, k=K, element="bf16", direction="unpack"),
+    TilePruneSparse24Descriptor(m=M, k=K, element="bf16", rule="optimal"),
+    MaskSparse24Descriptor(m=M, k=K, element="f16"),
+    MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
+)
+PROBLEMS: tuple[Any, ...] = (*GEMM, *PREPARE)
+"""Of every family, with every kind of operand; all are served on the host and on Hopper."""
+
+
+def name_of(desc: Any) -> str:
+    return f"{desc.op}-{desc.element}"
+
+
+def select(desc: Any, device: int | str, **options: Any) -> Any:
+    return PLANS[type(desc)].select(desc, device=device, **options)
+
+
+def matrix(
+    rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind, mood: str = "normal"
+) -> np.ndarray:
+    """Bits of elements: random numbers; any bits; a few distinct ones, with -0 and NaN; or mostly zeros."""
+    size = 8 * element.itemsize
+    if mood == "any_bits":
+        return rng.integers(0, 2**size, shape, dtype=np.uint64).astype(element.bits_dtype)
+    if mood == "ties":
+        sign = 1 << size - 1
+        few = np.array([0, 1, 2, sign, sign | 1, sign - 1, 2 * sign - 1], np.uint64)
+        return rng.choice(few, shape).astype(element.bits_dtype)
+    values = rng.standard_normal(shape).astype(np.float32)
+    if element.is_integer:
+        limits = np.iinfo(element.dtype)
+        values = np.clip(np.rint(values * 40) + (0 if limits.min else 128), limits.min, limits.max)
+    bits = values.astype(element.dtype).view(element.bits_dtype)
+    return np.where(rng.random(shape) < 0.3, bits, 0).astype(bits.dtype) if mood == "sparse" else bits
+
+
+def parts_of(operand: Operand) -> list[Operand]:
+    """The operand itself; of a weight in a layout of its own the buffers that it consists of."""
+    if operand.role is not Role.WEIGHT or operand.layout is None:
+        return [operand]
+    m, k = operand.shape
+    if operand.layout == CANONICAL_LAYOUT:
+        parts = {"values": ((m, k // 2), operand.element), "metadata": ((m, k // 8), ElementKind.U16)}
+    else:
+        parts = {"packed": (layout_of(operand.element).packed_shape(m, k), ElementKind.U8)}
+    return [
+        replace(operand, name=name, shape=shape, element=element) for name, (shape, element) in parts.items()
+    ]
+
+
+def random_inputs(desc: Any, seed: int = 0) -> dict[str, Any]:
+    """Bits of everything that is read, by the operand's name; a Sparse24Weight where the plan packs it."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, Any] = {}
+    for operand in desc.operands():
+        if operand.role is Role.OUT:
+            continue
+        bits = matrix(rng, operand.shape, operand.element)
+        if operand.role is Role.IN:
+            found[operand.name] = bits
+            continue
+        weight = Sparse24Weight.prune_compress(bits, element=operand.element)
+        if operand.layout is None:
+            found[operand.name] = weight
+        elif operand.layout == CANONICAL_LAYOUT:
+            found |= {"values": weight.values_view.bits(), "metadata": weight.metadata}
+        else:
+            found["packed"] = pack(weight).buffers[0].bits()
+    return found
+
+
+class PlanCase:
+    """A plan and its operands: inputs as given, results poisoned, guard bytes round each.
+
+    ``inputs``: bits of what is read, by the operand's name. ``without``: optional results to leave out.
+    """
+
+    def __init__(self, plan: Any, inputs: Mapping[str, Any], without: tuple[str, ...] = ()) -> None:
+        self.plan, self.desc = plan, plan.descriptor
+        self.device = "host" if plan.device.kind == "host" else plan.device.ordinal
+        self.guarded: dict[str, Guarded] = {}
+        self.written: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        given: dict[str, list[Any]] = {}
+        for operand in self.desc.operands():
+            for part in parts_of(operand):
+                if part.name not in without:
+                    given.setdefault(operand.argument, []).append(self._place(part, inputs))
+        values = {name: self._whole(name, views) for name, views in given.items()}
+        self.args = plan.args_type(self.desc)(**values)
+        self.workspace = scratch(plan.workspace_size(), self.device)
+
+    def _place(self, part: Operand, inputs: Mapping[str, Any]) -> Any:
+        if part.role is Role.WEIGHT and part.layout is None:
+            return self.plan.pack(inputs[part.name].to(self.device))
+        flat = (int(np.prod(part.shape)),)
+        if part.lines is MatrixOrder.COLUMN:
+            memory = Guarded(part.shape, part.element, self.device, part.shape[0], column=True)
+        else:
+            memory = Guarded(flat, part.element, self.device)
+        if part.role is Role.OUT:
+            self.written.append(part.name)
+        else:
+            bits = np.ascontiguousarray(inputs[part.name])
+            memory.fill(bits if part.lines is MatrixOrder.COLUMN else bits.reshape(-1))
+        self.guarded[part.name], self.shapes[part.name] = memory, part.shape
+        if part.lines is MatrixOrder.COLUMN:
+            return memory.view
+        view = memory.view
+        return TensorView(view.address, part.shape, view.element, view.device, owner=view.owner)
+
+    def _whole(self, name: str, views: list[Any]) -> Any:
+        """What the arguments take: a weight is one object of several buffers."""
+        (operand,) = (one for one in self.desc.operands() if one.argument == name)
+        if operand.role is not Role.WEIGHT or operand.layout is None:
+            return views[0]
+        if operand.layout == CANONICAL_LAYOUT:
+            return Sparse24Weight(*views, element=operand.element, validate=False)
+        return PackedWeight(
+            operand.layout, *operand.shape, operand.element, place_of(self.device), tuple(views)
+        )
+
+    @property
+    def space(self) -> TensorView | None:
+        return self.workspace and self.workspace.view
+
+    def run(self, stream: Any = None) -> dict[str, np.ndarray]:
+        self.plan.run(self.args, workspace=self.space, stream=stream)
+        return self.fetch()
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """Bits of the results, by name; checks every guard."""
+        synchronize(self.plan)
+        if self.workspace is not None:
+            self.workspace.numpy()
+        contents = {name: memory.numpy() for name, memory in self.guarded.items()}
+        return {
+            name: contents[name].view(f"u{contents[name].itemsize}").reshape(self.shapes[name])
+            for name in self.written
+        }
+
+    def poison(self) -> None:
+        for name in self.written:
+            bits = self.guarded[name].view.bits()
+            bits[...] = bits.dtype.type(2 ** (8 * bits.itemsize) - 1)
+
+    def untouched(self) -> bool:
+        return all(self.guarded[name].untouched() for name in self.written)
+
+    def tensors(self) -> list[str]:
+        """Fields of the arguments that hold one tensor."""
+        return [one.argument for one in self.desc.operands() if one.role is not Role.WEIGHT]
+
+
+def case_of(desc: Any, device: int | str, seed: int = 0) -> PlanCase:
+    return PlanCase(select(desc, device), random_inputs(desc, seed))
+
+
+def rejected(case: PlanCase, args: object, kind: type[Sparse24Error], *words: str) -> Sparse24Error:
+    """``run``, ``bind`` and ``can_implement`` refuse alike, and nothing is written. Returns the error."""
+    with pytest.raises(kind) as caught:
+        case.plan.run(args, workspace=case.space)
+    error = caught.value
+    assert isinstance(error, Sparse24Error)
+    for word in words:
+        assert word in str(error)
+    with pytest.raises(kind) as bound:
+        case.plan.bind(args, workspace=case.space)
+    verdict = case.plan.can_implement(args)
+    assert not verdict
+    for other in (bound.value, verdict.error):
+        assert (type(other), str(other)) == (type(error), str(error))
+    assert case.untouched()
+    return error
+
+
+def changed(view: TensorView, **fields: Any) -> TensorView:
+    """The same memory, taken for something else. Strides stay only where they are given."""
+    kept = {"address": view.address, "shape": view.shape, "element": view.element, "device": view.device}
+    return TensorView(**{**kept, "owner": view.owner, **fields})
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+# Kernels of the device ------------------------------------------------------------------------------
+
+
+class _Medium(NamedTuple):
+    """A problem of a size at which a kernel has many blocks."""
+
+    desc: Any
+    row: str | None = None
+    """Of products: the row of the table."""
+
+
+def _gemm(row: str, **change: Any) -> _Medium:
+    fields = {"n": 70, "m": 1024, "k": 512, "element": "bf16", "epilogue": "bias_gelu", **change}
+    return _Medium(GemmSparse24Descriptor(**fields), row)
+
+
+_SIZE: dict[str, Any] = {"m": 264, "k": 520, "element": "bf16"}
+KERNELS: dict[str, _Medium] = {
+    "inflate_cublas": _gemm("inflate_cublas"),
+    "inflate_strict": _gemm("inflate_strict"),
+    "mma_sp": _gemm("mma_sp", n=16),
+    "mma_sp_many": _gemm("mma_sp_many"),
+    "wgmma_sp": _gemm("wgmma_sp"),
+    "wgmma_sp_invariant": _gemm("wgmma_sp_invariant"),
+    "wgmma_sp_s8": _gemm("wgmma_sp_s8", element="s8", out_element="bf16"),
+    "wgmma_sp_fp8": _gemm("wgmma_sp_fp8", element="fp8_e4m3"),
+    "prune": _Medium(PruneSparse24Descriptor(**_SIZE)),
+    "compress": _Medium(CompressSparse24Descriptor(**_SIZE)),
+    "prune_compress": _Medium(PruneCompressSparse24Descriptor(**_SIZE)),
+    "decompress": _Medium(DecompressSparse24Descriptor(**_SIZE)),
+    "pack": _Medium(PackSparse24Descriptor(**_SIZE)),
+    "unpack": _Medium(PackSparse24Descriptor(**_SIZE, direction="unpack")),
+    "tile_prune": _Medium(TilePruneSparse24Descriptor(**_SIZE)),
+    "mask": _Medium(MaskSparse24Descriptor(**_SIZE)),
+    "mask_tiles": _Medium(MaskSparse24Descriptor(**_SIZE, layout="tiles")),
+}
+"""One problem for each kernel of the package's own."""
+
+
+def kernel_case(name: str, device: int | str = 0, seed: int = 0, **change: Any) -> PlanCase:
+    """``change``: other sizes and types. On the host: whatever row serves there."""
+    desc, row = KERNELS[name]
+    if change:
+        desc = type(desc)(**{**desc.model_dump(exclude_unset=True), **change})
+    kind = plan_of_row(row) if row and device != "host" else PLANS[type(desc)]
+    return PlanCase(kind.select(desc, device=device), random_inputs(desc, seed))

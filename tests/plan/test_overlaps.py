@@ -1,0 +1,123 @@
+"""A result lies apart from every other operand, or, where its definition allows it, exactly upon one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    ElementKind,
+    GemmSparse24Descriptor,
+    InvalidProblemError,
+    MaskSparse24Descriptor,
+    PruneSparse24Descriptor,
+    TensorView,
+)
+from sparse24_plans.plan.operands import Role
+
+from ..support import Guarded
+from .cases import PROBLEMS, PlanCase, case_of, changed, name_of, parts_of, random_inputs, rejected, select
+
+every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
+F32 = ElementKind.F32
+
+
+@every_problem
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device):
+    case = case_of(desc, device)
+    argument_of = {part.name: operand.argument for operand in desc.operands() for part in parts_of(operand)}
+    for name in case.written:
+        view = getattr(case.args, argument_of[name])
+        for other in set(case.guarded) - {name}:
+            there = case.guarded[other].view
+            # The result's first bytes on the last ones of the other, or its last bytes on the first ones.
+            start = there.end - 16 if end == "last" else there.address - view.nbytes_spanned + 16
+            if there.nbytes_spanned <= 16 or view.nbytes_spanned <= 16:
+                continue
+            moved = changed(view, address=start)
+            args = replace(case.args, **{argument_of[name]: moved})
+            message = str(rejected(case, args, InvalidProblemError, "expected memory apart from", "overlap"))
+            hit = [  # wherever the allocator put them: it may be several
+                argument_of[one]
+                for one, memory in case.guarded.items()
+                if one != name and memory.view.address < moved.end and moved.address < memory.view.end
+            ]
+            assert any(argument in message for argument in hit)
+            assert argument_of[name] in message
+
+
+def test_a_result_upon_a_weight():
+    case = case_of(GemmSparse24Descriptor(n=8, m=16, k=32, element="f32"), "host")
+    for buffer in case.args.weight.buffers:
+        args = replace(case.args, y=changed(case.args.y, address=buffer.end - 4))
+        rejected(case, args, InvalidProblemError, "y: expected memory apart from weight")
+
+
+def test_inputs_may_share_memory(device):
+    desc = PruneSparse24Descriptor(m=16, k=32, element="f32", scores="f32")
+    case = case_of(desc, device)
+    assert case.plan.can_implement(replace(case.args, scores=case.args.dense))
+
+
+def test_column_windows_of_one_buffer_do_not_overlap(device):
+    n, m, k = 6, 16, 32
+    plan = select(GemmSparse24Descriptor(n=n, m=m, k=k, element="f32"), device)
+    case = PlanCase(plan, random_inputs(plan.descriptor))
+    whole = Guarded((n, k + m), F32, device).view
+
+    def window(start: int, width: int, pitch: int = k + m) -> TensorView:
+        address = whole.address + start * F32.itemsize
+        return TensorView(address, (n, width), F32, whole.device, strides=(pitch, 1), owner=whole)
+
+    for x, y, fits in (
+        (window(0, k), window(k, m), True),
+        (window(m, k), window(0, m), True),
+        (window(0, k), window(k - 1, m), False),
+        (window(m - 1, k), window(0, m), False),
+        (window(0, k), window(k + 1, m), False),  # runs over into the next row
+        (window(0, k), window(k, m, k + m + 1), False),  # rows that don't keep step
+    ):
+        verdict = case.plan.can_implement(replace(case.args, x=x, y=y))
+        assert bool(verdict) == fits
+        assert fits or "y: expected memory apart from x" in str(verdict.error)
+
+
+def test_columns_of_one_buffer_give_the_right_product():
+    n, m, k = 6, 16, 32
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    case = case_of(desc, "host")
+    want = case.run()["result"]
+    whole = np.zeros((n, k + m), np.float32)
+    whole[:, :k] = TensorView.of(case.args.x).array()
+    case.plan.run(replace(case.args, x=whole[:, :k], y=whole[:, k:]))
+    np.testing.assert_allclose(whole[:, k:], want.view(np.float32), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(whole[:, :k], TensorView.of(case.args.x).array())
+
+
+@every_problem
+def test_only_operands_that_may_be_another_are_accepted_upon_it(desc, device):
+    case = case_of(desc, device)
+    operands = {operand.name: operand for operand in desc.operands() if operand.role is not Role.WEIGHT}
+    for out in operands.values():
+        for other in operands.values():
+            same = (out.shape, out.element) == (other.shape, other.element)
+            if out.role is not Role.OUT or other is out or not same:
+                continue
+            args = replace(case.args, **{out.argument: getattr(case.args, other.argument)})
+            assert bool(case.plan.can_implement(args)) == (out.may_be == other.name)
+
+
+@pytest.mark.parametrize("kind", [PruneSparse24Descriptor, MaskSparse24Descriptor])
+@pytest.mark.parametrize("element", ["f16", "f32"])
+def test_in_place(kind, element, device):
+    desc = kind(m=16, k=32, element=element)
+    case = case_of(desc, device)
+    out = "pruned" if kind is PruneSparse24Descriptor else "masked"
+    want = case.run()[out]
+    case.plan.run(replace(case.args, **{out: case.args.dense}))
+    case.fetch()
+    got = case.guarded["dense"].numpy()
+    assert np.array_equal(got.view(want.dtype).reshape(want.shape), want)
