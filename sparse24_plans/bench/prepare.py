@@ -30,7 +30,7 @@ from ..device.tensors import import_cupy
 from ..errors import UnsupportedError
 from ..plan.operands import fields_of
 from ..prepare.table import PACKED_ELEMENTS
-from ..tuning.data import random_bits, typed
+from ..tuning.data import free_memory, random_bits, typed
 from ..tuning.timing import Contender, Launch, copies_beyond_l2, time_contenders
 from ..weights.layouts import layout_of
 from . import peers
@@ -212,7 +212,7 @@ def measured(
         rows.append(row_of(job, shape, element))
         sources.update(sources_of(job.plan))
         on_row()
-        import_cupy().get_default_memory_pool().free_all_blocks()
+        free_memory()
     return rows
 
 

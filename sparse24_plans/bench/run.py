@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
-from ..device.tensors import import_cupy
-from ..tuning.data import Matrix
+from ..tuning.data import Matrix, free_memory
 from . import gemm, host, prepare, record
 from .record import Record
 from .scope import Scope
@@ -41,7 +40,7 @@ def measure(
             on_step()
         add(gemm=rows)
         del matrix
-        import_cupy().get_default_memory_pool().free_all_blocks()
+        free_memory()
     for element, shape in product(scope.elements, scope.prepare_shapes if "prepare" in scope.parts else ()):
         add(
             prepare=prepare.measured(shape, element, on_step, sources),
