@@ -52,7 +52,8 @@ def to_place(array: np.ndarray, device: Device) -> Any:
 class Guarded:
     """A tensor [rows, width] with poison inside and guard bytes before, after and between its rows.
 
-    With ``column`` its columns are what is contiguous, and ``row_stride`` is that of the columns.
+    With ``column`` its columns are what is contiguous, and ``row_stride`` is that of the columns. It starts
+    ``offset`` elements after a multiple of 256 bytes.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Guarded:
         row_stride: int | None = None,
         *,
         column: bool = False,
+        offset: int = 0,
     ) -> None:
         rows, width = shape if len(shape) == 2 else (1, shape[0])
         self._column = column
@@ -70,16 +72,17 @@ class Guarded:
             rows, width = width, rows
         stride = width if row_stride is None else row_stride
         size = element.itemsize
-        raw = np.full(2 * GUARD_BYTES + rows * stride * size, GUARD, np.uint8)
+        start = GUARD_BYTES + offset * size
+        raw = np.full(start + rows * stride * size + GUARD_BYTES, GUARD, np.uint8)
         self._inside = np.zeros_like(raw, dtype=bool)
-        body = self._inside[GUARD_BYTES : GUARD_BYTES + rows * stride * size].reshape(rows, stride * size)
+        body = self._inside[start : start + rows * stride * size].reshape(rows, stride * size)
         body[:, : width * size] = True
         raw[self._inside] = POISON
         self._memory = to_place(raw, place_of(device))
         base = TensorView.of(self._memory)
         strides = (1,) if len(shape) == 1 else (1, stride) if column else (stride, 1)
         self.view = TensorView(
-            base.address + GUARD_BYTES, shape, element, base.device, strides=strides, owner=self._memory
+            base.address + start, shape, element, base.device, strides=strides, owner=self._memory
         )
 
     def fill(self, array: np.ndarray) -> Guarded:
@@ -175,6 +178,37 @@ def synchronize(plan: Plan) -> None:
         cupy.cuda.Device(plan.device.ordinal).synchronize()
 
 
+@dataclass(frozen=True)
+class Data:
+    """What a product reads. ``dense`` is W before it is pruned."""
+
+    dense: np.ndarray
+    x: np.ndarray
+    bias: np.ndarray | None = None
+    scale_x: np.ndarray | None = None
+    scale_w: np.ndarray | None = None
+
+    def scale(self) -> np.ndarray:
+        """scale_x times scale_w as float64, which broadcasts to [N, M]."""
+        product = np.ones((1, 1))
+        for values, axis in ((self.scale_x, 1), (self.scale_w, 0)):
+            if values is not None:
+                product = product * np.expand_dims(values.astype(np.float64), axis)
+        return product
+
+
+def random_data(rng: np.random.Generator, desc: GemmSparse24Descriptor) -> Data:
+    def scales(kind: str, length: int) -> np.ndarray | None:
+        if kind == "none":
+            return None
+        return rng.uniform(0.5, 2.0, 1 if kind == "tensor" else length).astype(np.float32)
+
+    dense = random_values(rng, (desc.m, desc.k), desc.element)
+    x = random_values(rng, (desc.n, desc.reduction), desc.element)
+    bias = random_values(rng, (desc.m,), desc.bias_element) if desc.epilogue.has_bias else None
+    return Data(dense, x, bias, scales(desc.scale_x, desc.n), scales(desc.scale_w, desc.m))
+
+
 def make_case(
     desc: GemmSparse24Descriptor,
     device: int | str = "host",
@@ -190,41 +224,54 @@ def make_case(
 
     With ``row`` it is this row of the table that runs, where it lives, or UnsupportedError.
     """
-    rng = np.random.default_rng(seed)
     kind = GemmSparse24Plan
     if row is not None:
         kind, device = plan_of_row(row), device_of_row(row)
     plan = kind.select(desc, device=device, preference=preference)
     assert row in (None, plan.explain().chosen)
-    if dense is None:
-        weight = random_weight(rng, desc.m, desc.k, desc.element, device)
-    else:
-        weight = Sparse24Weight.prune_compress(dense).to(device if device == "host" else int(device))
-    shape = (desc.n, desc.reduction)
-    if x is None:
-        x = random_values(rng, shape, desc.element)
-    out_shape = (desc.n, desc.outputs)
+    given = {name: value for name, value in (("dense", dense), ("x", x)) if value is not None}
+    return case_of(plan, replace(random_data(np.random.default_rng(seed), desc), **given), (pad, pad))
+
+
+def case_of(
+    plan: GemmSparse24Plan, data: Data, pads: tuple[int, int] = (0, 0), offsets: tuple[int, int] = (0, 0)
+) -> Case:
+    """``pads`` and ``offsets`` are of x and of y, in elements."""
+    desc, device = plan.descriptor, place_name(plan)
+    weight = Sparse24Weight.prune_compress(data.dense).to(device)
+    shapes = (desc.n, desc.reduction), (desc.n, desc.outputs)
     columns = desc.x_order == "column", desc.y_order == "column"
-    widths = [shape[not column] + pad for shape, column in zip((shape, out_shape), columns, strict=True)]
-    source = Guarded(shape, desc.element, device, widths[0], column=columns[0]).fill(x)
-    result = Guarded(out_shape, desc.out_element, device, widths[1], column=columns[1])
-    inputs, bias, bias_operand = [source], None, None
-    if desc.epilogue.has_bias:
-        bias = random_values(rng, (desc.m,), desc.bias_element)
-        bias_operand = Guarded((desc.m,), desc.bias_element, device).fill(bias)
-        inputs.append(bias_operand)
+    source, result = (
+        Guarded(shape, element, device, shape[not column] + pad, column=column, offset=offset)
+        for shape, element, column, pad, offset in zip(
+            shapes, (desc.element, desc.out_element), columns, pads, offsets, strict=True
+        )
+    )
+    inputs = {"x": source.fill(data.x)}
+    for name, element in (
+        ("bias", desc.bias_element),
+        ("scale_x", ElementKind.F32),
+        ("scale_w", ElementKind.F32),
+    ):
+        values = getattr(data, name)
+        if values is not None:
+            inputs[name] = Guarded(values.shape, element, device).fill(values)
+    views = {name: operand.view for name, operand in inputs.items()}
     packed = plan.pack(weight)
     args: GemmSparse24Args | DgradSparse24Args
     if desc.op == "forward":
-        scale, scales = random_scales(rng, desc, device)
-        args = GemmSparse24Args(packed, source.view, result.view, bias_operand and bias_operand.view, *scales)
+        args = GemmSparse24Args(packed, y=result.view, **views)
     else:
-        scale = 1.0
         args = DgradSparse24Args(packed, source.view, result.view)
     with np.errstate(invalid="ignore"):  # signalling NaNs among hostile values
         dense64 = weight.to("host").decompress().astype(np.float64)
     space = scratch(plan.workspace_size(), device)
-    return Case(plan, args, result, space, tuple(inputs), x, dense64, bias, scale)
+    return Case(plan, args, result, space, tuple(inputs.values()), data.x, dense64, data.bias, data.scale())
+
+
+def place_name(plan: Plan) -> int | str:
+    """What ``select`` calls the plan's device."""
+    return "host" if plan.device.kind == "host" else plan.device.ordinal
 
 
 def run_from_threads(runs: Sequence[Callable[..., None]], times: int) -> None:
@@ -258,19 +305,6 @@ def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: Ele
     if element == "s8":
         return rng.integers(-128, 128, shape).astype(np.int8)
     return rng.standard_normal(shape).astype(np.float32).astype(element.dtype)
-
-
-def random_scales(rng: np.random.Generator, desc: GemmSparse24Descriptor, device: int | str):
-    """scale_x * scale_w as float64 that broadcasts to [N, M], and the two operands."""
-    product, operands = np.ones((1, 1)), []
-    for kind, length, axis in ((desc.scale_x, desc.n, 1), (desc.scale_w, desc.m, 0)):
-        operands.append(None)
-        if kind != "none":
-            size = 1 if kind == "tensor" else length
-            values = rng.uniform(0.5, 2.0, size).astype(np.float32)
-            operands[-1] = Guarded((size,), ElementKind.F32, device).fill(values).view
-            product = product * np.expand_dims(values.astype(np.float64), axis)
-    return product, operands
 
 
 _erfc = np.vectorize(math.erfc, otypes=[float])

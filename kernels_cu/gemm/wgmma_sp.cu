@@ -20,8 +20,8 @@
 //   barriers     weight_full, source_full: a stage's bytes have come; weight_free, source_free: all warps that read
 //                a stage are done with it (X: those of all blocks that share it). Named barriers 1 ..: a warpgroup's
 //                staging area; with slices, 1: all stages have been read. The cluster meets round the fold.
-//   registers    kSums accumulators a row tile, at most 128 a thread (twice with kPromote or kParts). Where a block
-//                has a multiprocessor to itself, copying threads hand theirs over: 40, and 232 to multiply.
+//   registers    kSums * kRowBlocks accumulators, twice that with kPromote or kParts > 1: at most 128 a thread. Where
+//                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
 //
 //   copy_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
 //   copy_source  | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kSourceStages ahead
@@ -148,6 +148,18 @@ struct Barriers {
   __device__ __forceinline__ u32 source_free(u32 slot) const {
     return at + 8 * (2 * Config::kWeightStages + Config::kSourceStages + slot);
   }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kWarps = 4 * Config::kWarpgroups;  // that multiply
+    for (int i = 0; i < Config::kWeightStages; ++i) {
+      barrier_init(weight_full(i), 1);
+      barrier_init(weight_free(i), kWarps);
+    }
+    for (int i = 0; i < Config::kSourceStages; ++i) {
+      barrier_init(source_full(i), 1);
+      barrier_init(source_free(i), kWarps * Config::kShare);
+    }
+  }
 };
 
 // What a block works on: its first row tile and token.
@@ -164,6 +176,11 @@ struct Item {
   }
 };
 
+// Of K, in a slice; its end is the next one's first.
+__device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
+  return slice_begin<Config::kSlices>(p.k_tiles, slice);
+}
+
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
   const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
@@ -172,13 +189,10 @@ __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item it
 // Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory gives a
 // multiprocessor in that time, more delays what is needed first.
 __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
-  constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm), kAhead = Config::kTokens > 64 ? 0
-                                                                                  : kTiles > 0         ? kTiles
-                                                                                                       : 1;
+  constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm);
+  constexpr int kAhead = Config::kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
   const Item item(p, blockIdx.x / Config::kCluster, share);
-  for (i64 tile = slice_begin<Config::kSlices>(p.k_tiles, slice),
-           end = min(tile + kAhead, slice_begin<Config::kSlices>(p.k_tiles, slice + 1));
-       tile < end; ++tile)
+  for (i64 tile = first_tile(p, slice), end = min(tile + kAhead, first_tile(p, slice + 1)); tile < end; ++tile)
 #pragma unroll
     for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
 }
@@ -189,8 +203,7 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
   RingPosition<Config::kWeightStages> at;
   for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
     const Item item(p, index, share);
-    for (i64 tile = slice_begin<Config::kSlices>(p.k_tiles, slice);
-         tile < slice_begin<Config::kSlices>(p.k_tiles, slice + 1); ++tile, at.next()) {
+    for (i64 tile = first_tile(p, slice); tile < first_tile(p, slice + 1); ++tile, at.next()) {
       barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
       barrier_expect(barriers.weight_full(at.slot), Config::kWeightBytes);
 #pragma unroll
@@ -211,8 +224,7 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
     const bool is_tail = item.token + Config::kTokens >= p.n;
     const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
     const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
-    for (i64 box = 2 * slice_begin<Config::kSlices>(p.k_tiles, slice);
-         box < 2 * slice_begin<Config::kSlices>(p.k_tiles, slice + 1); ++box, at.next()) {
+    for (i64 box = 2 * first_tile(p, slice); box < 2 * first_tile(p, slice + 1); ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
       barrier_expect(full, Config::kShare * rows * 128);
@@ -257,8 +269,8 @@ struct Multiplier {
       load_shared_words(metadata[r], values + r * Tile::kBytes + Tile::kValueBytes +
                                          (threadIdx.x % 128 * Tile::kWords + kHalf * Tile::kWords / 2) * 4);
     barrier_wait(barriers.source_full(source.slot), source.parity);
-    const u64 a = matrix_descriptor(values),
-              b = matrix_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
+    const u64 a = matrix_descriptor(values);
+    const u64 b = matrix_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
     wgmma_fence();
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
@@ -439,6 +451,19 @@ template <class Result> struct Writer {
   }
 };
 
+// A warpgroup's sums to where the blocks of its cluster find them; `row_tile`: its first, in the block.
+__device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks], u32 base, u32 row_tile) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) {
+      const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows + 16 * warp +
+                     lane / 4 + i / 2 % 2 * 8;
+      store_shared(base + at * 4, bits_of(sums[r][i]));
+    }
+}
+
 // The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows, four at a time.
 struct Folder {
   const WgmmaSpParams& p;
@@ -448,7 +473,7 @@ struct Folder {
 
   static constexpr int kQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices, kShareRows = 4 * kQuads,
                        kCount = kQuads * Config::kTokens;
-  static constexpr int kFolders = 128 * Config::kWarpgroups;
+  static constexpr int kFolders = Config::kMultiplying;
   static constexpr int kLoads =
       (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices / Config::kBlocksPerSm;
   static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
@@ -503,7 +528,7 @@ struct Folder {
         const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
         if (i >= kCount || !inside(token, row)) continue;
 #pragma unroll
-        for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + (token * Area::kPitch + row) * 4);
+        for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + Area::offset(token, row));
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
@@ -526,16 +551,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     prefetch_map(&p.x_map);
     prefetch_map(&p.x_tail_map);
     if (Config::kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
-    for (int i = 0; i < Config::kWeightStages; ++i)
-      barrier_init(barriers.weight_full(i), 1), barrier_init(barriers.weight_free(i), 4 * Config::kWarpgroups);
-    for (int i = 0; i < Config::kSourceStages; ++i)
-      barrier_init(barriers.source_full(i), 1),
-          barrier_init(barriers.source_free(i), 4 * Config::kWarpgroups * Config::kShare);
+    barriers.init();
     barrier_init_fence();
   }
   __syncthreads();
   if constexpr (Config::kCluster > 1) cluster_meet_relaxed();
-  if (threadIdx.x == 128 * Config::kWarpgroups) prefetch_weights(p, share, slice);
+  if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
   follow_predecessors();
 
   if (warpgroup == Config::kWarpgroups) {
@@ -555,8 +576,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
       const Item item(p, index, share);
-      const i64 tiles =
-          slice_begin<Config::kSlices>(p.k_tiles, slice + 1) - slice_begin<Config::kSlices>(p.k_tiles, slice);
+      const i64 tiles = first_tile(p, slice + 1) - first_tile(p, slice);
       if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
       else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles);
       else multiplier.multiply(sums, tiles);
@@ -566,16 +586,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         for (int r = 0; r < Config::kRowBlocks; ++r)
           writer.write(sums[r], (item.row_tile + row_tile + r) * Tile::kRows, item.token);
       } else {
-        threads_meet(1, 128 * Config::kWarpgroups);  // every stage has been read: the sums take their place
-        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int r = 0; r < Config::kRowBlocks; ++r)
-#pragma unroll
-          for (int i = 0; i < Config::kSums; ++i)
-            store_shared(base + ((i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows +
-                                 16 * warp + lane / 4 + i / 2 % 2 * 8) *
-                                    4,
-                         bits_of(sums[r][i]));
+        threads_meet(1, Config::kMultiplying);  // every stage has been read: the sums take their place
+        store_sums(sums, base, row_tile);
         cluster_meet();
         Folder(p, item, base, share, slice).run();
       }

@@ -1,15 +1,25 @@
-// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256;
-// sparse24_plans/packing.py defines the tiles' bytes. A block moves one tile; memory bound.
-#include "prepare/groups.cuh"
+// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256. A block
+// moves one tile; memory bound.
+//
+//   role         who                what
+//   every warp   256 threads        two chunks of 16 bytes of values a thread, canonical <-> swizzled
+//   metadata     threads 0 to 127   a lane's words of one fragment each, canonical <-> fragment order
+//
+//   no barriers, no shared memory; few registers
+//
+//   thread   | values: load, store x 2 | metadata: load, nibbles <-> codes, store |
+#include "common/weight_tile.cuh"
+#include "prepare/codes.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kTileRows = 64, kTileColumns = 256 / S24_WIDTH;
-constexpr int kChunks = 8;                                     // of 16 bytes in a row's values
-constexpr int kValueBytes = kTileRows * kChunks * 16;
-constexpr int kTileBytes = kValueBytes + kTileRows * kTileColumns / 8;
-constexpr int kFragments = kTileRows / 16 * 32;                // a lane's words of metadata each
-constexpr int kWords = 4 / S24_WIDTH;                          // of a lane
-constexpr u16 kPadCodes = 0x0404;
+// Everything that is compiled in.
+struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
+  using Tile = WeightTile<kWidth>;
+  static constexpr int kThreads = 256;
+  static constexpr int kChunks = Tile::kRowBytes / 16;  // of a row's values
+  static constexpr int kLanes = Tile::kFragments * 32;  // that have words of metadata
+  static constexpr u16 kPadCodes = 0x0404;
+};
+using Tile = Config::Tile;
 
 struct PackParams {
   u8* values;
@@ -18,6 +28,7 @@ struct PackParams {
   u64* status;
   i64 m, k;
 };
+static_assert(matches_host<PackParams>(), "the host has another PackParams");
 
 // Two codes, a byte each -> a byte; four -> a uint16, lowest nibble first; and back.
 __device__ __forceinline__ u32 to_nibbles(u32 codes) {
@@ -29,17 +40,18 @@ __device__ __forceinline__ u32 to_codes(u32 nibbles) {
   return (bytes | bytes << 4) & 0x0f0f0f0fu;
 }
 
-struct Tile {
+// The tile that a block moves.
+struct BlockTile {
   i64 row, column, pitch, words;  // its first cell; bytes of a row of values, 16-bit words of one of metadata
   u8* packed;
 
-  __device__ explicit Tile(const PackParams& p) {
-    const i64 across = (p.k + kTileColumns - 1) / kTileColumns, down = blockIdx.x / across;
-    row = down * kTileRows;
-    column = (blockIdx.x - down * across) * kTileColumns;
-    pitch = p.k / 2 * S24_WIDTH;
+  __device__ explicit BlockTile(const PackParams& p) {
+    const i64 across = (p.k + Tile::kColumns - 1) / Tile::kColumns, down = blockIdx.x / across;
+    row = down * Tile::kRows;
+    column = (blockIdx.x - down * across) * Tile::kColumns;
+    pitch = p.k / 2 * Config::kWidth;
     words = p.k / 8;
-    packed = p.packed + (u64)blockIdx.x * kTileBytes;
+    packed = p.packed + (u64)blockIdx.x * Tile::kBytes;
   }
 };
 
@@ -47,31 +59,31 @@ struct Tile {
 struct Chunk {
   i64 offset, bytes;
 
-  __device__ Chunk(const PackParams& p, const Tile& tile, int r, int c) {
-    const i64 at = (tile.column / 2) * S24_WIDTH + 16 * c;
+  __device__ Chunk(const PackParams& p, const BlockTile& tile, int r, int c) {
+    const i64 at = (tile.column / 2) * Config::kWidth + 16 * c;
     offset = (tile.row + r) * tile.pitch + at;
     bytes = tile.row + r < p.m ? tile.pitch - at : 0;
   }
 };
 
 // The row, and the 16-bit word in it, of half h of word j of a lane.
-__device__ __forceinline__ i64 row_of(const Tile& tile, int w, int g, int t, int h) {
-  return tile.row + 16 * w + g + 8 * (S24_WIDTH == 2 ? h : t & 1);
+__device__ __forceinline__ i64 row_of(const BlockTile& tile, int w, int g, int t, int h) {
+  return tile.row + 16 * w + g + 8 * (Config::kWidth == 2 ? h : t & 1);
 }
-__device__ __forceinline__ i64 word_of(const Tile& tile, int t, int j, int h) {
-  return tile.column / 8 + (S24_WIDTH == 2 ? 2 * (4 * j + t) : 8 * j + 4 * (t >> 1) + 2 * h);
+__device__ __forceinline__ i64 word_of(const BlockTile& tile, int t, int j, int h) {
+  return tile.column / 8 + (Config::kWidth == 2 ? 2 * (4 * j + t) : 8 * j + 4 * (t >> 1) + 2 * h);
 }
 
 // Where chunk c of row r lies: the 128-byte swizzle.
-__device__ __forceinline__ u8* swizzled(const Tile& tile, int r, int c) {
-  return tile.packed + (r * kChunks + (c ^ (r & 7))) * 16;
+__device__ __forceinline__ u8* swizzled(const BlockTile& tile, int r, int c) {
+  return tile.packed + (r * Config::kChunks + (c ^ (r & 7))) * 16;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackParams p) {
-  const Tile tile(p);
+extern "C" __global__ void __launch_bounds__(Config::kThreads) pack(const __grid_constant__ PackParams p) {
+  const BlockTile tile(p);
 #pragma unroll
-  for (int i = 0; i < kTileRows * kChunks / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
+  for (int i = 0; i < Tile::kRows * Config::kChunks / Config::kThreads; ++i) {
+    const int at = i * Config::kThreads + threadIdx.x, r = at / Config::kChunks, c = at % Config::kChunks;
     const Chunk chunk(p, tile, r, c);
     const u32* from = (const u32*)(p.values + chunk.offset);
     uint4 bytes = make_uint4(0, 0, 0, 0);
@@ -85,19 +97,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack(const __grid_constan
     }
     __stcs((uint4*)swizzled(tile, r, c), bytes);
   }
-  if (threadIdx.x >= kFragments) return;
+  if (threadIdx.x >= Config::kLanes) return;
   const int w = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  u32* to = (u32*)(tile.packed + kValueBytes) + threadIdx.x * kWords;
+  u32* to = (u32*)(tile.packed + Tile::kValueBytes) + threadIdx.x * Tile::kWords;
 #pragma unroll
-  for (int j = 0; j < kWords; ++j) {
+  for (int j = 0; j < Tile::kWords; ++j) {
     u32 half[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = row_of(tile, w, g, t, h), at = word_of(tile, t, j, h);
       const u16* from = p.metadata + row * tile.words + at;
       const bool inside = row < p.m;
-      const u32 low = inside && at < tile.words ? __ldcs(from) : kPadCodes;
-      const u32 high = inside && at + 1 < tile.words ? __ldcs(from + 1) : kPadCodes;
+      const u32 low = inside && at < tile.words ? __ldcs(from) : Config::kPadCodes;
+      const u32 high = inside && at + 1 < tile.words ? __ldcs(from + 1) : Config::kPadCodes;
       half[h] = to_nibbles(low | high << 16);
     }
     to[j] = half[0] | half[1] << 16;
@@ -105,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack(const __grid_constan
 }
 
 // Padding is dropped unread; the first group whose nibble isn't a code is reported.
-extern "C" __global__ void __launch_bounds__(kThreads) unpack(const __grid_constant__ PackParams p) {
-  const Tile tile(p);
+extern "C" __global__ void __launch_bounds__(Config::kThreads) unpack(const __grid_constant__ PackParams p) {
+  const BlockTile tile(p);
 #pragma unroll
-  for (int i = 0; i < kTileRows * kChunks / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x, r = at / kChunks, c = at % kChunks;
+  for (int i = 0; i < Tile::kRows * Config::kChunks / Config::kThreads; ++i) {
+    const int at = i * Config::kThreads + threadIdx.x, r = at / Config::kChunks, c = at % Config::kChunks;
     const Chunk chunk(p, tile, r, c);
     if (chunk.bytes <= 0) continue;
     const uint4 bytes = __ldcs((const uint4*)swizzled(tile, r, c));
@@ -123,11 +135,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) unpack(const __grid_const
       if (chunk.bytes > 12) to[3] = bytes.w;
     }
   }
-  if (threadIdx.x >= kFragments) return;
+  if (threadIdx.x >= Config::kLanes) return;
   const int w = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const u32* from = (const u32*)(tile.packed + kValueBytes) + threadIdx.x * kWords;
+  const u32* from = (const u32*)(tile.packed + Tile::kValueBytes) + threadIdx.x * Tile::kWords;
 #pragma unroll
-  for (int j = 0; j < kWords; ++j) {
+  for (int j = 0; j < Tile::kWords; ++j) {
     const u32 word = __ldcs(from + j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,15 +1,26 @@
 // Dense row-major [M, K] to 2:4, in one pass at memory speed: prune, compress, both at once, or apply a mask.
 //
-// K is a multiple of 8, so rows never split a unit and the matrix is one flat array. S24_SCORES (an element
-// code, or -1) ranks by the caller's scores instead of by |value|. Loads and stores are streaming: nothing is read
-// twice, and what is written doesn't push out what is still to be read.
-#include "prepare/groups.cuh"
+// K is a multiple of 8, so rows never split a unit and the matrix is one flat array. Loads and stores are streaming:
+// nothing is read twice, and what is written doesn't push out what is still to be read.
+//
+//   role        who            what
+//   every warp  256 threads    kPerThread units of kCells cells a thread, 256 units apart
+//
+//   no barriers, no shared memory; registers hold a thread's units
+//
+//   thread   | load all units | rank, or read the mask: flags -> codes | store each unit |
+#include "common/element.cuh"
+#include "prepare/codes.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kPerThread = S24_WIDTH == 4 ? 2 : 4;        // independent units in flight
-constexpr int kCells = S24_WIDTH == 1 ? 16 : 8;           // of a unit: at least 16 bytes, and a byte of the mask
-constexpr int kGroups = kCells / 4;
-constexpr int kVectors = kCells * S24_WIDTH / 16;
+// Everything that is compiled in.
+struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
+  static constexpr int kScores = S24_SCORES;  // an element's code: rank by the caller's scores; -1: by |value|
+  static constexpr int kThreads = 256;
+  static constexpr int kPerThread = kWidth == 4 ? 2 : 4;  // independent units in flight
+  static constexpr int kCells = kWidth == 1 ? 16 : 8;     // of a unit: at least 16 bytes, and a byte of the mask
+  static constexpr int kGroups = kCells / 4;
+  static constexpr int kVectors = kCells * kWidth / 16;
+};
 
 struct PruneParams {
   const void* dense;
@@ -23,18 +34,22 @@ struct PruneParams {
   u64 cells;
   u64 row_cells;
 };
+static_assert(matches_host<PruneParams>(), "the host has another PruneParams");
 
-struct __align__(16) Unit {
-  Group group[kGroups];
+template <int kWidth> struct __align__(16) UnitOf {
+  Group<kWidth> group[Config::kGroups];
 };
+using Unit = UnitOf<Config::kWidth>;
 
 // 8-bit elements: the last unit may be half a one.
-__device__ __forceinline__ bool is_half(u64 at, u64 cells) { return S24_WIDTH == 1 && (at + 1) * kCells > cells; }
+__device__ __forceinline__ bool is_half(u64 at, u64 cells) {
+  return Config::kWidth == 1 && (at + 1) * Config::kCells > cells;
+}
 
 __device__ __forceinline__ Unit load_unit(const void* from, u64 at, u64 cells) {
   union {
     Unit unit;
-    uint4 vector[kVectors];
+    uint4 vector[Config::kVectors];
     uint2 half;
   } u;
   if (is_half(at, cells)) {
@@ -43,14 +58,14 @@ __device__ __forceinline__ Unit load_unit(const void* from, u64 at, u64 cells) {
     return u.unit;
   }
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) u.vector[i] = __ldcs((const uint4*)from + at * kVectors + i);
+  for (int i = 0; i < Config::kVectors; ++i) u.vector[i] = __ldcs((const uint4*)from + at * Config::kVectors + i);
   return u.unit;
 }
 
 __device__ __forceinline__ void store_unit(void* to, u64 at, u64 cells, const Unit& unit) {
   union {
     Unit unit;
-    uint4 vector[kVectors];
+    uint4 vector[Config::kVectors];
     uint2 half;
   } u;
   u.unit = unit;
@@ -59,33 +74,37 @@ __device__ __forceinline__ void store_unit(void* to, u64 at, u64 cells, const Un
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) __stcs((uint4*)to + at * kVectors + i, u.vector[i]);
+  for (int i = 0; i < Config::kVectors; ++i) __stcs((uint4*)to + at * Config::kVectors + i, u.vector[i]);
 }
 
 // Masks: bit i of a unit is its cell i.
 __device__ __forceinline__ u32 load_mask(const void* from, u64 at, u64 cells) {
-  if (S24_WIDTH != 1) return ((const u8*)from)[at];
+  if (Config::kWidth != 1) return ((const u8*)from)[at];
   return is_half(at, cells) ? ((const u8*)from)[2 * at] : ((const u16*)from)[at];
 }
 
 __device__ __forceinline__ void store_mask(void* to, u64 at, u64 cells, u32 mask) {
-  if (S24_WIDTH != 1)
-    ((u8*)to)[at] = (u8)mask;
-  else if (is_half(at, cells))
-    ((u8*)to)[2 * at] = (u8)mask;
-  else
-    ((u16*)to)[at] = (u16)mask;
+  if (Config::kWidth != 1) ((u8*)to)[at] = (u8)mask;
+  else if (is_half(at, cells)) ((u8*)to)[2 * at] = (u8)mask;
+  else ((u16*)to)[at] = (u16)mask;
 }
 
 // The kept values and the metadata of a unit, by its codes.
-__device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const Unit& unit, u32 codes) {
-  const Gather gather(codes);
-#if S24_WIDTH == 4
+__device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const UnitOf<4>& unit, u32 codes) {
+  const Gather<4> gather(codes);
   const uint2 a = gather(unit.group[0], 0), b = gather(unit.group[1], 1);
   __stcs((uint4*)p.values + at, make_uint4(a.x, a.y, b.x, b.y));
-#elif S24_WIDTH == 2
+  __stcs((u16*)p.metadata + at, (u16)gather.codes);
+}
+
+__device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const UnitOf<2>& unit, u32 codes) {
+  const Gather<2> gather(codes);
   __stcs((uint2*)p.values + at, make_uint2(gather(unit.group[0], 0), gather(unit.group[1], 1)));
-#else
+  __stcs((u16*)p.metadata + at, (u16)gather.codes);
+}
+
+__device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const UnitOf<1>& unit, u32 codes) {
+  const Gather<1> gather(codes);
   const u32 low = prmt(gather(unit.group[0], 0), gather(unit.group[1], 1), 0x5410);
   const u32 high = prmt(gather(unit.group[2], 2), gather(unit.group[3], 3), 0x5410);
   if (is_half(at, p.cells)) {
@@ -95,72 +114,73 @@ __device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const U
   }
   __stcs((uint2*)p.values + at, make_uint2(low, high));
   __stcs((u32*)p.metadata + at, gather.codes);
-  return;
-#endif
-  __stcs((u16*)p.metadata + at, (u16)gather.codes);
 }
 
-// Ranking by scores ---------------------------------------------------------------------------------
+// Ranking -------------------------------------------------------------------------------------------
 
-#if S24_SCORES >= 0
-typedef Element<S24_SCORES> Score;
-constexpr int kScoreVectors = 4 * (int)sizeof(Score::Bits) / 8;  // of 8 bytes, for a group
+// Flags of the cells of group `index` that are kept: the two of the largest scores.
+template <int kScores> struct Ranking {
+  using Score = Element<ElementKind(kScores)>;
+  static constexpr int kVectors = 4 * (int)sizeof(typename Score::Bits) / 8;  // of 8 bytes, for a group
 
-// Orders as the score does, signed: NaN above all, -0 and +0 alike.
-__device__ __forceinline__ u32 score_key(float score) {
-  const u32 bits = __float_as_uint(score + 0.0f);
-  return score == score ? bits ^ ((u32)((int)bits >> 31) | 0x80000000u) : 0xffffffffu;
-}
+  // Orders as the score does, signed: NaN above all, -0 and +0 alike.
+  static __device__ __forceinline__ u32 key(float score) {
+    const u32 bits = __float_as_uint(score + 0.0f);
+    return score == score ? bits ^ ((u32)((int)bits >> 31) | 0x80000000u) : 0xffffffffu;
+  }
 
-__device__ __forceinline__ u32 rank_scores(const void* scores, u64 group) {
-  union {
-    uint2 vector[kScoreVectors];
-    Score::Bits bits[4];
-  } u;
+  static __device__ __forceinline__ u32 rank(const void* scores, u64 index) {
+    union {
+      uint2 vector[kVectors];
+      typename Score::Bits bits[4];
+    } u;
 #pragma unroll
-  for (int i = 0; i < kScoreVectors; ++i)
-    u.vector[i] = __ldcs((const uint2*)scores + group * kScoreVectors + i);
-  u32 key[4], wins[6];
+    for (int i = 0; i < kVectors; ++i) u.vector[i] = __ldcs((const uint2*)scores + index * kVectors + i);
+    u32 keys[4], wins[6];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) key[i] = score_key(Score::to_float(u.bits[i]));
+    for (int i = 0; i < 4; ++i) keys[i] = key(Score::to_float(u.bits[i]));
 #pragma unroll
-  for (int i = 0, at = 0; i < 3; ++i)
+    for (int i = 0, at = 0; i < 3; ++i)
 #pragma unroll
-    for (int j = i + 1; j < 4; ++j) wins[at++] = key[i] >= key[j] ? 0xffffffffu : 0u;
-  return two_largest(wins[0], wins[1], wins[2], wins[3], wins[4], wins[5]);
-}
-#endif
+      for (int j = i + 1; j < 4; ++j) wins[at++] = keys[i] >= keys[j] ? 0xffffffffu : 0u;
+    return two_largest(wins[0], wins[1], wins[2], wins[3], wins[4], wins[5]);
+  }
 
-__device__ __forceinline__ u32 kept_cells(const PruneParams& p, const Group& g, u64 group) {
-#if S24_SCORES >= 0
-  return 4 * group < p.cells ? rank_scores(p.scores, group) : 0;
-#else
-  return two_largest(keys_of(g));
-#endif
-}
+  static __device__ __forceinline__ u32 kept(const PruneParams& p, const Group<Config::kWidth>& g, u64 index) {
+    return 4 * index < p.cells ? rank(p.scores, index) : 0;
+  }
+};
+
+// The two of the largest |value|.
+template <> struct Ranking<-1> {
+  static __device__ __forceinline__ u32 kept(const PruneParams& p, const Group<Config::kWidth>& g, u64 index) {
+    return two_largest(keys_of<Config>(g));
+  }
+};
+using Rank = Ranking<Config::kScores>;
 
 // Kernels -------------------------------------------------------------------------------------------
 
 // Calls body(unit, its number) for every unit of the thread, all loads first.
 template <class Body> __device__ __forceinline__ void for_units(const PruneParams& p, Body body) {
-  const u64 first = (u64)blockIdx.x * (kThreads * kPerThread) + threadIdx.x;
-  const u64 units = (p.cells + kCells - 1) / kCells;
-  Unit unit[kPerThread];
+  const u64 first = (u64)blockIdx.x * (Config::kThreads * Config::kPerThread) + threadIdx.x;
+  const u64 units = (p.cells + Config::kCells - 1) / Config::kCells;
+  Unit unit[Config::kPerThread];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i)
-    if (first + i * kThreads < units) unit[i] = load_unit(p.dense, first + i * kThreads, p.cells);
+  for (int i = 0; i < Config::kPerThread; ++i)
+    if (first + i * Config::kThreads < units) unit[i] = load_unit(p.dense, first + i * Config::kThreads, p.cells);
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i)
-    if (first + i * kThreads < units) body(unit[i], first + i * kThreads);
+  for (int i = 0; i < Config::kPerThread; ++i)
+    if (first + i * Config::kThreads < units) body(unit[i], first + i * Config::kThreads);
 }
 
 // Either result may be null.
-extern "C" __global__ void __launch_bounds__(kThreads) prune(const __grid_constant__ PruneParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) prune(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
     u32 mask = 0;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const u32 flags = kept_cells(p, unit.group[i], at * kGroups + i);
+    for (int i = 0; i < Config::kGroups; ++i) {
+      const u32 flags = Rank::kept(p, unit.group[i], at * Config::kGroups + i);
       mask |= nibble(flags) << (4 * i);
       unit.group[i] = only(unit.group[i], flags);
     }
@@ -169,46 +189,47 @@ extern "C" __global__ void __launch_bounds__(kThreads) prune(const __grid_consta
   });
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) prune_compress(const __grid_constant__ PruneParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) prune_compress(const __grid_constant__ PruneParams p) {
   for_units(p, [&](const Unit& unit, u64 at) {
     u32 masks = 0;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) masks |= nibble(kept_cells(p, unit.group[i], at * kGroups + i)) << (4 * i);
+    for (int i = 0; i < Config::kGroups; ++i)
+      masks |= nibble(Rank::kept(p, unit.group[i], at * Config::kGroups + i)) << (4 * i);
     store_kept(p, at, unit, codes_of(masks));
   });
 }
 
 // Keeps the first two non-zeros of a group, and reports the first group that has more.
-extern "C" __global__ void __launch_bounds__(kThreads) compress(const __grid_constant__ PruneParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) compress(const __grid_constant__ PruneParams p) {
   for_units(p, [&](const Unit& unit, u64 at) {
     u32 masks = 0;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) masks |= nibble(nonzero(unit.group[i])) << (4 * i);
+    for (int i = 0; i < Config::kGroups; ++i) masks |= nibble(nonzero<Config>(unit.group[i])) << (4 * i);
     const u32 codes = codes_of(masks);
     store_kept(p, at, unit, codes);
     if (codes & kTooMany * 0x01010101u) {
       const int i = (__ffs(codes & kTooMany * 0x01010101u) - 1) / 8;
-      report(p.status, at * kGroups + i, __popc(masks >> (4 * i) & 15));
+      report(p.status, at * Config::kGroups + i, __popc(masks >> (4 * i) & 15));
     }
   });
 }
 
 // A mask of rows: one bit a cell, 8 to a byte, the first in bit 0.
-extern "C" __global__ void __launch_bounds__(kThreads) mask_by_rows(const __grid_constant__ PruneParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) mask_by_rows(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
     const u32 mask = load_mask(p.mask_in, at, p.cells);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) unit.group[i] = only(unit.group[i], flags_of(mask >> (4 * i) & 15));
+    for (int i = 0; i < Config::kGroups; ++i) unit.group[i] = only(unit.group[i], flags_of(mask >> (4 * i) & 15));
     store_unit(p.pruned, at, p.cells, unit);
   });
 }
 
 // A mask of tiles: a 64-bit word for 8x8 cells, four 4x4 quadrants of 16 bits, bit = column + 4 * row.
-extern "C" __global__ void __launch_bounds__(kThreads) mask_by_tiles(const __grid_constant__ PruneParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) mask_by_tiles(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const u64 cell = at * kCells + 4 * i;
+    for (int i = 0; i < Config::kGroups; ++i) {
+      const u64 cell = at * Config::kCells + 4 * i;
       if (cell >= p.cells) break;
       const u64 row = cell / p.row_cells, column = cell - row * p.row_cells;
       const u64 tile = (row / 8) * (p.row_cells / 8) + column / 8;

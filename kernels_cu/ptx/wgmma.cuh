@@ -6,7 +6,8 @@
 #pragma once
 #include "ptx/tma.cuh"
 
-// Descriptor of an operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix Descriptor Format").
+// Descriptor of an operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix Descriptor
+// Format").
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3ffff) >> 4;
 }
@@ -17,7 +18,8 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ties accumulators to this point of the program: the compiler may otherwise copy them before a wait, or after an issue.
+// Ties accumulators to this point of the program: the compiler may otherwise copy them before a wait, or after an
+// issue.
 template <int kCount> __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");

@@ -1,1 +1,1 @@
-"""Measures what users compare. ``sparse24 bench`` runs it; ``python -m benchmarks.plot`` draws it."""
+"""Measures what users compare: ``sparse24 bench``. plot.py draws the records, figures.py writes them down."""

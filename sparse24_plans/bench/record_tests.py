@@ -1,6 +1,7 @@
-"""Run the GPU suite, write its record: ``python -m benchmarks.record_tests OUT.json [pytest arguments]``.
+"""Runs the GPU suite and the fuzzer of a checkout, and writes their record.
 
-Where pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
+From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. Where
+pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
 compilation; those marked ``alone`` (they measure the device's free memory, or fill it) follow one by one.
 """
 
@@ -9,48 +10,68 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from .harness import ROOT, environment
+from .record import kernel_files, kernels_sha256, machine
 
 _PROCESSES = 14
+_FUZZ_SECONDS = 120
+_FUZZ_PROCESSES = 8
 
 
-def _run(expression: str, arguments: tuple[str, ...]) -> tuple[int, Counter[str]]:
-    """pytest's exit code, and how many tests ended how."""
+def _tests(expression: str, arguments: tuple[str, ...]) -> Counter[str]:
+    """How many tests ended how."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
-        command += [f"--junitxml={report}", *arguments]
-        code = subprocess.run(command, cwd=ROOT).returncode
+        subprocess.run([*command, f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     keys = ("tests", "failures", "errors", "skipped")
-    return code, Counter({key: int(suite.get(key, "0")) for key in keys})
+    return Counter({key: int(suite.get(key, "0")) for key in keys})
+
+
+def _suite(arguments: tuple[str, ...]) -> dict[str, int]:
+    if importlib.util.find_spec("xdist"):
+        count = _tests("gpu and not alone", (f"-n{_PROCESSES}", *arguments)) + _tests(
+            "gpu and alone", arguments
+        )
+    else:
+        count = _tests("gpu", arguments)
+    failed = count["failures"] + count["errors"]
+    passed = count["tests"] - failed - count["skipped"]
+    return {"passed": passed, "failed": failed, "skipped": count["skipped"]}
+
+
+def _fuzz() -> dict[str, Any]:
+    """Random problems, other ones every time."""
+    seed = secrets.randbelow(2**32)
+    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _FUZZ_PROCESSES, "device": 0}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
+    return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}
 
 
 def main(out: str, *arguments: str) -> int:
-    if importlib.util.find_spec("xdist"):
-        together, first = _run("gpu and not alone", (f"-n{_PROCESSES}", *arguments))
-        alone, second = _run("gpu and alone", arguments)
-        code, count = together or alone, first + second
-    else:
-        code, count = _run("gpu", arguments)
-    failed = count["failures"] + count["errors"]
+    if not Path("tests/fuzz").is_dir():
+        raise SystemExit("expected to run from the root of a checkout, there is no tests/fuzz here")
     record = {
-        **environment(),
-        "passed": count["tests"] - failed - count["skipped"],
-        "failed": failed,
-        "skipped": count["skipped"],
+        **machine(),
+        "kernels_sha256": kernels_sha256(kernel_files()),
+        **_suite(arguments),
+        **_fuzz(),
         "date": datetime.date.today().isoformat(),
     }
     Path(out).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
-    return code
+    return int(record["failed"] + record["fuzz_failures"] > 0)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +50,6 @@ def environment() -> Json:
         "no_device": obstacle,
         "kernels": [_availability(spec, gpus, obstacle) for spec in ROWS],
     }
-
-
-def benchmarks() -> Any:
-    """The ``benchmarks`` package of a checkout, with its ``run`` and ``problems``.
-
-    Raises BackendUnavailableError away from a checkout's root, or without a GPU.
-    """
-    cuda_properties(0)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        importlib.import_module("benchmarks.run")
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"the benchmarks don't load ({error}): run from a checkout's root, with PyTorch for the peers"
-        ) from error
-    return sys.modules["benchmarks"]
 
 
 def _device(gpu: DeviceProperties) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import Enum
 from itertools import product
@@ -11,28 +10,32 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench import record as bench_record
+from ..bench.scope import PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
-from ..device.files import storage_errors
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
 from ..vocab import BackendKind, ElementKind
-from . import inspection, rendering
+from . import rendering
 from .options import AsJson, DeviceOption, ElementsOption, device_of, shape_of, tokens_of
 from .output import Json, emit, progress, reported, show_line
 
-_PARTS = ("gemm", "prepare", "host")
-BenchPart = Enum("BenchPart", {name.upper(): name for name in _PARTS}, type=str)  # type: ignore[misc]
+BenchPart = Enum("BenchPart", {name.upper(): name for name in PARTS}, type=str)  # type: ignore[misc]
 
 
 def bench(
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the record (JSON) here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The record (JSON) to write, or to add to.")
+    ] = None,
     n: Annotated[
         str, typer.Option("--n", help="Tokens, comma-separated; all of the record's by default.")
     ] = "",
-    shapes: Annotated[int, typer.Option("--shapes", min=1, help="How many of the Llama shapes.")] = 8,
+    shapes: Annotated[
+        int, typer.Option("--shapes", min=1, max=len(SHAPES), help="How many of the Llama shapes.")
+    ] = len(SHAPES),
     element: ElementsOption = None,
     backend: Annotated[
         list[BackendKind] | None, typer.Option(help="Only this backend; repeatable. All by default.")
@@ -42,33 +45,47 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time backends beside dense cuBLAS and cuSPARSELt, and preparing weights. Needs a checkout and a GPU."""
-    tokens = tokens_of(n) if n else []
+    """Time backends beside dense cuBLAS and cuSPARSELt, and preparing weights. Needs a GPU.
+
+    A record of this machine and of the same kernels that is there already gets what is measured added.
+    PyTorch, where it is installed, gives the times of cuBLAS.
+    """
+    scope = _scope(n, shapes, element, backend, only)
     with reported(as_json):
-        parts = [part.value for part in only or BenchPart]
-        record = _measure(tokens, shapes, element or [ElementKind.BF16], backend or [], parts, quiet=as_json)
-        if out is not None:
-            with storage_errors(out):
-                out.write_text(json.dumps(record, indent=1) + "\n")
-        emit(record, rendering.show_benchmark, as_json=as_json)
+        emit(_measure(scope, out, quiet=as_json), rendering.show_benchmark, as_json=as_json)
 
 
-def _measure(
-    tokens: list[int],
+def _scope(
+    n: str,
     shapes: int,
-    elements: list[ElementKind],
-    backends: list[BackendKind],
-    parts: list[str],
-    *,
-    quiet: bool,
-) -> Json:
-    benchmarks = inspection.benchmarks()
-    chosen = tokens or benchmarks.problems.TOKENS
-    matrices = benchmarks.problems.SHAPES[:shapes]
-    cells = len(matrices) * len(chosen) * ("gemm" in parts)
-    ops = 6 * sum(shape in matrices for shape in benchmarks.problems.PREPARE_SHAPES) * ("prepare" in parts)
-    with progress("measuring", len(elements) * (cells + ops), quiet) as advance:
-        record: Json = benchmarks.run.measure(matrices, chosen, elements, lambda: advance(1), backends, parts)
+    element: list[ElementKind] | None,
+    backend: list[BackendKind] | None,
+    only: list[BenchPart] | None,
+) -> Scope:
+    try:
+        return Scope(
+            elements=element or (ElementKind.BF16,),
+            tokens=tokens_of(n) if n else TOKENS,
+            shapes=SHAPES[:shapes],
+            parts=[part.value for part in only] if only else PARTS,
+            backends=backend or (),
+        )
+    except InvalidProblemError as error:
+        raise typer.BadParameter(f"--{error}") from error
+
+
+def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
+    """Writes the record as it grows: an interrupted run leaves what it has."""
+    from ..bench import run  # PyTorch comes with it
+
+    before = bench_record.to_extend(out) if out is not None else None
+    with progress("measuring", scope.steps, quiet) as advance:
+
+        def keep(found: Json) -> None:
+            if out is not None:
+                bench_record.save(bench_record.merged(before, found) if before else found, out)
+
+        record: Json = run.measure(scope, lambda: advance(1), keep)
     return record
 
 
@@ -78,7 +95,7 @@ def tune(
     shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
     element: ElementsOption = None,
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Row of the registry; repeatable. All that can be tuned.")
+        list[str] | None, typer.Option(help="Row of the table; repeatable. All that can be tuned.")
     ] = None,
     device: DeviceOption = "auto",
     as_json: AsJson = False,

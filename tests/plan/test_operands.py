@@ -132,7 +132,7 @@ def test_a_weight_of_another_problem(desc, device):
 def test_a_missing_operand_and_one_that_was_not_asked_for(desc, device):
     case = case_of(desc, device)
     known = {operand.argument: operand for operand in desc.operands()}
-    some = next(getattr(case.args, name) for name in known if not known[name].role is Role.WEIGHT)
+    some = next(getattr(case.args, name) for name in known if known[name].role is not Role.WEIGHT)
     for name in names(case):
         if name not in known:
             says(case, replace(case.args, **{name: some}), name, "expected None, as the descriptor has it")

@@ -75,10 +75,10 @@ def test_column_windows_of_one_buffer_do_not_overlap(device):
     for x, y, fits in (
         (window(0, k), window(k, m), True),
         (window(m, k), window(0, m), True),
-        (window(0, k), window(k - 1, m), False),
-        (window(m - 1, k), window(0, m), False),
-        (window(0, k), window(k + 1, m), False),  # runs over into the next row
-        (window(0, k), window(k, m, k + m + 1), False),  # rows that don't keep step
+        (window(0, k), window(k - 4, m), False),
+        (window(m - 4, k), window(0, m), False),
+        (window(0, k), window(k + 4, m), False),  # runs over into the next row
+        (window(0, k), window(k, m, k + m + 4), False),  # rows that don't keep step
     ):
         verdict = case.plan.can_implement(replace(case.args, x=x, y=y))
         assert bool(verdict) == fits

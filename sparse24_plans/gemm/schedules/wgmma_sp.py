@@ -49,7 +49,10 @@ class Schedule(NamedTuple):
         """Whether a thread's registers hold its sums, and a pair of blocks can halve X."""
         sums = self.row_blocks * self.tokens // 2 * (2 if self.parts > 1 else 1)
         halves = self.share == 1 or self.tokens % (8 * self.share) == 0
-        return halves and sums <= (72 if self.warpgroups == 3 else _SUMS)
+        return halves and sums <= (72 if self.warpgroups == 3 else 192 if self.parts > 1 else _SUMS)
+
+    def fits_promoted(self) -> bool:
+        return self.row_blocks * self.tokens <= 192 and self.warpgroups < 3
 
     def step_tokens(self, out_bytes: int) -> int:
         """Tokens that a warpgroup stages at a time on their way out: equal steps of whole 8."""
@@ -111,55 +114,45 @@ def widths(n: int) -> tuple[int, ...]:
 
 # (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor)
 _OF_FEW = (
-    (1, 1, 1, 1, 1),
-    (1, 1, 1, 2, 1),
-    (1, 1, 1, 3, 2),
-    (1, 1, 1, 4, 2),
-    (2, 1, 1, 1, 1),
-    (2, 1, 1, 2, 1),
-    (2, 1, 1, 4, 1),
-    (3, 1, 1, 1, 1),
-    (3, 1, 1, 2, 1),
-    (2, 2, 1, 1, 1),
-    (2, 2, 1, 2, 1),
+    (1, 1, 1, 1, 1), (1, 1, 1, 1, 2), (1, 1, 1, 2, 1), (1, 1, 1, 2, 2), (1, 1, 1, 3, 2), (1, 1, 1, 4, 2), (1, 1, 1, 4, 1), (1, 1, 1, 6, 2), (1, 1, 1, 8, 2), (1, 1, 1, 8, 1),
+    (2, 1, 1, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 3, 1), (2, 1, 1, 4, 1), (2, 1, 1, 8, 1),
+    (3, 1, 1, 1, 1), (3, 1, 1, 2, 1), (3, 1, 1, 4, 1),
+    (2, 2, 1, 1, 1), (2, 2, 1, 2, 1), (2, 2, 1, 4, 1),
 )
-_OF_FEWEST = ((1, 1, 1, 3, 4), (1, 1, 1, 2, 4), (2, 1, 1, 2, 2))
+_OF_FEWEST = ((1, 1, 1, 3, 4), (1, 1, 1, 2, 4), (1, 1, 1, 4, 4), (2, 1, 1, 2, 2), (2, 1, 1, 1, 2))
 _OF_MANY = (
-    (1, 1, 1, 1, 1),
-    (2, 1, 1, 1, 1),
-    (3, 1, 1, 1, 1),
-    (2, 2, 1, 1, 1),
-    (2, 1, 2, 1, 1),
-    (1, 1, 1, 2, 1),
-    (2, 1, 1, 2, 1),
-    (3, 1, 1, 2, 1),
-    (2, 2, 1, 2, 1),
+    (1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (1, 1, 2, 1, 1),
 )
+_OF_SOME = ((1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (3, 1, 1, 2, 1), (2, 2, 1, 2, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1), (1, 1, 1, 3, 1), (1, 1, 1, 8, 1), (2, 1, 1, 3, 1))
 
 
 def schedules_for(n: int) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens."""
-    shapes = (_OF_FEW + _OF_FEWEST[: None if n <= 32 else 0]) if n <= FEW else _OF_MANY
+    if n <= FEW:
+        shapes = _OF_FEW + (_OF_FEWEST if n <= 32 else ())
+    else:
+        shapes = _OF_MANY + (_OF_SOME if n <= 2048 else ())
     tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
     return tuple(schedule for schedule in tried if schedule.fits())
 
 
 def schedules_in_parts(n: int, parts: int) -> tuple[Schedule, ...]:
     """Those that sum K in as many parts as asked, in one block or along a cluster: n doesn't move their bits."""
+    if parts == 1:
+        return tuple(one for one in schedules_for(n) if one.slices == 1)
     tried = []
-    for tokens in dict.fromkeys(min(width, WIDEST // 2) for width in widths(n)):
+    for tokens in dict.fromkeys(min(width, 192) for width in widths(n)):
         tried += [Schedule(w, 1, tokens, share, parts=parts) for w in (1, 2) for share in (1, w)]
-        if parts > 1:
-            tried += [Schedule(w, 1, tokens, slices=parts) for w in (1, 2)]
+    tried += [one for one in schedules_for(n) if one.slices == parts]
     return tuple(schedule for schedule in dict.fromkeys(tried) if schedule.fits())
 
 
 def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
-        return schedules_in_parts(desc.n, 1)
+        return tuple(one for one in schedules_in_parts(desc.n, 1) if one.fits_promoted())
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return schedules_in_parts(desc.n, slices_of(desc.m))  # as many as mma_sp has slices
+        return tuple(one for S in (2, 4, 8) for one in schedules_in_parts(desc.n, S) if S == 2 or one.slices == 1)
     return schedules_for(desc.n)
 
 

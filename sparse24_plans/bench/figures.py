@@ -1,0 +1,197 @@
+"""Writes the tables of figures in README.md and docs/ from the records.
+
+From a checkout's root: ``python -m sparse24_plans.bench.figures`` writes them, ``--check`` only says which
+differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .record import Record, load
+from .scope import PREPARE_SHAPES, TOKENS
+
+RECORD = "benchmarks/results/h200.json"
+_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OPS = {
+    "prune": "prune",
+    "compress": "compress, with its check",
+    "prune_compress": "prune_compress",
+    "decompress": "decompress",
+    "pack": "pack",
+    "tile_prune": "tile_prune, `greedy_magnitude`",
+}
+_CALLS = {
+    "launch_us": "`launch`",
+    "run_us": "`run`, arguments that it has seen",
+    "run_new_args_us": "`run`, new arguments",
+    "select_cached_us": "`select`, cached",
+    "cusparselt_launch_us": "`launch` through cuSPARSELt",
+    "cusparselt_run_us": "`run` through cuSPARSELt",
+    "torch_cusparselt_us": "PyTorch's call of cuSPARSELt",
+    "import_s": "`import sparse24_plans`",
+    "import_all_s": "the import with every public name loaded",
+}
+
+
+# Parts of a record --------------------------------------------------------------------------------
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def times(record: Record, element: str, backend: str, key: str = "us") -> dict[tuple[int, int, int], float]:
+    """(m, k, n) -> microseconds of a backend, or of a peer in its rows; only cells that have it."""
+    return {
+        (row["m"], row["k"], row["n"]): row[key]
+        for row in record["gemm"]
+        if (row["element"], row["backend"]) == (element, backend) and row[key]
+    }
+
+
+def ratios(record: Record, element: str, n: int, *, peer: str = "", backend: str = "") -> list[float]:
+    """Of the peer's or another backend's time over that of what select chose, for each shape."""
+    ours = times(record, element, "auto")
+    others = times(record, element, backend or "auto", peer or "us")
+    return [us / ours[cell] for cell, us in others.items() if cell[2] == n and cell in ours]
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def _products(record: Record) -> list[str]:
+    """bf16 by n: over dense cuBLAS and cuSPARSELt, and what batch invariance takes."""
+    head = (
+        "N",
+        "speed-up over dense cuBLAS: geometric mean (range)",
+        "over cuSPARSELt (range)",
+        "batch-invariant instead: time",
+    )
+    rows = [
+        (
+            n,
+            _with_range(ratios(record, "bf16", n, peer="dense_us")),
+            _with_range(ratios(record, "bf16", n, peer="cusparselt_us")),
+            _mean(ratios(record, "bf16", n, backend="invariant")),
+        )
+        for n in TOKENS
+    ]
+    return _table(head, rows)
+
+
+def _elements(record: Record) -> list[str]:
+    """The other elements by n: the same means."""
+    kinds = ("f16", "fp8_e4m3", "s8")
+    head = ["N"]
+    for kind in kinds:
+        head += [f"{kind} over dense", "over cuSPARSELt"]
+    rows = []
+    for n in TOKENS:
+        cells = [
+            _mean(ratios(record, kind, n, peer=p)) for kind in kinds for p in ("dense_us", "cusparselt_us")
+        ]
+        rows.append((n, *cells, _mean(ratios(record, "fp8_e4m3", n, backend="invariant"))))
+    return _table((*head, "fp8_e4m3 batch-invariant instead: time"), rows)
+
+
+def _preparation(record: Record) -> list[str]:
+    """bf16 by op: times, the share of a copy's speed, and PyTorch's."""
+    head = ["op"]
+    for m, k in PREPARE_SHAPES:
+        head += [f"{m} x {k}", "of a copy's speed", "PyTorch"]
+    return _table(head, [(label, *_of_op(record, op)) for op, label in _OPS.items()])
+
+
+def _of_op(record: Record, op: str) -> list[str]:
+    cells = []
+    for shape in PREPARE_SHAPES:
+        rows, peers = (
+            [
+                row
+                for row in record[part]
+                if (row["op"], row["m"], row["k"], row["element"]) == (op, *shape, "bf16")
+            ]
+            for part in ("prepare", "prepare_peers")
+        )
+        cells += (
+            [f"{rows[0]['us']:.0f} us", f"{rows[0]['copy_us'] / rows[0]['us']:.0%}"] if rows else ["-", "-"]
+        )
+        cells.append(f"{peers[0]['us']:.0f} us" if peers else "-")
+    return cells
+
+
+def _host(record: Record) -> list[str]:
+    """Host time a call."""
+    rows = [(label, _duration(name, record["host"])) for name, label in _CALLS.items()]
+    return _table(("call", "host time"), rows)
+
+
+def _duration(name: str, host: dict[str, float]) -> str:
+    if name not in host:
+        return "-"
+    return f"{1e3 * host[name]:.1f} ms" if name.endswith("_s") else f"{host[name]:.1f} us"
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{geometric_mean(values):.2f}" if values else "-"
+
+
+def _with_range(values: Sequence[float]) -> str:
+    return f"{_mean(values)} ({min(values):.2f} to {max(values):.2f})" if values else "-"
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+TABLES: dict[str, Callable[[Record], list[str]]] = {
+    "products": _products,
+    "elements": _elements,
+    "preparation": _preparation,
+    "host": _host,
+}
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def rendered(text: str, record: Record) -> str:
+    """``text`` with its tables as the record has them. Raises KeyError for a table that there isn't."""
+
+    def table(found: re.Match[str]) -> str:
+        return "\n".join((found[1].rstrip(), *TABLES[found[2]](record), found[3]))
+
+    return _BLOCK.sub(table, text)
+
+
+def documents(root: Path) -> list[Path]:
+    """Those that have tables."""
+    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    return [path for path in paths if _BLOCK.search(path.read_text())]
+
+
+def main(*arguments: str) -> int:
+    if arguments not in ((), ("--check",)) or not Path(RECORD).is_file():
+        raise SystemExit("usage, from a checkout's root: python -m sparse24_plans.bench.figures [--check]")
+    record: dict[str, Any] = load(RECORD)
+    stale = 0
+    for path in documents(Path()):
+        text = path.read_text()
+        new = rendered(text, record)
+        if new != text:
+            stale += 1
+            print(f"{path}: {'differs from' if arguments else 'written from'} {RECORD}")
+            if not arguments:
+                path.write_text(new)
+    return int(bool(arguments) and stale > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""What PyTorch does with the same operands: dense cuBLAS, and its own 2:4 calls. All None without PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ..tuning.data import Array, Matrix, random_bits
+from ..tuning.timing import Contender, Launch, copies_beyond_l2
+from ..vocab import ElementKind, TileRule
+
+try:
+    torch: Any = import_module("torch")
+except ImportError:
+    torch = None
+
+_KINDS = {
+    ElementKind.F32: "float32",
+    ElementKind.F16: "float16",
+    ElementKind.BF16: "bfloat16",
+    ElementKind.S8: "int8",
+    ElementKind.I32: "int32",
+    ElementKind.FP8_E4M3: "float8_e4m3fn",
+}
+_TILE_RULES = {TileRule.GREEDY_MAGNITUDE: "largest_abs_values_greedy"}
+
+
+def torch_tensor(bits: Array, element: ElementKind) -> Any:
+    """Raw bits as a PyTorch tensor, zero-copy."""
+    return torch.from_dlpack(bits.view(f"i{bits.itemsize}")).view(getattr(torch, _KINDS[element]))
+
+
+def on_torch_stream(call: Callable[[], object]) -> Launch:
+    """``call`` as a launch: on PyTorch's stream of that handle."""
+
+    def launch(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            call()
+
+    return launch
+
+
+def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:
+    """cuBLAS; also None where PyTorch has no product of the types for so few tokens.
+
+    f32 is true float32: PyTorch takes TF32 only where it is told to.
+    """
+    if torch is None:
+        return None
+    n, out = len(x_bits), ElementKind.I32 if element is ElementKind.S8 else element
+    x = torch_tensor(x_bits, element)
+    columns = [torch_tensor(bits, element).t() for bits in weights]
+    if element is ElementKind.FP8_E4M3:
+        if n % 16:
+            return None
+        one = torch.ones((), device="cuda")
+        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        calls = [partial(torch._scaled_mm, x, w, **options) for w in columns]
+    elif element is ElementKind.S8 and n <= 16:  # torch._int_mm needs more
+        return None
+    else:
+        multiply = torch._int_mm if element is ElementKind.S8 else torch.mm
+        y = torch_tensor(y_bits, out)
+        calls = [partial(multiply, x, w, out=y) for w in columns]
+    return Contender("dense", [on_torch_stream(call) for call in calls])
+
+
+def cusparselt_call(matrix: Matrix, n: int) -> Callable[[], object] | None:
+    """PyTorch's product with a cuSPARSELt weight, which plans anew every time; None where it has none."""
+    if torch is None:
+        return None
+    x = torch_tensor(random_bits((n, matrix.k), matrix.element, seed=n), matrix.element).t()
+    try:
+        compressed = torch._cslt_compress(torch_tensor(matrix.dense[0], matrix.element))
+        torch._cslt_sparse_mm(compressed, x, transpose_result=True)
+    except (AttributeError, RuntimeError):
+        return None
+    return lambda: torch._cslt_sparse_mm(compressed, x, transpose_result=True)
+
+
+def tile_pruning(
+    shape: tuple[int, int], element: ElementKind, rule: TileRule
+) -> tuple[str, Contender] | None:
+    """PyTorch's tile packer, by its name, with our rule; None where PyTorch refuses it."""
+    if not hasattr(torch, "_sparse_semi_structured_tile") or element.itemsize != 2:
+        return None
+    name = _TILE_RULES[rule]
+    count = copies_beyond_l2(shape[0] * shape[1] * element.itemsize)
+    matrices = [torch_tensor(random_bits(shape, element, seed=i), element) for i in range(count)]
+    calls = [
+        partial(torch._sparse_semi_structured_tile, matrix, algorithm=name, use_cutlass=True)
+        for matrix in matrices
+    ]
+    try:
+        calls[0]()
+    except (RuntimeError, TypeError):
+        return None
+    launches = [on_torch_stream(call) for call in calls]
+    return f"torch._sparse_semi_structured_tile({name!r})", Contender("torch", launches)

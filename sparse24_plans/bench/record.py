@@ -1,0 +1,163 @@
+"""Records: JSON of figures, of the machine, and of the very kernels that gave them.
+
+A record names the kernel files that it measured, with all that they include, and the SHA-256 of these: it
+goes stale only when one of its own kernels changes. Runs of a part each add up to one record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from ..device.devices import cuda_properties
+from ..device.files import read_whole, written_whole
+from ..device.jit.compiler import KERNEL_FOLDER, closure, load_nvrtc, nvrtc_build
+from ..device.tensors import import_cupy
+from ..errors import FormatError, InvalidProblemError
+from ..plan.plan import Plan
+
+SCHEMA = 1
+Record = dict[str, Any]
+_PREFIX = "kernels_cu/"
+"""Of paths in a record: relative to the repository."""
+_MAX_BYTES = 100_000_000
+_MACHINE = ("schema", "gpu", "driver", "cuda", "versions")
+# Lists of a record -> what names one of their rows.
+_KEYS = {
+    "gemm": ("m", "k", "n", "element", "weight_element", "group", "backend"),
+    "prepare": ("op", "m", "k", "element"),
+    "prepare_peers": ("op", "m", "k", "element", "peer"),
+}
+
+
+# The kernels --------------------------------------------------------------------------------------
+
+
+def kernel_files() -> list[str]:
+    """Every kernel source of the package, by its path in the repository."""
+    files = (path for path in KERNEL_FOLDER.rglob("*") if path.is_file())
+    return sorted(_PREFIX + path.relative_to(KERNEL_FOLDER).as_posix() for path in files)
+
+
+def files_of(sources: Iterable[str]) -> list[str]:
+    """Those that ``sources`` and all they include make up."""
+    return sorted({_PREFIX + name for source in sources for name in closure(source)})
+
+
+def sources_of(plan: Plan) -> tuple[str, ...]:
+    """What the plan's kernel is compiled from."""
+    chosen = plan.explain().chosen
+    return next(row.kernel.sources for row in plan.table if row.name == chosen)
+
+
+def kernels_sha256(files: Iterable[str]) -> str:
+    """SHA-256 over the files: path, NUL, contents, NUL, in path order."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        path = KERNEL_FOLDER / name.removeprefix(_PREFIX)
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# The machine --------------------------------------------------------------------------------------
+
+
+def machine() -> Record:
+    """What a record says of GPU 0 and of the libraries. Raises BackendUnavailableError without a GPU."""
+    about = cuda_properties(0)
+    runtime = import_cupy().cuda.runtime.runtimeGetVersion()
+    return {
+        "gpu": about.name,
+        "driver": about.driver,
+        "cuda": f"{runtime // 1000}.{runtime % 1000 // 10}",
+        "versions": {
+            "sparse24_plans": __version__,
+            "cublaslt": about.cublaslt,
+            "cusparselt": about.cusparselt,
+            "nvrtc": _nvrtc(),
+            "cupy": import_cupy().__version__,
+            "torch": _torch(),
+        },
+    }
+
+
+def _nvrtc() -> str:
+    full = re.search(r"\bV(\d[\d.]*)", nvrtc_build())
+    return full[1] if full else ".".join(map(str, load_nvrtc().getVersion()))
+
+
+def _torch() -> str | None:
+    try:
+        return str(import_module("torch").__version__)
+    except ImportError:
+        return None
+
+
+# Records ------------------------------------------------------------------------------------------
+
+
+def empty(about: Mapping[str, Any]) -> Record:
+    """A record of the machine, without figures."""
+    files: dict[str, Any] = {"kernel_files": [], "kernels_sha256": kernels_sha256(())}
+    return {"schema": SCHEMA, **about, **files, **{name: [] for name in _KEYS}, "host": {}}
+
+
+def load(path: str | Path) -> Record:
+    """Read what :func:`save` wrote. Raises StorageError, or FormatError for anything else."""
+    try:
+        found = json.loads(read_whole(path, _MAX_BYTES))
+        if found["schema"] != SCHEMA:
+            raise ValueError(f"expected schema {SCHEMA}, got {found['schema']}")
+        for name in _KEYS:
+            if not all(isinstance(row, dict) for row in found[name]):
+                raise ValueError(f"{name}: expected a list of rows")
+        found["kernels_sha256"], found["gpu"], dict(found["host"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"record {path}: {type(error).__name__}: {error}") from error
+    return dict(found)
+
+
+def save(record: Record, path: str | Path) -> None:
+    """Write the whole file or none of it. Raises StorageError."""
+    with written_whole(path) as file:
+        file.write((json.dumps(record, indent=1) + "\n").encode())
+
+
+def is_current(record: Record) -> bool:
+    """Whether the kernels of the record are those of the package."""
+    files = record.get("kernel_files", kernel_files())
+    return set(files) <= set(kernel_files()) and kernels_sha256(files) == record["kernels_sha256"]
+
+
+def to_extend(path: Path) -> Record | None:
+    """What a run that is to be written to ``path`` adds to; None where there is nothing yet.
+
+    Raises StorageError or FormatError for what is no record, InvalidProblemError for one of other kernels or
+    another machine.
+    """
+    if not path.exists():
+        return None
+    found = load(path)
+    if not is_current(found):
+        raise InvalidProblemError(f"{path}: expected a record of these kernels, got others; remove it first")
+    merged(found, empty(machine()))
+    return found
+
+
+def merged(old: Record, new: Record) -> Record:
+    """Both records' rows; where both have one, the newer. Raises InvalidProblemError for two machines."""
+    for name in _MACHINE:
+        if old.get(name) != new.get(name):
+            raise InvalidProblemError(f"record: expected one {name}, got {old.get(name)} and {new.get(name)}")
+    both = {**old, "host": {**old["host"], **new["host"]}}
+    for name, keys in _KEYS.items():
+        rows = {tuple(row.get(key) for key in keys): row for row in (*old[name], *new[name])}
+        both[name] = list(rows.values())
+    files = sorted({*old["kernel_files"], *new["kernel_files"]})
+    return {**both, "kernel_files": files, "kernels_sha256": kernels_sha256(files)}

@@ -1,0 +1,55 @@
+"""What a record holds, and the part of it that a run measures. Imports nothing that needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidProblemError
+from ..vocab import BackendKind, ElementKind
+
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+LLAMA_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
+SHAPES = LLAMA_8B + LLAMA_70B
+"""(M, K)."""
+PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PARTS = ("gemm", "prepare", "host")
+ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
+_PREPARE_OPS = 6
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is measured. Raises InvalidProblemError for what no record has.
+
+    ``backends``: of products only these, and of what selection chose only what runs on them; none: all.
+    """
+
+    elements: Sequence[ElementKind] = (ElementKind.BF16,)
+    tokens: Sequence[int] = TOKENS
+    shapes: Sequence[tuple[int, int]] = SHAPES
+    parts: Sequence[str] = PARTS
+    backends: Sequence[BackendKind] = ()
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("element", self.elements, ELEMENTS), ("part", self.parts, PARTS)):
+            for one in given:
+                if one not in known:
+                    raise InvalidProblemError(f"{name}: expected one of {', '.join(known)}, got {one}")
+        for n in self.tokens:
+            if not 0 < n <= TOKENS[-1]:
+                raise InvalidProblemError(f"n: expected from 1 to {TOKENS[-1]}, got {n}")
+        if BackendKind.HOST in self.backends:
+            raise InvalidProblemError("backend: expected one that runs on a GPU, got host")
+
+    @property
+    def prepare_shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple(shape for shape in PREPARE_SHAPES if shape in self.shapes)
+
+    @property
+    def steps(self) -> int:
+        """How often a run reports that it is further."""
+        products = len(self.shapes) * len(self.tokens) * ("gemm" in self.parts)
+        prepared = _PREPARE_OPS * len(self.prepare_shapes) * ("prepare" in self.parts)
+        return len(self.elements) * (products + prepared)

@@ -1,0 +1,72 @@
+"""Tables of figures in documents are what the records say."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparse24_plans.bench import figures
+
+from .records import ROOT, record
+
+DOCUMENTS = figures.documents(ROOT)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_agree_with_the_record(path):
+    text = path.read_text()
+    assert figures.rendered(text, record("h200.json")) == text, "run python -m sparse24_plans.bench.figures"
+
+
+def test_every_table_stands_in_a_document():
+    texts = [path.read_text() for path in DOCUMENTS]
+    assert all(any(f"<!-- figures: {name} -->" in text for text in texts) for name in figures.TABLES)
+    assert {path.name for path in DOCUMENTS} >= {"README.md", "preparing.md"}
+
+
+def test_a_table_is_replaced_and_nothing_else():
+    old = "before\n<!-- figures: host -->\n| 1 |\n<!-- end -->\nafter\n"
+    new = figures.rendered(old, {"host": {"launch_us": 4.56, "import_s": 0.25}})
+    lines = new.splitlines()
+    assert (lines[:2], lines[-2:]) == (["before", "<!-- figures: host -->"], ["<!-- end -->", "after"])
+    assert "| `launch` | 4.6 us |" in lines
+    assert "| `import sparse24_plans` | 250.0 ms |" in lines
+    assert "| `run`, new arguments | - |" in lines, "what is not measured"
+    assert figures.rendered(new, {"host": {"launch_us": 4.56, "import_s": 0.25}}) == new
+
+
+def test_a_table_that_is_not_known():
+    with pytest.raises(KeyError):
+        figures.rendered("<!-- figures: typo -->\n<!-- end -->", {})
+
+
+def product(backend: str, us: float, m: int = 8) -> dict:
+    about = {"m": m, "k": 8, "n": 16, "element": "bf16", "backend": backend}
+    return {**about, "us": us, "dense_us": 12.0, "cusparselt_us": None}
+
+
+def test_ratios_are_of_what_select_chose_for_each_shape():
+    found = {"gemm": [product("auto", 6.0), product("invariant", 9.0), product("auto", 3.0, 64)]}
+    assert figures.ratios(found, "bf16", 16, peer="dense_us") == [2.0, 4.0]
+    assert figures.ratios(found, "bf16", 16, peer="cusparselt_us") == []
+    assert figures.ratios(found, "bf16", 16, backend="invariant") == [1.5]
+    assert figures.ratios(found, "bf16", 8, peer="dense_us") == []
+    assert figures.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("arguments", [("--typo",), ("--check", "--check")])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit, match="usage"):
+        figures.main(*arguments)
+
+
+def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / figures.RECORD).write_text((ROOT / figures.RECORD).read_text())
+    (tmp_path / "README.md").write_text("<!-- figures: host -->\n<!-- end -->\n")
+    monkeypatch.chdir(tmp_path)
+    assert figures.main("--check") == 1
+    assert (tmp_path / "README.md").read_text().count("\n") == 2, "a check writes nothing"
+    assert figures.main() == 0
+    assert figures.main("--check") == 0
+    assert "README.md" in capsys.readouterr().out

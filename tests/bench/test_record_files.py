@@ -1,0 +1,131 @@
+"""Record files: the kernels that they name, how parts add up, what is no record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparse24_plans import FormatError, InvalidProblemError, StorageError
+from sparse24_plans.bench import record
+from sparse24_plans.gemm.table import ROWS as GEMM
+from sparse24_plans.prepare.table import ROWS as PREPARE
+from sparse24_plans.tuning.process import python_command
+
+from .records import ROOT
+
+ABOUT = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "versions": {"cupy": "14.2.0"}}
+
+
+def row(backend: str = "auto", us: float = 2.0, **change: object) -> dict:
+    return {"m": 64, "k": 64, "n": 8, "element": "bf16", "backend": backend, "us": us, **change}
+
+
+def made(*sources: str, **parts: object) -> dict:
+    files = record.files_of(sources)
+    return {
+        **record.empty(ABOUT),
+        "kernel_files": files,
+        "kernels_sha256": record.kernels_sha256(files),
+        **parts,
+    }
+
+
+def test_the_hash_is_over_the_path_and_contents_of_every_kernel_file():
+    digest = hashlib.sha256()
+    paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels_cu").rglob("*") if path.is_file())
+    for path in paths:
+        digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
+    assert record.kernel_files() == paths
+    assert record.kernels_sha256(record.kernel_files()) == digest.hexdigest()
+
+
+def test_the_hash_is_the_same_wherever_the_package_works(tmp_path):
+    code = "from sparse24_plans.bench.record import *; print(kernels_sha256(kernel_files()))"
+    done = subprocess.run(python_command(code), capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.strip() == record.kernels_sha256(record.kernel_files())
+
+
+def test_files_are_those_that_the_sources_include():
+    assert record.files_of(()) == []
+    found = record.files_of(["gemm/inflate_strict.cu"])
+    assert {"kernels_cu/gemm/inflate_strict.cu", "kernels_cu/common/strict_math.inc"} <= set(found)
+    assert "kernels_cu/gemm/mma_sp.cu" not in found
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize("row", [*GEMM, *PREPARE], ids=lambda row: row.name)
+def test_a_kernel_names_the_sources_that_it_loads(row):
+    text = Path(__import__(row.kernel.__module__, fromlist=["x"]).__file__).read_text()
+    compiles = "load(" in text or "Inflate(" in text
+    assert bool(row.kernel.sources) == compiles
+    assert set(record.files_of(row.kernel.sources)) <= set(record.kernel_files())
+
+
+def test_a_record_survives_its_file(tmp_path):
+    one = made("gemm/mma_sp.cu", gemm=[row()])
+    record.save(one, tmp_path / "r.json")
+    assert record.load(tmp_path / "r.json") == one
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "gemm": 3}', json.dumps({"schema": 1, "gemm": [1]})],
+)
+def test_what_is_no_record(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(FormatError, match="record"):
+        record.load(tmp_path / "r.json")
+
+
+def test_a_record_that_is_not_there(tmp_path):
+    with pytest.raises(StorageError):
+        record.load(tmp_path / "r.json")
+
+
+def test_parts_add_up_and_the_newer_row_counts():
+    old = made("gemm/mma_sp.cu", gemm=[row(), row("mma_sp", 3.0)], host={"run_us": 7.0, "launch_us": 4.0})
+    new = made(
+        "prepare/pack.cu",
+        gemm=[row(us=1.0), row(n=16)],
+        prepare=[{"op": "pack", "m": 8, "k": 8, "element": "bf16", "us": 1.0}],
+        host={"run_us": 6.0},
+    )
+    both = record.merged(old, new)
+    assert both["gemm"] == [row(us=1.0), row("mma_sp", 3.0), row(n=16)]
+    assert both["prepare"] == new["prepare"]
+    assert both["host"] == {"run_us": 6.0, "launch_us": 4.0}
+    assert both["kernel_files"] == record.files_of(["gemm/mma_sp.cu", "prepare/pack.cu"])
+    assert record.is_current(both)
+
+
+@pytest.mark.parametrize("name", ["gpu", "driver", "cuda", "versions"])
+def test_records_of_two_machines_do_not_add_up(name):
+    with pytest.raises(InvalidProblemError, match=f"expected one {name}"):
+        record.merged(made(), {**made(), name: "another"})
+
+
+def test_a_record_goes_stale_with_its_own_kernels_alone():
+    one = made("gemm/mma_sp.cu")
+    assert record.is_current(one)
+    assert not record.is_current({**one, "kernels_sha256": "0" * 64})
+    assert not record.is_current({**one, "kernel_files": [*one["kernel_files"], "kernels_cu/gone.cu"]})
+
+
+def test_what_a_run_adds_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "machine", lambda: ABOUT)
+    path = tmp_path / "r.json"
+    assert record.to_extend(path) is None
+    one = made("gemm/mma_sp.cu", gemm=[row()])
+    record.save(one, path)
+    assert record.to_extend(path) == one
+    record.save({**one, "kernels_sha256": "0" * 64}, path)
+    with pytest.raises(InvalidProblemError, match="remove it first"):
+        record.to_extend(path)
+    record.save({**one, "driver": "1.0"}, path)
+    with pytest.raises(InvalidProblemError, match="expected one driver"):
+        record.to_extend(path)

@@ -1,0 +1,322 @@
+"""Selection is one table a family: pure, explained, and the same answer every time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    ArchSku,
+    BackendUnavailableError,
+    DeviceProperties,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    GuaranteeRequirement,
+    InvalidProblemError,
+    PlanPreference,
+    UnsupportedError,
+    explain,
+)
+from sparse24_plans.device.devices import cuda_device_count
+from sparse24_plans.gemm.table import ROWS as GEMM_ROWS
+from sparse24_plans.plan.table import Row, choose, consider
+from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
+
+from ..strategies import gemm_descriptors, preferences, prepare_descriptors
+from .cases import PLANS, PROBLEMS, name_of, select
+
+HOST = DeviceProperties(kind="host")
+
+
+def gpu_of(major: int, minor: int, *, libraries: bool = True, **more: Any) -> DeviceProperties:
+    """A GPU that needn't be here."""
+    return DeviceProperties(
+        kind="cuda",
+        name=f"invented sm_{major}{minor}",
+        compute_capability=(major, minor),
+        cublaslt="120900" if libraries else None,
+        cusparselt="0.8.0" if libraries else None,
+        **{"multiprocessors": 100, **more},
+    )
+
+
+TURING, AMPERE, HOPPER = gpu_of(7, 5), gpu_of(8, 0), gpu_of(9, 0)
+PLACES = (HOST, TURING, AMPERE, gpu_of(8, 0, libraries=False), gpu_of(8, 9), HOPPER, gpu_of(12, 0))
+
+
+@dataclass(frozen=True)
+class Family:
+    rows: tuple[Row, ...]
+    problems: Any
+
+
+SIZES, DEPTHS = st.sampled_from([0, 1, 16, 129, 4096, 2**20, 2**31]), st.sampled_from([0, 8, 48, 4096, 2**31])
+FAMILIES = {
+    "gemm": Family(GEMM_ROWS, gemm_descriptors(SIZES, DEPTHS)),
+    "prepare": Family(PREPARE_ROWS, prepare_descriptors()),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
+places = st.sampled_from(PLACES)
+
+
+def reasons(desc: Any, preference: PlanPreference, device: DeviceProperties) -> dict[str, str | None]:
+    return {name: reason for name, _, reason in explain(desc, preference=preference, device=device).rows}
+
+
+# Properties of every answer -----------------------------------------------------------------------
+
+
+@every_family
+@settings(max_examples=200)
+@given(data=st.data(), preference=preferences, device=places)
+def test_every_row_can_serve_or_says_why_not_and_the_first_that_can_is_chosen(
+    family, data, preference, device
+):
+    desc = data.draw(family.problems)
+    answer = explain(desc, preference=preference, device=device)
+    assert [(name, backend) for name, backend, _ in answer.rows] == [
+        (row.name, row.backend) for row in family.rows
+    ]
+    assert all(reason is None or reason.strip() for _, _, reason in answer.rows)
+    able = [name for name, _, reason in answer.rows if reason is None]
+    assert answer.chosen == (able[0] if able else None)
+    assert (answer.details, answer.workspace_size) == ("", None)
+    considered = consider(family.rows, desc, preference, device)
+    if able:
+        assert choose(considered).name == able[0]
+        return
+    with pytest.raises((UnsupportedError, BackendUnavailableError)) as caught:
+        choose(considered)
+    assert all(f"{name}: {reason}" in str(caught.value) for name, _, reason in answer.rows)
+
+
+@every_family
+@settings(max_examples=300)
+@given(data=st.data(), preference=preferences, device=places)
+def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
+    """Asked of the row and of the problem themselves, and not of what selection calls."""
+    desc = data.draw(family.problems)
+    able = {name for name, reason in reasons(desc, preference, device).items() if reason is None}
+    for row in family.rows:
+        if row.name not in able:
+            continue
+        guarantee, require = row.guarantee(desc), preference.require
+        assert preference.prefer_backend in (None, row.backend)
+        assert preference.tier in (None, row.tier)
+        assert (row.tier == "host") == (device.kind == "host")
+        assert device.compute_capability >= row.min_compute_capability or row.on_host
+        assert desc.element in row.elements
+        assert desc.op in row.ops
+        assert preference.allow_sm90a or row.arch is not ArchSku.SM90A
+        if isinstance(desc, GemmSparse24Descriptor):
+            assert desc.epilogue in row.epilogues
+            assert row.column_order or (desc.x_order, desc.y_order) == ("row", "row")
+            assert row.scales or (desc.scale_x, desc.scale_w) == ("none", "none")
+        if preference.max_workspace_bytes is not None:
+            assert row.min_workspace(desc) <= preference.max_workspace_bytes
+        for name in type(require).model_fields:
+            wanted = getattr(require, name)
+            if name == "max_error_bound":
+                assert wanted is None or guarantee.error_bound(desc.reduction) <= wanted
+            elif wanted not in (None, False):
+                assert getattr(guarantee, name) == wanted
+
+
+@every_family
+@given(data=st.data(), preference=preferences, device=places)
+def test_allow_sm90a_touches_only_rows_that_need_it(family, data, preference, device):
+    desc = data.draw(family.problems)
+    with_it, without = (
+        reasons(desc, preference.model_copy(update={"allow_sm90a": flag}), device) for flag in (True, False)
+    )
+    for row in family.rows:
+        if row.arch is not ArchSku.SM90A:
+            assert with_it[row.name] == without[row.name]
+        elif with_it[row.name] is None:
+            assert without[row.name] == "allow_sm90a is false"
+
+
+@every_family
+@given(data=st.data(), device=places)
+def test_a_filter_never_adds_a_row(family, data, device):
+    desc = data.draw(family.problems)
+    free = {name for name, reason in reasons(desc, PlanPreference(), device).items() if reason is None}
+    for preference in (
+        PlanPreference(tier="inflate"),
+        PlanPreference(max_workspace_bytes=0),
+        PlanPreference(require={"deterministic": True}),
+        PlanPreference(allow_sm90a=False),
+    ):
+        assert {name for name, reason in reasons(desc, preference, device).items() if reason is None} <= free
+
+
+@every_family
+@given(data=st.data(), preference=preferences)
+def test_where_a_gpu_is_and_what_it_is_called_changes_nothing(family, data, preference):
+    desc = data.draw(family.problems)
+    other = HOPPER.model_copy(update={"name": "another", "ordinal": 5, "driver": "999"})
+    here, there = reasons(desc, preference, HOPPER), reasons(desc, preference, other)
+    assert {name for name in here if here[name] is None} == {name for name in there if there[name] is None}
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+@every_problem
+def test_equal_arguments_are_one_plan(desc):
+    again = type(desc).model_validate_json(desc.model_dump_json())
+    plan = select(desc, "host")
+    assert select(again, "host") is plan
+    assert select(again, "cpu", preference=PlanPreference.model_validate_json("{}")) is plan
+    other = select(desc.model_copy(update={"m": 24}), "host")
+    assert other is not plan
+    assert (plan.descriptor.m, other.descriptor.m) == (16, 24)
+
+
+@every_problem
+def test_a_preference_may_be_a_mapping(desc):
+    typed = PlanPreference(require=GuaranteeRequirement(subnormals="preserved"))
+    plan = select(desc, "host", preference={"require": {"subnormals": "preserved"}})
+    assert plan is select(desc, "host", preference=typed)
+    assert plan.preference == typed
+    assert plan is not select(desc, "host")
+
+
+@pytest.mark.parametrize("preference", ["fast", 3, GuaranteeRequirement()])
+@every_problem
+def test_what_is_no_preference(desc, preference):
+    for ask in (explain, PLANS[type(desc)].select):
+        with pytest.raises(InvalidProblemError, match="preference: expected PlanPreference"):
+            ask(desc, preference=preference, device="host")
+    with pytest.raises(InvalidProblemError, match="PlanPreference: typo"):
+        PLANS[type(desc)].select(desc, preference={"typo": 1}, device="host")
+
+
+@pytest.mark.parametrize("descriptor", [None, "f32", 3, {"n": 1, "m": 8, "k": 8, "element": "f32"}, object])
+def test_what_is_no_descriptor(descriptor):
+    with pytest.raises(InvalidProblemError, match="descriptor: expected"):
+        explain(descriptor, device="host")
+    for kind, plan in PLANS.items():
+        with pytest.raises(InvalidProblemError, match=f"descriptor: expected {kind.__name__}"):
+            plan.select(descriptor, device="host")
+
+
+def test_another_kinds_descriptor():
+    for kind, plan in PLANS.items():
+        for desc in PROBLEMS:
+            if type(desc) is not kind:
+                with pytest.raises(InvalidProblemError, match=f"{kind.__name__}, got {type(desc).__name__}"):
+                    plan.select(desc, device="host")
+
+
+@pytest.mark.parametrize("device", ["gpu", -1, 1.5, True, object()])
+@pytest.mark.parametrize("desc", [PROBLEMS[0], PROBLEMS[3]], ids=name_of)
+def test_what_is_no_device(desc, device):
+    for ask in (explain, PLANS[type(desc)].select):
+        with pytest.raises(InvalidProblemError, match="device"):
+            ask(desc, device=device)
+
+
+@every_problem
+def test_a_device_that_isnt_there(desc):
+    for ask in (explain, PLANS[type(desc)].select):
+        with pytest.raises(BackendUnavailableError):
+            ask(desc, device=cuda_device_count() + 1)
+
+
+@every_problem
+def test_a_preference_that_contradicts_the_device(desc, device):
+    tier = "inflate" if device == "host" else "host"
+    with pytest.raises(UnsupportedError, match=f"tier is {tier}"):
+        select(desc, device, preference=PlanPreference(tier=tier))
+
+
+@every_problem
+def test_what_can_be_selected_again_after_a_failure(desc):
+    """A refusal isn't remembered as an answer."""
+    for _ in range(2):
+        with pytest.raises(UnsupportedError):
+            select(desc, "host", preference={"tier": "inflate"})
+    assert select(desc, "host").tier == "host"
+
+
+def test_the_workspace_that_a_preference_allows_is_no_part_of_another_plan():
+    desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="f32")
+    plans = [
+        GemmSparse24Plan.select(desc, device="host", preference={"max_workspace_bytes": size})
+        for size in (None, 0, 1)
+    ]
+    assert [plan.preference.max_workspace_bytes for plan in plans] == [None, 0, 1]
+
+
+# Explanations -------------------------------------------------------------------------------------
+
+
+@every_problem
+def test_a_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
+    plan, before = select(desc, "host"), explain(desc, device="host")
+    after = plan.explain()
+    assert (before.details, before.workspace_size) == ("", None)
+    assert after.details
+    assert after.workspace_size == plan.workspace_size()
+    lines = str(after).splitlines()
+    assert lines[0] == "device: host"
+    assert lines[1] == f"chosen: {after.chosen}  {after.details}"
+    assert f"  {after.chosen} (host): chosen" in lines
+
+
+@every_problem
+@pytest.mark.parametrize("place", [HOPPER, AMPERE, HOST], ids=str)
+def test_an_explanation_is_plain_json_and_one_line_a_row(desc, place):
+    answer = explain(desc, device=place)
+    document = json.loads(answer.model_dump_json())
+    assert document["chosen"] == answer.chosen
+    assert document["device"] == ("host" if place is HOST else f"cuda:0 ({place.name})")
+    lines = str(answer).splitlines()
+    assert len(lines) == 2 + len(document["rows"])
+    for line, (name, backend, reason) in zip(lines[2:], document["rows"], strict=True):
+        state = "chosen" if name == answer.chosen else reason or "can serve; a row above it was preferred"
+        assert line == f"  {name} ({backend}): {state}"
+
+
+@every_problem
+def test_an_absent_gpu_that_is_too_old(desc):
+    """Without a GPU, CuPy or a compiler: every row says why."""
+    answer = explain(desc, device=TURING)
+    assert (answer.chosen, answer.workspace_size, answer.details) == (None, None, "")
+    lines = str(answer).splitlines()
+    assert lines[:2] == ["device: cuda:0 (invented sm_75)", "chosen: none"]
+    for line in lines[2:]:
+        assert (
+            "needs compute capability" in line
+            or f"runs on the host, the plan is for {TURING}" in line
+            or "does not serve" in line
+        )
+    with pytest.raises(UnsupportedError, match="needs compute capability"):
+        choose(consider(PLANS[type(desc)].table, desc, PlanPreference(), TURING))
+
+
+@every_problem
+def test_an_absent_gpu_that_serves(desc):
+    answer = explain(desc, device=HOPPER)
+    rows = {name: (backend, reason) for name, backend, reason in answer.rows}
+    backend, reason = rows[answer.chosen]
+    assert reason is None
+    assert backend != "host"
+    host = {name: reason for name, (kind, reason) in rows.items() if kind == "host"}
+    assert host
+    assert all("runs on the host" in reason for reason in host.values())
+
+
+@every_problem
+def test_reasons_that_are_the_callers_own(desc):
+    wanted = PlanPreference(prefer_backend="mma_sp", tier="host")
+    for name, reason in reasons(desc, wanted, HOPPER).items():
+        own = "tier is host" if name.startswith("mma_sp") else "prefer_backend is mma_sp"
+        assert reason == own

@@ -1,0 +1,122 @@
+"""Hypothesis strategies for the package's models."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    BackendKind,
+    CompressSparse24Descriptor,
+    DecompressSparse24Descriptor,
+    DeviceProperties,
+    ElementKind,
+    EpilogueKind,
+    GemmOp,
+    GemmSparse24Descriptor,
+    GuaranteeRequirement,
+    MaskLayout,
+    MaskSparse24Descriptor,
+    MathPrecision,
+    MatrixOrder,
+    PackSparse24Descriptor,
+    PlanPreference,
+    PruneCompressSparse24Descriptor,
+    PruneSparse24Descriptor,
+    ScaleKind,
+    Tier,
+    TilePruneSparse24Descriptor,
+    TileRule,
+)
+
+RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
+"""Of the 8-bit elements; the default first. The others' are the element itself, and f32."""
+
+
+def results_of(element: str) -> list[str]:
+    return RESULTS.get(element, list(dict.fromkeys([str(element), "f32"])))
+
+
+@st.composite
+def gemm_descriptors(
+    draw: st.DrawFn,
+    sizes: st.SearchStrategy[int] | None = None,
+    depths: st.SearchStrategy[int] | None = None,
+    elements: st.SearchStrategy[ElementKind] | None = None,
+) -> GemmSparse24Descriptor:
+    """Every valid combination of fields; ``sizes`` of n and m, ``depths`` of k."""
+    sizes = st.integers(0, 2**31) if sizes is None else sizes
+    depths = st.integers(0, 2**28).map(lambda units: 8 * units) if depths is None else depths
+    element = draw(elements or st.sampled_from(ElementKind))
+    out = draw(st.sampled_from(results_of(element)))
+    op = draw(st.sampled_from(GemmOp))
+    choices = {"out_element": st.just(out)}
+    if op is GemmOp.FORWARD:
+        choices |= {
+            "epilogue": st.sampled_from(EpilogueKind),
+            "x_order": st.sampled_from(MatrixOrder),
+            "y_order": st.sampled_from(MatrixOrder),
+            "scale_x": st.sampled_from(ScaleKind),
+            "scale_w": st.sampled_from(ScaleKind),
+        }
+    optional = draw(st.fixed_dictionaries({}, optional=choices))
+    if "out_element" in optional:
+        integer = element in RESULTS and out in ("s8", "i32")
+        own = [] if integer else [out if element in RESULTS else element]
+        optional["bias_element"] = draw(st.sampled_from([*own, "f32"]))
+    alpha = draw(st.just(1.0) | st.floats(-(2.0**127), 2.0**127))
+    n, m = draw(sizes), draw(sizes)
+    return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
+
+
+_PREPARE = {
+    PruneSparse24Descriptor: {"scores": st.sampled_from([None, "f32", "f16", "bf16"])},
+    CompressSparse24Descriptor: {},
+    PruneCompressSparse24Descriptor: {"scores": st.sampled_from([None, "f32", "f16", "bf16"])},
+    DecompressSparse24Descriptor: {},
+    PackSparse24Descriptor: {"direction": st.sampled_from(["pack", "unpack"])},
+    TilePruneSparse24Descriptor: {"rule": st.sampled_from(TileRule)},
+    MaskSparse24Descriptor: {"layout": st.sampled_from(MaskLayout)},
+}
+
+
+@st.composite
+def prepare_descriptors(draw: st.DrawFn):
+    """Every kind, with every combination of its fields."""
+    kind = draw(st.sampled_from(list(_PREPARE)))
+    more = draw(st.fixed_dictionaries(_PREPARE[kind]))
+    eighths = st.sampled_from([0, 1, 7, 512, 2**20, 2**26])
+    elements = ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2")
+    return kind(m=8 * draw(eighths), k=8 * draw(eighths), element=draw(st.sampled_from(elements)), **more)
+
+
+requirements = st.builds(
+    GuaranteeRequirement,
+    deterministic=st.booleans(),
+    bit_stable_on_same_hardware=st.booleans(),
+    batch_invariant=st.booleans(),
+    bit_stable_across_hardware=st.booleans(),
+    subnormals=st.sampled_from([None, "preserved", "flushed"]),
+    nonfinite=st.sampled_from([None, "skips_pruned", "propagates"]),
+    math_precision=st.none() | st.sampled_from(MathPrecision),
+    accumulator=st.none() | st.sampled_from(ElementKind),
+    max_error_bound=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+)
+preferences = st.builds(
+    PlanPreference,
+    max_workspace_bytes=st.none() | st.integers(0, 2**64),
+    allow_sm90a=st.booleans(),
+    prefer_backend=st.none() | st.sampled_from(BackendKind),
+    tier=st.none() | st.sampled_from(Tier),
+    require=st.just(GuaranteeRequirement()) | requirements,
+)
+devices = st.builds(
+    DeviceProperties,
+    kind=st.sampled_from(["host", "cuda"]),
+    ordinal=st.integers(0, 63),
+    name=st.text(),
+    compute_capability=st.tuples(st.integers(0, 20), st.integers(0, 9)),
+    multiprocessors=st.integers(0, 500),
+    cublaslt=st.none() | st.text(),
+    cusparselt=st.none() | st.text(),
+    driver=st.none() | st.text(),
+)
