@@ -122,7 +122,7 @@ def _strict_dgrad(dy: Array, kept: Array, codes: Array, k: int) -> Array:
     return acc
 
 
-# Epilogue: the same steps as StrictMath in common/common.cuh ----------------------------------------------
+# Epilogue: the same steps as StrictMath in common/epilogue.cuh ---------------------------------------------
 
 
 @lru_cache(maxsize=1)
