@@ -35,9 +35,7 @@ Said = queue.Queue[tuple[int, str]]
 class Worker:
     """A process that runs every so manieth case from the first, and what it said last."""
 
-    def __init__(
-        self, name: int, said: queue.Queue[tuple[int, str]], first: int, options: argparse.Namespace
-    ):
+    def __init__(self, name: int, said: Said, first: int, options: argparse.Namespace) -> None:
         arguments = f"{options.seed}, {first}, {options.processes}, {options.device!r}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"from tests.fuzz.worker import main; main({arguments})"],
