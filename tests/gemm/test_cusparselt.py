@@ -38,6 +38,7 @@ from .cusparselt_cases import (
     needs_cusparselt,
     pairs,
 )
+from .test_error_bounds import KINDS, operands
 
 pytestmark = needs_cusparselt
 
@@ -134,20 +135,31 @@ def test_any_problem(pair, units, epilogue, y_order, pad, seed):
 # What a row promises ------------------------------------------------------------------------------
 
 
-@pairs
+@pytest.mark.parametrize("out", RESULTS["s8"])
 @pytest.mark.parametrize("kind", ["normal", "one sign", "cancelling"])
-def test_error_bound(element, out, kind):
+def test_error_bound_of_integers(out, kind):
     n, m, k = 48, 512, 8192
     rng = np.random.default_rng(7)
-    x, dense = (random_values(rng, shape, ElementKind(element)) for shape in ((n, k), (m, k)))
+    x, dense = (random_values(rng, shape, ElementKind.S8) for shape in ((n, k), (m, k)))
     if kind == "one sign":
-        # Overflow-safe: the largest int8 is its own magnitude's neighbour.
-        x, dense = (np.where(a < 0, -np.maximum(a, -a.dtype.type(100)), a) for a in (x, dense))
+        x, dense = (np.where(a < 0, -np.maximum(a, -100), a).astype(np.int8) for a in (x, dense))
     if kind == "cancelling":
-        dense[:, k // 2 :] = -np.maximum(dense[:, : k // 2], dense.dtype.type(-100))
+        dense[:, k // 2 :] = -np.maximum(dense[:, : k // 2], -100)
         x[:, k // 2 :] = x[:, : k // 2]
     alpha = {"s8": 2.0**-13, "f16": 2.0**-10}.get(out, 1.0)
-    case = case_of(descriptor(element, out, n=n, m=m, k=k, alpha=alpha), x=x, dense=dense)
+    case = case_of(descriptor("s8", out, n=n, m=m, k=k, alpha=alpha), x=x, dense=dense)
+    case.check(case.run())
+
+
+@pytest.mark.parametrize(("element", "out"), [pair for pair in PAIRS if pair[0] != "s8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "m", "k"), [(48, 64, 32), (48, 512, 1024), (16, 128, 8192)])
+def test_error_bound(element, out, kind, n, m, k):
+    """With inputs made to break it; results of f16 are scaled to stay finite."""
+    x, dense = operands(kind, "forward", n, m, k, element)
+    case = case_of(
+        descriptor(element, out, n=n, m=m, k=k, alpha=2.0**-24 if out == "f16" else 1.0), x=x, dense=dense
+    )
     case.check(case.run())
 
 

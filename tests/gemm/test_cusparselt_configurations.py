@@ -19,6 +19,7 @@ from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.gemm.backends import cusparselt
 from sparse24_plans.gemm.tuned import EMPTY, TunedKernel, TuningTable, shipped
 from sparse24_plans.tuning import worker as tuning_worker
+from sparse24_plans.tuning.data import digest
 
 from .cusparselt_cases import (
     FORCED,
@@ -82,7 +83,7 @@ def shipped_entries(count: int) -> list[TunedKernel]:
 
 def test_the_shipped_configurations_are_right_and_keep_their_promises():
     for entry in shipped_entries(40):
-        problem = tuning_worker.Problem(entry.problem, 0)
+        problem = tuning_worker.Experiment(entry.problem, 0)
         plan = problem.plan(entry.kernel, dict(entry.configuration))
         assert problem.is_right(plan), entry
         assert problem.is_deterministic(plan) or "deterministic" not in entry.promises, entry
@@ -97,9 +98,9 @@ def digests() -> list[int]:
     """Of the results of some shipped configurations."""
     found = []
     for entry in shipped_entries(8):
-        problem = tuning_worker.Problem(entry.problem, 0)
+        problem = tuning_worker.Experiment(entry.problem, 0)
         plan = problem.plan(entry.kernel, dict(entry.configuration))
-        found.append(tuning_worker.digest(problem.bits(plan)))
+        found.append(digest(problem.bits(plan)))
     return found
 
 
