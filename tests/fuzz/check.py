@@ -23,9 +23,11 @@ from sparse24_plans import (
     UnsupportedError,
 )
 from sparse24_plans.plan.operands import Role
+from sparse24_plans.weights.packing import pack
 
+from ..plan.cases import equal, matrix, parts_of
 from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
-from ..prepare.prepare_cases import PrepareCase, equal, matrix, parts_of
+from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits
 from .problems import Preparation, Product
 
@@ -150,6 +152,12 @@ def _check_preparation(problem: Preparation, device: int | str) -> bool:
         assert np.array_equal(found[name], bits), f"{name} is not what was expected"
     if wrong is not None:
         _check_report(case, wrong)
+    if isinstance(problem.desc, PackSparse24Descriptor) and problem.desc.direction == "pack":
+        back = problem.desc.model_copy(update={"direction": "unpack"})
+        unpacked = PrepareCase(back, device, found).run()
+        assert all(np.array_equal(unpacked[name], bits) for name, bits in inputs.items()), (
+            "not packed's inverse"
+        )
     case.poison()
     assert equal(case.run(), found), "other bits in a second run"
     return True
@@ -177,6 +185,8 @@ def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
         "values": weight.values.view(desc.element.bits_dtype),
         "metadata": weight.metadata,
     }
+    if isinstance(desc, PackSparse24Descriptor) and rng.random() < 0.7:
+        known["packed"] = pack(weight).buffers[0].bits()
     read = [operand for operand in desc.operands() if operand.role is not Role.OUT]
     parts = [part for operand in read for part in parts_of(operand)]
     for part in parts:
@@ -194,7 +204,7 @@ def _model(
         weight = Sparse24Weight(inputs["values"], inputs["metadata"], element=desc.element)
         return {"dense": weight.decompress().view(desc.element.bits_dtype)}, None
     if isinstance(desc, PackSparse24Descriptor):
-        return {}, None
+        return {}, None  # packing: tests/weights; both ways: _check_preparation
     dense = inputs["dense"]
     if isinstance(desc, MaskSparse24Descriptor):
         keep = np.unpackbits(inputs["mask"], axis=-1, bitorder="little").astype(bool)

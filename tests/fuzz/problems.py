@@ -208,6 +208,8 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
         without = _pick(rng, ((), ("mask",), ("pruned",)))
     if name == "TilePrune":
         fields["rule"] = _pick(rng, TileRule)
+    if name == "Pack":
+        fields["direction"] = _pick(rng, ("pack", "unpack"))
     if name == "Mask":
         fields["layout"] = _pick(rng, ("rows", "tiles"))
     squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"
