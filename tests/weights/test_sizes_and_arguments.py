@@ -9,6 +9,7 @@ import pytest
 from sparse24_plans import (
     BackendUnavailableError,
     Device,
+    ElementKind,
     FormatError,
     InvalidProblemError,
     Sparse24Weight,
