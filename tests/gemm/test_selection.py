@@ -408,6 +408,32 @@ def test_kernels_of_one_element_and_architecture_share_a_layout(row, element, la
     assert (spec.layout, spec.arch) == (layout, arch)
 
 
+# Explanations -------------------------------------------------------------------------------------
+
+
+def test_an_explanation_reads_as_one_line_a_row():
+    lines = str(explain(PROBLEM, device=HOPPER)).splitlines()
+    assert lines[0] == "device: cuda:0 (invented sm_90)"
+    assert lines[1] == "chosen: inflate_cublas"
+    assert len(lines) == 2 + len(table.ROWS)
+    by_row = {line.split()[0]: line for line in lines[2:]}
+    assert by_row["inflate_cublas"] == "  inflate_cublas (inflate_cublas): chosen"
+    assert (
+        by_row["inflate_strict"]
+        == "  inflate_strict (inflate_strict): can serve; a row above it was preferred"
+    )
+    assert by_row["host_blas"].startswith("  host_blas (host): runs on the host")
+    assert by_row["mma_sp"] == "  mma_sp (mma_sp): serves elements f16, bf16, not f32"
+
+
+def test_an_explanation_of_what_can_be_installed():
+    answer = explain(PROBLEM, device=HOPPER_BARE)
+    rows = {name: (backend, reason) for name, backend, reason in answer.rows}
+    assert answer.chosen == "inflate_strict"
+    assert rows["inflate_strict"] == ("inflate_strict", None)
+    assert "pip install" in rows["inflate_cublas"][1]
+
+
 # Rows ---------------------------------------------------------------------------------------------
 
 
