@@ -4,20 +4,26 @@ Needs no GPU. Writes a small generated checkpoint to a temporary folder. The com
 `sparse24 compress CKPT -o OUT` and `sparse24 verify OUT --against CKPT` do the same from a shell.
 """
 
+import json
 import tempfile
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from sparse24_plans import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan
-from sparse24_plans.checkpoints.compress import compress_checkpoint
-from sparse24_plans.checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
-from sparse24_plans.checkpoints.verify import verify_checkpoint
-from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight
+from sparse24_plans import (
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    compress_checkpoint,
+    iter_weights,
+    load_weight,
+    verify_checkpoint,
+)
 
 
 def write_checkpoint(path: Path) -> None:
+    """Random weights as bfloat16; safetensors is the length of a JSON header, the header, the bytes."""
     rng = np.random.default_rng(0)
     shapes = {
         "embed_tokens.weight": (512, 128),
@@ -25,10 +31,13 @@ def write_checkpoint(path: Path) -> None:
         "layers.0.down_proj.weight": (128, 512),
         "layers.0.norm.weight": (128,),
     }
-    infos = [TensorInfo(name, "BF16", shape, 2 * int(np.prod(shape))) for name, shape in shapes.items()]
-    with SafetensorsWriter(path, infos, {"format": "pt"}) as writer:
-        for info in infos:
-            writer.write(info.name, rng.standard_normal(info.shape, np.float32).astype(ml_dtypes.bfloat16))
+    header, parts, end = {}, [], 0
+    for name, shape in shapes.items():
+        parts.append(rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16).tobytes())
+        start, end = end, end + len(parts[-1])
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ addresses only. CuPy launches the kernels, and its memory pool stays empty.
 import numpy as np
 
 from sparse24_plans import (
+    BackendUnavailableError,
     Device,
     ElementKind,
     GemmSparse24Args,
@@ -17,16 +18,22 @@ from sparse24_plans import (
     TensorView,
     Workspace,
 )
-from sparse24_plans.device.devices import cuda_device_count
 
-if not cuda_device_count():
-    print("This example needs a CUDA device that CuPy can use; nothing was run.")
-    raise SystemExit(0)
+n, m, k = 48, 1024, 512
+desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", out_element="f32")
+# This backend is forced because it needs a workspace, and reads the canonical weight where it lies.
+preference = PlanPreference(prefer_backend="inflate_cublas")
+try:
+    plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
 
-import cupy
+    import cupy
+except BackendUnavailableError as error:
+    print(f"This example needs a CUDA device; nothing was run: {error}")
+    raise SystemExit(0) from None
+print(plan.explain())
 
 runtime = cupy.cuda.runtime
-DEVICE = Device("cuda", runtime.getDevice())
+DEVICE = Device("cuda", plan.device.ordinal)
 TO_DEVICE, TO_HOST = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
 
 
@@ -53,7 +60,6 @@ class Arena:
         return view
 
 
-n, m, k = 48, 1024, 512
 rng = np.random.default_rng(0)
 arena = Arena(64 << 20)
 stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)  # a bare cudaStream_t
@@ -68,13 +74,6 @@ weight = Sparse24Weight(
 )
 x_host = rng.standard_normal((n, k), np.float32).astype(np.float16)
 x, y = arena.upload(x_host, ElementKind.F16), arena.tensor((n, m), ElementKind.F32)
-
-desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f16", out_element="f32")
-# This backend is forced because it needs a workspace, and reads the canonical weight where it lies.
-plan = GemmSparse24Plan.select(
-    desc, device=DEVICE.ordinal, preference=PlanPreference(prefer_backend="inflate_cublas")
-)
-print(plan.explain())
 
 size = plan.workspace_size()
 workspace = Workspace(arena.take(size, plan.workspace_alignment), size, DEVICE, owner=arena)

@@ -5,16 +5,30 @@ Needs a CUDA device. `select`, `pack` and `bind` come before the capture; `run` 
 
 import numpy as np
 
-from sparse24_plans import GemmSparse24Args, GemmSparse24Descriptor, GemmSparse24Plan, Sparse24Weight
-from sparse24_plans.device.devices import cuda_device_count
-
-if not cuda_device_count():
-    print("This example needs a CUDA device that CuPy can use; nothing was run.")
-    raise SystemExit(0)
-
-import cupy
+from sparse24_plans import (
+    BackendUnavailableError,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    Sparse24Weight,
+)
 
 n, hidden, inner = 32, 512, 1024
+fields = {"n": n, "element": "f16"}
+try:
+    up = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(**fields, m=inner, k=hidden, epilogue="bias_gelu", alpha=hidden**-0.5),
+        device=0,
+    )
+    down = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(**fields, m=hidden, k=inner, alpha=inner**-0.5), device=0
+    )
+
+    import cupy
+except BackendUnavailableError as error:
+    print(f"This example needs a CUDA device; nothing was run: {error}")
+    raise SystemExit(0) from None
+
 rng = np.random.default_rng(0)
 
 
@@ -25,12 +39,6 @@ def random(*shape: int) -> np.ndarray:
 x = cupy.asarray(random(n, hidden))
 middle, y = cupy.empty((n, inner), cupy.float16), cupy.empty((n, hidden), cupy.float16)
 
-up = GemmSparse24Plan.select(
-    GemmSparse24Descriptor(n=n, m=inner, k=hidden, element="f16", epilogue="bias_gelu", alpha=hidden**-0.5)
-)
-down = GemmSparse24Plan.select(
-    GemmSparse24Descriptor(n=n, m=hidden, k=inner, element="f16", alpha=inner**-0.5)
-)
 # Layers that run one after the other on one stream may share a workspace.
 workspace = cupy.empty(max(up.workspace_size(), down.workspace_size()), cupy.uint8)
 up_args = GemmSparse24Args(

@@ -12,7 +12,6 @@ from sparse24_plans import (
     Sparse24Weight,
     TensorView,
 )
-from sparse24_plans.device.devices import cuda_device_count
 
 try:
     import torch
@@ -34,9 +33,12 @@ class OnlyDLPack:
         return self._tensor.__dlpack__(**options)
 
 
-on_gpu = torch.cuda.is_available() and cuda_device_count() > 0
-place = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 n, m, k = 16, 256, 128
+desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue="bias_relu")
+# None: the current CUDA device, or the host where CuPy sees none.
+plan = GemmSparse24Plan.select(desc, device=None if torch.cuda.is_available() else "host")
+on_gpu = plan.device.kind == "cuda"
+place = torch.device("cuda", plan.device.ordinal) if on_gpu else torch.device("cpu")
 torch.manual_seed(0)
 dense = torch.randn(m, k, dtype=torch.bfloat16, device=place)
 x = torch.randn(n, k, dtype=torch.bfloat16, device=place)
@@ -47,8 +49,6 @@ for name, tensor in (("data_ptr", x), ("__dlpack__", OnlyDLPack(x))):
     print(f"{name}: {view}, zero-copy: {view.address == x.data_ptr()}")
     assert view.address == x.data_ptr()
 
-desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue="bias_relu")
-plan = GemmSparse24Plan.select(desc, device=0 if on_gpu else "host")
 if on_gpu:
     torch.cuda.synchronize()  # the weight is prepared on CuPy's current stream, not on PyTorch's
 packed = plan.pack(Sparse24Weight.prune_compress(dense))

@@ -11,25 +11,40 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from sparse24_plans import FormatError, Sparse24Weight, from_foreign, prune, to_foreign
-from sparse24_plans.checkpoints.convert import convert_checkpoint
-from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
-from sparse24_plans.checkpoints.weights_file import iter_weights
-from sparse24_plans.formats.convert import FORMATS
+from sparse24_plans import (
+    FormatError,
+    Sparse24Weight,
+    convert_checkpoint,
+    from_foreign,
+    iter_weights,
+    prune,
+    to_foreign,
+)
 
 rng = np.random.default_rng(0)
 
 # One weight, every format that holds it ----------------------------------------------------------------
 
 weight = Sparse24Weight.prune_compress(rng.standard_normal((128, 256), np.float32).astype(ml_dtypes.bfloat16))
-for name, known in FORMATS.items():
+shape = {"shape": (weight.m, weight.k)}
+FORMATS = {
+    "baracuda": {},
+    "torch_cutlass": {},
+    "cutlass_sm90": {},
+    "tilelang": {},
+    "torch_tile": shape,
+    "cusparselt_sm80": shape,
+    "cusparselt_sm90": shape,
+    "compressed_tensors": {},
+}
+"""With what the way back has to be told."""
+for name, more in FORMATS.items():
     try:
         parts = to_foreign(name, weight)
     except FormatError as error:
         print(f"{name:18} {error}")
         continue
-    shape = {"shape": (weight.m, weight.k)} if "shape" in known.options else {}
-    back = from_foreign(name, parts, **shape)
+    back = from_foreign(name, parts, **more)
     assert back.values.tobytes() == weight.values.tobytes()
     assert back.metadata.tobytes() == weight.metadata.tobytes()
     print(
@@ -37,6 +52,27 @@ for name, known in FORMATS.items():
     )
 
 # A sharded model -----------------------------------------------------------------------------------------
+
+
+def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """A safetensors file: the length of a JSON header, the header, the bytes."""
+    header, end = {}, 0
+    for name, (dtype, array) in tensors.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    data = b"".join(array.tobytes() for _, array in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """Every tensor's bytes."""
+    raw = path.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    header.pop("__metadata__", None)
+    spans = {name: about["data_offsets"] for name, about in header.items()}
+    return {name: raw[begin + start : begin + end] for name, (start, end) in spans.items()}
 
 
 def write_model(folder: Path) -> dict[str, np.ndarray]:
@@ -48,14 +84,9 @@ def write_model(folder: Path) -> dict[str, np.ndarray]:
         dense = prune(rng.standard_normal((64, 128), np.float32).astype(ml_dtypes.bfloat16))
         parts = to_foreign("compressed_tensors", Sparse24Weight.compress(dense))
         types = {"compressed": "BF16", "bitmask": "U8", "shape": "I64"}
-        infos = [
-            TensorInfo(f"{name}.{part}", types[part], array.shape, array.nbytes)
-            for part, array in parts.items()
-        ]
-        with SafetensorsWriter(folder / shard, infos, {"format": "pt"}) as writer:
-            for part, array in parts.items():
-                writer.write(f"{name}.{part}", array)
-        weight_map |= {info.name: shard for info in infos}
+        tensors = {f"{name}.{part}": (types[part], np.asarray(array)) for part, array in parts.items()}
+        write(folder / shard, tensors)
+        weight_map |= dict.fromkeys(tensors, shard)
         layers[f"{name}.weight"] = dense
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return layers
@@ -67,13 +98,10 @@ with tempfile.TemporaryDirectory() as scratch:
     print()
     for report in convert_checkpoint(model, ours, from_format="compressed_tensors", to_format="sparse24"):
         print(f"{report.action} {report.name}: {report.bytes_before} -> {report.bytes_after} bytes")
-    found = {
-        name: weight for shard in sorted(ours.glob("*.safetensors")) for name, weight in iter_weights(shard)
-    }
+    found = dict(iter_weights(ours))
     assert all(found[name].decompress().tobytes() == layer.tobytes() for name, layer in layers.items())
 
     convert_checkpoint(ours, dense, from_format="sparse24", to_format="dense")
     for shard in sorted(dense.glob("*.safetensors")):
-        with SafetensorsReader(shard) as reader:
-            assert all(reader.read(name).tobytes() == layers[name].tobytes() for name in reader.tensors)
+        assert all(data == layers[name].tobytes() for name, data in read(shard).items())
     print(f"and dense again: {', '.join(path.name for path in sorted(dense.iterdir()))}")

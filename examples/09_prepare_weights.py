@@ -20,17 +20,17 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TilePruneSparse24Plan,
 )
-from sparse24_plans.device.devices import cuda_device_count
 
-if cuda_device_count():
+m, k = 256, 512
+fields = {"m": m, "k": k, "element": "f16"}
+masking = MaskSparse24Plan.select(MaskSparse24Descriptor(**fields, layout="tiles"))
+if masking.device.kind == "cuda":
     import cupy as xp
 else:
     xp = np
 
-m, k = 256, 512
 rng = np.random.default_rng(0)
 dense = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
-fields = {"m": m, "k": k, "element": "f16"}
 
 # Transposable 2:4: W and W^T compressed, and the mask, in one pass over W.
 for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
@@ -51,7 +51,6 @@ for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
 
 # The gradient keeps what the weight keeps. In place.
 gradient = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
-masking = MaskSparse24Plan.select(MaskSparse24Descriptor(**fields, layout="tiles"))
 masking.run(MaskSparse24Args(gradient, args.mask, gradient))
 print(f"gradient: {float((gradient != 0).mean()):.1%} of its cells are left")
 

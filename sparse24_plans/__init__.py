@@ -14,10 +14,12 @@ _HOME = {
     "checkpoints.compress": "compress_checkpoint",
     "checkpoints.convert": "convert_checkpoint",
     "checkpoints.verify": "verify_checkpoint",
+    "checkpoints.weights_file": "iter_weights load_weight save_weights",
     "device.tensors": "Device TensorView Workspace",
     "errors": "BackendUnavailableError BufferTooSmallError DriverError FormatError InvalidProblemError "
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
     "formats.convert": "from_foreign to_foreign",
+    "formats.product": "from_product",
     "gemm.args": "DgradSparse24Args GemmSparse24Args",
     "gemm.descriptor": "GemmSparse24Descriptor",
     "gemm.plan": "GemmSparse24Plan",

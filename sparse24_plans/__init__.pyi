@@ -4,6 +4,9 @@ from ._version import __version__ as __version__
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
 from .checkpoints.convert import convert_checkpoint as convert_checkpoint
 from .checkpoints.verify import verify_checkpoint as verify_checkpoint
+from .checkpoints.weights_file import iter_weights as iter_weights
+from .checkpoints.weights_file import load_weight as load_weight
+from .checkpoints.weights_file import save_weights as save_weights
 from .device.tensors import Device as Device
 from .device.tensors import TensorView as TensorView
 from .device.tensors import Workspace as Workspace
@@ -19,6 +22,7 @@ from .errors import UnsupportedError as UnsupportedError
 from .errors import WorkspaceTooSmallError as WorkspaceTooSmallError
 from .formats.convert import from_foreign as from_foreign
 from .formats.convert import to_foreign as to_foreign
+from .formats.product import from_product as from_product
 from .gemm.args import DgradSparse24Args as DgradSparse24Args
 from .gemm.args import GemmSparse24Args as GemmSparse24Args
 from .gemm.descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor

@@ -324,6 +324,16 @@ def activate(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
     return v
 
 
+def product64(plan: Plan, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of float64 matrices. Large ones are multiplied where the plan runs."""
+    if plan.device.cublaslt is None or a.size * b.shape[1] < 1 << 28:
+        return a @ b
+    import cupy
+
+    with cupy.cuda.Device(plan.device.ordinal):
+        return (cupy.asarray(a) @ cupy.asarray(b)).get()
+
+
 def reference(
     plan: GemmSparse24Plan,
     x: np.ndarray,
@@ -335,7 +345,8 @@ def reference(
     desc = plan.descriptor
     w = dense.T if desc.op == "forward" else dense
     wide = x.astype(np.float64)
-    exact, abs_sum = desc.alpha * (wide @ w) * scale, np.abs(wide) @ np.abs(w) * scale
+    exact = desc.alpha * product64(plan, wide, w) * scale
+    abs_sum = product64(plan, np.abs(wide), np.abs(w)) * scale
     f32, out = ElementKind.F32, desc.out_element
     scaling = np.abs(exact) * (4 * f32.unit_roundoff) * np.any(np.asarray(scale) != 1)
     if bias is None:

@@ -6,6 +6,7 @@ file share one namespace, in order.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import sparse24_plans
 from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.gemm.table import ROWS
 
@@ -65,13 +67,16 @@ def test_example(path):
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_python_blocks(page):
     namespace: dict[str, object] = {"__name__": "document"}
-    ran = 0
     for line, mark, body in blocks(page):
         if mark == "python" or (mark == "python gpu-only" and HAS_GPU):
             # Line numbers in a traceback are those of the page.
             exec(compile("\n" * (line - 1) + body, str(page), "exec"), namespace)
-            ran += 1
-    assert ran, f"{relative(page)} has no Python block"
+
+
+def test_the_guides_show_code_that_runs():
+    """All but the page for those who change the package."""
+    shown = {relative(page) for page in DOCUMENTS for _, mark, _ in blocks(page) if mark == "python"}
+    assert {relative(page) for page in DOCUMENTS} - shown <= {"docs/architecture.md"}
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
@@ -89,14 +94,53 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def test_named_files_of_tests_exist():
+    for page in PAGES:
+        for name in re.findall(r"\btests/[\w/]*\w(?:\.py)?", page.read_text()):
+            assert (ROOT / name).exists(), f"{relative(page)} names {name}"
+
+
 def test_named_tests_exist():
     """Pages name tests as their evidence; a name may end in an ellipsis."""
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     functions = re.findall(r"def (test_\w+)", sources)
     for page in PAGES:
         for name, ellipsis in re.findall(r"`(test_\w+?)(\.\.\.)?`", page.read_text()):
             known = any(f.startswith(name) for f in functions) if ellipsis else name in functions
             assert known, f"{relative(page)} names {name}"
+
+
+def imported(code: str) -> set[str]:
+    """Modules of ours that the code imports from or names in an import."""
+    nodes = list(ast.walk(ast.parse(code)))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    taken = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return {name for name in plain | taken if name.split(".")[0] == "sparse24_plans"}
+
+
+def names_taken(code: str) -> set[str]:
+    """Names imported from the package itself."""
+    return {
+        alias.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and node.module == "sparse24_plans"
+        for alias in node.names
+    }
+
+
+CODE = {relative(path): path.read_text() for path in EXAMPLES} | {
+    f"{relative(page)}:{line}": body
+    for page in [*DOCUMENTS, ROOT / "examples" / "README.md"]
+    for line, mark, body in blocks(page)
+    if mark.startswith("python")
+}
+
+
+@pytest.mark.parametrize("code", CODE.values(), ids=list(CODE))
+def test_what_is_shown_imports_from_the_package_alone(code):
+    """Or from its part for PyTorch; what users need is public."""
+    assert imported(code) <= {"sparse24_plans", "sparse24_plans.torch"}
+    assert names_taken(code) <= set(sparse24_plans.__all__)
 
 
 def promises_in_the_guide() -> dict[str, dict[str, str]]:

@@ -7,11 +7,6 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Whether a struct of parameters is as long as the one that the host launches with.
-template <class Params> constexpr bool matches_host() {
-#ifdef S24_PARAMETER_BYTES
-  return sizeof(Params) == S24_PARAMETER_BYTES;
-#else
-  return true;
-#endif
-}
+// Whether a struct of parameters is as long as the one that the host launches with, which says so in
+// S24_PARAMETER_BYTES.
+template <class Params> constexpr bool matches_host() { return sizeof(Params) == S24_PARAMETER_BYTES; }

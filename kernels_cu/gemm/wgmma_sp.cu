@@ -148,18 +148,6 @@ struct Barriers {
   __device__ __forceinline__ u32 source_free(u32 slot) const {
     return at + 8 * (2 * Config::kWeightStages + Config::kSourceStages + slot);
   }
-
-  __device__ __forceinline__ void init() const {
-    constexpr int kWarps = 4 * Config::kWarpgroups;  // that multiply
-    for (int i = 0; i < Config::kWeightStages; ++i) {
-      barrier_init(weight_full(i), 1);
-      barrier_init(weight_free(i), kWarps);
-    }
-    for (int i = 0; i < Config::kSourceStages; ++i) {
-      barrier_init(source_full(i), 1);
-      barrier_init(source_free(i), kWarps * Config::kShare);
-    }
-  }
 };
 
 // What a block works on: its first row tile and token.
@@ -551,7 +539,15 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     prefetch_map(&p.x_map);
     prefetch_map(&p.x_tail_map);
     if (Config::kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
-    barriers.init();
+    constexpr int kReaders = 4 * Config::kWarpgroups;  // warps that report a stage free
+    for (int i = 0; i < Config::kWeightStages; ++i) {
+      barrier_init(barriers.weight_full(i), 1);
+      barrier_init(barriers.weight_free(i), kReaders);
+    }
+    for (int i = 0; i < Config::kSourceStages; ++i) {
+      barrier_init(barriers.source_full(i), 1);
+      barrier_init(barriers.source_free(i), kReaders * Config::kShare);
+    }
     barrier_init_fence();
   }
   __syncthreads();

@@ -21,13 +21,12 @@ from ..tuning.timing import Contender, Launch, time_contenders
 from ..vocab import BackendKind
 from . import peers
 from .record import sources_of
+from .scope import BACKENDS
 
 Row = dict[str, Any]
 
 _INVARIANT = GuaranteeRequirement(batch_invariant=True)
-FORCED = {
-    kind.value: PlanPreference(prefer_backend=kind) for kind in BackendKind if kind is not BackendKind.HOST
-}
+FORCED = {kind.value: PlanPreference(prefer_backend=kind) for kind in BACKENDS}
 _MEASURED = {
     **FORCED,
     "wgmma_sp_invariant": PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require=_INVARIANT),

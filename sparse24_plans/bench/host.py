@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..device.tensors import import_cupy
-from ..errors import UnsupportedError
+from ..errors import Sparse24Error
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
@@ -34,7 +34,7 @@ def measured(sources: set[str]) -> dict[str, float]:
     for name, preference in {"auto": PlanPreference(), **FORCED}.items():
         try:
             plan = GemmSparse24Plan.select(desc, device=0, preference=preference)
-        except UnsupportedError:
+        except Sparse24Error:
             continue
         sources.update(sources_of(plan))
         figures |= _of_plan(plan, matrix, "" if name == "auto" else f"{name}_")

@@ -23,7 +23,7 @@ from .record import kernel_files, kernels_sha256, machine
 
 _PROCESSES = 14
 _FUZZ_SECONDS = 120
-_FUZZ_PROCESSES = 8
+_FUZZ_PROCESSES = _PROCESSES
 
 
 def _tests(expression: str, arguments: tuple[str, ...]) -> Counter[str]:

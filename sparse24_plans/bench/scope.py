@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidProblemError
+from ..gemm.table import ROWS
 from ..vocab import BackendKind, ElementKind
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -16,6 +17,8 @@ PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PARTS = ("gemm", "prepare", "host")
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
+BACKENDS = tuple(dict.fromkeys(row.backend for row in ROWS if not row.on_host))
+"""Those that multiply on a GPU."""
 _PREPARE_OPS = 6
 
 
@@ -33,15 +36,17 @@ class Scope:
     backends: Sequence[BackendKind] = ()
 
     def __post_init__(self) -> None:
-        for name, given, known in (("element", self.elements, ELEMENTS), ("part", self.parts, PARTS)):
+        for name, given, known in (
+            ("element", self.elements, ELEMENTS),
+            ("part", self.parts, PARTS),
+            ("backend", self.backends, BACKENDS),
+        ):
             for one in given:
                 if one not in known:
                     raise InvalidProblemError(f"{name}: expected one of {', '.join(known)}, got {one}")
         for n in self.tokens:
             if not 0 < n <= TOKENS[-1]:
                 raise InvalidProblemError(f"n: expected from 1 to {TOKENS[-1]}, got {n}")
-        if BackendKind.HOST in self.backends:
-            raise InvalidProblemError("backend: expected one that runs on a GPU, got host")
 
     @property
     def prepare_shapes(self) -> tuple[tuple[int, int], ...]:

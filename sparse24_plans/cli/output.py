@@ -61,8 +61,7 @@ def reported(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": {"type": type(error).__name__, "message": str(error)}})
         else:
-            message = plain(f"error: {error}")
-            console(stderr=True).print(message, highlight=False, soft_wrap=True)
+            console(stderr=True).print(Text(f"error: {one_line(str(error))}"), soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -119,6 +118,11 @@ def plain(value: object, style: str = "") -> Text:
     """Plain text: names from a file can hold neither markup nor control characters for the terminal."""
     text = str(value)
     return Text(text if text.isprintable() else ascii(text), style)
+
+
+def one_line(text: str) -> str:
+    """The text with the characters escaped that would drive a terminal or start a new line."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def size_text(nbytes: int) -> str:

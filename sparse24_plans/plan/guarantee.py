@@ -53,13 +53,14 @@ class PrecisionGuarantee(Model):
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
         ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
-        ``error_bound`` it holds what rounding the result costs: alpha's multiply, the conversion to ``out``,
-        and the underflow of every step.
+        ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
+        the result to ``out``, and the underflow of every step.
         """
         f32 = ElementKind.F32
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
         value: Float64s = np.abs(exact) + accumulated
-        rounding = value * (2 * f32.unit_roundoff + 1.01 * out.unit_roundoff)
+        of_alpha = abs(float(np.float32(alpha)) - alpha) / abs(alpha) if alpha else 0.0
+        rounding = value * (2 * f32.unit_roundoff + of_alpha + 1.01 * out.unit_roundoff)
         to_integer = 0.5 if out.is_integer else 0.0
         return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
 

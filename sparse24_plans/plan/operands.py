@@ -107,7 +107,7 @@ def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable
 class OperandChecks:
     """The checks of one plan. Called with arguments, gives their views, or raises what is wrong with them.
 
-    Raises InvalidProblemError or MisalignedOperandError, naming the argument, what was expected and what came.
+    Raises InvalidProblemError or MisalignedOperandError: the argument, what was expected and what came.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ P = TypeVar("P", bound=PrepareDescriptor)
 
 _STATUS_BYTES = 8
 _INTEGERS = {ElementKind.U8: 0, ElementKind.S8: 1}
-_FLOAT = 2  # S24_SIGN_MAGNITUDE
+_FLOAT = 2  # Number::SIGN_MAGNITUDE
 
 
 class PrepareKernel(Kernel[P]):

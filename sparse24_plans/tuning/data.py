@@ -117,7 +117,7 @@ class Problem:
         self.x = _ordered((desc.n, desc.k), desc.element, desc.x_order)
         self.x[...] = random_bits((desc.n, desc.k), desc.element, seed=desc.n)
         self.y = _ordered((desc.n, desc.m), desc.out_element, desc.y_order)
-        self._space = import_cupy().empty(0, np.uint8)
+        self._space = import_cupy().empty(1, np.uint8)
 
     def workspace(self, plan: GemmSparse24Plan) -> Array:
         """Scratch that all plans of the problem share."""

@@ -46,7 +46,7 @@ class Inflate:
 
 
 def _defines(element: ElementKind) -> dict[str, int]:
-    """8-bit elements have no arithmetic in common.cuh, and need none here: only their width."""
+    """Bytes are moved: of 8-bit elements, not all of which have a code, the width is enough."""
     if element.itemsize == 1:
         return {"WIDTH": 1}
     return {"ELEMENT": ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}

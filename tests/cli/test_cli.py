@@ -387,6 +387,13 @@ def test_an_error_is_one_line_on_stderr_or_one_document(tmp_path, case):
     assert message in document["error"]["message"]
 
 
+def test_errors_cannot_drive_the_terminal(tmp_path):
+    result = run("compress", tmp_path / "a\x1b[2J\nb", "-o", tmp_path / "o", exit_code=1)
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert r"a\x1b[2J\nb" in line
+
+
 @pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here")
 def test_a_device_that_is_not_here(checkpoint, compressed):
     document = run_json("verify", compressed, "--against", checkpoint, "--device", "0", exit_code=1)

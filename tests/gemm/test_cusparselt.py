@@ -1,17 +1,7 @@
-"""The cuSPARSELt backend on a GPU: what it computes, what it promises, and that its plans live.
-
-The same things as for the package's own kernels, in sizes that the library takes: n a multiple of 8 (16 for
-8-bit elements), m and k of 16 (32).
-"""
+"""cuSPARSELt on a GPU: what it computes, what its rows promise, and what is refused."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-import warnings
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -20,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
-    BackendUnavailableError,
     ElementKind,
     GemmSparse24Args,
     GemmSparse24Descriptor,
@@ -32,43 +21,26 @@ from sparse24_plans import (
     Workspace,
     WorkspaceTooSmallError,
 )
-from sparse24_plans._vendor import cusparselt_abi as abi
-from sparse24_plans._vendor.library_error import LibraryError
-from sparse24_plans.device.devices import cuda_properties
-from sparse24_plans.gemm import table
-from sparse24_plans.gemm.backends import cusparselt
-from sparse24_plans.gemm.tuned import EMPTY, TunedKernel, TuningTable, shipped
-from sparse24_plans.tuning import worker as tuning_worker
 
-from ..support import Guarded, check_that_nothing_is_allocated, make_case, random_values, run_from_threads
+from ..support import (
+    Guarded,
+    random_values,
+    synchronize,
+)
+from .cusparselt_cases import (
+    FORCED,
+    PAIRS,
+    RESULTS,
+    case_of,
+    descriptor,
+    elements,
+    medium,
+    needs_cusparselt,
+    pairs,
+)
+from .test_error_bounds import KINDS, operands
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(abi.version() is None, reason="cuSPARSELt is not installed"),
-]
-FORCED = PlanPreference(prefer_backend="cusparselt")
-RESULTS = {"f16": ("f16",), "bf16": ("bf16",), "s8": ("i32", "s8", "f16", "bf16")}
-RESULTS["fp8_e4m3"] = ("bf16", "f16", "f32")
-PAIRS = [(element, out) for element, results in RESULTS.items() for out in results]
-pairs = pytest.mark.parametrize(("element", "out"), PAIRS)
-elements = pytest.mark.parametrize("element", RESULTS)
-
-
-def descriptor(element: str, out: str | None = None, **change: object) -> GemmSparse24Descriptor:
-    """n=48, m=96, k=160; a bias of the type that the library takes; s8 results that round and saturate."""
-    out = out or RESULTS[element][0]
-    alpha = {"f16": 1 / 64, "s8": 1 / 256}.get(out, 0.75) if element == "s8" else 0.75
-    fields = {"n": 48, "m": 96, "k": 160, "element": element, "out_element": out, "alpha": alpha}
-    fields["bias_element"] = "f32" if out in ("i32", "s8") else out
-    return GemmSparse24Descriptor(**{**fields, **change})
-
-
-def case_of(desc: GemmSparse24Descriptor, **options: object):
-    return make_case(desc, 0, FORCED, **options)
-
-
-def medium(element: str = "bf16", **change: object):
-    return case_of(descriptor(element, n=96, m=1024, k=512, epilogue="bias_relu", **change))
+pytestmark = needs_cusparselt
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -163,20 +135,31 @@ def test_any_problem(pair, units, epilogue, y_order, pad, seed):
 # What a row promises ------------------------------------------------------------------------------
 
 
-@pairs
+@pytest.mark.parametrize("out", RESULTS["s8"])
 @pytest.mark.parametrize("kind", ["normal", "one sign", "cancelling"])
-def test_error_bound(element, out, kind):
+def test_error_bound_of_integers(out, kind):
     n, m, k = 48, 512, 8192
     rng = np.random.default_rng(7)
-    x, dense = (random_values(rng, shape, ElementKind(element)) for shape in ((n, k), (m, k)))
+    x, dense = (random_values(rng, shape, ElementKind.S8) for shape in ((n, k), (m, k)))
     if kind == "one sign":
-        # Overflow-safe: the largest int8 is its own magnitude's neighbour.
-        x, dense = (np.where(a < 0, -np.maximum(a, -a.dtype.type(100)), a) for a in (x, dense))
+        x, dense = (np.where(a < 0, -np.maximum(a, -100), a).astype(np.int8) for a in (x, dense))
     if kind == "cancelling":
-        dense[:, k // 2 :] = -np.maximum(dense[:, : k // 2], dense.dtype.type(-100))
+        dense[:, k // 2 :] = -np.maximum(dense[:, : k // 2], -100)
         x[:, k // 2 :] = x[:, : k // 2]
     alpha = {"s8": 2.0**-13, "f16": 2.0**-10}.get(out, 1.0)
-    case = case_of(descriptor(element, out, n=n, m=m, k=k, alpha=alpha), x=x, dense=dense)
+    case = case_of(descriptor("s8", out, n=n, m=m, k=k, alpha=alpha), x=x, dense=dense)
+    case.check(case.run())
+
+
+@pytest.mark.parametrize(("element", "out"), [pair for pair in PAIRS if pair[0] != "s8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "m", "k"), [(48, 64, 32), (48, 512, 1024), (16, 128, 8192)])
+def test_error_bound(element, out, kind, n, m, k):
+    """With inputs made to break it; results of f16 are scaled to stay finite."""
+    x, dense = operands(kind, "forward", n, m, k, element)
+    case = case_of(
+        descriptor(element, out, n=n, m=m, k=k, alpha=2.0**-24 if out == "f16" else 1.0), x=x, dense=dense
+    )
     case.check(case.run())
 
 
@@ -217,93 +200,9 @@ def test_nonfinite_at_pruned_positions_is_skipped(element, value, kept):
     result = Guarded((16, 32), desc.out_element, 0)
     space = Guarded((plan.workspace_size(),), ElementKind.U8, 0)
     plan.run(GemmSparse24Args(plan.pack(weight), source.view, result.view), workspace=space.view)
-    synchronize()
+    synchronize(plan)
     want = np.where(np.arange(32) % 2 == 0, 32 * kept, 48.0)
     assert (result.numpy().astype(np.float64) == want).all()
-
-
-def test_the_row_promises_nothing_of_bits_by_itself():
-    plan = GemmSparse24Plan.select(descriptor("bf16"), device=0, preference=FORCED, tuning=EMPTY)
-    assert not plan.guarantee.deterministic
-    assert not plan.guarantee.bit_stable_on_same_hardware
-
-
-def table_of(desc: GemmSparse24Descriptor, configuration: dict[str, int], *promises: str) -> TuningTable:
-    device = cuda_properties(0)
-    entry = TunedKernel(
-        kernel="cusparselt_fp8" if desc.element == "fp8_e4m3" else "cusparselt",
-        version=cusparselt.tuning_version(device),
-        problem=desc,
-        configuration=configuration,
-        promises=promises,
-        microseconds=1,
-        default_microseconds=1,
-    )
-    return TuningTable(device.name, device.driver, [entry])
-
-
-def test_a_self_tested_configuration_promises_what_it_passed():
-    desc = descriptor("bf16")
-    table = table_of(desc, {"algorithm": 1}, "deterministic")
-    require = PlanPreference(prefer_backend="cusparselt", require={"deterministic": True})
-    plan = GemmSparse24Plan.select(desc, device=0, preference=require, tuning=table)
-    assert plan.guarantee.deterministic
-    assert not plan.guarantee.bit_stable_on_same_hardware
-    assert "algorithm 1 of" in plan.explain().details
-    assert "tuned" in plan.explain().details
-    with pytest.raises(UnsupportedError, match="cusparselt: does not guarantee deterministic"):
-        GemmSparse24Plan.select(desc, device=0, preference=require, tuning=EMPTY)
-
-
-def shipped_entries(count: int) -> list[TunedKernel]:
-    """Of the table for this GPU: a spread of those that apply here and are quick to check."""
-    device = cuda_properties(0)
-    table = shipped(device.name)
-    small = [
-        entry
-        for entry in table.entries
-        if entry.kernel.startswith("cusparselt")
-        and entry.problem.n <= 1024
-        and entry.problem.m * entry.problem.k <= 1 << 26
-        and table.mismatch(entry, device, cusparselt.tuning_version(device)) is None
-    ]
-    if not small:
-        pytest.skip("no table for this GPU, driver and library comes with the package")
-    return small[:: max(1, len(small) // count)]
-
-
-def test_the_shipped_configurations_are_right_and_keep_their_promises():
-    for entry in shipped_entries(40):
-        problem = tuning_worker.Problem(entry.problem, 0)
-        plan = problem.plan(entry.kernel, dict(entry.configuration))
-        assert problem.is_right(plan), entry
-        assert problem.is_deterministic(plan) or "deterministic" not in entry.promises, entry
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            by_default = GemmSparse24Plan.select(entry.problem, device=0, preference=FORCED)
-        assert by_default.explain().details == plan.explain().details
-        assert by_default.guarantee.deterministic == ("deterministic" in entry.promises)
-
-
-def digests() -> list[int]:
-    """Of the results of some shipped configurations."""
-    found = []
-    for entry in shipped_entries(8):
-        problem = tuning_worker.Problem(entry.problem, 0)
-        plan = problem.plan(entry.kernel, dict(entry.configuration))
-        found.append(tuning_worker.digest(problem.bits(plan)))
-    return found
-
-
-IN_ANOTHER_PROCESS = "from tests.test_cusparselt import digests; print(digests())"
-
-
-def test_the_shipped_configurations_give_the_same_bits_in_another_process():
-    promised = ["bit_stable_on_same_hardware" in entry.promises for entry in shipped_entries(8)]
-    done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    pairs = zip(digests(), json.loads(done.stdout), promised, strict=True)
-    assert all(here == there for here, there, kept in pairs if kept)
 
 
 # Refusals -----------------------------------------------------------------------------------------
@@ -344,171 +243,6 @@ def test_results_that_are_not_aligned():
     args = GemmSparse24Args(case.args.weight, case.args.x, y.view)
     verdict = case.plan.can_implement(args)
     assert isinstance(verdict.error, MisalignedOperandError)
-    with pytest.raises(MisalignedOperandError, match="y stride"):
+    with pytest.raises(MisalignedOperandError, match="y row stride"):
         case.plan.run(args, workspace=case.workspace.view)
     assert y.untouched()
-
-
-@pytest.mark.parametrize("configuration", [{"algorithm": 10**6}, {"algorithm": -1}, {"split_k": -7}])
-def test_a_configuration_that_the_library_refuses(configuration):
-    desc = descriptor("bf16")
-    with pytest.raises(UnsupportedError, match="cuSPARSELt refuses"):
-        GemmSparse24Plan.select(desc, device=0, preference=FORCED, tuning=table_of(desc, configuration))
-
-
-def test_candidates_are_algorithms_of_the_library():
-    found = cusparselt.candidates(descriptor("bf16"), cuda_properties(0))
-    ids = [one["algorithm"] for one in found if set(one) == {"algorithm"}]
-    assert ids == sorted(set(ids))
-    assert len(ids) > 1
-
-
-# Plans that live ----------------------------------------------------------------------------------
-
-
-def synchronize() -> None:
-    import cupy
-
-    cupy.cuda.Device(0).synchronize()
-
-
-def test_one_weight_serves_every_n():
-    rng = np.random.default_rng(3)
-    dense = random_values(rng, (96, 160), ElementKind.BF16)
-    cases = [case_of(descriptor("bf16", n=n), dense=dense) for n in (8, 64, 512)]
-    packed = cases[0].args.weight
-    for case in cases:
-        args = GemmSparse24Args(packed, case.args.x, case.args.y)
-        case.plan.run(args, workspace=case.workspace.view)
-        case.check(case.fetch())
-
-
-@elements
-def test_capture_and_replay(element):
-    import cupy
-
-    case = medium(element)
-    want = case.run()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    bound = case.plan.bind(case.args, workspace=case.workspace.view)
-    with stream:
-        stream.begin_capture()
-        bound.launch()
-        case.plan.run(case.args, workspace=case.workspace.view)
-        graph = stream.end_capture()
-    for _ in range(3):
-        case.result.view.bits()[...] = 1
-        graph.launch(stream)
-        stream.synchronize()
-        case.check(case.fetch())
-    assert want.shape == case.fetch().shape
-
-
-FIRST_LAUNCH_IN_CAPTURE = """
-import cupy
-from tests.test_cusparselt import medium
-case = medium()
-stream = cupy.cuda.Stream(non_blocking=True)
-stream.begin_capture()
-case.plan.run(case.args, workspace=case.workspace.view, stream=stream)
-graph = stream.end_capture()
-graph.launch(stream)
-stream.synchronize()
-case.check(case.fetch())
-print("done")
-"""
-
-
-def test_the_first_launch_may_be_a_capture():
-    done = subprocess.run([sys.executable, "-c", FIRST_LAUNCH_IN_CAPTURE], capture_output=True, text=True)
-    assert done.stdout.strip() == "done", done.stderr
-
-
-@pytest.mark.alone
-def test_run_allocates_no_device_memory():
-    case = medium()
-    case.run()
-    check_that_nothing_is_allocated(partial(case.plan.run, case.args, workspace=case.workspace.view))
-
-
-def test_the_bias_of_a_run_is_its_own():
-    """The library keeps the bias's address in the plan: runs in turn, bound ones too, each get theirs."""
-    cases = [case_of(descriptor("bf16", epilogue="bias"), seed=seed) for seed in range(3)]
-    assert len({id(case.plan) for case in cases}) == 1
-    bound = [case.plan.bind(case.args, workspace=case.workspace.view) for case in cases]
-    for case, one in zip(cases, bound, strict=True):
-        case.check(case.run())
-        case.result.view.bits()[...] = 1
-        one.launch()
-        case.check(case.fetch())
-
-
-def test_four_threads_on_four_streams_share_a_plan():
-    cases = [case_of(descriptor("bf16", n=96, m=512, k=512, epilogue="bias"), seed=s) for s in range(4)]
-    assert len({id(case.plan) for case in cases}) == 1
-    runs = [partial(case.plan.run, case.args, workspace=case.workspace.view) for case in cases]
-    run_from_threads(runs, 200)
-    for case in cases:
-        case.check(case.fetch())
-
-
-def test_threads_plan_and_run_at_once():
-    """Each thread has a handle of its own; plans of several threads live side by side and outlive them."""
-    errors: list[BaseException] = []
-    cases: list = []
-
-    def work(seed: int) -> None:
-        try:
-            for n in range(8, 8 * 9, 8):
-                case = case_of(descriptor("bf16", n=n, m=64 + 16 * seed, k=128), seed=seed)
-                case.check(case.run())
-            cases.append(case)
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for case in cases:
-        case.check(case.run())
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-@pytest.mark.alone
-def test_ten_thousand_plans_leave_no_memory_behind():
-    import gc
-
-    import cupy
-
-    desc, device = descriptor("bf16", epilogue="bias_relu"), cuda_properties(0)
-
-    spec = table.find("cusparselt")
-
-    def cycles(count: int) -> None:
-        for _ in range(count):
-            cusparselt.Kernel(desc, device, spec, FORCED)
-
-    cycles(1000)  # what the library keeps once, it keeps now
-    gc.collect()
-    host, free = resident_bytes(), cupy.cuda.runtime.memGetInfo()[0]
-    cycles(10_000)
-    gc.collect()
-    assert cupy.cuda.runtime.memGetInfo()[0] == free
-    assert resident_bytes() - host < 4 << 20, "over 400 bytes a plan stay behind"
-
-
-def test_a_library_without_kernels_for_the_gpu(monkeypatch):
-    def refuse(library) -> None:
-        raise LibraryError("cusparseLtInit", abi.ARCH_MISMATCH, "ARCH_MISMATCH")
-
-    monkeypatch.setattr(abi, "handle", refuse)
-    spec = table.find("cusparselt")
-    with pytest.raises(BackendUnavailableError, match="pip install"):
-        cusparselt.Kernel(descriptor("bf16"), cuda_properties(0), spec, FORCED)

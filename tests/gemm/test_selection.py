@@ -1,25 +1,23 @@
-"""Selection is one table: pure, explained, and the same answer every time."""
+"""Which row of the table serves which product where, what stands in the way of the others, and what it is."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparse24_plans import (
+    ArchSku,
     BackendKind,
     BackendUnavailableError,
     DeviceProperties,
-    ElementKind,
+    GemmOp,
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
-    GuaranteeRequirement,
-    InvalidProblemError,
+    MathPrecision,
+    OpCategory,
     PlanPreference,
     Sparse24Weight,
     Tier,
@@ -28,29 +26,11 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm import table
 from sparse24_plans.plan import table as plan_table
-from sparse24_plans.vocab import ArchSku, GemmOp, MathPrecision, OpCategory
 
-from ..test_vocab import requirements
+from ..places import AMPERE, HOPPER, HOST, PLACES, TURING, gpu_of
+from .rows import MOST_TOKENS
 
-HOST = DeviceProperties(kind="host")
-
-
-def gpu_of(major: int, minor: int, *, cublaslt: bool = True) -> DeviceProperties:
-    """A GPU that needn't be here."""
-    return DeviceProperties(
-        kind="cuda",
-        name=f"invented sm_{major}{minor}",
-        compute_capability=(major, minor),
-        multiprocessors=100,
-        cublaslt="120900" if cublaslt else None,
-        cusparselt="0.8.0" if cublaslt else None,
-    )
-
-
-TURING, AMPERE, HOPPER = gpu_of(7, 5), gpu_of(8, 0), gpu_of(9, 0)
-HOPPER_BARE = gpu_of(9, 0, cublaslt=False)
-PLACES = (HOST, TURING, AMPERE, gpu_of(8, 0, cublaslt=False), HOPPER, HOPPER_BARE, gpu_of(12, 0))
-
+HOPPER_BARE = gpu_of(9, 0, libraries=False)
 STRICT = PlanPreference(require={"deterministic": True})
 
 # float32 has no sparse-tensor-core kernel, so what follows is about the host and the inflate tier alone.
@@ -234,87 +214,46 @@ def test_what_can_be_installed_does_not_matter_where_another_row_serves():
     assert choose(HOPPER_BARE).name == "inflate_strict"
 
 
-# Properties of every answer -----------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["mma_sp", "wgmma_sp", "cusparselt"])
+def test_a_forced_backend_that_cannot_serve(device, backend):
+    desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="f32")
+    with pytest.raises(UnsupportedError) as caught:
+        GemmSparse24Plan.select(desc, device=device, preference=PlanPreference(prefer_backend=backend))
+    for row in ("inflate_cublas", "inflate_strict", "host_blas", "host_strict"):
+        assert f"{row}: prefer_backend is {backend}" in str(caught.value)
 
-problems = st.builds(
-    GemmSparse24Descriptor,
-    n=st.sampled_from([0, 1, 16, 129, 2**20, 2**31]),
-    m=st.sampled_from([0, 8, 4096, 2**31]),
-    k=st.sampled_from([0, 8, 4096, 2**31]),
-    element=st.sampled_from(ElementKind),
-    op=st.sampled_from(GemmOp),
+
+@pytest.mark.parametrize("element", ["fp8_e5m2", "u8", "i32"])
+def test_an_element_that_no_row_serves(device, element):
+    desc = GemmSparse24Descriptor(n=1, m=8, k=8, element=element, out_element=element)
+    with pytest.raises(UnsupportedError, match=f"serves elements .*, not {element}"):
+        GemmSparse24Plan.select(desc, device=device)
+
+
+@pytest.mark.parametrize(("row", "most"), MOST_TOKENS.items())
+def test_rows_for_few_tokens_leave_more_to_others(row, most):
+    for n in (most, most + 1):
+        desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16")
+        reasons = {name: reason for name, _, reason in explain(desc, device=AMPERE).rows}
+        assert reasons[row] == (f"is preferred for n <= {most}, not {n}" if n > most else None)
+
+
+@pytest.mark.parametrize("backend", ["inflate_cublas", "inflate_strict", "mma_sp"])
+@pytest.mark.parametrize(
+    "change", [{"x_order": "column"}, {"y_order": "column"}, {"scale_x": "tensor"}, {"scale_w": "row"}]
 )
-preferences = st.builds(
-    PlanPreference,
-    max_workspace_bytes=st.none() | st.integers(0, 2**40),
-    allow_sm90a=st.booleans(),
-    prefer_backend=st.none() | st.sampled_from(BackendKind),
-    tier=st.none() | st.sampled_from(Tier),
-    require=st.just(GuaranteeRequirement()) | requirements,
-)
-places = st.sampled_from(PLACES)
-
-
-@given(desc=problems, preference=preferences, device=places)
-def test_every_row_can_serve_or_says_why_not_and_the_first_that_can_is_chosen(desc, preference, device):
-    answer = explain(desc, preference=preference, device=device)
-    assert [(name, backend) for name, backend, _ in answer.rows] == [
-        (spec.name, spec.backend) for spec in table.ROWS
-    ]
-    assert all(reason is None or reason.strip() for _, _, reason in answer.rows)
-    assert answer.chosen == next((name for name, _, reason in answer.rows if reason is None), None)
-    assert explain(desc, preference=preference, device=device) == answer
-
-
-@settings(max_examples=200)
-@given(desc=problems, preference=preferences, device=places)
-def test_a_row_that_can_serve_is_all_that_was_asked_for(desc, preference, device):
-    able = {
-        name for name, _, reason in explain(desc, preference=preference, device=device).rows if reason is None
-    }
-    for spec in table.ROWS:
-        if spec.name not in able:
-            continue
-        guarantee, require = spec.guarantee(desc), preference.require
-        assert preference.prefer_backend in (None, spec.backend)
-        assert preference.tier in (None, spec.tier)
-        assert (spec.tier == "host") == (device.kind == "host")
-        assert device.compute_capability >= spec.min_compute_capability
-        assert desc.element in spec.elements
-        assert desc.op in spec.ops
-        assert preference.allow_sm90a or spec.arch is not ArchSku.SM90A
-        if preference.max_workspace_bytes is not None:
-            assert spec.min_workspace(desc) <= preference.max_workspace_bytes
-        for name in type(require).model_fields:
-            wanted = getattr(require, name)
-            if name == "max_error_bound":
-                assert wanted is None or guarantee.error_bound(desc.reduction) <= wanted
-            elif wanted not in (None, False):
-                assert getattr(guarantee, name) == wanted
-
-
-@given(desc=problems, preference=preferences, device=places)
-def test_allow_sm90a_touches_only_rows_that_need_it(desc, preference, device):
-    answers = [
-        explain(desc, preference=preference.model_copy(update={"allow_sm90a": flag}), device=device).rows
-        for flag in (True, False)
-    ]
-    for spec, with_it, without in zip(table.ROWS, *answers, strict=True):
-        if spec.arch is not ArchSku.SM90A:
-            assert with_it == without
-
-
-@given(desc=problems, device=places)
-def test_a_filter_never_adds_a_row(desc, device):
-    free = {name for name, _, reason in explain(desc, device=device).rows if reason is None}
-    for preference in (
-        PlanPreference(tier="inflate"),
-        PlanPreference(max_workspace_bytes=0),
-        PlanPreference(require={"deterministic": True}),
-        PlanPreference(allow_sm90a=False),
-    ):
-        rows = explain(desc, preference=preference, device=device).rows
-        assert {name for name, _, reason in rows if reason is None} <= free
+def test_kernels_that_serve_rows_and_no_scales_say_so(backend, change):
+    desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", **change)
+    answer = explain(desc, preference=PlanPreference(prefer_backend=backend), device=HOPPER)
+    assert answer.chosen is None
+    words = (
+        "takes no scale_x or scale_w"
+        if "order" not in next(iter(change))
+        else "serves x_order and y_order row"
+    )
+    assert [reason for _, kind, reason in answer.rows if kind == backend] == [words] * len(
+        [row for row in table.ROWS if row.backend == backend]
+    )
 
 
 # Limits of grids and libraries --------------------------------------------------------------------
@@ -360,26 +299,42 @@ def test_a_weight_that_overflows_the_grid_of_the_inflate_kernel_is_unsupported(k
     assert (chosen(HOPPER, desc, prefer_backend="inflate_cublas") is not None) == serves
 
 
+@pytest.mark.gpu
+class TestWorkspaceLimits:
+    def test_limit_at_selection(self):
+        desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f32")
+        none = PlanPreference(max_workspace_bytes=0)
+        assert GemmSparse24Plan.select(desc, device=0, preference=none).sku.backend == "inflate_strict"
+        forced = none.model_copy(update={"prefer_backend": "inflate_cublas"})
+        with pytest.raises(UnsupportedError, match="max_workspace_bytes"):
+            GemmSparse24Plan.select(desc, device=0, preference=forced)
+
+    def test_limit_is_kept(self):
+        desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f16", epilogue="bias")
+        forced = PlanPreference(prefer_backend="inflate_cublas")
+        free = GemmSparse24Plan.select(desc, device=0, preference=forced).workspace_size()
+        for limit in (free, 1 << 20, 5000):
+            preference = forced.model_copy(update={"max_workspace_bytes": limit})
+            assert GemmSparse24Plan.select(desc, device=0, preference=preference).workspace_size() <= limit
+
+
 # Plans --------------------------------------------------------------------------------------------
 
 
-def test_equal_arguments_are_one_plan():
-    again = GemmSparse24Descriptor.model_validate_json(PROBLEM.model_dump_json())
-    preference = PlanPreference.model_validate_json(PlanPreference().model_dump_json())
-    plan = GemmSparse24Plan.select(PROBLEM, device="host")
-    assert GemmSparse24Plan.select(again, device="host") is plan
-    assert GemmSparse24Plan.select(again, device="cpu", preference=preference) is plan
-    other = GemmSparse24Plan.select(GemmSparse24Descriptor(n=17, m=256, k=512, element="f32"), device="host")
-    assert other is not plan
-    assert other.descriptor.n == 17
-
-
 def test_a_plan_is_the_first_row_that_can_serve():
-    for preference in (PlanPreference(), PlanPreference(require={"batch_invariant": True})):
+    for preference, row in ((PlanPreference(), "host_blas"), (STRICT, "host_strict")):
         plan = GemmSparse24Plan.select(PROBLEM, device="host", preference=preference)
-        answer = explain(PROBLEM, preference=preference, device="host")
-        assert plan.explain().chosen == answer.chosen
-        assert plan.explain().rows == answer.rows
+        about = plan.explain()
+        assert about.chosen == row
+        assert (
+            about.details
+            == {
+                "host_blas": "NumPy, BLAS",
+                "host_strict": "NumPy, emulated float32 fma",
+            }[row]
+        )
+        able = [name for name, _, reason in about.rows if reason is None]
+        assert able == {"host_blas": ["host_blas", "host_strict"], "host_strict": ["host_strict"]}[row]
 
 
 @pytest.mark.parametrize(("n", "alphas"), [(2, (0.0, -0.0)), (3, (-0.0, 0.0))])
@@ -394,37 +349,63 @@ def test_no_plan_depends_on_what_was_selected_before(n, alphas):
         assert (np.signbit(y) == np.signbit(desc.alpha)).all()
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("op", GemmOp)
-@pytest.mark.parametrize("element", ["f32", "bf16"])
-def test_a_sku_says_what_the_kernel_is(op, element):
+@pytest.mark.parametrize("element", ["f32", "bf16", "s8"])
+def test_a_sku_says_what_the_kernel_is(op, element, strict):
     epilogue = "bias_silu" if op is GemmOp.FORWARD else "identity"
     desc = GemmSparse24Descriptor(
         n=2, m=8, k=16, element=element, op=op, epilogue=epilogue, out_element="f32"
     )
-    plan = GemmSparse24Plan.select(desc, device="host", preference=STRICT)
+    plan = GemmSparse24Plan.select(desc, device="host", preference=STRICT if strict else None)
     sku = plan.sku
-    assert sku.category is OpCategory.GEMM
-    assert sku.op == f"gemm_sparse24_{op}"
+    assert plan.explain().chosen == ("host_strict" if strict else "host_blas")
+    assert (sku.category, sku.op) == (OpCategory.GEMM, f"gemm_sparse24_{op}")
     assert (sku.element, sku.aux_element, sku.epilogue) == (element, "f32", epilogue)
     assert (sku.layout, sku.arch, sku.backend) == ("canonical", ArchSku.ANY, BackendKind.HOST)
-    assert sku.precision_guarantee == plan.guarantee
-    assert plan.guarantee.math_precision is MathPrecision.F32
     assert plan.tier is Tier.HOST
-    assert plan.sku is sku
+    integer = element == "s8"
+    promised = {
+        "math_precision": MathPrecision.INT8 if integer else MathPrecision.F32,
+        "accumulator": "i32" if integer else "f32",
+        "subnormals": "preserved",
+        "nonfinite": "skips_pruned" if strict else "propagates",
+        "unit_roundoff": 0 if integer else 2.0**-24,
+        "terms_per_k": 0.5 if strict and op is GemmOp.FORWARD else 1,
+        "promoted_every": None,
+        **dict.fromkeys(
+            (
+                "deterministic",
+                "bit_stable_on_same_hardware",
+                "batch_invariant",
+                "bit_stable_across_hardware",
+            ),
+            strict,
+        ),
+    }
+    for said in (sku.precision_guarantee, plan.guarantee):
+        assert said.model_dump() == promised
 
 
-@pytest.mark.parametrize("require", [{}, {"batch_invariant": True}])
-def test_the_workspace_size_is_constant_for_the_plans_life(require):
-    desc = GemmSparse24Descriptor(n=2, m=8, k=16, element="f32")
-    plan = GemmSparse24Plan.select(desc, device="host", preference=PlanPreference(require=require))
-    sizes = {plan.workspace_size()}
-    weight = Sparse24Weight.prune_compress(np.ones((8, 16), np.float32))
-    for stride in (8, 24):
-        y = np.zeros((2, stride), np.float32)[:, :8]
-        plan.run(GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y))
-        sizes.add(plan.workspace_size())
-    assert sizes == {0}
-    assert plan.explain().workspace_size == 0
+@pytest.mark.parametrize(
+    ("row", "element", "layout", "arch"),
+    [
+        ("mma_sp", "bf16", "tile64x128_16bit_v1", "sm80"),
+        ("mma_sp_many", "f16", "tile64x128_16bit_v1", "sm80"),
+        ("wgmma_sp", "bf16", "tile64x128_16bit_v1", "sm90a"),
+        ("wgmma_sp_invariant", "f16", "tile64x128_16bit_v1", "sm90a"),
+        ("wgmma_sp_s8", "s8", "tile64x256_8bit_v1", "sm90a"),
+        ("wgmma_sp_fp8", "fp8_e4m3", "tile64x256_8bit_v1", "sm90a"),
+        ("wgmma_sp_fp8_promoted", "fp8_e4m3", "tile64x256_8bit_v1", "sm90a"),
+        ("cusparselt", "s8", "cusparselt_blob", "sm80"),
+        ("inflate_cublas", "f32", "canonical", "any"),
+        ("inflate_strict", "f32", "canonical", "any"),
+    ],
+)
+def test_kernels_of_one_element_and_architecture_share_a_layout(row, element, layout, arch):
+    spec = table.find(row)
+    assert element in spec.elements
+    assert (spec.layout, spec.arch) == (layout, arch)
 
 
 # Explanations -------------------------------------------------------------------------------------
@@ -442,54 +423,15 @@ def test_an_explanation_reads_as_one_line_a_row():
         == "  inflate_strict (inflate_strict): can serve; a row above it was preferred"
     )
     assert by_row["host_blas"].startswith("  host_blas (host): runs on the host")
+    assert by_row["mma_sp"] == "  mma_sp (mma_sp): serves elements f16, bf16, not f32"
 
 
-def test_an_explanation_says_when_nothing_serves():
-    answer = explain(PROBLEM, device=TURING)
-    assert (answer.chosen, answer.workspace_size) == (None, None)
-    assert "chosen: none" in str(answer).splitlines()
-
-
-def test_a_plan_explains_its_kernel_too():
-    plan = GemmSparse24Plan.select(PROBLEM, device="host")
-    lines = str(plan.explain()).splitlines()
-    assert lines[0] == "device: host"
-    assert lines[1].startswith("chosen: host_blas  NumPy")
-
-
-def test_an_explanation_is_plain_json():
-    answer = json.loads(explain(PROBLEM, device=HOPPER_BARE).model_dump_json())
-    assert answer["chosen"] == "inflate_strict"
-    assert answer["device"] == "cuda:0 (invented sm_90)"
-    rows = {name: (backend, reason) for name, backend, reason in answer["rows"]}
+def test_an_explanation_of_what_can_be_installed():
+    answer = explain(PROBLEM, device=HOPPER_BARE)
+    rows = {name: (backend, reason) for name, backend, reason in answer.rows}
+    assert answer.chosen == "inflate_strict"
     assert rows["inflate_strict"] == ("inflate_strict", None)
     assert "pip install" in rows["inflate_cublas"][1]
-
-
-@pytest.mark.parametrize("descriptor", [None, "f32", {"n": 1, "m": 8, "k": 8, "element": "f32"}])
-def test_what_is_no_descriptor(descriptor):
-    for ask in (explain, GemmSparse24Plan.select):
-        with pytest.raises(InvalidProblemError, match="descriptor: expected"):
-            ask(descriptor, device="host")
-
-
-def test_a_preference_may_be_a_mapping():
-    mapped = GemmSparse24Plan.select(PROBLEM, preference={"require": {"deterministic": True}}, device="host")
-    typed = PlanPreference(require=GuaranteeRequirement(deterministic=True))
-    assert mapped is GemmSparse24Plan.select(PROBLEM, preference=typed, device="host")
-
-
-@pytest.mark.parametrize("preference", ["fast", 3, GuaranteeRequirement()])
-def test_what_is_no_preference(preference):
-    for ask in (explain, GemmSparse24Plan.select):
-        with pytest.raises(InvalidProblemError, match="preference: expected PlanPreference"):
-            ask(PROBLEM, preference=preference, device="host")
-
-
-@pytest.mark.parametrize("device", ["gpu", -1, 1.5, True, object()])
-def test_what_is_no_device(device):
-    with pytest.raises(InvalidProblemError, match="device"):
-        explain(PROBLEM, device=device)
 
 
 # Rows ---------------------------------------------------------------------------------------------

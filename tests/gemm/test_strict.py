@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import GemmSparse24Descriptor, PlanPreference, Sparse24Weight
+from sparse24_plans import GemmSparse24Descriptor, Sparse24Weight
 from sparse24_plans.gemm.backends.host import apply_epilogue, fma_f32
 from sparse24_plans.vocab import EpilogueKind
 
 from ..support import ELEMENTS, EPILOGUES, activate, make_case, same_bits
 
-STRICT = PlanPreference(require={"bit_stable_across_hardware": True})
+ROWS = ("host_strict", "inflate_strict")
 f32_bits = st.integers(0, 2**32 - 1)
 SPECIALS = [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0xBF800000, 0x7F7FFFFF]
 
@@ -99,7 +99,7 @@ def scalar_strict(x: np.ndarray, weight, n: int, m: int) -> np.float32:
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_order_is_increasing_k_over_kept_positions(element):
     case = make_case(
-        GemmSparse24Descriptor(n=3, m=5, k=48, element=element, out_element="f32"), "host", STRICT
+        GemmSparse24Descriptor(n=3, m=5, k=48, element=element, out_element="f32"), row="host_strict"
     )
     weight = Sparse24Weight(case.args.weight.buffers[0], case.args.weight.buffers[1])
     want = [[scalar_strict(case.x, weight, n, m) for m in range(5)] for n in range(3)]
@@ -154,7 +154,7 @@ def test_gpu_equals_host(element, epilogue, n):
     desc = GemmSparse24Descriptor(
         n=n, m=133 if n == 5 else 20000, k=64, element=element, epilogue=epilogue, alpha=1.7
     )
-    cases = [make_case(desc, device, STRICT, seed=n) for device in ("host", 0)]
+    cases = [make_case(desc, row=row, seed=n) for row in ROWS]
     assert same_bits(*(case.run() for case in cases))
 
 
@@ -169,7 +169,7 @@ def test_gpu_equals_host_on_hostile_values(element, op, n, m, k):
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, op=op, out_element="f32")
     dense = hostile_inputs(rng, (m, k), desc.element.dtype)
     x = hostile_inputs(rng, (n, desc.reduction), desc.element.dtype)
-    cases = [make_case(desc, device, STRICT, dense=dense, x=x) for device in ("host", 0)]
+    cases = [make_case(desc, row=row, dense=dense, x=x) for row in ROWS]
     assert same_bits(*(case.run() for case in cases))
 
 
@@ -183,8 +183,8 @@ def test_gpu_equals_host_on_the_whole_range_of_an_activation(epilogue):
     bias[:4] = [np.nan, np.inf, -np.inf, -0.0]
     desc = GemmSparse24Descriptor(n=1, m=m, k=0, element="f32", epilogue=epilogue)
     results = []
-    for device in ("host", 0):
-        case = make_case(desc, device, STRICT)
+    for row in ROWS:
+        case = make_case(desc, row=row)
         case.inputs[1].fill(bias)
         results.append(case.run())
     assert same_bits(*results)

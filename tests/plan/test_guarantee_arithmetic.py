@@ -102,7 +102,7 @@ def test_a_tolerance_of_integers_is_half_a_unit(out, half):
     terms=st.lists(
         st.tuples(st.floats(-8, 8, width=16), st.floats(-8, 8, width=16)), min_size=1, max_size=40
     ),
-    alpha=st.sampled_from([1.0, -2.5, 0.75, 2.0**-30]),
+    alpha=st.sampled_from([1.0, -2.5, 0.75, 2.0**-30, 1 / 3, 1e-40, -1.5e-45]),
 )
 def test_a_tolerance_covers_a_sum_in_float32_whatever_the_terms(terms, alpha):
     """Step by step, in the order given: a model that knows nothing of the package."""

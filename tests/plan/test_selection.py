@@ -27,26 +27,9 @@ from sparse24_plans.gemm.table import ROWS as GEMM_ROWS
 from sparse24_plans.plan.table import Row, choose, consider
 from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
 
+from ..places import AMPERE, HOPPER, HOST, PLACES, TURING
 from ..strategies import gemm_descriptors, preferences, prepare_descriptors
 from .cases import PLANS, PROBLEMS, name_of, select
-
-HOST = DeviceProperties(kind="host")
-
-
-def gpu_of(major: int, minor: int, *, libraries: bool = True, **more: Any) -> DeviceProperties:
-    """A GPU that needn't be here."""
-    return DeviceProperties(
-        kind="cuda",
-        name=f"invented sm_{major}{minor}",
-        compute_capability=(major, minor),
-        cublaslt="120900" if libraries else None,
-        cusparselt="0.8.0" if libraries else None,
-        **{"multiprocessors": 100, **more},
-    )
-
-
-TURING, AMPERE, HOPPER = gpu_of(7, 5), gpu_of(8, 0), gpu_of(9, 0)
-PLACES = (HOST, TURING, AMPERE, gpu_of(8, 0, libraries=False), gpu_of(8, 9), HOPPER, gpu_of(12, 0))
 
 
 @dataclass(frozen=True)

@@ -23,43 +23,13 @@ from sparse24_plans import (
 from sparse24_plans.weights.layouts import TILES_16BIT
 from sparse24_plans.weights.packing import pack
 
+from .models import cover, largest, model, numbers
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, matrix, run
 
 every_element = pytest.mark.parametrize("element", ELEMENTS)
 every_mood = pytest.mark.parametrize("mood", MOODS)
 SCORES = tuple(ElementKind(name) for name in ("f32", "f16", "bf16"))
 M, K = 5, 24
-
-
-def numbers(bits: np.ndarray, element: ElementKind) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        return bits.view(element.dtype).astype(np.float64)
-
-
-def largest(keys: list[float]) -> list[int]:
-    """Positions of the two largest of four: NaN before all, then by value, then by position."""
-    order = sorted(
-        range(4), key=lambda i: (not math.isnan(keys[i]), -keys[i] if keys[i] == keys[i] else 0, i)
-    )
-    return sorted(order[:2])
-
-
-def model(bits: np.ndarray, choose) -> dict[str, np.ndarray]:
-    """Every result that follows from the positions ``choose(row, group)``, one group after the other."""
-    m, k = bits.shape
-    pruned, values = np.zeros_like(bits), np.zeros((m, k // 2), bits.dtype)
-    mask, codes = np.zeros((m, k), np.uint8), np.zeros((m, k // 4), np.uint8)
-    for row in range(m):
-        for group in range(k // 4):
-            first, second = choose(row, group)
-            codes[row, group] = first + 4 * second
-            for slot, position in enumerate((first, second)):
-                cell = 4 * group + position
-                pruned[row, cell] = values[row, 2 * group + slot] = bits[row, cell]
-                mask[row, cell] = 1
-    metadata = codes[:, 0::2] + codes[:, 1::2].astype(np.uint16) * 256
-    packed = sum(mask[:, i::8] << i for i in range(8)).astype(np.uint8)
-    return {"pruned": pruned, "mask": packed, "values": values, "metadata": metadata}
 
 
 def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
@@ -124,13 +94,6 @@ def test_special_values(cells, kept, device):
 
 
 # Compression --------------------------------------------------------------------------------------
-
-
-def cover(values: np.ndarray) -> list[int]:
-    """The non-zeros' positions, spare slots at the lowest free ones; of too many the first two."""
-    used = [i for i in range(4) if values[i] != 0][:2]
-    spare = [i for i in range(4) if i not in used]
-    return sorted((used + spare)[:2])
 
 
 @every_mood

@@ -1,12 +1,8 @@
-"""Preparing weights on a GPU: the host's bits, whatever the values; capture, streams, threads, sanitizer."""
+"""Preparing weights on a GPU: the host's bits, whatever the values and sizes; what is found on the device."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +20,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.prepare.table import PACKED_ELEMENTS
 
-from ..support import check_that_nothing_is_allocated, run_from_threads
+from ..plan.cases import kernel_case
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, equal, matrix, run
 
 pytestmark = pytest.mark.gpu
@@ -85,126 +81,12 @@ def test_the_bits_of_tiles_are_the_hosts(element, rule, mood):
         )
 
 
-def medium(name: str, **change) -> PrepareCase:
-    """A case of every kernel, by name."""
-    rng = np.random.default_rng(1)
-    fields = {"m": 264, "k": 520, "element": "bf16", **change}
-    descriptors = {
-        "prune": PruneSparse24Descriptor,
-        "compress": CompressSparse24Descriptor,
-        "prune_compress": PruneCompressSparse24Descriptor,
-        "decompress": DecompressSparse24Descriptor,
-        "pack": PackSparse24Descriptor,
-        "unpack": PackSparse24Descriptor,
-        "tile_prune": TilePruneSparse24Descriptor,
-        "mask": MaskSparse24Descriptor,
-        "mask_tiles": MaskSparse24Descriptor,
-    }
-    if name == "unpack":
-        fields["direction"] = "unpack"
-    if name == "mask_tiles":
-        fields["layout"] = "tiles"
-    desc = descriptors[name](**fields)
-    shape = (desc.m, desc.k)
-    inputs = {"dense": matrix(rng, shape, desc.element, "normal")}
-    inputs |= run(PruneCompressSparse24Descriptor(m=desc.m, k=desc.k, element=desc.element), "host", **inputs)
-    if desc.element in PACKED_ELEMENTS:
-        inputs |= run(PackSparse24Descriptor(m=desc.m, k=desc.k, element=desc.element), "host", **inputs)
-    if name in ("mask", "mask_tiles"):
-        size = (desc.m, desc.k // 8) if name == "mask" else (desc.m // 8, desc.k // 8, 8)
-        inputs["mask"] = rng.integers(0, 256, size, dtype=np.uint8)
-    return PrepareCase(desc, 0, inputs)
-
-
-NAMES = (
-    "prune",
-    "compress",
-    "prune_compress",
-    "decompress",
-    "pack",
-    "unpack",
-    "tile_prune",
-    "mask",
-    "mask_tiles",
-)
-every_kernel = pytest.mark.parametrize("name", NAMES)
-
-
-@every_kernel
-def test_capture_and_replay(name):
-    import cupy
-
-    case = medium(name)
-    want = case.run()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    bound = case.plan.bind(case.args)
-    with stream:
-        stream.begin_capture()
-        bound.launch()
-        case.plan.run(case.args)
-        graph = stream.end_capture()
-    for _ in range(3):
-        case.poison()
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        assert equal(case.fetch(), want)
-    case.poison()
-    cupy.cuda.Device().synchronize()
-    bound.launch(stream)
-    stream.synchronize()
-    assert equal(case.fetch(), want)
-
-
-FIRST_LAUNCH_IN_CAPTURE = """
-import cupy
-from tests.test_prepare_gpu import medium
-case = medium("{name}")
-stream = cupy.cuda.Stream(non_blocking=True)
-stream.begin_capture()
-free = cupy.cuda.runtime.memGetInfo()[0]
-case.plan.run(case.args, stream=stream)
-assert cupy.cuda.runtime.memGetInfo()[0] == free, "run allocated device memory"
-graph = stream.end_capture()
-graph.launch(stream)
-stream.synchronize()
-case.fetch()
-print("done")
-"""
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("name", ["compress", "pack", "tile_prune", "decompress"])
-def test_the_first_launch_may_be_a_capture(name):
-    code = FIRST_LAUNCH_IN_CAPTURE.format(name=name)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "done", done.stderr
-
-
-@pytest.mark.alone
-@every_kernel
-def test_run_allocates_no_device_memory(name):
-    case = medium(name)
-    case.run()
-    check_that_nothing_is_allocated(partial(case.plan.run, case.args))
-
-
-@every_kernel
-def test_threads_share_a_plan(name):
-    cases = [medium(name) for _ in range(4)]
-    assert len({id(case.plan) for case in cases}) == 1
-    want = cases[0].run()
-    run_from_threads([partial(case.plan.run, case.args) for case in cases], 50)
-    assert all(equal(case.fetch(), want) for case in cases)
-
-
 @pytest.mark.parametrize("name", ["prune", "mask", "mask_tiles"])
 def test_in_place(name):
-    case = medium(name)
+    case = kernel_case(name)
     want = case.run()
     out = "pruned" if name == "prune" else "masked"
-    args = {field: getattr(case.args, field) for field in type(case.args).__slots__}
-    case.plan.run(type(case.args)(**{**args, out: args["dense"]}))
+    case.plan.run(replace(case.args, **{out: case.args.dense}))
     case.fetch()
     assert np.array_equal(case.guarded["dense"].numpy().view("u2").reshape(want[out].shape), want[out])
 
@@ -299,29 +181,3 @@ def test_the_mask_is_pytorchs(rule, algorithm):
     bits = tensor.view(torch.int16).cpu().numpy().view(np.uint16)
     ours = run(TilePruneSparse24Descriptor(m=m, k=k, element="bf16", rule=rule), 0, dense=bits)
     assert np.array_equal(ours["mask"], answer[4].cpu().numpy())
-
-
-SANITIZED = """
-import sys
-import numpy as np
-from tests.prepare_cases import PrepareCase
-from tests.test_prepare_gpu import NAMES, medium
-for name in NAMES:
-    for m, k in ((8, 8), (72, 264), (136, 24)):
-        for element in ("bf16", "s8") if "pack" in name else sys.argv[1:]:
-            medium(name, m=m, k=k, element=element).run()
-print("done")
-"""
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_compute_sanitizer(tool):
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
-    elements = ("bf16", "f32", "s8") if tool == "memcheck" else ("bf16",)
-    done = subprocess.run([*command, *elements], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "done" in done.stdout
-    assert re.search(r"SUMMARY: .*\b0 errors", done.stdout), done.stdout

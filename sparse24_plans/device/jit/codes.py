@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...vocab import ElementKind, EpilogueKind
 
-# The numbers that kernels_cu/common/common.cuh gives these words.
+# The numbers that kernels_cu/common/element.cuh and epilogue.cuh give these words.
 ELEMENT_CODES = {
     ElementKind.F32: 0,
     ElementKind.F16: 1,
@@ -34,7 +34,7 @@ class TypedProblem(Protocol):
 
 
 def type_defines(problem: TypedProblem) -> dict[str, int]:
-    """The macros that common/common.cuh asks of every kernel with an epilogue."""
+    """The macros that common/epilogue.cuh asks of every kernel with an epilogue."""
     return {
         "ELEMENT": ELEMENT_CODES[problem.element],
         "OUT": ELEMENT_CODES[problem.out_element],

@@ -122,7 +122,7 @@ def _strict_dgrad(dy: Array, kept: Array, codes: Array, k: int) -> Array:
     return acc
 
 
-# Epilogue: the same steps as StrictMath in common/common.cuh ----------------------------------------------
+# Epilogue: the same steps as StrictMath in common/epilogue.cuh ---------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -184,8 +184,8 @@ def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueK
     if kind is EpilogueKind.BIAS_GELU_TANH:  # not in strict mode: NumPy's tanh isn't defined to the bit
         wide = v.astype(np.float64)
         inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
-        result: Array = (0.5 * wide * (1 + np.tanh(inner))).astype(np.float32)
-        return result
+        result = (0.5 * wide * (1 + np.tanh(inner))).astype(np.float32)
+        return np.where(v == -np.inf, np.float32(-0.0), result)
     return v
 
 

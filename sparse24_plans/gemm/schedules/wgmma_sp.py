@@ -9,7 +9,6 @@ from ...weights.layouts import TILE_M, TileLayout
 from ..descriptor import GemmSparse24Descriptor
 from ..limits import align_up
 from ..table import GemmRow
-from .mma_sp import slices_of
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 """The most a block can have, by how many share a multiprocessor."""
@@ -21,8 +20,10 @@ FEW, WIDEST = 64, 256
 """Up to so many tokens one block takes them all, and memory sets the pace; and the most that a block takes."""
 _MORE_BLOCKS = 5
 """So many blocks of tokens more than the fewest are tried."""
-_SUMS = 128
-"""Accumulators that a thread has registers for; of three warpgroups 72."""
+_SUMS, _SUMS_OF_THREE = 128, 72
+"""Accumulators that a thread of one or two warpgroups has registers for, and one of three."""
+_SUMS_TWICE = 96
+"""Those that it has twice: a part's, and the parts' before it."""
 
 
 class Schedule(NamedTuple):
@@ -45,14 +46,13 @@ class Schedule(NamedTuple):
     def cluster(self) -> int:
         return self.share * self.slices
 
-    def fits(self) -> bool:
-        """Whether a thread's registers hold its sums, and a pair of blocks can halve X."""
-        sums = self.row_blocks * self.tokens // 2 * (2 if self.parts > 1 else 1)
-        halves = self.share == 1 or self.tokens % (8 * self.share) == 0
-        return halves and sums <= (72 if self.warpgroups == 3 else 192 if self.parts > 1 else _SUMS)
-
-    def fits_promoted(self) -> bool:
-        return self.row_blocks * self.tokens <= 192 and self.warpgroups < 3
+    def fits(self, *, twice: bool = False) -> bool:
+        """Whether a thread's registers hold its sums (``twice``: beside others), and blocks can share X."""
+        sums = self.row_blocks * self.tokens // 2
+        most = _SUMS_OF_THREE if self.warpgroups == 3 else _SUMS
+        if twice or self.parts > 1:
+            most = 0 if self.warpgroups == 3 else _SUMS_TWICE
+        return sums <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
         """Tokens that a warpgroup stages at a time on their way out: equal steps of whole 8."""
@@ -112,51 +112,66 @@ def widths(n: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
 
 
-# (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor)
+# (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor): of those that were
+# measured on random shapes, the ones that were the fastest somewhere by more than a few percent.
 _OF_FEW = (
-    (1, 1, 1, 1, 1), (1, 1, 1, 1, 2), (1, 1, 1, 2, 1), (1, 1, 1, 2, 2), (1, 1, 1, 3, 2), (1, 1, 1, 4, 2), (1, 1, 1, 4, 1), (1, 1, 1, 6, 2), (1, 1, 1, 8, 2), (1, 1, 1, 8, 1),
-    (2, 1, 1, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 3, 1), (2, 1, 1, 4, 1), (2, 1, 1, 8, 1),
-    (3, 1, 1, 1, 1), (3, 1, 1, 2, 1), (3, 1, 1, 4, 1),
-    (2, 2, 1, 1, 1), (2, 2, 1, 2, 1), (2, 2, 1, 4, 1),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 1, 1, 2, 2),
+    (1, 1, 1, 4, 1),
+    (1, 1, 1, 4, 2),
+    (1, 1, 1, 8, 1),
+    (2, 1, 1, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 1, 1, 4, 1),
+    (3, 1, 1, 1, 1),
+    (3, 1, 1, 2, 1),
+    (3, 1, 1, 4, 1),
+    (2, 2, 1, 1, 1),
+    (2, 2, 1, 2, 1),
 )
-_OF_FEWEST = ((1, 1, 1, 3, 4), (1, 1, 1, 2, 4), (1, 1, 1, 4, 4), (2, 1, 1, 2, 2), (2, 1, 1, 1, 2))
-_OF_MANY = (
-    (1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (1, 1, 2, 1, 1),
-)
-_OF_SOME = ((1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (3, 1, 1, 2, 1), (2, 2, 1, 2, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1), (1, 1, 1, 3, 1), (1, 1, 1, 8, 1), (2, 1, 1, 3, 1))
+_OF_MANY = ((1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1))
+_OF_SOME = (*_OF_MANY, (1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (3, 1, 1, 2, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1))
+_MANY = 2048
+"""Tokens beyond which blocks need no slices to be many."""
 
 
 def schedules_for(n: int) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens."""
-    if n <= FEW:
-        shapes = _OF_FEW + (_OF_FEWEST if n <= 32 else ())
-    else:
-        shapes = _OF_MANY + (_OF_SOME if n <= 2048 else ())
+    shapes = _OF_FEW if n <= FEW else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
     return tuple(schedule for schedule in tried if schedule.fits())
 
 
-def schedules_in_parts(n: int, parts: int) -> tuple[Schedule, ...]:
-    """Those that sum K in as many parts as asked, in one block or along a cluster: n doesn't move their bits."""
-    if parts == 1:
-        return tuple(one for one in schedules_for(n) if one.slices == 1)
-    tried = []
-    for tokens in dict.fromkeys(min(width, 192) for width in widths(n)):
-        tried += [Schedule(w, 1, tokens, share, parts=parts) for w in (1, 2) for share in (1, w)]
-    tried += [one for one in schedules_for(n) if one.slices == parts]
+def schedules_in(slices: int, n: int) -> tuple[Schedule, ...]:
+    """Those that sum K in so many slices, along a cluster or in a block: the same bits for every n."""
+    tried = [one for one in schedules_for(n) if one.slices == slices]
+    if slices > 1:
+        for tokens in dict.fromkeys(min(width, 2 * _SUMS_TWICE) for width in widths(n)):
+            tried += [Schedule(1, 1, tokens, parts=slices), Schedule(2, 1, tokens, parts=slices)]
+            tried += [Schedule(2, 1, tokens, share=2, parts=slices), Schedule(1, 1, tokens, slices=slices)]
     return tuple(schedule for schedule in dict.fromkeys(tried) if schedule.fits())
+
+
+def invariant_slices(m: int) -> int:
+    """Slices of K where the bits must not depend on n: as few as leave few tokens enough blocks."""
+    return next(slices for least, slices in _INVARIANT_SLICES if m >= least)
+
+
+_INVARIANT_SLICES = ((4608, 1), (1280, 2), (960, 4), (0, 8))
+"""From so many out features on. On an H200 those lose least over all n."""
 
 
 def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
-        return tuple(one for one in schedules_in_parts(desc.n, 1) if one.fits_promoted())
+        return tuple(one for one in schedules_in(1, desc.n) if one.fits(twice=True))
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return tuple(one for S in (2, 4, 8) for one in schedules_in_parts(desc.n, S) if S == 2 or one.slices == 1)
+        return schedules_in(invariant_slices(desc.m), desc.n)
     return schedules_for(desc.n)
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
     """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
-    in_parts = schedules_in_parts(desc.n, slices_of(desc.m)) + schedules_in_parts(desc.n, 1)
-    return [schedule._asdict() for schedule in dict.fromkeys(schedules_for(desc.n) + in_parts)]
+    invariant = schedules_in(invariant_slices(desc.m), desc.n)
+    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n) + invariant)]

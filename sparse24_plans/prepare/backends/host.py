@@ -66,9 +66,8 @@ class Kernel(BaseKernel[PrepareDescriptor]):
             codes = self._codes(dense[rows], views, rows)
             if "mask" in views:
                 halves = canonical.masks_of_codes(codes).reshape(-1, 2)
-                views["mask"].bits()[rows] = (halves[:, 0] | halves[:, 1] << 4).reshape(
-                    -1, self.descriptor.k // 8
-                )
+                mask = views["mask"].bits()[rows]
+                mask[...] = (halves[:, 0] | halves[:, 1] << 4).reshape(mask.shape)
             if "pruned" in views:
                 kept = canonical.gather(dense[rows], codes)
                 views["pruned"].bits()[rows] = canonical.scatter(kept, codes)

@@ -19,15 +19,14 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     InvalidProblemError,
-    PlanPreference,
     Sparse24Weight,
     UnsupportedError,
 )
 
-from ..support import EPILOGUES, make_case, random_values, same_bits
+from ..support import EPILOGUES, make_case, plan_of_row, random_values, same_bits
 
-BLAS, STRICT = PlanPreference(), PlanPreference(require={"bit_stable_across_hardware": True})
-modes = pytest.mark.parametrize("preference", [BLAS, STRICT], ids=["host_blas", "host_strict"])
+BLAS, STRICT = "host_blas", "host_strict"
+modes = pytest.mark.parametrize("row", [BLAS, STRICT])
 RESULTS = {"s8": ("i32", "s8", "f16", "bf16", "f32"), "fp8_e4m3": ("bf16", "f16", "f32")}
 PAIRS = [(element, out) for element, results in RESULTS.items() for out in results]
 
@@ -35,13 +34,13 @@ PAIRS = [(element, out) for element, results in RESULTS.items() for out in resul
 @modes
 @pytest.mark.parametrize(("element", "out"), PAIRS)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_every_result_of_every_epilogue(preference, element, out, epilogue):
+def test_every_result_of_every_epilogue(row, element, out, epilogue):
     # f16 must not overflow, and s8 must both round and saturate.
     alpha = {"f16": 0.01, "s8": 1 / 256}.get(out, 1.0)
     desc = GemmSparse24Descriptor(
         n=9, m=40, k=64, element=element, out_element=out, epilogue=epilogue, alpha=alpha
     )
-    case = make_case(desc, "host", preference)
+    case = make_case(desc, row=row)
     case.check(case.run())
 
 
@@ -51,30 +50,28 @@ def test_the_tanh_gelu_is_host_blas_alone(element, out):
     desc = GemmSparse24Descriptor(
         n=9, m=40, k=64, element=element, out_element=out, epilogue="bias_gelu_tanh", alpha=alpha
     )
-    case = make_case(desc, "host", BLAS)
+    case = make_case(desc, row=BLAS)
     case.check(case.run())
     with pytest.raises(UnsupportedError, match="host_strict: does not serve epilogue bias_gelu_tanh"):
-        GemmSparse24Plan.select(desc, device="host", preference=STRICT)
+        plan_of_row(STRICT).select(desc, device="host")
 
 
 @modes
-def test_s8_is_summed_exactly(preference):
+def test_s8_is_summed_exactly(row):
     """Beyond 2^24, where float32 has no odd numbers; into the bits below an int32's own limit."""
     k = 2**14
     x = np.full((2, k), 127, np.int8)
     dense = np.zeros((3, k), np.int8)
     dense[:, ::2] = 127
     dense[0, 0] = 126
-    case = make_case(
-        GemmSparse24Descriptor(n=2, m=3, k=k, element="s8"), "host", preference, x=x, dense=dense
-    )
+    case = make_case(GemmSparse24Descriptor(n=2, m=3, k=k, element="s8"), row=row, x=x, dense=dense)
     want = x.astype(np.int64) @ dense.astype(np.int64).T
     assert want.min() > 2**26
     assert same_bits(case.run(), want.astype(np.int32))
 
 
 @modes
-def test_s8_rounds_halves_to_even_and_saturates(preference):
+def test_s8_rounds_halves_to_even_and_saturates(row):
     x = np.zeros((1, 8), np.int8)
     x[0, 0] = 1
     values = np.array([1, 2, 3, 5, -1, -3, 127, -128], np.int8)
@@ -82,26 +79,26 @@ def test_s8_rounds_halves_to_even_and_saturates(preference):
     dense[:, 0] = values
     for alpha, want in ((0.5, [0, 1, 2, 2, 0, -2, 64, -64]), (2.0, [2, 4, 6, 10, -2, -6, 127, -128])):
         desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="s8", out_element="s8", alpha=alpha)
-        assert make_case(desc, "host", preference, x=x, dense=dense).run().tolist() == [want]
+        assert make_case(desc, row=row, x=x, dense=dense).run().tolist() == [want]
 
 
 def test_both_modes_give_the_same_integers():
     desc = GemmSparse24Descriptor(n=7, m=24, k=136, element="s8", out_element="s8", alpha=1 / 300)
-    assert same_bits(make_case(desc, "host", BLAS).run(), make_case(desc, "host", STRICT).run())
+    assert same_bits(make_case(desc, row=BLAS).run(), make_case(desc, row=STRICT).run())
 
 
 @modes
 @pytest.mark.parametrize("element", RESULTS)
-def test_dgrad_of_8_bit_elements(preference, element):
+def test_dgrad_of_8_bit_elements(row, element):
     desc = GemmSparse24Descriptor(n=5, m=24, k=32, element=element, op="dgrad")
-    case = make_case(desc, "host", preference)
+    case = make_case(desc, row=row)
     case.check(case.run())
 
 
 @modes
 @pytest.mark.parametrize(("scale_x", "scale_w"), list(product(("none", "tensor", "row"), repeat=2)))
 @pytest.mark.parametrize(("element", "out"), [("s8", "bf16"), ("fp8_e4m3", "f32"), ("bf16", "bf16")])
-def test_scales(preference, element, out, scale_x, scale_w):
+def test_scales(row, element, out, scale_x, scale_w):
     desc = GemmSparse24Descriptor(
         n=6,
         m=24,
@@ -113,21 +110,21 @@ def test_scales(preference, element, out, scale_x, scale_w):
         scale_x=scale_x,
         scale_w=scale_w,
     )
-    case = make_case(desc, "host", preference)
+    case = make_case(desc, row=row)
     case.check(case.run())
 
 
 @modes
 @pytest.mark.parametrize(("x_order", "y_order"), list(product(("row", "column"), repeat=2)))
 @pytest.mark.parametrize("pad", [0, 24])
-def test_orders(preference, x_order, y_order, pad):
+def test_orders(row, x_order, y_order, pad):
     problem = {"n": 12, "m": 24, "k": 32, "element": "f16", "epilogue": "bias"}
-    rows = make_case(GemmSparse24Descriptor(**problem), "host", preference).run()
+    rows = make_case(GemmSparse24Descriptor(**problem), row=row).run()
     desc = GemmSparse24Descriptor(**problem, x_order=x_order, y_order=y_order)
-    case = make_case(desc, "host", preference, pad=pad)
+    case = make_case(desc, row=row, pad=pad)
     got = case.run()
     case.check(got)
-    if preference is STRICT:
+    if row == STRICT:
         assert same_bits(np.ascontiguousarray(got), rows)
 
 
@@ -154,7 +151,7 @@ def test_any_problem(shape, pair, orders, scales, strict, seed):
         scale_x=scales[0],
         scale_w=scales[1],
     )
-    case = make_case(desc, "host", STRICT if strict else BLAS, seed=seed)
+    case = make_case(desc, row=STRICT if strict else BLAS, seed=seed)
     case.check(case.run())
 
 
@@ -238,12 +235,3 @@ def test_dgrad_takes_its_own_arguments():
     plan.run(DgradSparse24Args(weight, np.ones((4, 8), np.int8), np.empty((4, 16), np.int32)))
     with pytest.raises(InvalidProblemError, match="args: expected DgradSparse24Args"):
         plan.run(arguments())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["inflate_cublas", "inflate_strict", "mma_sp"])
-@pytest.mark.parametrize("change", [{"x_order": "column"}, {"y_order": "column"}, {"scale_w": "row"}])
-def test_kernels_that_serve_rows_and_no_scales_say_so(backend, change):
-    desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", **change)
-    with pytest.raises(UnsupportedError, match=f"{backend}: (serves x_order|takes no scale)"):
-        GemmSparse24Plan.select(desc, device=0, preference=PlanPreference(prefer_backend=backend))

@@ -1,0 +1,230 @@
+"""Runs one random problem and checks all that its plan promises. Refusals are typed, and write nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    CompressSparse24Descriptor,
+    DecompressSparse24Descriptor,
+    ElementKind,
+    FormatError,
+    GemmSparse24Plan,
+    MaskSparse24Descriptor,
+    MisalignedOperandError,
+    PackSparse24Descriptor,
+    PlanPreference,
+    Sparse24Error,
+    Sparse24Weight,
+    TilePruneSparse24Descriptor,
+    UnsupportedError,
+)
+from sparse24_plans.plan.operands import Role
+from sparse24_plans.weights.packing import pack
+
+from ..plan.cases import equal, matrix, parts_of
+from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
+from ..prepare.prepare_cases import PrepareCase
+from ..support import POISON, Case, Data, case_of, reference, same_bits
+from .problems import Preparation, Product
+
+
+def check(problem: Product | Preparation, device: int | str) -> bool:
+    """Whether the problem was served; False: refused. Raises AssertionError, or whatever went wrong."""
+    if isinstance(problem, Preparation):
+        return _check_preparation(problem, device)
+    return _check_product(problem, device)
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def _check_product(problem: Product, device: int | str) -> bool:
+    desc, preference = problem.desc, problem.preference
+    try:
+        plan = GemmSparse24Plan.select(desc, device=device, preference=preference)
+    except UnsupportedError:
+        assert device != "host" or preference != PlanPreference(), "the host serves every product"
+        return False
+    data = problem.data()
+    case = case_of(plan, data, problem.pads, problem.offsets)
+    verdict = plan.can_implement(case.args)
+    if not verdict:
+        _check_refusal(problem, case, verdict.error)
+        return _check_product(replace(problem, pads=(0, 0), offsets=(0, 0)), device)
+    got = case.run().copy()
+    _check_numbers(case, got)
+    _check_inputs(case, data)
+    if plan.guarantee.deterministic:
+        _check_the_same_again(case, got)
+    if plan.guarantee.batch_invariant and problem.rows:
+        _check_rows(problem, device, data, got)
+    return True
+
+
+def _check_refusal(problem: Product, case: Case, error: Sparse24Error | None) -> None:
+    """Of operands that lie where the kernel can't read them: as announced, and with nothing written."""
+    assert isinstance(error, (UnsupportedError, MisalignedOperandError)), repr(error)
+    assert any((*problem.pads, *problem.offsets)), f"refused although packed and aligned: {error}"
+    with pytest.raises(type(error)):
+        case.run()
+    assert case.result.untouched(), f"refused, but written: {error}"
+
+
+def _check_numbers(case: Case, got: np.ndarray) -> None:
+    """Inside the guarantee's bound; where the type may overflow, the infinity of the right sign is right."""
+    exact, tolerance = reference(case.plan, case.x, case.dense, case.bias, case.scale)
+    out, wide = case.plan.descriptor.out_element, got.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        right = np.abs(wide - exact) <= tolerance
+        if not out.is_integer:
+            most = min(largest_of(out), largest_of(ElementKind.F32))
+            right |= (wide == np.copysign(np.inf, exact)) & (np.abs(exact) + tolerance >= most)
+            right |= (wide == exact) & np.isinf(wide)
+    if not right.all():
+        at = tuple(int(i) for i in np.argwhere(~right)[0])
+        raise AssertionError(
+            f"{(~right).sum()} of {right.size} results are wrong, the first at {at}: got {wide[at]!r}, "
+            f"exact {exact[at]!r}, allowed {tolerance[at]!r}"
+        )
+
+
+def largest_of(element: ElementKind) -> float:
+    """The largest finite number of a float type."""
+    bits = {"f32": 0x7F7FFFFF, "f16": 0x7BFF, "bf16": 0x7F7F}[element]
+    return float(np.array([bits], element.bits_dtype).view(element.dtype)[0])
+
+
+def _check_inputs(case: Case, data: Data) -> None:
+    given = [value for value in (data.x, data.bias, data.scale_x, data.scale_w) if value is not None]
+    for operand, value in zip(case.inputs, given, strict=True):
+        assert same_bits(operand.numpy().copy(order="C"), np.ascontiguousarray(value)), "an input was written"
+
+
+def _check_the_same_again(case: Case, got: np.ndarray) -> None:
+    """Through a bound plan, onto poison."""
+    bits = case.result.view.bits()
+    bits[...] = bits.dtype.type(POISON * (2 ** (8 * bits.itemsize) - 1) // 0xFF)
+    case.plan.bind(case.args, workspace=case.workspace and case.workspace.view).launch()
+    again = case.fetch()
+    assert same_bits(np.ascontiguousarray(again), np.ascontiguousarray(got)), "other bits in a second run"
+
+
+def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray) -> None:
+    """Some rows alone, in another order, give the bits that they gave among the others."""
+    rows = list(problem.rows)
+    scale_x = data.scale_x
+    if problem.desc.scale_x == "row":
+        scale_x = data.scale_x[rows]
+    desc = problem.desc.model_copy(update={"n": len(rows)})
+    wanted = problem.preference.model_copy(
+        update={"require": problem.preference.require.model_copy(update={"batch_invariant": True})}
+    )
+    try:
+        plan = GemmSparse24Plan.select(desc, device=device, preference=wanted)
+    except UnsupportedError:
+        return  # a backend that was asked for may not serve this n
+    part = case_of(plan, replace(data, x=np.ascontiguousarray(data.x[rows]), scale_x=scale_x))
+    try:
+        found = part.run()
+    except MisalignedOperandError:
+        return
+    assert same_bits(np.ascontiguousarray(found), np.ascontiguousarray(got[rows])), "rows depend on others"
+
+
+# Preparations -------------------------------------------------------------------------------------
+
+
+def _check_preparation(problem: Preparation, device: int | str) -> bool:
+    inputs = _inputs(problem)
+    case = PrepareCase(problem.desc, device, inputs, problem.without)
+    found = {name: bits.copy() for name, bits in case.run().items()}
+    if device == "host":
+        want, wrong = _model(problem, inputs)
+        want = {name: bits for name, bits in want.items() if name in found}
+    else:
+        host = PrepareCase(problem.desc, "host", inputs, problem.without)
+        want, wrong = host.run(), None
+    for name, bits in want.items():
+        assert np.array_equal(found[name], bits), f"{name} is not what was expected"
+    if wrong is not None:
+        _check_report(case, wrong)
+    if isinstance(problem.desc, PackSparse24Descriptor) and problem.desc.direction == "pack":
+        back = problem.desc.model_copy(update={"direction": "unpack"})
+        unpacked = PrepareCase(back, device, found).run()
+        assert all(np.array_equal(unpacked[name], bits) for name, bits in inputs.items()), (
+            "not packed's inverse"
+        )
+    case.poison()
+    assert equal(case.run(), found), "other bits in a second run"
+    return True
+
+
+def _check_report(case: PrepareCase, wrong: np.ndarray) -> None:
+    """The status names the first bad (row, group), or none."""
+    if not len(wrong):
+        case.plan.check(case.args)
+        return
+    with pytest.raises(FormatError) as caught:
+        case.plan.check(case.args)
+    assert (caught.value.row, caught.value.group) == tuple(wrong[0])
+
+
+def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
+    """Bits of what is read: of a compressed weight sound ones, of all else any."""
+    rng, desc = np.random.default_rng(problem.data_seed), problem.desc
+    dense = matrix(rng, (desc.m, desc.k), desc.element, problem.mood)
+    weight = Sparse24Weight.prune_compress(dense, element=desc.element)
+    if isinstance(desc, CompressSparse24Descriptor) and rng.random() < 0.7:
+        dense = weight.decompress().view(desc.element.bits_dtype)
+    known = {
+        "dense": dense,
+        "values": weight.values.view(desc.element.bits_dtype),
+        "metadata": weight.metadata,
+    }
+    if isinstance(desc, PackSparse24Descriptor) and rng.random() < 0.7:
+        known["packed"] = pack(weight).buffers[0].bits()
+    read = [operand for operand in desc.operands() if operand.role is not Role.OUT]
+    parts = [part for operand in read for part in parts_of(operand)]
+    for part in parts:
+        if part.name not in known:
+            known[part.name] = matrix(rng, part.shape, part.element, "any_bits")
+    return {part.name: known[part.name] for part in parts}
+
+
+def _model(
+    problem: Preparation, inputs: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """What every result must be, and the bad (row, group)s that the status must tell of, if it tells."""
+    desc = problem.desc
+    if isinstance(desc, DecompressSparse24Descriptor):
+        weight = Sparse24Weight(inputs["values"], inputs["metadata"], element=desc.element)
+        return {"dense": weight.decompress().view(desc.element.bits_dtype)}, None
+    if isinstance(desc, PackSparse24Descriptor):
+        return {}, None  # packing: tests/weights; both ways: _check_preparation
+    dense = inputs["dense"]
+    if isinstance(desc, MaskSparse24Descriptor):
+        keep = np.unpackbits(inputs["mask"], axis=-1, bitorder="little").astype(bool)
+        if desc.layout == "tiles":
+            keep = _of_tiles(keep, desc.m, desc.k)
+        return {"masked": np.where(keep, dense, 0)}, None
+    if isinstance(desc, TilePruneSparse24Descriptor):
+        keep = kept_cells(dense, desc.element, desc.rule)
+        (values, metadata), (values_t, metadata_t) = compressed(dense, keep), compressed(dense.T, keep.T)
+        results = {"values": values, "metadata": metadata, "values_t": values_t, "metadata_t": metadata_t}
+        return {**results, "mask": bitmask(keep)}, None
+    cells = numbers(dense, desc.element)
+    if isinstance(desc, CompressSparse24Descriptor):
+        wrong = np.argwhere((cells != 0).reshape(desc.m, desc.k // 4, 4).sum(axis=2) > 2)
+        return model(dense, lambda row, group: cover(cells[row, 4 * group : 4 * group + 4])), wrong
+    keys = numbers(inputs["scores"], desc.scores) if desc.scores else np.abs(cells)
+    return model(dense, lambda row, group: largest(list(keys[row, 4 * group : 4 * group + 4]))), None
+
+
+def _of_tiles(keep: np.ndarray, m: int, k: int) -> np.ndarray:
+    """Bits [M/8, K/8, 64] of squares, by 4x4 tile in row-major order, as a matrix."""
+    tiles = keep.reshape(m // 8, k // 8, 2, 2, 4, 4)
+    return tiles.transpose(0, 2, 4, 1, 3, 5).reshape(m, k)

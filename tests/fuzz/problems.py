@@ -1,0 +1,245 @@
+"""Random problems. Each follows from a seed, its number and the kind of device alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparse24_plans import (
+    BackendKind,
+    ElementKind,
+    EpilogueKind,
+    GemmSparse24Descriptor,
+    PlanPreference,
+    Tier,
+    TileRule,
+)
+from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
+from sparse24_plans.prepare.table import PACKED_ELEMENTS
+
+from ..prepare.prepare_cases import ELEMENTS as PREPARED
+from ..prepare.prepare_cases import MOODS, PLANS
+from ..support import Data, random_data
+
+
+class Limits(NamedTuple):
+    """The largest problems."""
+
+    side: int
+    products: int
+    """n * m * k."""
+    results: int
+    cells: int
+    """m * k of a weight that is prepared."""
+
+
+HOST = Limits(side=768, products=1 << 22, results=1 << 18, cells=1 << 12)
+GPU = Limits(side=8192, products=1 << 34, results=1 << 24, cells=1 << 21)
+_SLOW_RESULTS = 1 << 19
+"""Of activations whose reference goes cell by cell."""
+_RESULTS = {
+    "f32": ("f32",),
+    "f16": ("f16", "f32"),
+    "bf16": ("bf16", "f32"),
+    "s8": ("i32", "s8", "f16", "bf16", "f32"),
+    "fp8_e4m3": ("bf16", "f16", "f32"),
+}
+_PROMISES = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product: its descriptor, what is asked of selection, and how its operands lie in memory."""
+
+    desc: GemmSparse24Descriptor
+    preference: PlanPreference
+    mood: str
+    pads: tuple[int, int]
+    offsets: tuple[int, int]
+    """Of x (dy) and of y (dx), in elements."""
+    rows: tuple[int, ...] = field(repr=False)
+    """Those that batch invariance is tried with."""
+    data_seed: tuple[int, ...] = field(repr=False)
+
+    def data(self) -> Data:
+        """The operands. Every value is finite in its type."""
+        rng = np.random.default_rng(self.data_seed)
+        made = random_data(rng, self.desc)
+        if self.desc.element is ElementKind.S8:
+            return _shaped_integers(made, self.mood, rng)
+        dense, x = (_shaped(part, self.mood, rng, self.desc.element) for part in (made.dense, made.x))
+        return replace(made, dense=dense, x=x)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Something done to a weight."""
+
+    desc: PrepareDescriptor
+    mood: str
+    without: tuple[str, ...]
+    data_seed: tuple[int, ...] = field(repr=False)
+
+
+def draw(seed: int, case: int, device: int | str) -> Product | Preparation:
+    """The problem of this number."""
+    on_gpu = device != "host"
+    key = (seed, case, int(on_gpu))
+    rng = np.random.default_rng(key)
+    limits = GPU if on_gpu else HOST
+    if rng.random() < 0.3:
+        return _preparation(rng, limits, (*key, 1))
+    return _product(rng, limits, (*key, 1))
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+def _pick(rng: np.random.Generator, options: Any) -> Any:
+    found = list(options)
+    return found[rng.integers(len(found))]
+
+
+def _size(rng: np.random.Generator, most: int, unit: int = 1) -> int:
+    """Log-uniform, often ragged, sometimes one of the edges of tiles; rarely 0."""
+    most = max(most, unit)
+    kind = rng.random()
+    if kind < 0.02:
+        return 0
+    size = int(math.exp(rng.uniform(0, math.log(most + 0.5))))
+    if kind < 0.25:
+        size = 2 ** round(math.log2(max(size, 1))) + int(rng.integers(-1, 2)) * unit
+    return int(np.clip(-(-size // unit) * unit, unit, most // unit * unit))
+
+
+def _sizes(rng: np.random.Generator, limits: Limits, most_results: int) -> dict[str, int]:
+    """In a random order: what comes last gets what the others leave."""
+    found: dict[str, int] = {}
+    for name in rng.permutation(["n", "m", "k"]):
+        left = limits.products // max(1, math.prod(found.values()))
+        if name != "k":
+            left = min(left, most_results // max(1, found.get("n", 1) * found.get("m", 1)))
+        found[name] = _size(rng, min(limits.side, left), 8 if name == "k" else 1)
+    return found
+
+
+def _alpha(rng: np.random.Generator) -> float:
+    kind = rng.random()
+    if kind < 0.5:
+        return 1.0
+    if kind < 0.7:
+        return float(_pick(rng, (0.0, -1.0, 0.5, 2.0, 1 / 3)))
+    if kind < 0.9:
+        return float(rng.standard_normal())
+    return float(rng.choice([-1, 1]) * 10 ** rng.uniform(-45, 38))
+
+
+def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> Product:
+    forward = rng.random() < 0.85
+    element = _pick(rng, _RESULTS)
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    fields["alpha"] = _alpha(rng)
+    if not forward:
+        fields["op"] = "dgrad"
+    else:
+        if rng.random() < 0.6:
+            fields["epilogue"] = _pick(rng, EpilogueKind)
+            fields["bias_element"] = "f32" if rng.random() < 0.5 else _default_bias(fields)
+        for name in ("x_order", "y_order"):
+            fields[name] = "column" if rng.random() < 0.15 else "row"
+        for name in ("scale_x", "scale_w"):
+            fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
+    slow = fields.get("epilogue") == EpilogueKind.BIAS_GELU
+    desc = GemmSparse24Descriptor(
+        **fields, **_sizes(rng, limits, min(limits.results, _SLOW_RESULTS) if slow else limits.results)
+    )
+    rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
+    sizes = desc.element.itemsize, desc.out_element.itemsize
+    return Product(
+        desc,
+        _preference(rng, host=limits is HOST),
+        str(_pick(rng, ("normal", "positive", "wide", "small", "zeros", "integers"))),
+        tuple(_distance(rng, size) for size in sizes),
+        tuple(_distance(rng, size) for size in sizes),
+        tuple(map(int, rows)),
+        data_seed,
+    )
+
+
+def _default_bias(fields: dict[str, Any]) -> str:
+    if fields["element"] in ("s8", "fp8_e4m3"):
+        return "f32" if fields["out_element"] in ("s8", "i32") else str(fields["out_element"])
+    return str(fields["element"])
+
+
+def _distance(rng: np.random.Generator, size: int) -> int:
+    """Elements more than none: mostly such that 16 bytes stay whole."""
+    kind = rng.random()
+    if kind < 0.5:
+        return 0
+    return int(rng.integers(1, 20)) * (16 // size if kind < 0.85 else 1)
+
+
+def _preference(rng: np.random.Generator, *, host: bool) -> PlanPreference:
+    wanted: dict[str, Any] = {"require": {name: True for name in _PROMISES if rng.random() < 0.12}}
+    backends = [kind for kind in BackendKind if host or kind is not BackendKind.HOST]
+    if rng.random() < 0.3:
+        wanted["prefer_backend"] = _pick(rng, backends)
+    if rng.random() < 0.1:
+        wanted["tier"] = _pick(rng, Tier)
+    if rng.random() < 0.1:
+        wanted["max_workspace_bytes"] = int(2 ** rng.uniform(0, 30)) - 1
+    if rng.random() < 0.1:
+        wanted["allow_sm90a"] = False
+    return PlanPreference.of(wanted)
+
+
+def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> Preparation:
+    kind = _pick(rng, PLANS)
+    name = kind.__name__.removesuffix("Sparse24Descriptor")
+    fields: dict[str, Any] = {"element": _pick(rng, PACKED_ELEMENTS if name == "Pack" else PREPARED)}
+    without: tuple[str, ...] = ()
+    if name in ("Prune", "PruneCompress") and rng.random() < 0.4:
+        fields["scores"] = _pick(rng, ("f32", "f16", "bf16"))
+    if name == "Prune":
+        without = _pick(rng, ((), ("mask",), ("pruned",)))
+    if name == "TilePrune":
+        fields["rule"] = _pick(rng, TileRule)
+    if name == "Pack":
+        fields["direction"] = _pick(rng, ("pack", "unpack"))
+    if name == "Mask":
+        fields["layout"] = _pick(rng, ("rows", "tiles"))
+    squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"
+    m = _size(rng, min(limits.side, limits.cells // 8), 8 if squares else 1)
+    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 8)
+    return Preparation(kind(m=m, k=k, **fields), str(_pick(rng, MOODS)), without, data_seed)
+
+
+# Data ---------------------------------------------------------------------------------------------
+
+
+def _shaped(values: np.ndarray, mood: str, rng: np.random.Generator, element: ElementKind) -> np.ndarray:
+    wide = values.astype(np.float64)
+    if mood == "positive":  # nothing cancels: every rounding of a sum goes the same way
+        wide = np.abs(wide) + 1
+    elif mood == "wide":
+        wide = wide * 2.0 ** rng.integers(-8, 9, wide.shape)
+    elif mood == "small":
+        wide = wide * 2.0**-10
+    elif mood == "zeros":
+        wide = np.where(rng.random(wide.shape) < 0.2, wide, 0)
+    elif mood == "integers":
+        wide = np.rint(wide * 4)
+    most = 448.0 if element is ElementKind.FP8_E4M3 else 2.0**15
+    return np.clip(wide, -most, most).astype(np.float32).astype(element.dtype)
+
+
+def _shaped_integers(data: Data, mood: str, rng: np.random.Generator) -> Data:
+    if mood == "wide":
+        return replace(data, dense=np.sign(data.dense) * 127 - (data.dense < 0), x=np.full_like(data.x, -128))
+    if mood == "zeros":
+        return replace(data, x=np.where(rng.random(data.x.shape) < 0.2, data.x, 0).astype(np.int8))
+    return data

@@ -1,0 +1,32 @@
+"""A process that runs cases one after the other, and says so in JSON lines. It ends with its first failure.
+
+What it is about to do it says first: so the parent knows which case killed it, or hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+
+from .check import check
+from .problems import draw
+
+
+def outcome(seed: int, case: int, device: int | str) -> dict[str, object]:
+    """``served`` or ``refused``, or an ``error`` with its ``trace``."""
+    try:
+        return {"served": check(draw(seed, case, device), device)}
+    except Exception as error:  # noqa: BLE001 - whatever is wrong is what is looked for
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
+
+def main(seed: int, first: int, step: int, device: int | str) -> None:
+    case = first
+    while True:
+        print(json.dumps({"case": case}), flush=True)
+        found = outcome(seed, case, device)
+        print(json.dumps({"case": case, **found}), flush=True)
+        if "error" in found:
+            os._exit(1)  # a context that died would fail every later case too
+        case += step

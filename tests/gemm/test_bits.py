@@ -1,0 +1,147 @@
+"""Promises about bits: run to run, process to process, under load, in any batch, on any hardware."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ..support import EPILOGUES, same_bits
+from .rows import MOST_TOKENS, OWN, case_of, gpu, medium, on_host, promising, row_of, serves, tokens
+
+
+@promising("deterministic")
+def test_deterministic(row, element, op, epilogue):
+    case = case_of(row, element=element, op=op, **medium(row))
+    first = case.run()
+    for _ in range(20):
+        case.result.fill(np.zeros_like(first))
+        assert same_bits(case.run(), first)
+
+
+def digest_of(row: str, element: str, op: str) -> str:
+    epilogue = "bias_gelu" if op == "forward" else "identity"
+    case = case_of(row, element=element, op=op, epilogue=epilogue, **medium(row))
+    return hashlib.sha256(case.run().tobytes()).hexdigest()
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from tests.gemm.test_bits import digest_of
+print(digest_of(*sys.argv[1:]))
+"""
+
+
+@promising("bit_stable_on_same_hardware")
+def test_bit_stable_in_other_processes(row, element, op, epilogue):
+    here = digest_of(row, element, op)
+    for _ in range(1 if on_host(row) else 2):
+        command = [sys.executable, "-c", IN_ANOTHER_PROCESS, row, str(element), op]
+        there = subprocess.run(command, capture_output=True, text=True)
+        assert there.returncode == 0, there.stderr
+        assert there.stdout.strip() == here
+
+
+@promising("bit_stable_on_same_hardware")
+def test_bit_stable_under_load_and_on_every_stream(row, element, op, epilogue):
+    cases = [case_of(row, element=element, op=op, **medium(row)) for _ in range(4 if on_host(row) else 8)]
+    alone = cases[0].run().copy()
+    if on_host(row):
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda case: case.run(), cases))
+    else:
+        import cupy
+
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in cases]
+        for _ in range(10):
+            for case, stream in zip(cases, streams, strict=True):
+                case.plan.run(case.args, workspace=case.workspace and case.workspace.view, stream=stream)
+        results = [case.fetch() for case in cases]
+    assert all(same_bits(result, alone) for result in results)
+
+
+# Batches ------------------------------------------------------------------------------------------
+
+
+@promising("batch_invariant")
+@pytest.mark.parametrize("m", [4104, 8448, 20000])
+def test_batch_invariant(row, element, op, epilogue, m):
+    """A row's bits are the same alone, in any batch size and at any position, whatever cut n calls for."""
+    most = 9 if on_host(row) else tokens(row, 1100 if op == "forward" else 300)
+    sizes = {"m": m // 100 // 8 * 8, "k": 64} if on_host(row) else {"m": m, "k": 1040}
+    more = {"epilogue": "bias_silu"} if op == "forward" else {}
+    full = case_of(row, n=most, element=element, op=op, **more, **sizes)
+    whole = full.run()
+    dense = full.dense.astype(full.plan.descriptor.element.dtype)
+    for n in (1, 2, 7, 16, 31, 33, 64, 65, 128, 129, 299, 1024):
+        if n > most:
+            continue
+        rows = np.random.default_rng(n).permutation(most)[:n]
+        part = case_of(row, n=n, element=element, op=op, dense=dense, x=full.x[rows], **more, **sizes)
+        if more:
+            part.inputs[1].fill(full.inputs[1].numpy())
+        assert same_bits(part.run(), whole[rows])
+
+
+SAME_SEQUENCE = [
+    name for name in OWN if "bf16" in row_of(name).elements and row_of(name).tier == "sparse_tensor_core"
+]
+"""Kernels of 16-bit elements: those that promise batch invariance sum in one and the same sequence."""
+
+
+@gpu
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize(("m", "k"), [(4096, 4096), (8448, 1032), (20000, 136), (200, 8)])
+@pytest.mark.parametrize("n", [1, 9, 40, 100, 300, 1100])
+def test_the_invariant_rows_give_the_same_bits(element, m, k, n):
+    """So a batch-invariant pipeline may decode with one kernel and prefill with another."""
+    problem = {"n": n, "m": m, "k": k, "element": element}
+    rows = [name for name in SAME_SEQUENCE if name != "wgmma_sp" and n <= MOST_TOKENS.get(name, n)]
+    assert {"mma_sp_many", "wgmma_sp_invariant"} <= set(rows)
+    first = case_of(rows[0], **problem)
+    want, dense = first.run(), first.dense.astype(first.plan.descriptor.element.dtype)
+    for name in rows[1:]:
+        assert same_bits(case_of(name, **problem, dense=dense, x=first.x).run(), want), name
+
+
+def test_which_rows_are_compared():
+    assert set(SAME_SEQUENCE) == {
+        "mma_sp",
+        "mma_sp_few",
+        "mma_sp_batch",
+        "mma_sp_many",
+        "wgmma_sp",
+        "wgmma_sp_invariant",
+    }
+
+
+# Hardware -----------------------------------------------------------------------------------------
+
+
+@promising("bit_stable_across_hardware", epilogues=EPILOGUES)
+def test_bit_stable_across_hardware(row, element, op, epilogue):
+    """The host's strict row stands for every other device; what that one computes, test_strict.py says."""
+    if row == "host_strict":
+        pytest.skip("the oracle itself: test_strict.py, test_elements8.py")
+    problem = {"n": 21, "m": 104, "k": 160, "element": element, "op": op, "epilogue": epilogue}
+    problem["n"] = tokens(row, 21)
+    for seed in range(2):
+        assert same_bits(
+            case_of(row, **problem, seed=seed).run(), case_of("host_strict", **problem, seed=seed).run()
+        )
+
+
+def test_every_row_is_under_test():
+    """Each row has something that it is run for here; the rest is cuSPARSELt's."""
+    from sparse24_plans import GemmSparse24Descriptor
+
+    for name in OWN:
+        element = row_of(name).elements[0]
+        assert serves(name, GemmSparse24Descriptor(n=1, m=8, k=16, element=element))
+    if on_host("host_blas"):
+        case = case_of("host_blas", n=2, m=8, k=16, element="f32")
+        case.check(case.run())

@@ -1,0 +1,171 @@
+"""How problems are cut into slices of K, which fix the bits: by the shape, never by the device at hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference, UnsupportedError
+from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
+from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
+from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
+from sparse24_plans.gemm.schedules import wgmma_time
+from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.weights.layouts import TILES_16BIT, layout_of
+
+from .rows import OWN, row_of
+
+MULTIPROCESSORS = (66, 78, 114, 132, 144)
+"""Of a half H100, an H20, H100s, an H200 and a chip without a flaw."""
+WGMMA_ROWS = [name for name in OWN if row_of(name).backend == "wgmma_sp"]
+MMA_ROWS = [name for name in OWN if row_of(name).backend == "mma_sp"]
+shapes = st.builds(
+    GemmSparse24Descriptor,
+    n=st.integers(1, 4096) | st.sampled_from([1, 8, 16, 17, 64, 65, 128, 1024]),
+    m=st.integers(1, 60000) | st.sampled_from([4096, 4224, 4225, 6144, 28672, 57344]),
+    k=st.integers(1, 4096).map(lambda units: 16 * units),
+    element=st.sampled_from(["f16", "bf16"]),
+)
+
+
+def hopper(multiprocessors: int) -> DeviceProperties:
+    return DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=multiprocessors)
+
+
+class Recorder:
+    """Stands for the compiler: keeps the macros that a kernel would be compiled with."""
+
+    def __init__(self, monkeypatch, module) -> None:
+        self.defines: list[dict[str, int]] = []
+        monkeypatch.setattr(module, "load", self)
+        self._module = module
+
+    def __call__(self, source, name, threads, device, defines, parameters, **more):
+        self.defines.append(defines)
+        return SimpleNamespace()
+
+    def of(self, desc: GemmSparse24Descriptor, row: str, device: DeviceProperties) -> dict[str, int]:
+        self._module.Kernel(Choice(desc, device, row_of(row), PlanPreference(), {}))
+        return self.defines[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(desc=shapes)
+def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
+    cuts = [mma_schedules.best_schedule(desc.n, desc.m, count) for count in MULTIPROCESSORS]
+    assert {cut.slices for cut in cuts} == {mma_schedules.slices_of(desc.m)}
+    for device in map(hopper, MULTIPROCESSORS):
+        for configuration in mma_schedules.candidates(desc, device):
+            cut = mma_schedules.schedule_of(desc, device, configuration)
+            assert cut.slices == mma_schedules.slices_of(desc.m)
+
+
+@pytest.mark.parametrize("row", MMA_ROWS)
+@settings(max_examples=40, deadline=None)
+@given(desc=shapes)
+def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = Recorder(patch, mma_sp)
+        slices = {compiled.of(desc, row, hopper(count))["SLICES"] for count in MULTIPROCESSORS}
+        for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):  # where one block holds them all
+            other = DeviceProperties(kind="cuda", compute_capability=capability, multiprocessors=100)
+            assert compiled.of(desc, row, other)["SLICES"] == mma_schedules.STREAMS
+    assert len(slices) == 1
+
+
+@pytest.mark.parametrize("row", WGMMA_ROWS)
+@settings(max_examples=40, deadline=None)
+@given(desc=shapes)
+def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
+    """Also everything else about it: only how many blocks are launched depends on the device."""
+    desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = Recorder(patch, wgmma_sp)
+        found = [compiled.of(desc, row, hopper(count)) for count in MULTIPROCESSORS]
+    assert len({one["SLICES"] * one["PARTS"] for one in found}) == 1
+    assert all(one == found[0] for one in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(desc=shapes, tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=5))
+def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
+    for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_promoted"):
+        row = row_of(name)
+        parts = set()
+        for n in tokens:
+            one = GemmSparse24Descriptor(n=n, m=desc.m, k=desc.k, element=row.elements[0])
+            for cut in wgmma_schedules.allowed_schedules(one, row):
+                assert cut.slices == 1
+                parts.add(cut.parts)
+            assert wgmma_time.best_schedule(one, row) in wgmma_schedules.allowed_schedules(one, row)
+        assert parts == {1 if row.promoted else mma_schedules.slices_of(desc.m)}
+    assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
+
+
+# What a schedule must be ----------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
+def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
+    cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)
+    assert cut.token_blocks * 8 * cut.token_tiles >= desc.n
+    row_blocks = -(-desc.m // (64 * cut.block_tiles))
+    assert cut.blocks == row_blocks * cut.token_blocks * cut.slices * cut.block_tiles // mma_schedules.STREAMS
+    assert 2 <= cut.stages <= 8
+    assert cut.stages * cut.stage_bytes * cut.blocks_per_sm <= 227 << 10
+    assert cut.stage_bytes >= mma_schedules.STREAMS * TILES_16BIT.tile_bytes
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (12, 0)])
+@settings(max_examples=100, deadline=None)
+@given(desc=shapes)
+def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
+    cut = mma_schedules.schedule_in_block(desc.n, desc.m, capability)
+    assert cut.token_blocks * 8 * cut.token_tiles >= desc.n
+    assert cut.blocks == -(-desc.m // 64) * cut.token_blocks
+    assert cut.stages >= 2
+    room = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+    assert cut.stages * cut.stage_bytes <= room
+
+
+@pytest.mark.parametrize("row", WGMMA_ROWS)
+@settings(max_examples=100, deadline=None)
+@given(desc=shapes)
+def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc):
+    desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
+    layout, out_bytes = layout_of(desc.element), desc.out_element.itemsize
+    for cut in wgmma_schedules.allowed_schedules(desc, row_of(row)):
+        token_blocks = -(-desc.n // cut.tokens)
+        assert cut.items(desc.n, desc.m) * cut.rows * cut.share >= desc.m * token_blocks
+        assert cut.shared_bytes(layout, out_bytes) * cut.blocks_per_sm <= 227 << 10
+        weights, sources = cut.stages(layout, out_bytes)
+        assert (weights >= 2, sources >= 2) == (True, True)
+        assert cut.cluster <= 8
+
+
+# Configurations -------------------------------------------------------------------------------------
+
+
+def test_a_configuration_that_would_change_the_bits_is_refused():
+    desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
+    with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
+        mma_schedules.schedule_of(
+            desc, hopper(132), {"token_tiles": 16, "block_tiles": 1, "blocks_per_sm": 1}
+        )
+    row = row_of("wgmma_sp_invariant")
+    cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.slices > 1]
+    assert cuts
+    for cut in cuts:
+        with pytest.raises(UnsupportedError, match="can't keep its promises"):
+            wgmma_sp._schedule_of(desc, row, cut._asdict())
+
+
+def test_where_blocks_dont_fold_there_is_nothing_to_tune():
+    desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
+    ada = DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100)
+    assert mma_schedules.candidates(desc, ada) == []
+    assert len(mma_schedules.candidates(desc, hopper(132))) > 1

@@ -1,0 +1,164 @@
+"""What plans ask the compiler for: taken from the backends themselves, on invented devices."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference
+from sparse24_plans.device.jit import compiler
+from sparse24_plans.gemm import table as gemm_table
+from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.gemm.table import GemmRow
+from sparse24_plans.plan.kernel import Choice, Kernel
+from sparse24_plans.plan.table import consider
+from sparse24_plans.prepare import table as prepare_table
+from sparse24_plans.prepare.table import PrepareRow
+from sparse24_plans.weights import inflate
+
+from ..prepare.prepare_cases import kernel_descriptors
+
+SOURCES = sorted(
+    path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
+)
+CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
+"""Of the devices -> their multiprocessors."""
+HOPPER = (9, 0)
+
+KINDS = (
+    {"element": "bf16", "epilogue": "bias_gelu"},
+    {"element": "f16", "epilogue": "bias"},
+    {"element": "f32", "epilogue": "bias_relu"},
+    {"element": "bf16", "epilogue": "bias_silu", "out_element": "f32", "bias_element": "f32"},
+    {"element": "f16", "op": "dgrad"},
+    {"element": "f32", "op": "dgrad"},
+    {"element": "s8", "epilogue": "bias_gelu", "out_element": "s8", "scale_x": "row", "scale_w": "row"},
+    {"element": "s8"},
+    {"element": "s8", "epilogue": "bias_silu", "out_element": "f16", "bias_element": "f32"},
+    {"element": "fp8_e4m3", "epilogue": "bias_gelu", "scale_x": "tensor", "scale_w": "row"},
+    {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
+)
+SIZES = {
+    # cuBLAS itself is asked for an algorithm only where there is a result.
+    "inflate_cublas": [{"n": 0}],
+    "inflate_strict": [{"n": 1}],
+    "mma_sp": [{"n": n, "m": 28672} for n in (1, 9)],
+    "mma_sp_few": [{"n": n, "m": m} for m in (4096, 6144) for n in (1, 9)],
+    "mma_sp_batch": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (17, 33, 65)],
+    "mma_sp_many": [{"n": 300}],
+    "wgmma_sp": [{"n": 8}],
+    "wgmma_sp_invariant": [{"n": 8}],
+}
+WGMMA_SCHEDULES = {
+    "wgmma_sp": {n: schedules.schedules_for(n) for n in (8, 64, 128, 1024)},
+    "wgmma_sp_invariant": {n: schedules.one_block_schedules(n, 8) for n in (8, 64, 1024)},
+    "wgmma_sp_s8": {n: schedules.schedules_for(n) for n in (64, 128)},
+    "wgmma_sp_fp8": {n: schedules.schedules_for(n) for n in (8, 1024)},
+    "wgmma_sp_fp8_promoted": {n: schedules.one_block_schedules(n, 1) for n in (64, 1024)},
+}
+GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
+"""Those of our own kernels: the library brings its own."""
+PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
+
+
+class Request(NamedTuple):
+    """One compilation, as a backend asks for it."""
+
+    source: str
+    function: str
+    arch: str
+    defines: tuple[tuple[str, int], ...]
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return "-".join([self.source, self.arch, *(f"{name}{value}" for name, value in self.defines)])
+
+
+def device_of(capability: tuple[int, int]) -> DeviceProperties:
+    return DeviceProperties(
+        kind="cuda",
+        compute_capability=capability,
+        multiprocessors=CAPABILITIES[capability],
+        cublaslt="120900",
+    )
+
+
+@contextmanager
+def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
+    """What the backend would compile and load in the block."""
+    found: list[Request] = []
+
+    def record(source, name, threads, device, defines, parameters, shared_bytes=0):
+        macros = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
+
+    with ExitStack() as patches:
+        for module in (sys.modules[kernel.__module__], inflate):
+            if hasattr(module, "load"):
+                patches.enter_context(mock.patch.object(module, "load", record))
+        yield found
+
+
+@functools.cache
+def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
+    """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
+    sizes = SIZES.get(row.name, [{}])
+    kinds = [kind for kind in KINDS if kind["element"] in row.elements]
+    cases = [(size, kinds[0]) for size in sizes]
+    if capability == HOPPER:
+        cases += [(sizes[0], kind) for kind in kinds[1:]]
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found:
+        for size, kind in cases:
+            desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
+            considered = consider(gemm_table.ROWS, desc, preference, device)
+            if any(one.row is row and one.reason is None for one in considered):
+                row.kernel(Choice(desc, device, row, preference, {}))
+        for n, tried in WGMMA_SCHEDULES.get(row.name, {}).items() if capability == HOPPER else ():
+            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kinds[0])
+            for schedule in tried:
+                row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
+    return found
+
+
+@functools.cache
+def prepare_requests(row: PrepareRow, capability: tuple[int, int]) -> list[Request]:
+    """Every variant on Hopper, a few elsewhere."""
+    device = device_of(capability)
+    with recorded_loads(row.kernel) as found:
+        for desc in kernel_descriptors(few=capability != HOPPER):
+            if desc.op in row.ops and desc.element in row.elements:
+                row.kernel(Choice(desc, device, row, PlanPreference(), {}))
+    return found
+
+
+REQUESTS = list(
+    dict.fromkeys(
+        request
+        for rows, requests in ((GEMM_ROWS, gemm_requests), (PREPARE_ROWS, prepare_requests))
+        for row in rows
+        for capability in CAPABILITIES
+        for request in requests(row, capability)
+    )
+)
+every_request = pytest.mark.parametrize("request_", REQUESTS, ids=str)
+every_source = pytest.mark.parametrize("source", SOURCES)
+
+
+@functools.cache
+def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tuple[bytes, str]:
+    """The cubin, and ptxas's report."""
+    return compiler.compile_cubin(source, arch, dict(defines))
+
+
+def cheapest(source: str) -> Request:
+    """A request for the source, of few epilogues and for the oldest architecture: quick to compile."""
+    asked = [request for request in REQUESTS if request.source == source]
+    return min(asked, key=lambda request: (dict(request.defines).get("EPILOGUE", 0), request.arch != "sm_80"))

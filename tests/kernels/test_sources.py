@@ -1,0 +1,116 @@
+"""What the kernels' sources share with each other and with the host, and how they are written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparse24_plans import EpilogueKind
+from sparse24_plans.device.jit import codes, compiler
+from sparse24_plans.gemm.backends import host
+
+from .requests import GEMM_ROWS, REQUESTS, SOURCES, every_source
+
+FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
+
+
+def code_of(path: Path) -> str:
+    """The text without its comments."""
+    return re.sub(r"//.*", "", path.read_text())
+
+
+def words_of(header: str, name: str) -> dict[str, int]:
+    """Of an enum."""
+    text = (compiler.KERNEL_FOLDER / header).read_text()
+    (body,) = re.findall(rf"^enum class {name} {{(.*?)}};", text, re.MULTILINE | re.DOTALL)
+    return {word: int(code) for word, code in re.findall(r"(\w+) = (\d+)", body)}
+
+
+def test_codes_are_those_of_the_headers():
+    elements = {kind.name: code for kind, code in codes.ELEMENT_CODES.items()}
+    assert words_of("common/element.cuh", "ElementKind") == elements
+    epilogues = {kind.name: code for kind, code in codes.EPILOGUE_CODES.items()}
+    assert words_of("common/epilogue.cuh", "EpilogueKind") == epilogues
+    assert all(set(codes.EPILOGUE_CODES) == set(row.epilogues) for row in GEMM_ROWS)
+
+
+def test_every_kernel_file_belongs_to_some_kernel():
+    reached = {name for source in SOURCES for name in compiler.closure(source)}
+    assert {path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in FILES} == reached
+
+
+def test_the_hosts_strict_constants_are_read_from_the_kernels_file(monkeypatch, tmp_path):
+    v = np.linspace(-4, 4, 1000, dtype=np.float32)
+    kinds = (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
+    before = {kind: host.apply_epilogue(v, 1.0, None, kind) for kind in kinds}
+    text = (compiler.KERNEL_FOLDER / "common/strict_math.inc").read_text()
+    # 1/3! becomes 1/4, in the exponential that both activations use.
+    changed = text.replace("0x1.5555555555555p-3", "0x1.0000000000000p-2")
+    assert changed != text
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/strict_math.inc").write_text(changed)
+    monkeypatch.setattr(host, "KERNEL_FOLDER", tmp_path)
+    host._constants.cache_clear()
+    try:
+        for kind, values in before.items():
+            assert (host.apply_epilogue(v, 1.0, None, kind) != values).any()
+    finally:
+        host._constants.cache_clear()
+
+
+# Includes -----------------------------------------------------------------------------------------
+
+
+def test_closure_follows_includes(monkeypatch, tmp_path):
+    kernels = tmp_path / "kernels"
+    shutil.copytree(compiler.KERNEL_FOLDER, kernels)
+    monkeypatch.setattr(compiler, "KERNEL_FOLDER", kernels)
+    (kernels / "a.cu").write_text(
+        '#include "b.cuh"\n  #  include   "c.inc"\n// #include "not.this"\n#include <nor.this>\n'
+    )
+    (kernels / "b.cuh").write_text('#pragma once\n#include "d.cuh"\n')
+    (kernels / "c.inc").write_text('#include "d.cuh"\n')
+    (kernels / "d.cuh").write_text('#pragma once\n#include "b.cuh"\n')
+    found = compiler.closure("a.cu")
+    assert list(found) == ["a.cu", "b.cuh", "c.inc", "d.cuh"]
+    assert all(found[name] == (kernels / name).read_bytes() for name in found)
+
+
+@every_source
+def test_every_kernel_shares_the_types_and_every_epilogue_the_constants(source):
+    reached = set(compiler.closure(source))
+    assert {source, "common/types.cuh"} <= reached
+    assert ("common/epilogue.cuh" in reached) == ("common/strict_math.inc" in reached)
+
+
+# How they are written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_line_is_longer_than_120_columns(path):
+    assert [line for line in path.read_text().splitlines() if len(line) > 120] == []
+
+
+@every_source
+def test_a_kernel_opens_with_its_roles(source):
+    opening = (compiler.KERNEL_FOLDER / source).read_text().split("\n#", 1)[0]
+    assert all(line.startswith("//") for line in opening.splitlines())
+    for word in ("role", "barriers", "registers"):
+        assert word in opening
+
+
+@every_source
+def test_the_hosts_macros_are_read_in_one_place(source):
+    """In the kernel's Config, or before it where the preprocessor needs them; bodies ask Config."""
+    given = {f"S24_{name}" for one in REQUESTS if one.source == source for name, _ in one.defines}
+    given.discard("S24_PARAMETER_BYTES")
+    files = compiler.closure(source)
+    text = code_of(compiler.KERNEL_FOLDER / source)
+    assert text.count("struct Config") == 1
+    bodies = [text[text.index("\n};", text.index("struct Config")) :]]
+    bodies += [code_of(compiler.KERNEL_FOLDER / name) for name in files if name != source]
+    assert {word for body in bodies for word in re.findall(r"\bS24_\w+", body)} & given == set()

@@ -1,0 +1,56 @@
+"""The compilations under test are all that plans can ask for: every row, source, architecture and element."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparse24_plans import ElementKind, EpilogueKind
+from sparse24_plans.device.jit import codes
+from sparse24_plans.vocab import GemmOp
+
+from .requests import (
+    CAPABILITIES,
+    GEMM_ROWS,
+    HOPPER,
+    PREPARE_ROWS,
+    REQUESTS,
+    SOURCES,
+    device_of,
+    every_source,
+    gemm_requests,
+    prepare_requests,
+)
+
+
+def test_every_device_row_and_every_source_is_covered():
+    assert all(gemm_requests(row, HOPPER) for row in GEMM_ROWS)
+    assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
+    assert {request.source for request in REQUESTS} == set(SOURCES)
+
+
+@every_source
+def test_every_architecture_that_a_source_is_for_is_covered(source):
+    rows = [row for row in GEMM_ROWS if any(one.source == source for one in gemm_requests(row, HOPPER))]
+    oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
+    below = max([row.below_compute_capability for row in rows], default=(99, 0))
+    wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
+    assert {request.arch for request in REQUESTS if request.source == source} == wanted
+
+
+@pytest.mark.parametrize("row", PREPARE_ROWS, ids=lambda row: row.name)
+def test_preparing_is_compiled_for_every_width_of_its_elements(row):
+    asked = [dict(request.defines) for request in prepare_requests(row, HOPPER)]
+    widths = {d.get("WIDTH") or {0: 4}.get(d["ELEMENT"], 2) for d in asked}
+    assert widths == {element.itemsize for element in row.elements}
+    numbers = {d["NUMBER"] for d in asked if "NUMBER" in d}  # unsigned, two's complement, sign and magnitude
+    assert numbers in (set(), {0, 1, 2} if ElementKind.U8 in row.elements else {1, 2})
+
+
+@pytest.mark.parametrize("row", GEMM_ROWS, ids=lambda row: row.name)
+def test_every_element_and_epilogue_is_covered_on_hopper(row):
+    asked = [dict(request.defines) for request in gemm_requests(row, HOPPER)]
+    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    if "DGRAD" in asked[0]:
+        assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in row.ops}
+    heavy = {codes.EPILOGUE_CODES[kind] for kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)}
+    assert heavy <= {d["EPILOGUE"] for d in asked}

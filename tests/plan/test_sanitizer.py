@@ -1,0 +1,96 @@
+"""compute-sanitizer on small problems of every kernel."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from .cases import KERNELS, kernel_case
+
+GEMM = [name for name, medium in KERNELS.items() if medium.row]
+PREPARE = [name for name, medium in KERNELS.items() if not medium.row]
+SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
+"""n, m and k, ragged in all the tiles there are."""
+
+
+def small_products(row: str, element: str, op: str, device: int | str = 0) -> int:
+    """How many problems have run, each inside its bound and its guards."""
+    from sparse24_plans import GemmSparse24Descriptor
+
+    from ..gemm.rows import tokens
+    from ..support import make_case
+
+    epilogue = "bias_gelu" if op == "forward" else "identity"
+    for n, m, k in SIZES:
+        desc = GemmSparse24Descriptor(
+            n=tokens(row, n),
+            m=min(m, 24) if op == "dgrad" else m,
+            k=k,
+            element=element,
+            op=op,
+            epilogue=epilogue,
+        )
+        case = make_case(desc, row=row, pad=3 if row == "inflate_strict" else 16)
+        case.check(case.run())
+    return len(SIZES)
+
+
+def small_weights(name: str, element: str, device: int | str = 0) -> int:
+    sizes = ((8, 8), (72, 264), (136, 24))
+    for m, k in sizes:
+        kernel_case(name, device, m=m, k=k, element=element).run()
+    return len(sizes)
+
+
+SANITIZED = """
+import sys
+from tests.plan.test_sanitizer import {function}
+for element in sys.argv[2].split(","):
+    {function}(sys.argv[1], element{more})
+print("done")
+"""
+
+
+def run_under(tool: str, code: str, *arguments: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "done" in done.stdout
+    assert re.search(r"SUMMARY: .*\b0 errors", done.stdout), done.stdout
+
+
+tools = pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+
+
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("row", GEMM)
+def test_products(row, tool):
+    element = KERNELS[row].desc.element.value
+    both = row.startswith("inflate")
+    elements = f"{element},f32" if both and tool == "memcheck" else element
+    for op in ("forward", "dgrad") if both else ("forward",):
+        run_under(tool, SANITIZED.format(function="small_products", more=f', "{op}"'), row, elements)
+
+
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("name", PREPARE)
+def test_weights(name, tool):
+    elements = "bf16,s8" if "pack" in name or tool == "memcheck" else "bf16"
+    if tool == "memcheck" and "pack" not in name:
+        elements += ",f32"
+    run_under(tool, SANITIZED.format(function="small_weights", more=""), name, elements)
+
+
+def test_what_is_sanitized_runs_at_all():
+    """On the host, so that a failure there isn't one of the test."""
+    assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
+    assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)

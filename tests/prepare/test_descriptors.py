@@ -1,0 +1,97 @@
+"""Descriptors of weights to prepare: fields that are wrong are named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from sparse24_plans import (
+    ElementKind,
+    InvalidProblemError,
+    MaskSparse24Descriptor,
+    PackSparse24Descriptor,
+    PruneCompressSparse24Descriptor,
+    PruneSparse24Descriptor,
+    TilePruneSparse24Descriptor,
+)
+from sparse24_plans.plan.operands import Role
+
+from ..strategies import prepare_descriptors
+from .prepare_cases import PLANS
+
+M, K = 16, 32
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"m": -8}, "m"),
+        ({"m": 8.0}, "m"),
+        ({"k": 12}, "k"),
+        ({"k": -8}, "k"),
+        ({"k": True}, "k"),
+        ({"element": "i32"}, "element"),
+        ({"element": "u16"}, "element"),
+        ({"element": "f64"}, "element"),
+        ({"m": 1 << 40, "k": 1 << 40}, "m, k"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_a_wrong_field_is_named(kind, change, field):
+    with pytest.raises(InvalidProblemError, match=field):
+        kind(**{"m": M, "k": K, "element": "bf16", **change})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "field"),
+    [
+        (PruneSparse24Descriptor, {"scores": "s8"}, "scores"),
+        (PruneCompressSparse24Descriptor, {"scores": "fp8_e4m3"}, "scores"),
+        (PackSparse24Descriptor, {"direction": "sideways"}, "direction"),
+        (TilePruneSparse24Descriptor, {"rule": "best"}, "rule"),
+        (TilePruneSparse24Descriptor, {"m": 12}, "m"),
+        (MaskSparse24Descriptor, {"layout": "columns"}, "layout"),
+        (MaskSparse24Descriptor, {"layout": "tiles", "m": 12}, "m"),
+    ],
+)
+def test_a_wrong_field_of_one_kind_is_named(kind, change, field):
+    with pytest.raises(InvalidProblemError, match=field):
+        kind(**{"m": M, "k": K, "element": "bf16", **change})
+
+
+@given(desc=prepare_descriptors())
+def test_every_operand_has_the_shape_that_its_documentation_says(desc):
+    """docs/preparing.md and the arguments' docstrings."""
+    m, k = desc.m, desc.k
+    if "pack" in desc.op and desc.element not in ("f16", "bf16", "s8", "fp8_e4m3"):
+        return  # no layout to be of
+    element, u8, u16 = desc.element, ElementKind.U8, ElementKind.U16
+    tiles = desc.op == "tile_prune" or getattr(desc, "layout", None) == "tiles"
+    shapes = {
+        **dict.fromkeys(("dense", "pruned", "masked"), ((m, k), element)),
+        "scores": ((m, k), getattr(desc, "scores", None)),
+        "values": ((m, k // 2), element),
+        "metadata": ((m, k // 8), u16),
+        "values_t": ((k, m // 2), element),
+        "metadata_t": ((k, m // 8), u16),
+        "mask": ((m // 8, k // 8, 8) if tiles else (m, k // 8), u8),
+        "status": ((8,), u8),
+        "weight": ((m, k), element),
+    }
+    if desc.op == "pack":
+        depth, nbytes = (128, 9216) if element.itemsize == 2 else (256, 10240)
+        shapes["packed"] = ((-(-m // 64), -(-k // depth), nbytes), u8)
+    if desc.op == "unpack":
+        shapes["packed"] = ((m, k), element)
+    for operand in desc.operands():
+        assert (operand.shape, operand.element) == shapes[operand.name], operand.name
+    roles = {operand.name: operand.role for operand in desc.operands()}
+    assert Role.OUT in roles.values()
+    assert set(roles.values()) & {Role.IN, Role.WEIGHT}
+
+
+def test_elements_without_a_layout_have_no_operands_to_pack():
+    for element in ("f32", "u8", "fp8_e5m2"):
+        desc = PackSparse24Descriptor(m=M, k=K, element=element)
+        assert PLANS[type(desc)].explain_choice(desc, device="host").chosen is None
