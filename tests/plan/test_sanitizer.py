@@ -17,7 +17,7 @@ SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
 
 
-def small_products(row: str, element: str, op: str, device: int | str = 0) -> int:
+def small_products(row: str, element: str, op: str) -> int:
     """How many problems have run, each inside its bound and its guards."""
     from sparse24_plans import GemmSparse24Descriptor
 
