@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -26,24 +24,6 @@ def strict(problem: GemmSparse24Descriptor) -> str | None:
     return beyond_grid(-(-problem.outputs // rows) * -(-problem.n // tokens))
 
 
-DECODE_TOKENS = 16
-"""Up to which n mma_sp is as fast as wgmma_sp, as measured on an H200."""
-
-
-def fills_badly(problem: GemmSparse24Descriptor, device: DeviceProperties) -> str | None:
-    """Of mma_sp, which has a block or two for each 64 rows of W, where there is wgmma.
-
-    As measured on an H200, wgmma_sp is the faster one but where they make two to four waves, the last nearly
-    full.
-    """
-    has_wgmma = WGMMA[0] <= device.compute_capability < WGMMA[1]
-    blocks, available = -(-problem.m // 64), max(1, device.multiprocessors)
-    waves = -(-blocks // available)
-    if not has_wgmma or (2 <= waves <= 4 and waves * available <= 1.25 * blocks):
-        return None
-    return f"is preferred where its blocks make 2 to 4 full waves, not for {blocks} on {available}"
-
-
 def few_tokens(problem: GemmSparse24Descriptor) -> int:
     """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
     return 256 if problem.m * problem.k >= 1 << 26 else 128
@@ -60,14 +40,10 @@ def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
     return _tile_blocks(problem)
 
 
-def up_to(tokens: Callable[[GemmSparse24Descriptor], int]) -> Callable[[GemmSparse24Descriptor], str | None]:
-    """mma_sp's limits, and a preference for at most so many tokens."""
-
-    def limits(problem: GemmSparse24Descriptor) -> str | None:
-        most = tokens(problem)
-        return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
-
-    return limits
+def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
+    """mma_sp's limits, and a preference for as few tokens as it beats inflating with."""
+    most = few_tokens(problem)
+    return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
 
 def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:

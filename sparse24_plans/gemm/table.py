@@ -68,10 +68,6 @@ _MMA_SP_MANY = GemmRow(
     limits=limits.mma_sp,
 )
 
-_MMA_SP_FEW = replace(
-    _MMA_SP_MANY, name="mma_sp_few", limits=limits.up_to(lambda problem: limits.DECODE_TOKENS)
-)
-
 _WGMMA_SP = replace(
     _MMA_SP_MANY,
     name="wgmma_sp",
@@ -111,11 +107,8 @@ _CUSPARSELT = GemmRow(
 )
 
 ROWS: tuple[GemmRow, ...] = (
-    replace(_MMA_SP_FEW, name="mma_sp", yields=limits.fills_badly),
     _WGMMA_SP,
     # Where batch invariance is required.
-    _MMA_SP_FEW,
-    # The bits of mma_sp for any n: chosen where batch invariance is required.
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=guarantees.mma_sp),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=guarantees.wgmma_sp_s8, elements=(S8,)),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
@@ -127,7 +120,7 @@ ROWS: tuple[GemmRow, ...] = (
         promoted=True,
     ),
     # Where there is no wgmma.
-    replace(_MMA_SP_MANY, name="mma_sp_batch", limits=limits.up_to(limits.few_tokens)),
+    replace(_MMA_SP_MANY, name="mma_sp", limits=limits.mma_sp_few),
     GemmRow(
         name="inflate_cublas",
         backend=BackendKind.INFLATE_CUBLAS,

@@ -31,8 +31,8 @@ def beyond_grid(blocks: int) -> str | None:
 class Row:
     """One row. ``backend`` is also the name of the module under the family's ``backends/`` that launches it.
 
-    ``limits`` gives the reason why a problem can't be served, ``yields`` why a row below is the faster one on
-    the device, ``missing`` what has to be installed first; None where there is none. ``min_workspace`` is the
+    ``limits`` gives the reason why a problem can't be served, ``missing`` what has to be installed first; None
+    where there is none. ``min_workspace`` is the
     bytes without which the kernel can't run. A family's own row adds what its problems differ in, and says in
     ``refusal`` what it doesn't serve.
     """
@@ -47,7 +47,6 @@ class Row:
     below_compute_capability: tuple[int, int] = (99, 0)
     layout: str = CANONICAL_LAYOUT
     limits: Callable[[Any], str | None] = lambda descriptor: None
-    yields: Callable[[Any, DeviceProperties], str | None] = lambda descriptor, device: None
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
     min_workspace: Callable[[Any], int] = lambda descriptor: 0
 
@@ -123,7 +122,7 @@ def _judge(
 ) -> Considered[R]:
     reason = (
         _misplaced(row, preference, device)
-        or _unserved(row, descriptor, device)
+        or _unserved(row, descriptor)
         or _unwanted(row, descriptor, preference, tested)
     )
     if reason is None and (absent := row.missing(device)) is not None:
@@ -151,11 +150,11 @@ def _misplaced(row: Row, preference: PlanPreference, device: DeviceProperties) -
     return None
 
 
-def _unserved(row: Row, descriptor: Any, device: DeviceProperties) -> str | None:
+def _unserved(row: Row, descriptor: Any) -> str | None:
     """Why the row can't serve the problem, or better shouldn't."""
     if descriptor.element not in row.elements:
         return f"serves elements {', '.join(row.elements)}, not {descriptor.element}"
-    return row.refusal(descriptor) or row.limits(descriptor) or row.yields(descriptor, device)
+    return row.refusal(descriptor) or row.limits(descriptor)
 
 
 def _unwanted(row: Row, descriptor: Any, preference: PlanPreference, tested: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ from ..support import Case, device_of_row, make_case
 gpu = pytest.mark.gpu
 OWN = tuple(row.name for row in ROWS if row.backend is not BackendKind.CUSPARSELT)
 """The package's own kernels. The library's have sizes of their own: test_cusparselt.py."""
-MOST_TOKENS = {"mma_sp": 16, "mma_sp_few": 16, "mma_sp_batch": 128}
+MOST_TOKENS = {"mma_sp": 128}
 """Of the rows that leave more of them to others."""
 BOTH_OPS = ("forward", "dgrad")
 ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "fp8_e4m3"))

@@ -29,7 +29,7 @@ def test_every_cut_of_mma_sp(n, m, k):
 WGMMA_CUTS = [
     (n, cut)
     for n in (1, 13, 60, 200, 1030)
-    for cut in (*schedules.schedules_for(n), *schedules.one_block_schedules(n, 8))
+    for cut in (*schedules.schedules_for(n), *schedules.schedules_in(8, n))
 ]
 
 

@@ -141,7 +141,7 @@ def test_model_sized(row, n, m, k, op):
 
 
 @gpu
-@pytest.mark.parametrize("row", ["mma_sp", "mma_sp_few", "mma_sp_batch", "mma_sp_many"])
+@pytest.mark.parametrize("row", ["mma_sp", "mma_sp_many"])
 @pytest.mark.parametrize("n", [1, 8, 9, 16])
 def test_few_tokens(row, n):
     """At which every row of mma_sp serves."""

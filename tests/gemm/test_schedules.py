@@ -98,10 +98,9 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
         for n in tokens:
             one = GemmSparse24Descriptor(n=n, m=desc.m, k=desc.k, element=row.elements[0])
             for cut in wgmma_schedules.allowed_schedules(one, row):
-                assert cut.slices == 1
-                parts.add(cut.parts)
+                parts.add(cut.slices * cut.parts)
             assert wgmma_time.best_schedule(one, row) in wgmma_schedules.allowed_schedules(one, row)
-        assert parts == {1 if row.promoted else mma_schedules.slices_of(desc.m)}
+        assert parts == {1 if row.promoted else wgmma_schedules.invariant_slices(desc.m)}
     assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
 
 

@@ -127,20 +127,18 @@ def test_elements_that_no_row_serves(device, element):
 @pytest.mark.parametrize(
     ("m", "n", "require", "row"),
     [
-        (30000, 16, {}, "wgmma_sp"),  # 4.7 waves of 64-row blocks
-        (24000, 16, {}, "mma_sp"),  # 3.75 waves
-        (24000, 17, {}, "wgmma_sp"),
-        (4096, 16, {}, "wgmma_sp"),  # less than a wave
-        (7000, 16, {}, "wgmma_sp"),  # 1.1 waves
-        (57344, 16, {}, "wgmma_sp"),  # 9 waves
-        (57344, 16, {"batch_invariant": True}, "mma_sp_few"),
+        (4096, 1, {}, "wgmma_sp"),
+        (24000, 16, {}, "wgmma_sp"),
+        (57344, 128, {}, "wgmma_sp"),
+        (57344, 1, {"batch_invariant": True}, "wgmma_sp_invariant"),
         (57344, 17, {"batch_invariant": True}, "wgmma_sp_invariant"),
     ],
 )
 def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
     desc = GemmSparse24Descriptor(n=n, m=m, k=4096, element="bf16")
     assert chosen(HOPPER, desc, require=require) == row
-    assert chosen(AMPERE, desc, require=require) == ("mma_sp" if n <= 16 else "mma_sp_batch")
+    assert chosen(HOPPER, desc, require=require, allow_sm90a=False) == "mma_sp"
+    assert chosen(AMPERE, desc, require=require) == "mma_sp"
 
 
 # Reasons ------------------------------------------------------------------------------------------

@@ -49,19 +49,19 @@ SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
     "inflate_cublas": [{"n": 0}],
     "inflate_strict": [{"n": 1}],
-    "mma_sp": [{"n": n, "m": 28672} for n in (1, 9)],
-    "mma_sp_few": [{"n": n, "m": m} for m in (4096, 6144) for n in (1, 9)],
-    "mma_sp_batch": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (17, 33, 65)],
+    "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9, 17, 33, 65)],
     "mma_sp_many": [{"n": 300}],
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
 }
 WGMMA_SCHEDULES = {
-    "wgmma_sp": {n: schedules.schedules_for(n) for n in (8, 64, 128, 1024)},
-    "wgmma_sp_invariant": {n: schedules.one_block_schedules(n, 8) for n in (8, 64, 1024)},
-    "wgmma_sp_s8": {n: schedules.schedules_for(n) for n in (64, 128)},
+    "wgmma_sp": {n: schedules.schedules_for(n) for n in (8, 24, 64, 128, 300, 1024, 8192)},
+    "wgmma_sp_invariant": {n: schedules.schedules_in(2, n) for n in (8, 64, 300, 1024)},
+    "wgmma_sp_s8": {n: schedules.schedules_for(n) for n in (48, 64, 400)},
     "wgmma_sp_fp8": {n: schedules.schedules_for(n) for n in (8, 1024)},
-    "wgmma_sp_fp8_promoted": {n: schedules.one_block_schedules(n, 1) for n in (64, 1024)},
+    "wgmma_sp_fp8_promoted": {
+        n: tuple(one for one in schedules.schedules_in(1, n) if one.fits(twice=True)) for n in (64, 1024)
+    },
 }
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""

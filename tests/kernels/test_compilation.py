@@ -52,7 +52,7 @@ def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
 @pytest.mark.parametrize("n", [1, 16, 32, 64, 200, 1024])
 def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, out_bytes, n):
     """Nor more: the next launch's would crowd where the first room is."""
-    for schedule in (*schedules.schedules_for(n), *schedules.one_block_schedules(n, 4)):
+    for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
         taken = schedule.shared_bytes(layout_of(ElementKind(element)), out_bytes) + RESERVED_BYTES
         assert MULTIPROCESSOR_BYTES // taken == schedule.blocks_per_sm
 
