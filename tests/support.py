@@ -157,13 +157,9 @@ class Case:
 
 @cache
 def plan_of_row(name: str) -> type[GemmSparse24Plan]:
-    """A plan whose table is this row alone: ``select`` gives it, or says why it can't serve the problem.
-
-    Only whether another row is the faster one on the device isn't asked.
-    """
+    """A plan whose table is this row alone: ``select`` gives it, or says why it can't serve the problem."""
     (row,) = (row for row in ROWS if row.name == name)
-    alone = replace(row, yields=lambda descriptor, device: None)
-    return type(f"PlanOf_{name}", (GemmSparse24Plan,), {"table": (alone,)})
+    return type(f"PlanOf_{name}", (GemmSparse24Plan,), {"table": (row,)})
 
 
 def device_of_row(name: str) -> int | str:

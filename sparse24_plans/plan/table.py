@@ -31,10 +31,9 @@ def beyond_grid(blocks: int) -> str | None:
 class Row:
     """One row. ``backend`` is also the name of the module under the family's ``backends/`` that launches it.
 
-    ``limits`` gives the reason why a problem can't be served, ``missing`` what has to be installed first; None
-    where there is none. ``min_workspace`` is the
-    bytes without which the kernel can't run. A family's own row adds what its problems differ in, and says in
-    ``refusal`` what it doesn't serve.
+    ``limits`` gives the reason why a problem can't be served, ``missing`` what has to be installed first;
+    None where there is none. ``min_workspace`` is the bytes without which the kernel can't run. A family's
+    own row adds what its problems differ in, and says in ``refusal`` what it doesn't serve.
     """
 
     name: str

@@ -52,7 +52,7 @@ def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch
         kept.append(Schedule(**configuration))
     assert kept
     if row.guarantee(desc).batch_invariant:
-        assert {(one.slices, one.parts) for one in kept} == {(1, 1 if element == "fp8_e4m3" else 4)}
+        assert {one.slices * one.parts for one in kept} == {1}  # of 8192 out features
 
 
 def test_where_there_is_one_schedule_there_are_no_candidates():

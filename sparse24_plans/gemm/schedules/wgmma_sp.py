@@ -17,10 +17,10 @@ _STEP_BYTES, _BUFFERS = 8192, 2
 _BARRIER_BYTES = 512
 
 FEW, WIDEST = 64, 256
-"""Up to so many tokens one block takes them all, and memory sets the pace; and the most that a block takes."""
+"""Up to so many tokens one block takes them all, and memory sets the pace; and the most of a block."""
 _MORE_BLOCKS = 5
 """So many blocks of tokens more than the fewest are tried."""
-_SUMS, _SUMS_OF_THREE = 128, 72
+_SUMS, _SUMS_OF_THREE = 128, 64
 """Accumulators that a thread of one or two warpgroups has registers for, and one of three."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
@@ -60,7 +60,7 @@ class Schedule(NamedTuple):
         return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
 
     def tail(self, n: int) -> tuple[int, int]:
-        """Tokens of the last block, and the rows of X that each block of those that share it copies for them."""
+        """Tokens of the last block, and the rows of X that each of those that share it copies for them."""
         tokens = n - (-(-n // self.tokens) - 1) * self.tokens
         return tokens, tokens if self.share == 1 else align_up(-(-tokens // self.share), 8)
 

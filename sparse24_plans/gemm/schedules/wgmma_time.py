@@ -1,8 +1,8 @@
 """A model of the time that ``wgmma_sp`` takes with a schedule. Fitted to an H200; it ranks, no more.
 
 It knows the shape alone, not the device at hand: another number of multiprocessors must not mean another
-schedule, since a schedule's slices of K fix the bits. A launch takes the longest of three things, nearly: what
-one multiprocessor does, block after block; what L2 hands to all of them; what memory moves.
+schedule, since a schedule's slices of K fix the bits. A launch takes the longest of three things, nearly:
+what one multiprocessor does, block after block; what L2 hands to all of them; what memory moves.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor) -> float:
         _of_memory(schedule, desc, sizes, fit),
     )
     longest = max(terms)
-    return fit.launch + longest * sum((term / longest) ** fit.sharp for term in terms) ** (1 / fit.sharp)
+    shares = sum(math.pow(term / longest, fit.sharp) for term in terms)
+    return fit.launch + longest * math.pow(shares, 1 / fit.sharp)
 
 
 def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: _Fit) -> float:
@@ -132,7 +133,7 @@ def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit
     multiply = steps * (fit.step + fit.step_token * schedule.tokens) * 1e-3
     source = itemsize * max(sizes.tokens, fit.least_tokens)
     copy = sizes.depth * (sizes.row_bytes * sizes.rows + source) / fit.copied
-    each = math.hypot(multiply**2, copy**2) ** 0.5 + fit.add * (schedule.parts - 1) * sums
+    each = math.sqrt(math.hypot(multiply**2, copy**2)) + fit.add * (schedule.parts - 1) * sums
     alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
     waves = -(-sizes.items // schedule.resident_clusters(H200_MULTIPROCESSORS))
     folds = schedule.slices > 1
@@ -154,4 +155,4 @@ def _of_memory(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, 
     places = H200_MULTIPROCESSORS * schedule.blocks_per_sm
     open_places = min(places, max(H200_MULTIPROCESSORS, sizes.blocks)) * -(-sizes.blocks // places)
     busy = min(1.0, sizes.blocks / open_places)
-    return moved / fit.memory / busy**fit.idle
+    return moved / fit.memory / math.pow(busy, fit.idle)
