@@ -193,7 +193,9 @@ def test_a_copy_is_another_view_that_keeps_the_memory_alive():
 @pytest.mark.parametrize("wrap", [lambda made: made, lambda made: [made], lambda made: {"x": made}])
 @pytest.mark.parametrize("made", [view(), Workspace(4096, 8, HOST)], ids=["view", "workspace"])
 @pytest.mark.parametrize(
-    "take", [copy.deepcopy, pickle.dumps, lambda made: pickle.dumps(made, protocol=0)], ids=str
+    "take",
+    [copy.deepcopy, pickle.dumps, lambda made: pickle.dumps(made, protocol=0)],
+    ids=["deepcopy", "pickle", "pickle0"],
 )
 def test_no_copy_outlives_what_it_views(take, made, wrap):
     """It would be an address in memory that nobody keeps, or of another process."""
