@@ -134,7 +134,7 @@ def test_every_step_is_reported(played):
         ({"tokens": (0,)}, "n: expected from 1 to 8192, got 0"),
         ({"elements": ("u8",)}, "element: expected one of f32"),
         ({"parts": ("all",)}, "part: expected one of gemm"),
-        ({"backends": ("host",)}, "backend: expected one of mma_sp"),
+        ({"backends": ("host",)}, "backend: expected one of wgmma_sp"),
     ],
 )
 def test_a_scope_refuses_what_no_record_has(change, words):

@@ -59,9 +59,7 @@ WGMMA_SCHEDULES = {
     "wgmma_sp_invariant": {n: schedules.schedules_in(2, n) for n in (8, 64, 300, 1024)},
     "wgmma_sp_s8": {n: schedules.schedules_for(n) for n in (48, 64, 400)},
     "wgmma_sp_fp8": {n: schedules.schedules_for(n) for n in (8, 1024)},
-    "wgmma_sp_fp8_promoted": {
-        n: tuple(one for one in schedules.schedules_in(1, n) if one.fits(twice=True)) for n in (64, 1024)
-    },
+    "wgmma_sp_fp8_promoted": {n: schedules.narrow_schedules(n) for n in (64, 1024)},
 }
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""

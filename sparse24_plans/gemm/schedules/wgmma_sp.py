@@ -46,13 +46,10 @@ class Schedule(NamedTuple):
     def cluster(self) -> int:
         return self.share * self.slices
 
-    def fits(self, *, twice: bool = False) -> bool:
-        """Whether a thread's registers hold its sums (``twice``: beside others), and blocks can share X."""
-        sums = self.row_blocks * self.tokens // 2
+    def fits(self) -> bool:
+        """Whether a thread's registers hold its sums, and blocks can share X."""
         most = _SUMS_OF_THREE if self.warpgroups == 3 else _SUMS
-        if twice or self.parts > 1:
-            most = 0 if self.warpgroups == 3 else _SUMS_TWICE
-        return sums <= most and self.tokens % (8 * self.share) == 0
+        return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
         """Tokens that a warpgroup stages at a time on their way out: equal steps of whole 8."""
@@ -147,10 +144,18 @@ def schedules_in(slices: int, n: int) -> tuple[Schedule, ...]:
     """Those that sum K in so many slices, along a cluster or in a block: the same bits for every n."""
     tried = [one for one in schedules_for(n) if one.slices == slices]
     if slices > 1:
-        for tokens in dict.fromkeys(min(width, 2 * _SUMS_TWICE) for width in widths(n)):
-            tried += [Schedule(1, 1, tokens, parts=slices), Schedule(2, 1, tokens, parts=slices)]
-            tried += [Schedule(2, 1, tokens, share=2, parts=slices), Schedule(1, 1, tokens, slices=slices)]
-    return tuple(schedule for schedule in dict.fromkeys(tried) if schedule.fits())
+        narrow = narrow_schedules(n)
+        tried += [one._replace(parts=slices) for one in narrow]
+        tried += [one._replace(slices=slices) for one in narrow if one.warpgroups == 1]
+    return tuple(dict.fromkeys(tried))
+
+
+def narrow_schedules(n: int) -> tuple[Schedule, ...]:
+    """Those whose threads have registers for their sums twice."""
+    found = []
+    for tokens in dict.fromkeys(min(width, 2 * _SUMS_TWICE) for width in widths(n)):
+        found += [Schedule(1, 1, tokens), Schedule(2, 1, tokens), Schedule(2, 1, tokens, share=2)]
+    return tuple(one for one in found if one.fits())
 
 
 def invariant_slices(m: int) -> int:
@@ -165,7 +170,7 @@ _INVARIANT_SLICES = ((4608, 1), (1280, 2), (960, 4), (0, 8))
 def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
-        return tuple(one for one in schedules_in(1, desc.n) if one.fits(twice=True))
+        return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
         return schedules_in(invariant_slices(desc.m), desc.n)
     return schedules_for(desc.n)
