@@ -57,14 +57,14 @@ def test_one_token_of_any_k(element, k):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 600),
     m=st.integers(1, 700),
     groups=st.integers(1, 80),
     types=st.sampled_from(
         [("bf16", "bf16"), ("bf16", "f32"), ("f16", "f16")]
-        + [("s8", out) for out in ("i32", "s8", "f16", "f32")]
+        + [("s8", out) for out in ("i32", "s8", "f32")]
         + [("fp8_e4m3", "bf16"), ("fp8_e4m3", "f32")]
     ),
     epilogue=st.sampled_from(["identity", "bias_relu"]),
