@@ -19,7 +19,7 @@ from .wgmma_sp import FEW, Schedule, allowed_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit:
+class Fit:
     """Constants of the model, of one multiprocessor where nothing else is said."""
 
     launch: float
@@ -56,26 +56,26 @@ class _Fit:
     """How nearly the longest of the three is the whole time (an exponent)."""
 
 
-# By whether the tokens are few, and the bytes of an element. Fitted to the times of every candidate on 436
-# random problems, of which a third was held out in turn; a problem's best schedule was then missed by 2% in
-# the mean, 10% in one of twenty, by 20% at the worst (results of 8 bits with ragged rows: 46%).
+# By whether the tokens are few, and the bytes of an element. Fitted to the times of 526 random problems
+# (benchmarks/schedules/), on which the choice misses the fastest of all schedules by 3 to 4% in the mean, by 13 to
+# 16% in one of twenty, by 46% at the worst.
 _FITS = {
-    (True, 2): _Fit(
+    (True, 2): Fit(
         launch=2.41, step=12.3, step_token=0.256, lone=1.4, copied=155e3, least_tokens=64, l2=40e6,
         memory=4.6e6, idle=0.101, fold=3.04e-4, add=3.95e-5, stored=15.2e3, crowded=1.74, again=0.451,
         refill=2.21, sharp=2.36,
     ),
-    (True, 1): _Fit(
+    (True, 1): Fit(
         launch=2.43, step=15.5, step_token=0.317, lone=1.5, copied=176e3, least_tokens=43, l2=40e6,
         memory=4.53e6, idle=0.001, fold=1.86e-4, add=3.95e-5, stored=134e3, crowded=1.5, again=0.05,
         refill=2.51, sharp=1.85,
     ),
-    (False, 2): _Fit(
+    (False, 2): Fit(
         launch=2.5, step=14.1, step_token=0.319, lone=1.0, copied=124e3, least_tokens=8, l2=18.9e6,
         memory=4.44e6, idle=0.0883, fold=1.27e-4, add=5.13e-6, stored=1e6, crowded=1.0, again=1.1,
         refill=2.25, sharp=3.03,
     ),
-    (False, 1): _Fit(
+    (False, 1): Fit(
         launch=2.86, step=17.1, step_token=0.309, lone=1.36, copied=123e3, least_tokens=8, l2=22.7e6,
         memory=4.87e6, idle=0.123, fold=1.47e-4, add=5.13e-6, stored=62.5e3, crowded=1.0, again=0.644,
         refill=1.87, sharp=2.99,
@@ -103,8 +103,14 @@ class _Sizes(NamedTuple):
     """Of W, for a dense column."""
 
 
-def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor) -> float:
-    """Predicted time of one launch, weights coming from memory."""
+def fit_of(desc: GemmSparse24Descriptor) -> Fit:
+    """The constants for such a problem."""
+    return _FITS[desc.n <= FEW, desc.element.itemsize]
+
+
+def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor, fit: Fit | None = None) -> float:
+    """Predicted time of one launch, weights coming from memory; ``fit``: with other constants."""
+    fit = fit or fit_of(desc)
     layout = layout_of(desc.element)
     items = schedule.items(desc.n, desc.m)
     sizes = _Sizes(
@@ -115,7 +121,6 @@ def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor) -> float:
         desc.k / schedule.slices,
         layout.tile_bytes / (TILE_M * layout.tile_k),
     )
-    fit = _FITS[desc.n <= FEW, layout.itemsize]
     terms = (
         _of_one(schedule, desc, sizes, fit),
         _of_l2(schedule, desc, sizes, fit),
@@ -126,7 +131,7 @@ def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor) -> float:
     return fit.launch + longest * math.pow(shares, 1 / fit.sharp)
 
 
-def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: _Fit) -> float:
+def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
     """Microseconds of one multiprocessor, or of a cluster of them."""
     itemsize, sums = desc.element.itemsize, sizes.rows * sizes.tokens
     steps = sizes.depth * itemsize / 64 * sizes.rows / TILE_M * (fit.lone if schedule.warpgroups == 1 else 1)
@@ -144,12 +149,12 @@ def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit
     return -(-sizes.items // alone) * each + waves * out + again
 
 
-def _of_l2(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: _Fit) -> float:
+def _of_l2(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
     source = desc.element.itemsize * sizes.tokens / schedule.share
     return sizes.blocks * sizes.depth * (sizes.row_bytes * sizes.rows + source) / fit.l2
 
 
-def _of_memory(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: _Fit) -> float:
+def _of_memory(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
     n, m, k = desc.n, desc.m, desc.k
     moved = sizes.row_bytes * m * k + desc.element.itemsize * n * k + desc.out_element.itemsize * n * m
     places = H200_MULTIPROCESSORS * schedule.blocks_per_sm
