@@ -1,7 +1,7 @@
 """Fits the model of wgmma_sp's time to measured schedules.
 
 ``python benchmarks/schedules/fit.py TIMES.jsonl``; needs SciPy. Prints the constants of
-gemm/schedules/wgmma_time.py for each class of problems, and how far from the fastest schedule the model's choice
+gemm/schedules/wgmma_time.py for each class of problems, and how far from the fastest schedule the choice
 then is; a third of the problems is held out in turn.
 """
 

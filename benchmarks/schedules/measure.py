@@ -1,7 +1,7 @@
 """Times every schedule that wgmma_sp tries on random problems: what its model is fitted to.
 
-On an NVIDIA H200: ``python benchmarks/schedules/measure.py OUT.jsonl SEED SECONDS ELEMENT``. One line a problem:
-m, k, n, element, dense_us, and microseconds by schedule.
+``python benchmarks/schedules/measure.py OUT.jsonl SEED SECONDS ELEMENT``, on an NVIDIA H200. A line a
+problem: m, k, n, element, dense_us, and microseconds by schedule.
 """
 
 from __future__ import annotations

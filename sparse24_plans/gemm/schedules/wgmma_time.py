@@ -57,7 +57,7 @@ class Fit:
 
 
 # By whether the tokens are few, and the bytes of an element. Fitted to the times of 526 random problems
-# (benchmarks/schedules/), on which the choice misses the fastest of all schedules by 3 to 4% in the mean, by 13 to
+# (benchmarks/schedules/), on which the choice misses the fastest schedule by 3 to 4% in the mean, by 13 to
 # 16% in one of twenty, by 46% at the worst.
 _FITS = {
     (True, 2): Fit(
