@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .._vendor import cublaslt_abi, cusparselt_abi
 from ..errors import BackendUnavailableError
@@ -82,3 +83,11 @@ def resolve(device: int | str | None) -> DeviceProperties:
 def home_of(properties: DeviceProperties) -> Device:
     """Where the device's memory lives."""
     return HOST if properties.kind == "host" else Device("cuda", properties.ordinal)
+
+
+def current_on(device: Device) -> AbstractContextManager[Any]:
+    """CuPy allocates and computes on its current device: make that the operands' own."""
+    if device == HOST:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)
+    return guard

@@ -10,7 +10,6 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .._vendor import torch_tile
-from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..device.tensors import Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, element_kind
 from ..weights import canonical
@@ -133,14 +132,6 @@ class WeightShape:
 
 
 # In and out ---------------------------------------------------------------------------------------
-
-
-def current_on(device: Device) -> AbstractContextManager[Any]:
-    """CuPy allocates and computes on its current device: make that the operands' own."""
-    if device == HOST:
-        return nullcontext()
-    guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)
-    return guard
 
 
 @dataclass(frozen=True, slots=True)

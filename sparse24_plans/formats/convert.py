@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from ..device.devices import current_on
 from ..device.tensors import TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ForeignFormat, Incoming, Outgoing, WeightShape, current_on, element_of, shown
+from .base import ForeignFormat, Incoming, Outgoing, WeightShape, element_of, shown
 from .positions import canonical_weight
 from .table import FORMATS
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..device.devices import current_on
 from ..device.tensors import Device, TensorView
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ALL_ELEMENTS, current_on, element_of, two_sizes
+from .base import ALL_ELEMENTS, element_of, two_sizes
 from .positions import canonical_weight
 
 

@@ -27,12 +27,12 @@ NaN there would reach Y.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..device.devices import current_on
+from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from . import canonical
@@ -59,7 +59,7 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
         raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
     layout = layout_of(weight.element)
     shape = layout.packed_shape(weight.m, weight.k)
-    with _on(weight.device):
+    with current_on(weight.device):
         values, metadata = weight.values_view.bits(), weight.metadata
         tiles = canonical.array_module(values).empty(shape, np.uint8)
         for step, rows in _steps(layout, weight.m, weight.k, weight.device):
@@ -77,7 +77,7 @@ def unpack(packed: PackedWeight) -> Sparse24Weight:
     FormatError, with row and group, for invalid nibbles, which on a GPU waits for the device.
     """
     layout, buffer = _check_packed(packed)
-    with _on(packed.device):
+    with current_on(packed.device):
         values, metadata = unpack_tiles(layout, buffer.bits(), packed)
         return Sparse24Weight(values, metadata, element=packed.element)
 
@@ -105,14 +105,6 @@ def _check_packed(packed: PackedWeight) -> tuple[TileLayout, TensorView]:
     if buffer.element is not ElementKind.U8 or buffer.shape != shape or not buffer.is_contiguous:
         raise InvalidProblemError(f"packed: expected a contiguous buffer u8{list(shape)}, got {buffer!r}")
     return layout, buffer
-
-
-def _on(device: Device) -> AbstractContextManager[Any]:
-    """CuPy allocates and computes on its current device: make that the operands' own."""
-    if device == HOST:
-        return nullcontext()
-    guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)
-    return guard
 
 
 def _steps(layout: TileLayout, m: int, k: int, device: Device) -> list[tuple[slice, slice]]:

@@ -145,7 +145,10 @@ class Sparse24Weight:
     def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24Weight:
         """A weight in memory of its own, on the same device."""
         return Sparse24Weight(
-            owned(self.values_view), owned(self.metadata_view), element=self.element, validate=False
+            self.values_view.owned_copy(),
+            self.metadata_view.owned_copy(),
+            element=self.element,
+            validate=False,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,15 +158,6 @@ class Sparse24Weight:
 
     def __repr__(self) -> str:
         return f"Sparse24Weight({self.element}[{self.m}, {self.k}], {self.device})"
-
-
-def owned(view: TensorView) -> TensorView:
-    """A contiguous copy on the same device, in memory of its own."""
-    if view.device == HOST:
-        return TensorView.of(np.array(view.bits(), order="C"), element=view.element)
-    cupy = import_cupy()
-    with cupy.cuda.Device(view.device.ordinal):
-        return TensorView.of(cupy.array(view.bits(), order="C"), element=view.element)
 
 
 def portable(view: TensorView) -> Any:
@@ -248,7 +242,7 @@ class PackedWeight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """A weight in memory of its own, on the same device."""
-        return replace(self, buffers=tuple(owned(view) for view in self.buffers))
+        return replace(self, buffers=tuple(view.owned_copy() for view in self.buffers))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
