@@ -95,14 +95,6 @@ def _on_host(args: Any, plan: Any) -> Any:
     return type(args)(**cut)
 
 
-def _pair(plan: type, descriptor: type, m: int, **fields: Any) -> tuple[Any, Any]:
-    """The plan on the device, and the host's for the first rows."""
-    return (
-        plan.select(descriptor(m=m, **fields), device=0),  # type: ignore[attr-defined]
-        plan.select(descriptor(m=min(m, _SAMPLE), **fields), device="host"),  # type: ignore[attr-defined]
-    )
-
-
 class _Operands:
     """What the jobs of one shape read, and fresh buffers for what they write."""
 

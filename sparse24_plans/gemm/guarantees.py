@@ -105,7 +105,7 @@ def cublas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
 
 def cusparselt(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # NVIDIA says nothing of bits, and some algorithms are wrong (pytorch#155333): a plan promises more only
-    # where its algorithm is pinned by a tuning table whose self-test it passed (tuning_table.py).
+    # where its algorithm is pinned by a tuning table whose self-test it passed (tuned.py).
     # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
     roundoff = {S8: 0.0, FP8: FP8_ROUNDOFF}.get(problem.element, 2.0**-22)
     return PrecisionGuarantee(

@@ -13,8 +13,6 @@ S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
-
-
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -22,11 +20,6 @@ STRICT_SMALL_TILE = (32, 16)
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
     return beyond_grid(-(-problem.outputs // rows) * -(-problem.n // tokens))
-
-
-def few_tokens(problem: GemmSparse24Descriptor) -> int:
-    """Up to which n mma_sp beats inflating, as measured on an H200; beyond, only its guarantees count."""
-    return 256 if problem.m * problem.k >= 1 << 26 else 128
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
@@ -41,8 +34,8 @@ def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
-    """mma_sp's limits, and a preference for as few tokens as it beats inflating with."""
-    most = few_tokens(problem)
+    """mma_sp's limits, and a preference for so few tokens that it beats inflating, as measured on an H200."""
+    most = 256 if problem.m * problem.k >= 1 << 26 else 128
     return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from ..device.streams import Launch
-from ..device.tensors import Device, TensorView
+from ..device.tensors import Device, TensorView, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.weight import PackedWeight, Sparse24Weight
@@ -198,7 +198,7 @@ class _TensorCheck:
                 raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
             check_alignment(name, view.address, self._alignment.address)
         elif operand.lines is not None:
-            view = _packed_lines(view, operand.lines)
+            view = _packed_lines(view, operand.lines, name)
         views[operand.name] = view
 
     def _checked_lines(self, view: TensorView, order: MatrixOrder) -> TensorView:
@@ -211,7 +211,7 @@ class _TensorCheck:
                 f"{name}: expected unit stride along its {line}s, got strides {view.strides}"
             )
         if count == 1:
-            return view if stride == width else _packed_lines(view, order)
+            return view if stride == width else _packed_lines(view, order, name)
         if stride < width:
             raise InvalidProblemError(
                 f"{name}: expected a {line} stride of at least {width} elements, got {stride}"
@@ -221,18 +221,12 @@ class _TensorCheck:
         return view
 
 
-def _packed_lines(view: TensorView, order: MatrixOrder) -> TensorView:
+def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> TensorView:
     """The same memory with the strides of lines that touch: what a single line's stride is says nothing."""
     rows, columns = view.shape
     strides = (columns, 1) if order is MatrixOrder.ROW else (1, rows)
-    return TensorView(
-        view.address,
-        view.shape,
-        view.element,
-        view.device,
-        strides=strides,
-        readonly=view.readonly,
-        owner=view.owner,
+    return honest_view(
+        view.address, view.shape, view.element, view.device, strides, view.readonly, view.owner, argument
     )
 
 

@@ -83,7 +83,7 @@ class Kernel(GemmKernel):
             shared_bytes=schedule.shared_bytes(layout, out_bytes),
         )
         columns, blocks = 128 // desc.element.itemsize, -(-desc.n // schedule.tokens)
-        _, tail_rows = schedule.tail(desc.n)
+        tail_rows = schedule.tail_rows(desc.n)
         # What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
         self._tail_box = tail_rows, columns
         self._source_box = (schedule.tokens // schedule.share, columns) if blocks > 1 else self._tail_box

@@ -56,10 +56,10 @@ class Schedule(NamedTuple):
         most = min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
         return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
 
-    def tail(self, n: int) -> tuple[int, int]:
-        """Tokens of the last block, and the rows of X that each of those that share it copies for them."""
+    def tail_rows(self, n: int) -> int:
+        """Rows of X for the last block of tokens that each of the blocks that share it copies."""
         tokens = n - (-(-n // self.tokens) - 1) * self.tokens
-        return tokens, tokens if self.share == 1 else align_up(-(-tokens // self.share), 8)
+        return tokens if self.share == 1 else align_up(-(-tokens // self.share), 8)
 
     def _staging_bytes(self, out_bytes: int) -> int:
         step_bytes = self.step_tokens(out_bytes) * TILE_M * out_bytes
