@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -76,6 +77,7 @@ def machine() -> Record:
         "gpu": about.name,
         "driver": about.driver,
         "cuda": f"{runtime // 1000}.{runtime % 1000 // 10}",
+        "system": system(),
         "versions": {
             "sparse24_plans": __version__,
             "cublaslt": about.cublaslt,
@@ -85,6 +87,21 @@ def machine() -> Record:
             "torch": _torch(),
         },
     }
+
+
+def system() -> str:
+    """Operating system, processor architecture, C library and Python: what an operator compares with."""
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        name = ""
+    parts = (
+        name or platform.system(),
+        platform.machine(),
+        " ".join(platform.libc_ver()).strip(),
+        f"Python {platform.python_version()}",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _nvrtc() -> str:
@@ -151,11 +168,16 @@ def to_extend(path: Path) -> Record | None:
 
 
 def merged(old: Record, new: Record) -> Record:
-    """Both records' rows; where both have one, the newer. Raises InvalidProblemError for two machines."""
+    """Both records' rows; where both have one, the newer; the system is the newer's.
+
+    Raises InvalidProblemError for two machines.
+    """
     for name in _MACHINE:
         if old.get(name) != new.get(name):
             raise InvalidProblemError(f"record: expected one {name}, got {old.get(name)} and {new.get(name)}")
     both = {**old, "host": {**old["host"], **new["host"]}}
+    if "system" in new:
+        both["system"] = new["system"]
     for name, keys in _KEYS.items():
         rows = {tuple(row.get(key) for key in keys): row for row in (*old[name], *new[name])}
         both[name] = list(rows.values())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sparse24_plans import FormatError, InvalidProblemError, StorageError
+from sparse24_plans import FormatError, InvalidProblemError, StorageError, __version__
 from sparse24_plans.bench import record
 from sparse24_plans.gemm.table import ROWS as GEMM
 from sparse24_plans.prepare.table import ROWS as PREPARE
@@ -107,6 +109,29 @@ def test_parts_add_up_and_the_newer_row_counts():
 def test_records_of_two_machines_do_not_add_up(name):
     with pytest.raises(InvalidProblemError, match=f"expected one {name}"):
         record.merged(made(), {**made(), name: "another"})
+
+
+def test_a_record_says_which_machine_and_which_libraries(monkeypatch):
+    device = SimpleNamespace(name="NVIDIA H200", driver="580.1", cublaslt="130100", cusparselt="0.8.0")
+    monkeypatch.setattr(record, "cuda_properties", lambda ordinal: device)
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 13020)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), __version__="14.2.0")
+    monkeypatch.setattr(record, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(record, "nvrtc_build", lambda: "// Cuda compilation tools, release 13.0, V13.0.88")
+    about = record.machine()
+    assert (about["gpu"], about["driver"], about["cuda"]) == ("NVIDIA H200", "580.1", "13.2")
+    versions = about["versions"]
+    assert versions["sparse24_plans"] == __version__
+    assert (versions["cublaslt"], versions["cusparselt"]) == ("130100", "0.8.0")
+    assert (versions["nvrtc"], versions["cupy"]) == ("13.0.88", "14.2.0")
+    assert platform.machine() in about["system"]
+    assert about["system"].endswith(f"Python {platform.python_version()}")
+
+
+def test_a_record_that_grows_says_the_system_of_its_newest_part():
+    old, new = made(), {**made(), "system": "Linux, Python 3.12.1"}
+    assert record.merged(old, new)["system"] == new["system"]
+    assert record.merged({**old, "system": "another"}, new)["system"] == new["system"]
 
 
 def test_a_record_goes_stale_with_its_own_kernels_alone():
