@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import record as bench_record
-from ..bench.scope import PARTS, SHAPES, TOKENS, Scope
+from ..bench.scope import BACKENDS, PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
+from ..device.files import check_writable
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.tuned import TuningTable
@@ -20,10 +20,17 @@ from ..tuning import search as tuning
 from ..tuning.search import Trials
 from ..vocab import BackendKind, ElementKind
 from . import rendering
-from .options import AsJson, DeviceOption, ElementsOption, device_of, shape_of, tokens_of
+from .options import (
+    AsJson,
+    DeviceOption,
+    ElementsOption,
+    device_of,
+    named,
+    one_of,
+    shape_of,
+    tokens_of,
+)
 from .output import Json, emit, progress, reported, show_line
-
-BenchPart = Enum("BenchPart", {name.upper(): name for name in PARTS}, type=str)  # type: ignore[misc]
 
 
 def bench(
@@ -38,10 +45,20 @@ def bench(
     ] = len(SHAPES),
     element: ElementsOption = None,
     backend: Annotated[
-        list[BackendKind] | None, typer.Option(help="Only this backend; repeatable. All by default.")
+        list[BackendKind] | None,
+        typer.Option(
+            metavar="NAME",
+            parser=one_of(BACKENDS),
+            help=f"Only this backend; repeatable, all by default. {named(BACKENDS)}",
+        ),
     ] = None,
     only: Annotated[
-        list[BenchPart] | None, typer.Option(help="Only this part of the record; repeatable. All by default.")
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            parser=one_of(PARTS),
+            help=f"Only this part of the record; repeatable, all by default. {named(PARTS)}",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,14 +77,14 @@ def _scope(
     shapes: int,
     element: list[ElementKind] | None,
     backend: list[BackendKind] | None,
-    only: list[BenchPart] | None,
+    only: list[str] | None,
 ) -> Scope:
     try:
         return Scope(
             elements=element or (ElementKind.BF16,),
             tokens=tokens_of(n) if n else TOKENS,
             shapes=SHAPES[:shapes],
-            parts=[part.value for part in only] if only else PARTS,
+            parts=only or PARTS,
             backends=backend or (),
         )
     except InvalidProblemError as error:
@@ -78,7 +95,11 @@ def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
     """Writes the record as it grows: an interrupted run leaves what it has."""
     from ..bench import run  # PyTorch comes with it
 
-    before = bench_record.to_extend(out) if out is not None else None
+    before = None
+    if out is not None:
+        check_writable(out)
+        before = bench_record.to_extend(out)
+    bench_record.machine()  # raises without a GPU, before anything is shown
     with progress("measuring", scope.steps, quiet) as advance:
 
         def keep(found: Json) -> None:
@@ -129,10 +150,12 @@ def _tune(
 ) -> Json:
     """Writes the table as it grows: an interrupted search leaves what it has."""
     trials: list[Trials] = []
+    check_writable(out)
+    known = TuningTable.load(out) if out.exists() else None
     about = resolve(device)
     before = TuningTable(about.name, about.driver or "", ())
-    if out.exists():
-        before = before.merged(TuningTable.load(out))
+    if known is not None:
+        before = before.merged(known)
     with progress("tuning", len(problems), quiet) as advance:
 
         def on_trials(found: Trials) -> None:

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import InvalidProblemError
+from ..gemm.table import ROWS
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..vocab import BackendKind, ElementKind
+
+ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ROWS))
+"""Those that some kernel multiplies."""
+
+
+def one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """A parser of an option that takes one of these words, and gives it as it stands there."""
+    words = {str(word): word for word in known}
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise typer.BadParameter(
+                f"expected one of {', '.join(words)}, got {text!r:.80}{hint(text, words)}"
+            )
+        return words[text]
+
+    return parse
+
+
+def hint(text: str, words: Iterable[str]) -> str:
+    """What a mistyped word most likely means, as the end of a message."""
+    known = list(words)
+    near = [word for word in known if text and word.startswith(text)] or difflib.get_close_matches(
+        text, known
+    )
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def named(known: Iterable[str]) -> str:
+    """Words for a help text."""
+    return f"One of {', '.join(known)}."
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 DeviceOption = Annotated[
@@ -28,7 +63,13 @@ RequireOption = Annotated[
 ]
 BackendOption = Annotated[BackendKind | None, typer.Option("--backend", help="Force this backend.")]
 ElementsOption = Annotated[
-    list[ElementKind] | None, typer.Option("--element", help="Type of W and X; repeatable. bf16 by default.")
+    list[ElementKind] | None,
+    typer.Option(
+        "--element",
+        metavar="TYPE",
+        parser=one_of(ELEMENTS),
+        help=f"Type of W and X; repeatable, bf16 by default. {named(ELEMENTS)}",
+    ),
 ]
 TokensOption = Annotated[int, typer.Option("--tokens", min=1, help="Rows of random activations.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random activations.")]

@@ -85,6 +85,16 @@ def written_whole(path: StrPath) -> Iterator[BinaryIO]:
             os.unlink(temporary)
 
 
+class _AbandonedError(Exception):
+    pass
+
+
+def check_writable(path: StrPath) -> None:
+    """Raise what :func:`written_whole` would where ``path`` can't be written. Nothing is left behind."""
+    with suppress(_AbandonedError), written_whole(path):
+        raise _AbandonedError
+
+
 def new_target(path: StrPath) -> Path:
     """Where something written to ``path`` lands, links followed. It may be there already, or not.
 
