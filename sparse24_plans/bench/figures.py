@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs/ from the records.
+"""Writes the tables of figures in README.md and docs/ from the records in benchmarks/results/.
 
 From a checkout's root: ``python -m sparse24_plans.bench.figures`` writes them, ``--check`` only says which
 differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
@@ -6,17 +6,19 @@ differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
+COMPILE_RECORD = "h200-compile.json"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -133,6 +135,58 @@ def _host(record: Record) -> list[str]:
     return _table(("call", "host time"), rows)
 
 
+_MACHINE = {
+    "gpu": "GPU",
+    "driver": "driver",
+    "cuda": "CUDA runtime",
+    "system": "system",
+    "nvrtc": "NVRTC",
+    "cublaslt": "cuBLASLt",
+    "cusparselt": "cuSPARSELt",
+    "cupy": "CuPy",
+    "torch": "PyTorch",
+    "sparse24_plans": "sparse24_plans",
+}
+
+
+def _systems(record: Record) -> list[str]:
+    """What each record was taken on."""
+    records: dict[str, Record] = record.get("records", {})
+    rows = [
+        (label, *({**found, **found.get("versions", {})}.get(name) or "-" for found in records.values()))
+        for name, label in _MACHINE.items()
+    ]
+    return _table(("", *(f"`{name}`" for name in records)), rows)
+
+
+def _compilation(record: Record) -> list[str]:
+    """By row of the tables: what the compiler takes for one of its kernels. Nothing where no record says."""
+    found = record.get("records", {}).get(COMPILE_RECORD)
+    if found is None:
+        return []
+    kernels: dict[tuple[str, str], list[Record]] = {}
+    for row in found["compile"]:
+        kernels.setdefault((row["kernel"], row["source"]), []).append(row)
+    rows = [
+        (
+            f"`{name}`",
+            f"`{source}`",
+            len(several),
+            _seconds([row["seconds"] for row in several]),
+            f"{statistics.median(row['cached_ms'] for row in several):.1f} ms",
+            f"{statistics.median(row['nbytes'] for row in several) / 1000:.0f} kB",
+        )
+        for (name, source), several in kernels.items()
+    ]
+    return _table(
+        ("kernel", "source", "measured", "compiling one: median (range)", "from the cache", "size"), rows
+    )
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} s ({min(values):.1f} to {max(values):.1f})"
+
+
 def _duration(name: str, host: dict[str, float]) -> str:
     if name not in host:
         return "-"
@@ -156,10 +210,18 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "elements": _elements,
     "preparation": _preparation,
     "host": _host,
+    "systems": _systems,
+    "compilation": _compilation,
 }
 
 
 # Files --------------------------------------------------------------------------------------------
+
+
+def everything(root: Path) -> Record:
+    """The record of the benchmarks, and as its ``records`` every one there is, by the file's name."""
+    paths = sorted((root / RECORD).parent.glob("*.json"))
+    return {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
 
 
 def rendered(text: str, record: Record) -> str:
@@ -180,14 +242,14 @@ def documents(root: Path) -> list[Path]:
 def main(*arguments: str) -> int:
     if arguments not in ((), ("--check",)) or not Path(RECORD).is_file():
         raise SystemExit("usage, from a checkout's root: python -m sparse24_plans.bench.figures [--check]")
-    record: dict[str, Any] = load(RECORD)
+    record = everything(Path())
     stale = 0
     for path in documents(Path()):
         text = path.read_text()
         new = rendered(text, record)
         if new != text:
             stale += 1
-            print(f"{path}: {'differs from' if arguments else 'written from'} {RECORD}")
+            print(f"{path}: {'differs from' if arguments else 'written from'} the records")
             if not arguments:
                 path.write_text(new)
     return int(bool(arguments) and stale > 0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..device.devices import home_of, resolve
 from ..device.files import StrPath
+from ..device.log import SELECT
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import UnsupportedError
 from ..prepare.args import PruneCompressSparse24Args
@@ -161,7 +162,8 @@ def _working_place(device: int | str | None) -> Device:
         probe = PruneCompressSparse24Descriptor(m=1, k=8, element=ElementKind.F32)
         try:
             PruneCompressSparse24Plan.select(probe, device=place.ordinal)
-        except UnsupportedError:
+        except UnsupportedError as error:
+            SELECT.warning("compressing on the host: %s", error)
             return HOST
     return place
 

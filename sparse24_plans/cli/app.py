@@ -1,6 +1,6 @@
 """The ``sparse24`` command.
 
-``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``.
+``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``, ``warmup``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import compressing, explaining, measuring
+from . import compressing, explaining, measuring, warmup
 
 app = typer.Typer(
     name="sparse24",
@@ -47,6 +47,7 @@ for command in (
     compressing.demo,
     measuring.bench,
     measuring.tune,
+    warmup.warmup,
 ):
     app.command()(command)
 

@@ -48,7 +48,7 @@ def explain(
     """Which kernel would serve a problem and why, with its guarantees, error bound and workspace."""
     if arch is not None and device != "auto":
         raise typer.BadParameter("--arch and --device exclude each other")
-    place: Any = device_of(device) if arch is None else _absent_gpu(arch)
+    place: Any = device_of(device) if arch is None else absent_gpu(arch)
     preference = preference_of(require, backend)
     with reported(as_json):
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, epilogue=epilogue, op=op)
@@ -57,7 +57,7 @@ def explain(
     raise typer.Exit(0 if answer["chosen"] else 1)
 
 
-def _absent_gpu(arch: Any) -> DeviceProperties:
+def absent_gpu(arch: Any) -> DeviceProperties:
     """Properties of a GPU of the architecture, with every library installed."""
     name, capability, multiprocessors = _ABSENT_GPUS[arch.value]
     return DeviceProperties(

@@ -10,6 +10,7 @@ from typing import Any
 from .._vendor import cublaslt_abi, cusparselt_abi
 from ..errors import BackendUnavailableError
 from ..vocab import DeviceProperties
+from .log import SELECT
 from .tensors import HOST, Device, import_cupy, wrong
 
 _MOST_ORDINAL = 1 << 31
@@ -73,11 +74,18 @@ def resolve(device: int | str | None) -> DeviceProperties:
         return HOST_PROPERTIES
     if device is None:
         if not cuda_device_count():
+            _say_no_gpu()
             return HOST_PROPERTIES
         return cuda_properties(import_cupy().cuda.runtime.getDevice())
     if type(device) is not int or not 0 <= device < _MOST_ORDINAL:
         raise wrong("device", "None, 'host' or a CUDA ordinal", device)
     return cuda_properties(device)
+
+
+@cache
+def _say_no_gpu() -> None:
+    """Once a process: a caller who named no device may have expected one."""
+    SELECT.info("no usable CUDA device: where no device is named, the host serves")
 
 
 def home_of(properties: DeviceProperties) -> Device:

@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import Self
 
 from ..device.devices import resolve
+from ..device.jit.cache import CompiledKernel
 from ..errors import InvalidProblemError
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
@@ -64,6 +65,21 @@ class GemmSparse24Plan(Plan):
         """:meth:`Plan.explain_choice`, with ``tuning`` as of :meth:`select`."""
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         return super().explain_choice(
+            descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
+        )
+
+    @classmethod
+    def compile(
+        cls,
+        descriptor: GemmSparse24Descriptor,
+        *,
+        preference: PreferenceLike = None,
+        device: DeviceLike | DeviceProperties = None,
+        tuning: Any = None,
+    ) -> tuple[CompiledKernel, ...]:
+        """:meth:`Plan.compile`, with ``tuning`` as of :meth:`select`."""
+        properties = device if isinstance(device, DeviceProperties) else resolve(device)
+        return super().compile(
             descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
         )
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..device.files import read_whole, written_whole
+from ..device.log import TUNING
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import DeviceProperties, Model
 from .descriptor import GemmSparse24Descriptor
@@ -151,12 +152,12 @@ class TuningTable:
 
     def _warn(self, entry: TunedKernel, reason: str) -> None:
         problem = entry.problem
-        warnings.warn(
+        message = (
             f"the tuned configuration of {entry.kernel} for n={problem.n}, m={problem.m}, k={problem.k}, "
-            f"{problem.element} is not applied: {reason}; run `sparse24 tune`",
-            TuningWarning,
-            stacklevel=6,
+            f"{problem.element} is not applied: {reason}; run `sparse24 tune`"
         )
+        TUNING.warning("%s", message)
+        warnings.warn(message, TuningWarning, stacklevel=7)
 
     def __len__(self) -> int:
         return len(self.entries)

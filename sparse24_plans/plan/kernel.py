@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from ..device.jit.cache import CompiledKernel
+from ..device.jit.launcher import compiling_only
 from ..device.streams import Launch
 from ..vocab import DeviceProperties
 from .descriptor import Descriptor
@@ -57,6 +59,15 @@ class Kernel(Generic[D]):
         ``views`` are the checked operands by name, ``workspace`` an address.
         """
         raise NotImplementedError
+
+    @classmethod
+    def compile(cls, choice: Choice) -> list[CompiledKernel]:
+        """Puts what a kernel of the choice loads into the cache. Needs the compiler, but no GPU."""
+        if not cls.sources:
+            return []
+        with compiling_only() as found:
+            cls(choice)
+        return found
 
     @classmethod
     def alignment_of(cls, operand: str) -> Alignment:

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from ..device.adapters import addresses_of
 from ..device.devices import home_of, resolve
+from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
 from ..device.tensors import Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
@@ -27,7 +28,7 @@ from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .operands import Args, OperandChecks, Remembered, Views, check_alignment, tensors_of
 from .preference import PlanPreference
-from .table import Considered, Row, choose, consider
+from .table import Considered, Row, choose, consider, log_choice
 
 DeviceLike = int | str | None
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
@@ -128,6 +129,25 @@ class Plan:
         considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
         chosen = next((one.row for one in considered if one.reason is None), None)
         return _explanation(properties, considered, chosen, None)
+
+    @classmethod
+    def compile(
+        cls,
+        descriptor: Any,
+        *,
+        preference: PreferenceLike = None,
+        device: DeviceLike | DeviceProperties = None,
+        tuning: Tuning | None = None,
+    ) -> tuple[CompiledKernel, ...]:
+        """Compile into the kernel cache what ``select`` would compile and load, and load nothing.
+
+        Needs NVRTC, but no GPU: ``device`` may be properties of one that isn't there. Empty where the chosen
+        kernel is a library's, or the host's. Raises what ``select`` raises, and StorageError.
+        """
+        cls._check_descriptor(descriptor)
+        properties = device if isinstance(device, DeviceProperties) else resolve(device)
+        choice, _ = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
+        return tuple(choice.row.kernel.compile(choice))
 
     @classmethod
     def _check_descriptor(cls, descriptor: object) -> None:
@@ -313,9 +333,21 @@ def _select(
     device: DeviceProperties,
     tuning: Any,
 ) -> Plan:
-    considered = cls._consider(descriptor, preference, device, tuning)
-    row = choose(considered)
-    configuration = tuning.configuration(descriptor, row, device) if tuning else {}
+    choice, considered = _choice(cls, descriptor, preference, device, tuning)
+    row = choice.row
     tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
-    plan: Plan = cls(Choice(descriptor, device, row, preference, configuration), considered, tested)
+    plan: Plan = cls(choice, considered, tested)
     return plan
+
+
+def _choice(
+    cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
+) -> tuple[Choice, tuple[Considered[Any], ...]]:
+    """What selection comes to, and every row that it considered."""
+    considered = cls._consider(descriptor, preference, device, tuning)
+    try:
+        row = choose(considered)
+    finally:
+        log_choice(descriptor, device, considered)
+    configuration = tuning.configuration(descriptor, row, device) if tuning else {}
+    return Choice(descriptor, device, row, preference, configuration), considered

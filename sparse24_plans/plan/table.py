@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from logging import DEBUG, WARNING
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ..device.log import SELECT
 from ..errors import BackendUnavailableError, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, ArchSku, BackendKind, DeviceProperties, ElementKind, Tier
 from .guarantee import PrecisionGuarantee
@@ -114,6 +116,19 @@ def choose(considered: Sequence[Considered[R]]) -> R:
     reasons = "; ".join(f"{one.row.name}: {one.reason}" for one in considered)
     kind = BackendUnavailableError if any(one.unavailable for one in considered) else UnsupportedError
     raise kind(f"no kernel can serve this problem. {reasons}")
+
+
+def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[Considered[R]]) -> None:
+    """Say what was chosen (INFO), what would have been but isn't installed (WARNING), the rest (DEBUG)."""
+    chosen = next((one.row.name for one in considered if one.reason is None), None)
+    SELECT.info("%s for %r on %s", chosen or "no kernel", descriptor, device)
+    preferred = True
+    for one in considered:
+        if one.reason is None:
+            preferred = False
+            continue
+        level = WARNING if one.unavailable and preferred else DEBUG
+        SELECT.log(level, "not %s: %s", one.row.name, one.reason)
 
 
 def _judge(

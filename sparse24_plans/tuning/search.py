@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..device.devices import resolve
+from ..device.log import TUNING
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.limits import needs_cublaslt
@@ -98,6 +99,7 @@ def tune(
         entries = []
         for problem, row in jobs:
             trials = tuner.search(problem, row)
+            _log(trials)
             if trials.chosen is not None:
                 entries.append(trials.chosen)
             if on_trials is not None:
@@ -106,6 +108,22 @@ def tune(
     finally:
         tuner.close()
     return TuningTable(properties.name, properties.driver or "", entries)
+
+
+def _log(trials: Trials) -> None:
+    problem, chosen = trials.problem, trials.chosen
+    TUNING.info(
+        "%s for n=%d, m=%d, k=%d, %s: %d right, %d refused or wrong, %d fatal; %s",
+        trials.kernel,
+        problem.n,
+        problem.m,
+        problem.k,
+        problem.element,
+        trials.right,
+        trials.refused_or_wrong,
+        len(trials.fatal),
+        "none chosen" if chosen is None else f"{chosen.microseconds} us with {dict(chosen.configuration)}",
+    )
 
 
 def _jobs(
@@ -203,6 +221,9 @@ class _Tuner:
                 self.close()
                 if trying is None or trying["configuration"] is None:
                     raise DriverError("tuning worker", 1, "it died, but not of a configuration")
+                TUNING.warning(
+                    "a worker ended with configuration %s, which is left out", trying["configuration"]
+                )
                 known.append({"configuration": trying["configuration"], "us": None})
                 return None
             if message["event"] == "trying":

@@ -6,7 +6,7 @@ import pytest
 
 from sparse24_plans.bench import figures
 
-from .records import ROOT, record
+from .records import RESULTS, ROOT, record
 
 DOCUMENTS = figures.documents(ROOT)
 
@@ -14,7 +14,7 @@ DOCUMENTS = figures.documents(ROOT)
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_agree_with_the_record(path):
     text = path.read_text()
-    assert figures.rendered(text, record("h200.json")) == text, "run python -m sparse24_plans.bench.figures"
+    assert figures.rendered(text, figures.everything(ROOT)) == text, "python -m sparse24_plans.bench.figures"
 
 
 def test_every_table_stands_in_a_document():
@@ -37,6 +37,28 @@ def test_a_table_is_replaced_and_nothing_else():
 def test_a_table_that_is_not_known():
     with pytest.raises(KeyError):
         figures.rendered("<!-- figures: typo -->\n<!-- end -->", {})
+
+
+def test_the_table_of_systems_has_every_record():
+    text = "\n".join(figures.TABLES["systems"](figures.everything(ROOT)))
+    names = [path.name for path in sorted(RESULTS.glob("*.json"))]
+    assert {"h200.json", "h200-tests.json"} <= set(names)
+    assert text.splitlines()[0] == f"|  | {' | '.join(f'`{name}`' for name in names)} |"
+    for name in names:
+        assert record(name)["driver"] in text
+        assert all(version in text for version in record(name)["versions"].values())
+
+
+def test_compile_times_are_of_each_kernel_and_source():
+    about = {"kernel": "mma_sp", "source": "gemm/mma_sp.cu", "nbytes": 20_000, "cached_ms": 0.5}
+    rows = [{**about, "seconds": seconds} for seconds in (1.0, 2.0, 6.0)]
+    other = {**about, "kernel": "pack", "source": "prepare/pack.cu", "seconds": 0.25}
+    found = {"records": {figures.COMPILE_RECORD: {"compile": [*rows, other]}}}
+    assert figures.TABLES["compilation"](found)[2:] == [
+        "| `mma_sp` | `gemm/mma_sp.cu` | 3 | 2.0 s (1.0 to 6.0) | 0.5 ms | 20 kB |",
+        "| `pack` | `prepare/pack.cu` | 1 | 0.2 s (0.2 to 0.2) | 0.5 ms | 20 kB |",
+    ]
+    assert figures.TABLES["compilation"]({"records": {}}) == [], "no record, no table"
 
 
 def product(backend: str, us: float, m: int = 8) -> dict:

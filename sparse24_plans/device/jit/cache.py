@@ -17,15 +17,33 @@ import errno
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import StorageError
 from ..files import open_regular, storage_errors, written_whole
+from ..log import COMPILE
 from . import compiler
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+class CompiledKernel(NamedTuple):
+    """A compiled kernel in the cache, and what it took to get it there."""
+
+    source: str
+    """The file of kernels_cu that it was compiled from."""
+    arch: str
+    """The compiler's target, such as ``sm_90a``."""
+    path: Path
+    """The file in the cache."""
+    nbytes: int
+    """Size of the cubin, in bytes."""
+    seconds: float | None
+    """What the compiler took; None where the cache had the kernel."""
 
 
 def cache_folder() -> Path:
@@ -53,22 +71,33 @@ def cubin(source: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
 def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
     """The file that keeps the compiled kernel; it is there and sound when this returns."""
-    return _kept(source, arch, defines)[0]
+    return compiled(source, arch, defines).path
 
 
-def _kept(source: str, arch: str, defines: Mapping[str, int]) -> tuple[Path, bytes]:
+def compiled(source: str, arch: str, defines: Mapping[str, int]) -> CompiledKernel:
+    """What the cache keeps of the kernel once this returns. Raises what :func:`cubin` raises."""
+    path, found, seconds = _kept(source, arch, defines)
+    return CompiledKernel(source, arch, path, len(found), seconds)
+
+
+def _kept(source: str, arch: str, defines: Mapping[str, int]) -> tuple[Path, bytes, float | None]:
     folder = cache_folder()
     path = folder / f"{Path(source).stem}-{_key(source, arch, defines)}.cubin"
     with _cache_errors(folder):
         _check_safe(folder)
         found = _read(path)
-    if found is None:
-        found, _ = compiler.compile_cubin(source, arch, defines)
-        with _cache_errors(folder):
-            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            _check_safe(folder)
-            _write(path, found)
-    return path, found
+    if found is not None:
+        COMPILE.debug("%s for %s: from the cache, %s", source, arch, path)
+        return path, found, None
+    begin = time.perf_counter()
+    found, _ = compiler.compile_cubin(source, arch, defines)
+    seconds = time.perf_counter() - begin
+    with _cache_errors(folder):
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _check_safe(folder)
+        _write(path, found)
+    COMPILE.info("%s for %s: compiled in %.2f s, %s", source, arch, seconds, path)
+    return path, found, seconds
 
 
 def _key(source: str, arch: str, defines: Mapping[str, int]) -> str:
@@ -118,12 +147,16 @@ def _read(path: Path) -> bytes | None:
         with open_regular(path) as file:
             about = os.fstat(file.fileno())
             if not _is_ours(about) or about.st_mode & stat.S_IWOTH:
+                COMPILE.warning("%s: another user can have written it; it is compiled again", path)
                 return None
             data = file.readall()
     except OSError:  # not there, or not readable: if it can't be replaced either, that is raised
         return None
     found, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    return found if checksum == _checksum(path, found) else None
+    if checksum == _checksum(path, found):
+        return found
+    COMPILE.warning("%s: damaged; it is compiled again", path)
+    return None
 
 
 def _write(path: Path, found: bytes) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,7 @@ from ..._vendor import cuda_driver_abi
 from ...errors import DriverError
 from ...vocab import DeviceProperties
 from ..tensors import import_cupy
-from .cache import cubin
+from .cache import CompiledKernel, compiled, cubin
 
 _SHARED_BY_DEFAULT = 48 << 10
 """Bytes of dynamic shared memory that a kernel gets without asking."""
@@ -70,6 +72,25 @@ def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordina
 
 
 _load_lock = threading.Lock()
+_compiled: ContextVar[list[CompiledKernel] | None] = ContextVar("compiled", default=None)
+
+
+@contextmanager
+def compiling_only() -> Iterator[list[CompiledKernel]]:
+    """In the block :func:`load` compiles into the cache and touches no device; yields what it compiled."""
+    found: list[CompiledKernel] = []
+    before = _compiled.set(found)
+    try:
+        yield found
+    finally:
+        _compiled.reset(before)
+
+
+class _NotLoaded(Function):
+    """What :func:`load` gives where it only compiles."""
+
+    def __init__(self) -> None:
+        pass
 
 
 def load(
@@ -87,8 +108,11 @@ def load(
     Raises BackendUnavailableError without CuPy or NVRTC, DriverError where the compiler or the driver refuses
     the kernel, StorageError where the cache can't be used.
     """
-    cuda = import_cupy().cuda
     defines = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
+    if (found := _compiled.get()) is not None:
+        found.append(compiled(source, device.cuda_arch, defines))
+        return _NotLoaded()
+    cuda = import_cupy().cuda
     try:
         with _load_lock, cuda.Device(device.ordinal):
             module = _module(source, device.cuda_arch, tuple(sorted(defines.items())), device.ordinal)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
 from ...device.devices import cuda_major
+from ...device.jit.cache import CompiledKernel
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch
@@ -84,6 +85,12 @@ class Kernel(GemmKernel):
             scratch = self._budget = align_up(self._matmul(*packed_strides).workspace_size)
         self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
         self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
+
+    @classmethod
+    def compile(cls, choice: Choice) -> list[CompiledKernel]:
+        """The kernels are the same for every n, and for n = 0 cuBLASLt isn't asked for an algorithm."""
+        empty = choice.descriptor.model_copy(update={"n": 0})
+        return super().compile(choice._replace(descriptor=empty))
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]

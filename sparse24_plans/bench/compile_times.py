@@ -1,0 +1,144 @@
+"""What compiling takes: ``python -m sparse24_plans.bench.compile_times OUT.json``.
+
+Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
+for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue. The
+compiler is loaded before the clock starts. ``cached_ms`` is what finding and checking the kernel in the cache
+takes. One process, one kernel at a time; a minute or two. Needs a GPU, whose architecture is compiled for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..device.devices import cuda_properties
+from ..device.jit.cache import cache_folder
+from ..errors import Sparse24Error
+from ..gemm import table as gemm_table
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..plan.descriptor import Descriptor
+from ..plan.kernel import Choice
+from ..plan.preference import PlanPreference
+from ..plan.table import Row, consider
+from ..prepare import descriptor as prepare
+from ..prepare import table as prepare_table
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, TileRule
+from .record import SCHEMA, Record, files_of, kernels_sha256, machine, save
+
+_M, _K = 4096, 4096
+_TOKENS = (16, 4096)
+_EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
+_PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (prepare.PruneSparse24Descriptor, {}),
+    (prepare.PruneCompressSparse24Descriptor, {}),
+    (prepare.CompressSparse24Descriptor, {}),
+    (prepare.DecompressSparse24Descriptor, {}),
+    (prepare.PackSparse24Descriptor, {}),
+    (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.GREEDY_MAGNITUDE}),
+    (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.OPTIMAL}),
+)
+
+
+def problems(row: Row) -> Iterator[Descriptor]:
+    """What a row is compiled for here, whether it serves it or not."""
+    if isinstance(row, prepare_table.PrepareRow):
+        for element, (descriptor, options) in product(row.elements, _PREPARED):
+            try:
+                yield descriptor(m=_M, k=_K, element=element, **options)
+            except Sparse24Error:  # the op doesn't take the element
+                continue
+        return
+    for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
+        yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
+
+
+def choices(device: DeviceProperties) -> Iterator[Choice]:
+    """One for every row and problem that it serves."""
+    for table in (gemm_table.ROWS, prepare_table.ROWS):
+        for row in table:
+            if row.on_host or not row.kernel.sources:
+                continue
+            preference = PlanPreference(prefer_backend=row.backend)
+            for problem in problems(row):
+                considered = consider(table, problem, preference, device)
+                if any(one.row is row and one.reason is None for one in considered):
+                    yield Choice(problem, device, row, preference, {})
+
+
+def measured(device: DeviceProperties) -> list[Record]:
+    """A row for every kernel that is compiled."""
+    found: dict[str, Record] = {}
+    with _empty_cache():
+        _load_compiler(device)
+    with _empty_cache():
+        for choice in choices(device):
+            for kernel in choice.row.kernel.compile(choice):
+                if kernel.seconds is not None:
+                    found[kernel.path.name] = {
+                        "kernel": choice.row.name,
+                        "source": kernel.source,
+                        "arch": kernel.arch,
+                        **_about(choice.descriptor),
+                        "seconds": round(kernel.seconds, 3),
+                        "nbytes": kernel.nbytes,
+                    }
+            begin = time.perf_counter()
+            again = choice.row.kernel.compile(choice)
+            milliseconds = round(1e3 * (time.perf_counter() - begin), 3)
+            for kernel in again:
+                found[kernel.path.name].setdefault("cached_ms", milliseconds)
+    return list(found.values())
+
+
+def _about(problem: Descriptor) -> Mapping[str, Any]:
+    """What tells the problems of a row apart."""
+    names = ("m", "k", "n", "element", "epilogue", "rule")
+    fields = problem.model_dump(mode="json")
+    return {"op": problem.op_name, **{name: fields[name] for name in names if name in fields}}
+
+
+def _load_compiler(device: DeviceProperties) -> None:
+    row = next(row for row in prepare_table.ROWS if not row.on_host)
+    problem = prepare.PruneSparse24Descriptor(m=8, k=8, element=ElementKind.BF16)
+    row.kernel.compile(Choice(problem, device, row, PlanPreference(), {}))
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Kernels are kept in a folder of their own, gone afterwards."""
+    before = os.environ.get("SPARSE24_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPARSE24_CACHE_DIR"] = folder
+        try:
+            assert cache_folder() == Path(folder)
+            yield
+        finally:
+            del os.environ["SPARSE24_CACHE_DIR"]
+            if before is not None:
+                os.environ["SPARSE24_CACHE_DIR"] = before
+
+
+def main(out: str) -> None:
+    about, rows = machine(), measured(cuda_properties(0))
+    files = files_of({row["source"] for row in rows})
+    save(
+        {
+            "schema": SCHEMA,
+            **about,
+            "kernel_files": files,
+            "kernels_sha256": kernels_sha256(files),
+            "compile": rows,
+        },
+        out,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
