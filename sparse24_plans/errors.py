@@ -7,6 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """``repr`` of what a caller passed, for a message: short, and of anything, also what can't be printed."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"{type(value).__name__} that is too long to print"
+    except Exception:  # noqa: BLE001 - whatever a broken object raises
+        return f"{type(value).__name__} that can't be printed"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
 
 def _rebuild(kind: type[Sparse24Error], args: tuple[Any, ...], state: dict[str, Any]) -> Sparse24Error:
     error = kind.__new__(kind, *args)

@@ -6,17 +6,22 @@ Nothing here touches a device. Every model is immutable, hashable and survives
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, SupportsIndex, TypeAlias
 
 import ml_dtypes
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import Self
 
-from .errors import InvalidProblemError
+from .errors import InvalidProblemError, shown
 
 Dtype: TypeAlias = "np.dtype[Any]"
 Float64s: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -28,7 +33,10 @@ class _Word(str, Enum):
 
 
 class ElementKind(_Word):
-    """Element types of operands. ``dtype`` is the NumPy (or ml_dtypes) type with the same bits."""
+    """Element types of operands. ``dtype`` is the NumPy (or ml_dtypes) type with the same bits.
+
+    Where one is expected its name will do, or the dtype that means it: of NumPy, ml_dtypes, JAX, PyTorch.
+    """
 
     F32 = "f32"
     F16 = "f16"
@@ -39,6 +47,10 @@ class ElementKind(_Word):
     I32 = "i32"
     U16 = "u16"
     U8 = "u8"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ElementKind | None:
+        return _element_of_dtype(value)
 
     @property
     def dtype(self) -> Dtype:
@@ -94,13 +106,47 @@ def _finfo(dtype: Dtype) -> _FloatLimits:
     return _FloatLimits(float(about.eps), float(about.smallest_subnormal))
 
 
-def element_kind(value: ElementKind | str, argument: str = "element") -> ElementKind:
+class TorchDtype(Protocol):
+    """PyTorch's dtypes, for type checkers."""
+
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def is_floating_point(self) -> bool: ...
+
+
+ElementLike: TypeAlias = "ElementKind | str | np.dtype[Any] | type[Any] | TorchDtype"
+"""What names an element: ``"bf16"``, ``ElementKind.BF16``, ``ml_dtypes.bfloat16``, ``torch.bfloat16``."""
+
+
+def _element_of_dtype(value: object) -> ElementKind | None:
+    """The element that a framework's dtype means, or None. Asks nothing of objects that are no dtypes."""
+    kind = type(value)
+    if issubclass(kind, type):  # np.float32; JAX's have the dtype as an attribute
+        value = vars(value).get("dtype", value)
+    if isinstance(value, np.dtype):
+        return next((one for one, dtype in _DTYPES.items() if dtype == value), None)
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        name = str(value).rpartition(".")[2]
+        return next((one for one, dtype in _DTYPES.items() if dtype.name == name), None)
+    return next((one for one, dtype in _DTYPES.items() if dtype.type is value), None)
+
+
+def element_kind(value: ElementLike, argument: str = "element") -> ElementKind:
     """``value`` as an ElementKind. Raises InvalidProblemError naming ``argument``."""
+    if type(value) is ElementKind:
+        return value
     try:
-        return ElementKind(value)
+        return ElementKind(value) if isinstance(value, str) else _known(_element_of_dtype(value))
     except ValueError:
         names = ", ".join(ElementKind)
-        raise InvalidProblemError(f"{argument}: expected one of {names}, got {value!r}") from None
+        raise InvalidProblemError(f"{argument}: expected one of {names}, got {shown(value)}") from None
+
+
+def _known(found: ElementKind | None) -> ElementKind:
+    if found is None:
+        raise ValueError
+    return found
 
 
 class MathPrecision(_Word):
@@ -249,46 +295,147 @@ class Tier(_Word):
     SPARSE_TENSOR_CORE = "sparse_tensor_core"
 
 
+def integer(value: object) -> int | None:
+    """``value`` as an int where it is one, of Python, NumPy or a tensor of one; else, or a bool, None."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - a tensor of several, or without data; a broken object
+        return None
+
+
+# Fields that pydantic alone would take True, "8" or 8.0 for -------------------------------------------
+
+INT64_MAX = 2**63 - 1
+"""The largest size of a dimension."""
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer, Python's or NumPy's, from ``least`` to ``most``, both included."""
+
+    least: int = 0
+    most: int | None = None
+    multiple_of: int | None = None
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        plain = core_schema.int_schema(strict=True, ge=self.least, le=self.most, multiple_of=self.multiple_of)
+        return core_schema.with_info_before_validator_function(_unboxed, plain)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A real number, Python's or NumPy's; the names that JSON has for what isn't finite are numbers too."""
+
+    finite: bool = False
+    above: float | None = None
+    least: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        plain = core_schema.float_schema(
+            strict=True, allow_inf_nan=not self.finite, gt=self.above, ge=self.least
+        )
+        return core_schema.with_info_before_validator_function(_unboxed_number, plain)
+
+
+@dataclass(frozen=True)
+class _Boolean:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(_unboxed, core_schema.bool_schema(strict=True))
+
+
+Flag = Annotated[bool, _Boolean()]
+"""True or False, Python's or NumPy's; nothing that merely sounds like it."""
+Size = Annotated[int, Integer(most=INT64_MAX)]
+"""Of a dimension."""
+Eights = Annotated[int, Integer(most=INT64_MAX, multiple_of=8)]
+"""Of a dimension that is a multiple of 8."""
+
+
+def _unboxed(value: Any, info: ValidationInfo) -> Any:
+    """A NumPy scalar as Python's; of ``model_validate_strings`` what the string says."""
+    if type(value) is str and str(info.mode) == "string":
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value.item() if issubclass(type(value), np.generic) else value
+
+
+def _unboxed_number(value: Any, info: ValidationInfo) -> Any:
+    if type(value) is str and value in ("Infinity", "-Infinity", "NaN"):
+        return float(value)
+    return _unboxed(value, info)
+
+
 class Model(BaseModel):
     """Base of the package's models: frozen, no unknown fields, and typed errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, ser_json_inf_nan="strings")
 
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise InvalidProblemError(_explain(type(self).__name__, error)) from error
+    if not TYPE_CHECKING:  # checkers see the fields instead, or what a model says of its own
+
+        def __init__(self, /, **data: Any) -> None:
+            with _typed_errors(type(self)):
+                self.__pydantic_validator__.validate_python(data, self_instance=self)
+
+        # As pydantic's own: a model inside of a model, or of JSON, is validated with it in one pass.
+        __init__.__pydantic_base_init__ = True
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        try:
+        with _typed_errors(cls):
             return super().model_validate(obj, **options)
-        except ValidationError as error:
-            raise InvalidProblemError(_explain(cls.__name__, error)) from error
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        try:
+        with _typed_errors(cls):
             return super().model_validate_json(json_data, **options)
-        except ValidationError as error:
-            raise InvalidProblemError(_explain(cls.__name__, error)) from error
+
+    @classmethod
+    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
+        with _typed_errors(cls):
+            return super().model_validate_strings(obj, **options)
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+        """Pydantic's way round validation; here there is none."""
+        return cls.model_validate(values)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed; validated, unlike pydantic's own."""
-        return type(self)(**{**self.__dict__, **(update or {})})
+        if update is not None and not isinstance(update, Mapping):
+            raise InvalidProblemError(f"update: expected a mapping of fields, got {shown(update)}")
+        return type(self).model_validate({**self.__dict__, **(update or {})})
+
+    def copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:  # type: ignore[override]
+        """The older name of :meth:`model_copy`."""
+        return self.model_copy(update=update)
 
     def __hash__(self) -> int:
         return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
 
 
+@contextmanager
+def _typed_errors(model: type[Model]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise InvalidProblemError(_explain(model.__name__, error)) from error
+
+
 def _explain(model: str, error: ValidationError) -> str:
     parts = []
-    for item in error.errors():
+    for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":
             continue  # a field derived from one that failed itself
-        name = ".".join(str(part) for part in item["loc"]) or model
-        parts.append(f"{name}: {item['msg']}, got {item['input']!r}")
+        name = ".".join(
+            part if isinstance(part, str) and part.isidentifier() else shown(part) for part in item["loc"]
+        )
+        if item["type"] == "value_error":  # of a validator of ours, which says all
+            message = str(item["ctx"]["error"])
+        else:
+            message = f"{item['msg']}, got {shown(item['input'])}"
+        parts.append(f"{name}: {message}" if name else message)
     return f"{model}: " + "; ".join(parts)
 
 
@@ -296,16 +443,31 @@ class DeviceProperties(Model):
     """All that selection may know of a device."""
 
     kind: Literal["host", "cuda"]
-    ordinal: int = 0
+    ordinal: Annotated[int, Integer()] = 0
     name: str = "host"
-    compute_capability: tuple[int, int] = (0, 0)
-    multiprocessors: int = 0
+    compute_capability: tuple[Annotated[int, Integer()], Annotated[int, Integer()]] = (0, 0)
+    multiprocessors: Annotated[int, Integer()] = 0
     cublaslt: str | None = None
     """Version of the cuBLASLt library that loads, or None."""
     cusparselt: str | None = None
     """Version of the cuSPARSELt library that loads ("0.8.0"), or None."""
     driver: str | None = None
     """Version of the GPU driver, or None where it isn't known."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            kind: Literal["host", "cuda"],
+            ordinal: SupportsIndex = ...,
+            name: str = ...,
+            compute_capability: tuple[SupportsIndex, SupportsIndex] = ...,
+            multiprocessors: SupportsIndex = ...,
+            cublaslt: str | None = ...,
+            cusparselt: str | None = ...,
+            driver: str | None = ...,
+        ) -> None: ...
 
     @property
     def cuda_arch(self) -> str:

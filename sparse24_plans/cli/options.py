@@ -100,9 +100,11 @@ def preference_of(require: list[str] | None, backend: BackendKind | None) -> Pla
     for item in ",".join(require or ()).split(","):
         name, has_value, value = item.strip().partition("=")
         if name:
-            wanted[name] = value if has_value else True
+            wanted[name] = value if has_value else "true"
     try:
-        return PlanPreference(prefer_backend=backend, require=GuaranteeRequirement(**wanted))
+        return PlanPreference(
+            prefer_backend=backend, require=GuaranteeRequirement.model_validate_strings(wanted)
+        )
     except InvalidProblemError as error:
         raise typer.BadParameter(f"--require: {error}") from error
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 from .._vendor import cublaslt_abi, cusparselt_abi
 from ..errors import BackendUnavailableError
-from ..vocab import DeviceProperties
+from ..vocab import DeviceProperties, integer
 from .log import SELECT
 from .tensors import HOST, Device, import_cupy, wrong
 
 _MOST_ORDINAL = 1 << 31
+_MOST_DIGITS = 11
+"""Of an ordinal's."""
 HOST_PROPERTIES = DeviceProperties(kind="host")
 
 
@@ -65,21 +67,66 @@ def cuda_major() -> int:
     return int(import_cupy().cuda.runtime.runtimeGetVersion()) // 1000
 
 
-def resolve(device: int | str | None) -> DeviceProperties:
-    """``None``: the current CUDA device, or the host where there is none; else what is named.
+class FrameworkDevice(Protocol):
+    """What PyTorch's devices have: ``type`` is "cpu" or "cuda", ``index`` an ordinal or None."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+DeviceLike: TypeAlias = "SupportsIndex | str | Device | FrameworkDevice | None"
+"""A CUDA ordinal, ``"host"`` (or ``"cpu"``), ``"cuda"``, ``"cuda:1"``, a Device, a ``torch.device``, None."""
+
+
+def resolve(device: DeviceLike) -> DeviceProperties:
+    """Properties of a device; ``"cuda"`` is the current one; None is that, or the host where there is none.
 
     Raises InvalidProblemError for no device's name, BackendUnavailableError for a device that isn't there.
     """
-    if isinstance(device, str) and device in ("host", "cpu"):
-        return HOST_PROPERTIES
     if device is None:
         if not cuda_device_count():
             _say_no_gpu()
             return HOST_PROPERTIES
-        return cuda_properties(import_cupy().cuda.runtime.getDevice())
-    if type(device) is not int or not 0 <= device < _MOST_ORDINAL:
-        raise wrong("device", "None, 'host' or a CUDA ordinal", device)
-    return cuda_properties(device)
+        return _current()
+    try:
+        kind, ordinal = _named(device)
+    except Exception:  # noqa: BLE001 - whatever a broken object raises
+        kind, ordinal = "", None
+    if kind == "host":
+        return HOST_PROPERTIES
+    if kind != "cuda" or (ordinal is not None and not 0 <= ordinal < _MOST_ORDINAL):
+        raise wrong("device", "None, 'host', 'cuda', 'cuda:N', a CUDA ordinal or a device", device)
+    return _current() if ordinal is None else cuda_properties(ordinal)
+
+
+def _current() -> DeviceProperties:
+    cupy = import_cupy()
+    return cuda_properties(cupy.cuda.runtime.getDevice() if cuda_device_count() else 0)
+
+
+def _named(device: Any) -> tuple[str, int | None]:
+    """``host`` or ``cuda``, or "" for neither, and the ordinal where one is named."""
+    if isinstance(device, Device):
+        return _checked(*device)
+    if isinstance(device, str):
+        kind, colon, digits = device.partition(":")
+        if colon and not (digits.isdecimal() and digits.isascii() and len(digits) < _MOST_DIGITS):
+            return "", None
+        return _checked(kind, int(digits) if colon else None)
+    if (ordinal := integer(device)) is not None:
+        return "cuda", ordinal
+    return _checked(device.type, device.index)
+
+
+def _checked(kind: object, ordinal: object) -> tuple[str, int | None]:
+    if ordinal is None or type(ordinal) is int:
+        if kind in ("host", "cpu") and ordinal in (None, 0):
+            return "host", None
+        if kind == "cuda":
+            return "cuda", ordinal
+    return "", None
 
 
 @cache

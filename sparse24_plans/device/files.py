@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import FormatError, StorageError
+from ..errors import FormatError, InvalidProblemError, StorageError, shown
 
 StrPath = str | os.PathLike[str]
 _STEP_BYTES = 1 << 20
@@ -125,7 +125,12 @@ class _NewFile(io.FileIO):
 
 
 def _check_name(path: StrPath) -> None:
-    """Raise StorageError for a NUL, or a character that no name of the file system has."""
+    """Raise InvalidProblemError for what is no path.
+
+    Raises StorageError for a NUL, or a character that no name of the file system has.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidProblemError(f"path: expected a path, got {shown(path)}")
     try:
         usable = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error
-from ..vocab import ElementKind, element_kind
+from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, shown
+from ..vocab import ElementKind, ElementLike, element_kind
 
 
 class Device(NamedTuple):
@@ -43,16 +43,11 @@ _MOST = 1 << 63
 _MOST_ADDRESS = 1 << 64
 _MOST_DEVICES = 64
 _MOST_DIMENSIONS = 64
-_SHOWN_CHARACTERS = 100
 
 
 def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
     """The error for an argument; what came may be anything, also what can't be printed."""
-    try:
-        text = repr(got)
-    except Exception:  # noqa: BLE001 - an integer of thousands of digits, an object that is broken
-        text = type(got).__name__
-    return InvalidProblemError(f"{argument}: expected {expected}, got {text[:_SHOWN_CHARACTERS]}")
+    return InvalidProblemError(f"{argument}: expected {expected}, got {shown(got)}")
 
 
 def _no_copy(kind: str, remedy: str) -> InvalidProblemError:
@@ -113,7 +108,7 @@ class TensorView:
         self,
         address: int,
         shape: tuple[int, ...],
-        element: ElementKind | str,
+        element: ElementLike,
         device: Device,
         *,
         strides: tuple[int, ...] | None = None,
@@ -135,8 +130,6 @@ class TensorView:
         owner: object,
     ) -> None:
         if type(element) is not ElementKind:
-            if not isinstance(element, str):
-                raise wrong(argument, "an element", element)
             element = element_kind(element, argument)
         self.shape = _integers(argument, "a shape", shape, least=0)
         if strides is None:
@@ -157,9 +150,7 @@ class TensorView:
         self._end = -1
 
     @classmethod
-    def of(
-        cls, obj: Any, *, element: ElementKind | str | None = None, argument: str = "tensor"
-    ) -> TensorView:
+    def of(cls, obj: Any, *, element: ElementLike | None = None, argument: str = "tensor") -> TensorView:
         """View ``obj`` without a copy.
 
         ``element`` reinterprets integers or opaque bytes of the same size: the way to pass bfloat16 or
@@ -181,7 +172,7 @@ class TensorView:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def _as(self, element: ElementKind | str, argument: str) -> TensorView:
+    def _as(self, element: ElementLike, argument: str) -> TensorView:
         """The same memory as another element, under the rule of ``of``."""
         kind = element_of(self.element.dtype, element_kind(element), argument)
         return honest_view(

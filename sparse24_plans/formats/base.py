@@ -7,7 +7,6 @@ orders themselves are in ``vendor/``; positions and nibbles, which the formats s
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ import numpy as np
 
 from .._vendor import torch_tile
 from ..device.tensors import Device, TensorView
-from ..errors import InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind, element_kind
+from ..errors import InvalidProblemError, UnsupportedError, shown
+from ..vocab import ElementKind, ElementLike, element_kind, integer
 from ..weights import canonical
 
 ALL_ELEMENTS = (
@@ -46,25 +45,6 @@ _WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
 # What callers pass --------------------------------------------------------------------------------
 
 
-def shown(value: object) -> str:
-    """``repr`` of what a caller passed, for a message: short, and of integers of any length."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        return f"{type(value).__name__} that is too long to print"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def integer(value: object) -> int | None:
-    """``value`` as an int where it is one, of Python, NumPy or a tensor of one; else, or a bool, None."""
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several, or without data
-        return None
-
-
 def two_sizes(name: str, value: Any) -> tuple[int, int]:
     """M and K from a sequence or a tensor of two integers. Raises InvalidProblemError naming ``name``."""
     if isinstance(value, (bytes, bytearray, memoryview)):  # sequences of integers, but no sizes
@@ -81,10 +61,8 @@ def two_sizes(name: str, value: Any) -> tuple[int, int]:
     return m, k
 
 
-def element_of(value: object) -> ElementKind | None:
+def element_of(value: ElementLike | None) -> ElementKind | None:
     """The element that a caller names, or None where he names none. Raises InvalidProblemError."""
-    if value is not None and not isinstance(value, str):
-        raise InvalidProblemError(f"element: expected one of {', '.join(ElementKind)}, got {shown(value)}")
     return None if value is None else element_kind(value)
 
 

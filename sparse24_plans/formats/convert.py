@@ -13,11 +13,11 @@ import numpy as np
 
 from ..device.devices import current_on
 from ..device.tensors import TensorView
-from ..errors import InvalidProblemError
-from ..vocab import ElementKind
+from ..errors import InvalidProblemError, shown
+from ..vocab import ElementLike
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ForeignFormat, Incoming, Outgoing, WeightShape, element_of, shown
+from .base import ForeignFormat, Incoming, Outgoing, WeightShape, element_of
 from .positions import canonical_weight
 from .table import FORMATS
 
@@ -28,7 +28,7 @@ def from_foreign(
     name: str,
     parts: Mapping[str, Any],
     *,
-    element: ElementKind | str | None = None,
+    element: ElementLike | None = None,
     shape: Sequence[int] | None = None,
     **options: Any,
 ) -> Sparse24Weight:

@@ -10,7 +10,7 @@ import numpy as np
 from ..device.devices import current_on
 from ..device.tensors import Device, TensorView
 from ..errors import FormatError, InvalidProblemError
-from ..vocab import ElementKind
+from ..vocab import ElementKind, ElementLike
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
 from .base import ALL_ELEMENTS, element_of, two_sizes
@@ -22,7 +22,7 @@ def from_product(
     shape: Sequence[int],
     multiply: Callable[[Any], Any],
     *,
-    element: ElementKind | str | None = None,
+    element: ElementLike | None = None,
 ) -> Sparse24Weight:
     """A canonical weight from a compressed matrix whose metadata only its own library can read.
 

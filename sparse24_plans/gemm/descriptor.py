@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, SupportsFloat, SupportsIndex
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from ..plan.descriptor import INT64_MAX, Descriptor
+from ..plan.descriptor import Descriptor
 from ..plan.operands import Operand, Role
-from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, OpCategory, ScaleKind
+from ..vocab import (
+    INT64_MAX,
+    Eights,
+    ElementKind,
+    ElementLike,
+    EpilogueKind,
+    GemmOp,
+    MatrixOrder,
+    Number,
+    OpCategory,
+    ScaleKind,
+    Size,
+)
 
 _F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 # 8-bit elements: the results they may have, the default first. The others: the element or f32.
@@ -68,12 +80,12 @@ class GemmSparse24Descriptor(Descriptor):
 
     category: ClassVar[OpCategory] = OpCategory.GEMM
 
-    n: int = Field(ge=0, le=INT64_MAX, strict=True)
-    m: int = Field(ge=0, le=INT64_MAX, strict=True)
-    k: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
+    n: Size
+    m: Size
+    k: Eights
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
-    alpha: float = Field(default=1.0, allow_inf_nan=False)
+    alpha: Annotated[float, Number(finite=True)] = 1.0
     out_element: ElementKind = Field(default_factory=lambda data: _results(data["element"])[0])
     bias_element: ElementKind = Field(
         default_factory=lambda data: _biases(data["element"], data["out_element"])[0]
@@ -82,6 +94,26 @@ class GemmSparse24Descriptor(Descriptor):
     y_order: MatrixOrder = MatrixOrder.ROW
     scale_x: ScaleKind = ScaleKind.NONE
     scale_w: ScaleKind = ScaleKind.NONE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            n: SupportsIndex,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            op: GemmOp | str = ...,
+            epilogue: EpilogueKind | str = ...,
+            alpha: SupportsFloat = ...,
+            out_element: ElementLike = ...,
+            bias_element: ElementLike = ...,
+            x_order: MatrixOrder | str = ...,
+            y_order: MatrixOrder | str = ...,
+            scale_x: ScaleKind | str = ...,
+            scale_w: ScaleKind | str = ...,
+        ) -> None: ...
 
     @field_validator("alpha")
     @classmethod

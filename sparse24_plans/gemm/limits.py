@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -123,7 +125,8 @@ def needs_cusparselt(device: DeviceProperties) -> str | None:
     install = "pip install -U 'sparse24_plans[cusparselt12]' (or [cusparselt13])"
     if device.cusparselt is None:
         return f"cuSPARSELt doesn't load: {install}"
-    major, minor = (int(part) for part in device.cusparselt.split(".")[:2])
-    if not _CUSPARSELT_OLDEST <= (major, minor) < _CUSPARSELT_BELOW:
-        return f"cuSPARSELt {device.cusparselt} loads, but 0.8 or a later 0.x is needed: {install}"
+    found = re.match(r"(\d{1,9})\.(\d{1,9})(\.|$)", device.cusparselt, re.ASCII)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not _CUSPARSELT_OLDEST <= version < _CUSPARSELT_BELOW:
+        return f"cuSPARSELt {device.cusparselt:.80} loads, but 0.8 or a later 0.x is needed: {install}"
     return None

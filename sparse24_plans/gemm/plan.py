@@ -6,12 +6,12 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..device.devices import resolve
+from ..device.devices import DeviceLike, resolve
 from ..device.jit.cache import CompiledKernel
 from ..errors import InvalidProblemError
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
-from ..plan.plan import DeviceLike, Plan, PreferenceLike
+from ..plan.plan import Plan, PreferenceLike
 from ..vocab import DeviceProperties, GemmOp
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args

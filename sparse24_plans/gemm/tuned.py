@@ -14,14 +14,14 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ..device.files import read_whole, written_whole
 from ..device.log import TUNING
-from ..errors import FormatError, InvalidProblemError
-from ..vocab import DeviceProperties, Model
+from ..errors import FormatError, InvalidProblemError, shown
+from ..vocab import INT64_MAX, DeviceProperties, Integer, Model, Number
 from .descriptor import GemmSparse24Descriptor
 from .table import GemmRow
 
@@ -49,24 +49,31 @@ class TunedKernel(Model):
     kernel: str
     version: str
     problem: GemmSparse24Descriptor
-    configuration: Mapping[str, int] = Field(default_factory=dict)
+    configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX)]] = Field(default_factory=dict)
     promises: tuple[Confirmable, ...] = ()
-    microseconds: float = Field(gt=0)
-    default_microseconds: float = Field(gt=0)
+    microseconds: Annotated[float, Number(above=0)]
+    default_microseconds: Annotated[float, Number(above=0)]
 
 
 class TuningTable:
     """Tuned configurations of one GPU and driver. Immutable; pass it to ``select(tuning=...)``.
 
-    Raises InvalidProblemError where two entries are for one problem and kernel.
+    Raises InvalidProblemError where two entries are for one problem and kernel, or something is no entry.
     """
 
     __slots__ = ("_by_problem", "driver", "entries", "gpu")
 
     def __init__(self, gpu: str, driver: str, entries: Iterable[TunedKernel]) -> None:
+        for name, value in (("gpu", gpu), ("driver", driver)):
+            if not isinstance(value, str):
+                raise InvalidProblemError(f"{name}: expected a string, got {shown(value)}")
+        if not isinstance(entries, Iterable):
+            raise InvalidProblemError(f"entries: expected TunedKernels, got {shown(entries)}")
         self.gpu, self.driver, self.entries = gpu, driver, tuple(entries)
         self._by_problem: dict[GemmSparse24Descriptor, dict[str, TunedKernel]] = {}
         for entry in self.entries:
+            if type(entry) is not TunedKernel:
+                raise InvalidProblemError(f"entries: expected TunedKernels, got {shown(entry)}")
             kernels = self._by_problem.setdefault(entry.problem, {})
             if entry.kernel in kernels:
                 raise InvalidProblemError(
@@ -102,6 +109,8 @@ class TuningTable:
 
         Raises InvalidProblemError where the stamps differ.
         """
+        if type(newer) is not TuningTable:
+            raise InvalidProblemError(f"newer: expected a TuningTable, got {shown(newer)}")
         if (self.gpu, self.driver) != (newer.gpu, newer.driver):
             raise InvalidProblemError(
                 f"tables: expected one GPU and driver, got {self.gpu} {self.driver} and "
@@ -112,6 +121,8 @@ class TuningTable:
 
     def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
         """Row of the table -> entry for exactly this problem, whether its stamp matches or not."""
+        if type(problem) is not GemmSparse24Descriptor:
+            raise InvalidProblemError(f"problem: expected GemmSparse24Descriptor, got {shown(problem)}")
         return self._by_problem.get(problem, {})
 
     def promises(
@@ -185,5 +196,6 @@ EMPTY = TuningTable("", "", ())
 @cache
 def shipped(gpu: str) -> TuningTable:
     """The table that comes with the package for a GPU of this name; EMPTY where there is none."""
-    path = _FOLDER / f"{gpu.lower().replace(' ', '_')}.json"
-    return TuningTable.load(path) if path.exists() else EMPTY
+    wanted = f"{gpu.lower().replace(' ', '_')}.json"
+    # A name is looked for, never opened: it may hold anything.
+    return next((TuningTable.load(path) for path in _FOLDER.glob("*.json") if path.name == wanted), EMPTY)

@@ -7,9 +7,6 @@ from typing import ClassVar
 from ..vocab import ElementKind, Model, OpCategory
 from .operands import Operand
 
-INT64_MAX = 2**63 - 1
-"""The largest size of a dimension."""
-
 
 class Descriptor(Model):
     """Base of every family's descriptors. Frozen, hashable, JSON round-trip; knows nothing of kernels."""

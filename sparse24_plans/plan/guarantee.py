@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsFloat
 
 import numpy as np
-from pydantic import Field
 
-from ..vocab import ElementKind, Float64s, MathPrecision, Model
+from ..errors import InvalidProblemError, shown
+from ..vocab import (
+    INT64_MAX,
+    ElementKind,
+    ElementLike,
+    Flag,
+    Float64s,
+    Integer,
+    MathPrecision,
+    Model,
+    Number,
+    element_kind,
+    integer,
+)
 
 
 class PrecisionGuarantee(Model):
@@ -23,17 +35,17 @@ class PrecisionGuarantee(Model):
 
     math_precision: MathPrecision
     accumulator: ElementKind
-    deterministic: bool
-    bit_stable_on_same_hardware: bool
-    batch_invariant: bool
-    bit_stable_across_hardware: bool
+    deterministic: Flag
+    bit_stable_on_same_hardware: Flag
+    batch_invariant: Flag
+    bit_stable_across_hardware: Flag
     subnormals: Literal["preserved", "flushed"]
     nonfinite: Literal["skips_pruned", "propagates"]
-    unit_roundoff: float = Field(ge=0)
+    unit_roundoff: Annotated[float, Number(least=0)]
     """Relative error of one step of the accumulation; 0 where integers are summed exactly."""
-    terms_per_k: float = Field(gt=0)
+    terms_per_k: Annotated[float, Number(above=0)]
     """Steps that can round, for each unit of the reduction length."""
-    promoted_every: int | None = None
+    promoted_every: Annotated[int, Integer(least=1)] | None = None
     """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
 
     def error_bound(self, k: int) -> float:
@@ -41,21 +53,33 @@ class PrecisionGuarantee(Model):
 
         k is K for ``forward`` and M for ``dgrad``. The bound is the standard gamma_n = n*u / (1 - n*u)
         (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); infinity where n*u >= 1.
+
+        Raises InvalidProblemError for anything but a size.
         """
+        length = integer(k)
+        if length is None or not 0 <= length <= INT64_MAX:
+            raise InvalidProblemError(f"k: expected an integer from 0 to 2^63 - 1, got {shown(k)}")
+        k = length
         steps = self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
         if self.promoted_every:
             steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
         return steps / (1 - steps) if steps < 1 else float("inf")
 
     def tolerance(
-        self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementKind, alpha: float = 1.0
+        self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementLike, alpha: float = 1.0
     ) -> Float64s:
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
         ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
         ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
-        the result to ``out``, and the underflow of every step.
+        the result to ``out``, and the underflow of every step. Raises InvalidProblemError.
         """
+        out = element_kind(out, "out")
+        exact, abs_sum, alpha = (
+            _wide("exact", exact),
+            _wide("abs_sum", abs_sum),
+            float(_wide("alpha", alpha, 0)),
+        )
         f32 = ElementKind.F32
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
         value: Float64s = np.abs(exact) + accumulated
@@ -68,16 +92,32 @@ class PrecisionGuarantee(Model):
 class GuaranteeRequirement(Model):
     """A filter on guarantees: only kernels that promise all of this are considered."""
 
-    deterministic: bool = False
-    bit_stable_on_same_hardware: bool = False
-    batch_invariant: bool = False
-    bit_stable_across_hardware: bool = False
+    deterministic: Flag = False
+    bit_stable_on_same_hardware: Flag = False
+    batch_invariant: Flag = False
+    bit_stable_across_hardware: Flag = False
     subnormals: Literal["preserved", "flushed"] | None = None
     nonfinite: Literal["skips_pruned", "propagates"] | None = None
     math_precision: MathPrecision | None = None
     accumulator: ElementKind | None = None
-    max_error_bound: float | None = Field(default=None, gt=0)
+    max_error_bound: Annotated[float, Number(above=0)] | None = None
     """Upper limit of ``error_bound`` for the descriptor's reduction length."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            deterministic: bool = ...,
+            bit_stable_on_same_hardware: bool = ...,
+            batch_invariant: bool = ...,
+            bit_stable_across_hardware: bool = ...,
+            subnormals: str | None = ...,
+            nonfinite: str | None = ...,
+            math_precision: MathPrecision | str | None = ...,
+            accumulator: ElementLike | None = ...,
+            max_error_bound: SupportsFloat | None = ...,
+        ) -> None: ...
 
     def unmet(self, guarantee: PrecisionGuarantee, reduction: int) -> str | None:
         """The first requirement that the guarantee fails, in words; None where it meets them all."""
@@ -93,6 +133,16 @@ class GuaranteeRequirement(Model):
             if bound > self.max_error_bound:
                 return f"error_bound({reduction}) is {bound:.3g}, required <= {self.max_error_bound:.3g}"
         return None
+
+
+def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
+    try:
+        found = np.asarray(value, np.float64)
+    except Exception as error:  # whatever a broken object raises
+        raise InvalidProblemError(f"{argument}: expected numbers, got {shown(value)}") from error
+    if dimensions not in (None, found.ndim):
+        raise InvalidProblemError(f"{argument}: expected one number, got {shown(value)}")
+    return found
 
 
 _FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")

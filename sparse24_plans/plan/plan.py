@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from typing_extensions import Self
 
 from ..device.adapters import addresses_of
-from ..device.devices import home_of, resolve
+from ..device.devices import DeviceLike, home_of, resolve
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
 from ..device.tensors import Workspace
@@ -30,7 +30,6 @@ from .operands import Args, OperandChecks, Remembered, Views, check_alignment, t
 from .preference import PlanPreference
 from .table import Considered, Row, choose, consider, log_choice
 
-DeviceLike = int | str | None
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 
 
@@ -90,8 +89,9 @@ class Plan:
     def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None) -> Self:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
-        ``device`` is a CUDA ordinal, ``"host"``, or None for the current CUDA device (the host where there is
-        none). ``preference`` may be a mapping of PlanPreference's fields. Plans are cached by all of these.
+        ``device`` is a CUDA ordinal, ``"cuda:1"``, ``"cuda"``, ``"host"``, a Device or a ``torch.device``.
+        None is the current CUDA device, or the host where there is none. ``preference`` may be a mapping of
+        PlanPreference's fields. Plans are cached by all of these.
 
         Raises
         ------

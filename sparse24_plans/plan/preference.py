@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex
 
 from ..errors import InvalidProblemError
-from ..vocab import BackendKind, Model, Tier
+from ..vocab import BackendKind, Flag, Integer, Model, Tier
 from .guarantee import GuaranteeRequirement
 
 
 class PlanPreference(Model):
     """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
 
-    max_workspace_bytes: int | None = Field(default=None, ge=0)
-    allow_sm90a: bool = True
+    max_workspace_bytes: Annotated[int, Integer()] | None = None
+    allow_sm90a: Flag = True
     prefer_backend: BackendKind | None = None
     tier: Tier | None = None
     require: GuaranteeRequirement = GuaranteeRequirement()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            max_workspace_bytes: SupportsIndex | None = ...,
+            allow_sm90a: bool = ...,
+            prefer_backend: BackendKind | str | None = ...,
+            tier: Tier | str | None = ...,
+            require: GuaranteeRequirement | Mapping[str, Any] = ...,
+        ) -> None: ...
 
     @classmethod
     def of(cls, given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:

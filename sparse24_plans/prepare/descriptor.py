@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ..plan.descriptor import INT64_MAX, Descriptor
+from ..plan.descriptor import Descriptor
 from ..plan.operands import Operand, Role
-from ..vocab import CANONICAL_LAYOUT, ElementKind, MaskLayout, OpCategory, PrepareOp, TileRule
+from ..vocab import (
+    CANONICAL_LAYOUT,
+    INT64_MAX,
+    Eights,
+    ElementKind,
+    ElementLike,
+    MaskLayout,
+    OpCategory,
+    PrepareOp,
+    Size,
+    TileRule,
+)
 from ..weights.layouts import layout_of
 
 ELEMENTS = (
@@ -30,8 +41,8 @@ NOTHING_FOUND = 2**64 - 1
 class PrepareDescriptor(Descriptor):
     """What the descriptors share: W [M, K] and its element."""
 
-    m: int = Field(ge=0, le=INT64_MAX, strict=True)
-    k: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
+    m: Size
+    k: Eights
 
     category: ClassVar[OpCategory] = OpCategory.COMPRESS
 
@@ -83,6 +94,17 @@ class _Scored(PrepareDescriptor):
     scores: ElementKind | None = None
     """Element of the scores (f32, f16, bf16), or None to rank by |value|."""
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            scores: ElementLike | None = ...,
+        ) -> None: ...
+
     @model_validator(mode="after")
     def _score_element(self) -> _Scored:
         if self.scores is not None and self.scores not in SCORE_ELEMENTS:
@@ -113,6 +135,17 @@ class PruneSparse24Descriptor(_Scored):
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            scores: ElementLike | None = ...,
+        ) -> None: ...
+
     @property
     def op(self) -> PrepareOp:
         return PrepareOp.PRUNE
@@ -129,6 +162,10 @@ class PruneSparse24Descriptor(_Scored):
 class CompressSparse24Descriptor(PrepareDescriptor):
     """Compress W [M, K], which is 2:4 already; fields as of PruneSparse24Descriptor. -0.0 counts as zero."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike) -> None: ...
+
     @property
     def op(self) -> PrepareOp:
         return PrepareOp.COMPRESS
@@ -139,6 +176,17 @@ class CompressSparse24Descriptor(PrepareDescriptor):
 
 class PruneCompressSparse24Descriptor(_Scored):
     """Prune and compress W [M, K] in one pass; fields and rules as of PruneSparse24Descriptor."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            scores: ElementLike | None = ...,
+        ) -> None: ...
 
     @property
     def op(self) -> PrepareOp:
@@ -152,6 +200,10 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
     """Expand a canonical weight [M, K]; fields as of PruneSparse24Descriptor."""
 
     category: ClassVar[OpCategory] = OpCategory.DECOMPRESS
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike) -> None: ...
 
     @property
     def op(self) -> PrepareOp:
@@ -171,6 +223,12 @@ class PackSparse24Descriptor(PrepareDescriptor):
     direction: Literal["pack", "unpack"] = "pack"
 
     category: ClassVar[OpCategory] = OpCategory.PACK
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike, direction: str = ...
+        ) -> None: ...
 
     @property
     def op(self) -> PrepareOp:
@@ -198,9 +256,15 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
     """
 
     rule: TileRule = TileRule.GREEDY_MAGNITUDE
-    m: int = Field(ge=0, le=INT64_MAX, multiple_of=8, strict=True)
+    m: Eights
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike, rule: TileRule | str = ...
+        ) -> None: ...
 
     @property
     def op(self) -> PrepareOp:
@@ -227,6 +291,12 @@ class MaskSparse24Descriptor(PrepareDescriptor):
     layout: MaskLayout = MaskLayout.ROWS
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike, layout: MaskLayout | str = ...
+        ) -> None: ...
 
     @model_validator(mode="after")
     def _whole_tiles(self) -> MaskSparse24Descriptor:

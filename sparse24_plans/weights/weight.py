@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ..device.devices import home_of, resolve
-from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..device.devices import DeviceLike, home_of, resolve
+from ..device.tensors import HOST, Device, TensorView, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
-from ..vocab import CANONICAL_LAYOUT, ElementKind
+from ..vocab import CANONICAL_LAYOUT, INT64_MAX, ElementKind, ElementLike, element_kind, integer
 from . import canonical
 from .layouts import buffer_bytes
 
 
-def _dense_view(dense: Any, element: ElementKind | str | None) -> TensorView:
+def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
     view = TensorView.of(dense, element=element, argument="dense")
     if len(view.shape) != 2 or view.shape[1] % 8:
         raise InvalidProblemError(
@@ -42,7 +42,7 @@ class Sparse24Weight:
     __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
 
     def __init__(
-        self, values: Any, metadata: Any, *, element: ElementKind | str | None = None, validate: bool = True
+        self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
     ) -> None:
         v = TensorView.of(values, element=element, argument="values")
         d = TensorView.of(metadata, element=ElementKind.U16, argument="metadata")
@@ -85,7 +85,7 @@ class Sparse24Weight:
         canonical.check_metadata(self.metadata)
 
     @classmethod
-    def compress(cls, dense: Any, *, element: ElementKind | str | None = None) -> Sparse24Weight:
+    def compress(cls, dense: Any, *, element: ElementLike | None = None) -> Sparse24Weight:
         """Compress ``dense`` [M, K], which is 2:4 already.
 
         ``-0.0`` counts as zero. Raises FormatError, with row and group, where a group of four has more
@@ -96,7 +96,7 @@ class Sparse24Weight:
 
     @classmethod
     def prune_compress(
-        cls, dense: Any, *, scores: Any = None, element: ElementKind | str | None = None
+        cls, dense: Any, *, scores: Any = None, element: ElementLike | None = None
     ) -> Sparse24Weight:
         """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
 
@@ -129,13 +129,13 @@ class Sparse24Weight:
             dense[rows] = canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]))
         return TensorView.of(dense, element=self.element).array()
 
-    def to(self, device: int | str) -> Sparse24Weight:
-        """The same weight on ``"host"`` or on a CUDA device; itself where it is there already.
+    def to(self, device: DeviceLike) -> Sparse24Weight:
+        """The same weight on a device, named as for ``Plan.select``; itself where it is there already.
 
         Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
         """
         if device is None:
-            raise InvalidProblemError("device: expected 'host' or a CUDA ordinal, got None")
+            raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
         target = home_of(resolve(device))
         if target == self.device:
             return self
@@ -197,7 +197,7 @@ def _ranker(view: TensorView, scores: Any) -> Any:
     return lambda bits, rows: canonical.rank_codes(canonical.score_keys(ranks[rows]))
 
 
-def prune(dense: Any, *, scores: Any = None, element: ElementKind | str | None = None) -> Any:
+def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None) -> Any:
     """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
 
     The same rule as :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of the element's
@@ -225,8 +225,7 @@ class PackedWeight:
     buffers: tuple[TensorView, ...]
 
     def __post_init__(self) -> None:
-        if self.m < 0 or self.k < 0 or self.k % 8:
-            raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
+        self._check_fields()
         wanted = buffer_bytes(self.layout_id, self.m, self.k, self.element)
         if wanted is not None and len(self.buffers) != len(wanted):
             raise InvalidProblemError(
@@ -239,6 +238,22 @@ class PackedWeight:
                 )
             if view.nbytes_spanned < needed:
                 raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+
+    def _check_fields(self) -> None:
+        if not isinstance(self.layout_id, str):
+            raise wrong("layout_id", "a layout's name", self.layout_id)
+        for name in ("m", "k"):
+            size = integer(getattr(self, name))
+            if size is None or not 0 <= size <= INT64_MAX:
+                raise wrong(name, "an integer from 0 to 2^63 - 1", getattr(self, name))
+            object.__setattr__(self, name, size)
+        if self.k % 8:
+            raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
+        object.__setattr__(self, "element", element_kind(self.element))
+        if type(self.device) is not Device:
+            raise wrong("device", "a Device", self.device)
+        if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
+            raise wrong("buffers", "a tuple of TensorViews", self.buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """A weight in memory of its own, on the same device."""

@@ -278,4 +278,4 @@ def test_streams_and_workspaces_that_raise(name, failure):
 @given(anything.filter(lambda device: device is not None))
 def test_a_device_of_anything(device):
     properties = refused(lambda: resolve(device), "device")
-    assert properties is None or (type(device) is int and properties.ordinal == device)
+    assert properties is None or (type(device) in (int, np.int64) and properties.ordinal == device)

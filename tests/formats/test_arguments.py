@@ -100,7 +100,7 @@ def test_masked_arrays(name):
 
 @pytest.mark.parametrize(
     "element",
-    [3, True, ["f16"], {}, b"f16", HUGE, (HUGE,), float, np.float16, np.array(["f16", "f16"])],
+    [3, True, ["f16"], {}, b"f16", HUGE, (HUGE,), float, np.float64, np.array(["f16", "f16"])],
     ids=kind,
 )
 def test_elements(element):
