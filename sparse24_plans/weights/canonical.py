@@ -15,9 +15,10 @@ import numpy as np
 
 from ..errors import FormatError
 from ..vocab import ElementKind
+from . import groups
 
-# About a million elements a step keeps NumPy's temporaries inside the cache.
-_HOST_STEP = 1 << 20
+# So many elements a step keep NumPy's temporaries inside a core's cache.
+_HOST_STEP = 1 << 17
 
 
 def _code(first: int, second: int) -> int:
@@ -89,17 +90,42 @@ def array_module(array: Any) -> Any:
     return cupy
 
 
-def magnitude_keys(bits: Any, element: ElementKind) -> Any:
-    """Unsigned keys that order as |value| does. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+def _look_up(table: Any, index: Any) -> Any:
+    if isinstance(index, np.ndarray):
+        with groups.scratch() as space:
+            at = space.array("index", index.size, np.intp).reshape(index.shape)
+            np.copyto(at, index)  # NumPy's own type of an index is three times as fast
+            return table[at]
+    return array_module(index).asarray(table)[index]
+
+
+def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
+    """Unsigned keys that order as |value| does. NaN ranks above Inf; +0.0 and -0.0 are equal.
+
+    On the host they may go to ``out``, of the same shape and type.
+    """
     if element in (ElementKind.S8, ElementKind.I32):
-        negative = bits >> (8 * element.itemsize - 1) != 0
-        return array_module(bits).where(negative, ~bits + bits.dtype.type(1), bits)
+        sign = (bits.view(element.dtype) >> (8 * element.itemsize - 1)).view(bits.dtype)  # 0 or all ones
+        return (bits ^ sign) - sign
     if element in (ElementKind.U8, ElementKind.U16):
         return bits
-    magnitude = bits & bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
-    if element in FIRST_NAN:  # one rank for all NaNs: their payload is no magnitude
+    limit = bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+    magnitude = bits & limit if out is None else np.bitwise_and(bits, limit, out=out)
+    if element in FIRST_NAN and _may_exceed(magnitude, FIRST_NAN[element]):
+        # One rank for all NaNs: their payload is no magnitude.
         magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
     return magnitude
+
+
+def _may_exceed(magnitude: Any, limit: int) -> bool:
+    """Whether a magnitude may be above the limit: on the host it is looked up, on a GPU that would wait."""
+    if isinstance(magnitude, np.ndarray):
+        return bool(magnitude.size) and int(magnitude.max()) > limit
+    return True
+
+
+def _keys_in(space: groups.Scratch, bits: Any, element: ElementKind) -> Any:
+    return magnitude_keys(bits, element, space.array("keys", bits.size, bits.dtype).reshape(bits.shape))
 
 
 def value_keys(bits: Any, element: ElementKind) -> Any:
@@ -129,6 +155,9 @@ def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
 
 def rank_codes(keys: Any) -> Any:
     """Codes [groups] of the two largest keys in every group of ``keys`` [rows, K]."""
+    if isinstance(keys, np.ndarray):
+        with groups.scratch() as space:
+            return _RANKING[groups.outcomes(keys, space)]
     xp = array_module(keys)
     column = [xp.ascontiguousarray(keys[:, i::4]).reshape(-1) for i in range(4)]
     outcome = xp.zeros(column[0].shape, np.uint8)
@@ -137,8 +166,19 @@ def rank_codes(keys: Any) -> Any:
     return xp.asarray(_RANKING)[outcome]
 
 
+def magnitude_codes(bits: Any, element: ElementKind) -> Any:
+    """Codes [groups] of the two largest of ``bits`` [rows, K] by |value|."""
+    if isinstance(bits, np.ndarray):
+        with groups.scratch() as space:
+            return _RANKING[groups.outcomes(_keys_in(space, bits, element), space)]
+    return rank_codes(magnitude_keys(bits, element))
+
+
 def occupancy(bits: Any, element: ElementKind) -> Any:
     """Masks [rows, groups] of the non-zeros of ``bits`` [rows, K], cell i in bit i. -0.0 counts as zero."""
+    if isinstance(bits, np.ndarray):
+        with groups.scratch() as space:
+            return groups.masks(_keys_in(space, bits, element), space)
     nonzero = magnitude_keys(bits, element) != 0
     masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
     for i in range(4):
@@ -148,17 +188,17 @@ def occupancy(bits: Any, element: ElementKind) -> Any:
 
 def codes_of_masks(masks: Any) -> Any:
     """Codes [groups] of the first two cells of every mask. Spare slots take the lowest free positions."""
-    return array_module(masks).asarray(_FIRST_TWO)[masks.reshape(-1)]
+    return _look_up(_FIRST_TWO, masks.reshape(-1))
 
 
 def masks_of_codes(codes: Any) -> Any:
     """Masks [groups] of the two positions of every code, cell i in bit i."""
-    return array_module(codes).asarray(_MASK_OF_CODE)[codes]
+    return _look_up(_MASK_OF_CODE, codes)
 
 
 def first_crowded(masks: Any) -> tuple[int, int, int] | None:
     """Row, group and non-zeros of the first group of masks [rows, groups] that has more than two, or None."""
-    crowded = array_module(masks).asarray(_OCCUPANCY)[masks] == np.uint8(TOO_MANY)
+    crowded = _look_up(_OCCUPANCY, masks) == np.uint8(TOO_MANY)
     if not bool(crowded.any()):
         return None
     row, group = divmod(int(crowded.argmax()), masks.shape[1])
@@ -192,24 +232,29 @@ def _flat_positions(codes: Any) -> tuple[Any, Any]:
     return base + (codes & np.uint8(3)), base + (codes >> np.uint8(2))
 
 
-def gather(bits: Any, codes: Any) -> Any:
-    """The kept values [rows, K/2] of ``bits`` [rows, K]."""
+def gather(bits: Any, codes: Any, out: Any = None) -> Any:
+    """The kept values [rows, K/2] of ``bits`` [rows, K]; to ``out``, contiguous, where it is given."""
+    if isinstance(bits, np.ndarray):
+        return groups.gather(bits, codes, out)
     xp = array_module(bits)
     flat = xp.ascontiguousarray(bits).reshape(-1)
-    values = xp.empty((codes.size, 2), bits.dtype)
+    values = xp.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
     for slot, index in enumerate(_flat_positions(codes)):
-        values[:, slot] = flat[index]
-    return values.reshape(bits.shape[0], bits.shape[1] // 2)
+        values.reshape(-1, 2)[:, slot] = flat[index]
+    return values
 
 
-def scatter(values: Any, codes: Any) -> Any:
+def scatter(values: Any, codes: Any, out: Any = None) -> Any:
     """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
+    if isinstance(values, np.ndarray):
+        return groups.scatter(values, codes, out)
     xp = array_module(values)
-    flat = xp.zeros(values.size * 2, values.dtype)
+    dense = xp.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
+    dense[...] = 0
     pairs = xp.ascontiguousarray(values).reshape(-1, 2)
     for slot, index in enumerate(_flat_positions(codes)):
-        flat[index] = pairs[:, slot]
-    return flat.reshape(values.shape[0], values.shape[1] * 2)
+        dense.reshape(-1)[index] = pairs[:, slot]
+    return dense
 
 
 def to_metadata(codes: Any, rows: int, k: int) -> Any:
@@ -233,7 +278,7 @@ def first_invalid(metadata: Any) -> tuple[int, int, int] | None:
     rows, width = metadata.shape
     for step in row_steps(rows, width * 2, isinstance(metadata, np.ndarray)):
         codes = from_metadata(metadata[step])
-        bad = ~array_module(codes).asarray(_IS_VALID)[codes]
+        bad = ~_look_up(_IS_VALID, codes)
         if bool(bad.any()):
             at = int(bad.argmax())
             row, group = divmod(at, 2 * width)
@@ -282,7 +327,7 @@ def relocate(
     positions = (codes & np.uint8(3), codes >> np.uint8(2) & np.uint8(3))
     occupied = _occupied(pairs, positions, element, groups, first_row)
     mask = occupied[0].view(np.uint8) << positions[0] | occupied[1].view(np.uint8) << positions[1]
-    moved = xp.asarray(targets)[mask]
+    moved = _look_up(targets, mask)
     refused = moved == np.uint8(IMPOSSIBLE)
     if bool(refused.any()):
         row, group = divmod(int(refused.argmax()), groups)

@@ -15,7 +15,7 @@ from ..device.devices import DeviceLike, home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, INT64_MAX, ElementKind, ElementLike, element_kind, integer
-from . import canonical
+from . import canonical, threads
 from .layouts import buffer_bytes
 
 
@@ -113,11 +113,14 @@ class Sparse24Weight:
         m, k = view.shape
         values = xp.empty((m, k // 2), bits.dtype)
         metadata = xp.empty((m, k // 8), np.uint16)
-        for rows in canonical.row_steps(m, k, view.device == HOST):
+
+        def fill(rows: slice) -> None:
             part = bits[rows]
             codes = codes_of(part, rows)
-            values[rows] = canonical.gather(part, codes)
+            canonical.gather(part, codes, out=values[rows])
             metadata[rows] = canonical.to_metadata(codes, *part.shape)
+
+        threads.for_each(fill, canonical.row_steps(m, k, view.device == HOST))
         return cls(values, metadata, element=view.element, validate=False)
 
     def decompress(self) -> Any:
@@ -125,8 +128,11 @@ class Sparse24Weight:
         values, metadata = self.values_view.bits(), self.metadata
         xp = canonical.array_module(values)
         dense = xp.empty((self.m, self.k), values.dtype)
-        for rows in canonical.row_steps(self.m, self.k, self.device == HOST):
-            dense[rows] = canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]))
+
+        def fill(rows: slice) -> None:
+            canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]), out=dense[rows])
+
+        threads.for_each(fill, canonical.row_steps(self.m, self.k, self.device == HOST))
         return TensorView.of(dense, element=self.element).array()
 
     def to(self, device: DeviceLike) -> Sparse24Weight:
@@ -184,7 +190,7 @@ def _copy_to(view: TensorView, target: Device) -> Any:
 
 def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
-        return lambda bits, rows: canonical.rank_codes(canonical.magnitude_keys(bits, view.element))
+        return lambda bits, rows: canonical.magnitude_codes(bits, view.element)
     if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
         ranks, shape, device = scores, scores.shape, HOST
     else:

@@ -13,7 +13,7 @@ from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
 from ...vocab import MaskLayout, PrepareOp
-from ...weights import canonical, packing, tiles
+from ...weights import canonical, groups, packing, threads, tiles
 from ...weights.layouts import layout_of
 from ...weights.weight import PackedWeight, Sparse24Weight
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
@@ -47,56 +47,65 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._act(views)
 
-    def _steps(self) -> Any:
-        return canonical.row_steps(self.descriptor.m, self.descriptor.k, True)
+    def _on_rows(self, work: Callable[[slice], None]) -> None:
+        """``work`` on blocks of rows, on all cores. Results of different blocks are different memory."""
+        threads.for_each(work, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
 
     def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
         """Codes [groups] of the cells to keep."""
         if "scores" in views:
             with np.errstate(invalid="ignore"):  # widening a signalling NaN
                 keys = canonical.score_keys(views["scores"].array()[rows])
+            codes: Array = canonical.rank_codes(keys)
         else:
-            keys = canonical.magnitude_keys(bits, self.descriptor.element)
-        codes: Array = canonical.rank_codes(keys)
+            codes = canonical.magnitude_codes(bits, self.descriptor.element)
         return codes
 
     def _prune(self, views: Views) -> None:
         dense = views["dense"].bits()
-        for rows in self._steps():
+
+        def prune(rows: slice) -> None:
             codes = self._codes(dense[rows], views, rows)
             if "mask" in views:
                 halves = canonical.masks_of_codes(codes).reshape(-1, 2)
                 mask = views["mask"].bits()[rows]
                 mask[...] = (halves[:, 0] | halves[:, 1] << 4).reshape(mask.shape)
             if "pruned" in views:
-                kept = canonical.gather(dense[rows], codes)
-                views["pruned"].bits()[rows] = canonical.scatter(kept, codes)
+                groups.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
+
+        self._on_rows(prune)
 
     def _prune_compress(self, views: Views) -> None:
         dense = views["dense"].bits()
-        for rows in self._steps():
-            self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
+        self._on_rows(
+            lambda rows: self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
+        )
 
     def _compress(self, views: Views) -> None:
         desc, dense = self.descriptor, views["dense"].bits()
-        first = None
-        for rows in self._steps():
+        crowded: list[tuple[int, int, int]] = []
+
+        def compress(rows: slice) -> None:
             masks = canonical.occupancy(dense[rows], desc.element)
-            found = canonical.first_crowded(masks)
-            if first is None and found is not None:
-                first = (rows.start + found[0], *found[1:])
+            if (found := canonical.first_crowded(masks)) is not None:
+                crowded.append((rows.start + found[0], *found[1:]))
             self._write(views, rows, dense[rows], canonical.codes_of_masks(masks))
-        write_status(views["status"], desc.k, first)
+
+        self._on_rows(compress)
+        write_status(views["status"], desc.k, min(crowded, default=None))
 
     def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
-        views["values"].bits()[rows] = canonical.gather(bits, codes)
+        groups.gather(bits, codes, out=views["values"].bits()[rows])
         views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self.descriptor.k)
 
     def _decompress(self, views: Views) -> None:
         values, metadata = views["values"].bits(), views["metadata"].bits()
-        for rows in self._steps():
+
+        def decompress(rows: slice) -> None:
             codes = canonical.from_metadata(metadata[rows])
-            views["dense"].bits()[rows] = canonical.scatter(values[rows], codes)
+            groups.scatter(values[rows], codes, out=views["dense"].bits()[rows])
+
+        self._on_rows(decompress)
 
     def _tile_prune(self, views: Views) -> None:
         desc, bits = self.descriptor, views["dense"].bits()
