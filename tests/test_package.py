@@ -1,8 +1,9 @@
-"""The wheel is whole, works away from the repository, and shows documented names only."""
+"""What is built is whole and the same everywhere, works away from the repository, shows documented names."""
 
 from __future__ import annotations
 
 import ast
+import email
 import inspect
 import json
 import os
@@ -10,15 +11,18 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 import sparse24_plans
+from sparse24_plans._vendor import cusparselt_abi as abi
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparse24_plans"
@@ -52,28 +56,83 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def has_setuptools(major: int) -> bool:
-    """Whether the build needs no download."""
-    try:
-        return Version(metadata.version("setuptools")).major >= major
-    except metadata.PackageNotFoundError:
-        return False
+# Trees --------------------------------------------------------------------------------------------
+
+BUILD = """
+import sys
+from setuptools import build_meta
+print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
+"""
+LINKS = {"sparse24_plans/_vendor": "../vendor", "sparse24_plans/kernels_cu": "../kernels_cu"}
+
+
+def tracked() -> list[str]:
+    """The repository's files, links among them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, so that no build folder appears in the repository."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("sparse24_plans", "vendor", "kernels_cu"):
-        shutil.copytree(
-            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    isolation = ["--no-build-isolation"] if has_setuptools(77) else []
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *isolation, "-w", out, ".", cwd=source)
-    (built,) = out.glob("*.whl")
-    return built
+def clone(tmp_path_factory) -> Path:
+    """The repository's files as git has them."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unzipped(clone, tmp_path_factory) -> Path:
+    """What a download unpacks to where links aren't kept: text files in their place, no git."""
+    folder = tmp_path_factory.mktemp("unzipped") / "tree"
+    shutil.copytree(clone, folder, symlinks=True)
+    for link, target in LINKS.items():
+        assert os.readlink(folder / link) == target
+        (folder / link).unlink()
+        (folder / link).write_text(target)
+    return folder
+
+
+def built(kind: str, tree: Path, out: Path) -> Path:
+    """A distribution, made where no build folder appears in the tree of another test."""
+    copy = out / "tree"
+    shutil.copytree(tree, copy, symlinks=True)
+    # A deprecation in our own configuration is an error; what Python deprecates in setuptools is not ours.
+    strict = "-Werror:::setuptools"
+    done = subprocess.run(
+        [sys.executable, strict, "-c", BUILD, kind, str(out)], cwd=copy, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    warnings = [
+        line
+        for line in (done.stdout + done.stderr).splitlines()
+        if "warning" in line.lower() and "byte-compiling is disabled" not in line
+    ]
+    assert warnings == []
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory) -> Path:
+    return built("wheel", clone, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(clone, tmp_path_factory) -> Path:
+    return built("sdist", clone, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory) -> Path:
+    """The source distribution's tree."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    return tree
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +145,89 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 # The wheel ----------------------------------------------------------------------------------------
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.parametrize("tree", ["unzipped", "unpacked"])
+def test_wheels_are_the_same_wherever_they_are_built(wheel, tree, request, tmp_path):
+    other = built("wheel", request.getfixturevalue(tree), tmp_path)
+    assert other.name == wheel.name
+    assert contents(other) == contents(wheel)
+
+
+def test_the_source_distribution_is_the_repository(unpacked, clone):
+    """Links are folders there, so that it runs and tests as it lies."""
+    files = [path for path in unpacked.rglob("*") if path.is_file()]
+    inside = {path.relative_to(unpacked).as_posix(): path.read_bytes() for path in files}
+    made = {name for name in inside if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
+    wanted = {name: (clone / name).read_bytes() for name in tracked() if name not in LINKS}
+    for link, target in LINKS.items():
+        folder = target.removeprefix("../")
+        for name in [name for name in wanted if name.startswith(f"{folder}/")]:
+            wanted[link + name.removeprefix(folder)] = wanted[name]
+    assert set(inside) - made == set(wanted)
+    assert {name: inside[name] for name in wanted} == wanted
+
+
+EDITABLE = """
+import site, sys
+sys.path += sys.argv[1:]  # the tree's own, then the dependencies without what is editable there
+site.addsitedir(sys.argv[1])
+import sparse24_plans
+from sparse24_plans._vendor import cublaslt_abi
+from sparse24_plans.device.jit import compiler
+print(sparse24_plans.__file__, cublaslt_abi.__file__, compiler.KERNEL_FOLDER.resolve(), sep="\\n")
+assert compiler.closure("gemm/mma_sp.cu")
+"""
+
+
+@pytest.mark.parametrize("tree", ["clone", "unzipped"])
+def test_an_editable_install_works_on_the_tree_itself(tree, request, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(request.getfixturevalue(tree), source, symlinks=True)
+    run(sys.executable, "-c", BUILD, "editable", tmp_path, cwd=source)
+    (made,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(made).extractall(site)
+    away = tmp_path / "away"
+    away.mkdir()
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    command = (sys.executable, "-S", "-c", EDITABLE, site, *libraries)
+    lines = run(*command, cwd=away, PYTHONPATH="").splitlines()
+    package, vendor, kernels = map(Path, lines)
+    assert package == source / "sparse24_plans" / "__init__.py"
+    assert vendor.resolve() == source / "vendor" / "cublaslt_abi.py"
+    assert kernels == source / "kernels_cu"
+
+
+def test_the_metadata_says_who_what_and_where(wheel):
+    info = f"sparse24_plans-{sparse24_plans.__version__}.dist-info/METADATA"
+    about = email.message_from_bytes(contents(wheel)[info])
+    assert about["Author"] == "the sparse24_plans authors"
+    assert about["Author"] in (ROOT / "LICENSE").read_text()
+    assert about["License-Expression"] == "Apache-2.0"
+    assert {"Operating System :: POSIX :: Linux", "Typing :: Typed"} <= set(about.get_all("Classifier"))
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about["Keywords"]
+
+
+@pytest.mark.parametrize("major", [12, 13])
+def test_cusparselt_is_bounded_to_versions_whose_layout_is_known(wheel, major):
+    info = f"sparse24_plans-{sparse24_plans.__version__}.dist-info/METADATA"
+    about = email.message_from_bytes(contents(wheel)[info])
+    (found,) = [
+        Requirement(line)
+        for line in about.get_all("Requires-Dist")
+        if f'extra == "cusparselt{major}"' in line.replace("'", '"')
+    ]
+    for version in ((0, 7, 1), abi.OLDEST, (0, 8, 9), (0, 9, 0), abi.BELOW, (1, 0, 0)):
+        installs = found.specifier.contains(".".join(map(str, version)))
+        assert not installs or abi.OLDEST <= version < abi.BELOW
+        assert installs == (version[:2] == (0, 8)), "what was tested on a GPU"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):

@@ -34,9 +34,11 @@ ARCH_MISMATCH, NOT_SUPPORTED = 4, 10
 
 OLDEST = (0, 8, 0)
 """The first version with this layout: 512-byte structs, and a destructor for algorithm selections."""
-BELOW = (1, 0, 0)
-"""The file name carries the major version of the ABI: ``libcusparseLt.so.0``."""
+BELOW = (0, 11, 0)
+"""Versions from here on have headers that nobody has compared yet."""
 _FILE = "libcusparseLt.so.0"
+_WHEEL_FOLDERS = ("cusparselt/lib", "cu13/lib", "cu12/lib")
+"""Below ``nvidia/``: of the wheels of 0.8, and of those from 0.9 on."""
 _STRUCT_BYTES, _STRUCT_ALIGNMENT = 512, 16
 _SPARSITY_50_PERCENT = 0
 _ALG_DEFAULT = 0
@@ -106,9 +108,8 @@ def candidates() -> list[str]:
     found = []
     spec = find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder) / "cusparselt" / "lib" / _FILE
-        if path.exists():
-            found.append(str(path))
+        paths = (Path(folder, part, _FILE) for part in _WHEEL_FOLDERS)
+        found += [str(path) for path in paths if path.exists()]
     return [*found, _FILE]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, shown
 from ..vocab import ElementKind, ElementLike, element_kind
+from .install import install_advice
 
 
 class Device(NamedTuple):
@@ -33,9 +34,7 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise BackendUnavailableError(
-            "CuPy is not installed: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
-        ) from error
+        raise BackendUnavailableError(f"CuPy is not installed; {install_advice('cuda')}") from error
     return cupy
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from .._vendor import cusparselt_abi as abi
+from ..device.install import install_advice
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -80,7 +82,7 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
 def needs_cublaslt(device: DeviceProperties) -> str | None:
     if device.cublaslt:
         return None
-    return "cuBLASLt doesn't load: pip install 'sparse24_plans[cuda12]' (or [cuda13])"
+    return f"cuBLASLt doesn't load; {install_advice('cuda')}"
 
 
 # What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.
@@ -117,16 +119,17 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
     return None
 
 
-_CUSPARSELT_OLDEST, _CUSPARSELT_BELOW = (0, 8), (1, 0)
-"""The versions whose structs the vendor code knows."""
-
-
 def needs_cusparselt(device: DeviceProperties) -> str | None:
-    install = "pip install -U 'sparse24_plans[cusparselt12]' (or [cusparselt13])"
+    install = install_advice("cusparselt")
     if device.cusparselt is None:
-        return f"cuSPARSELt doesn't load: {install}"
+        return f"cuSPARSELt doesn't load; {install}"
     found = re.match(r"(\d{1,9})\.(\d{1,9})(\.|$)", device.cusparselt, re.ASCII)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not _CUSPARSELT_OLDEST <= version < _CUSPARSELT_BELOW:
-        return f"cuSPARSELt {device.cusparselt:.80} loads, but 0.8 or a later 0.x is needed: {install}"
+    if not abi.OLDEST[:2] <= version < abi.BELOW[:2]:
+        known = f"from {_dotted(abi.OLDEST)} to below {_dotted(abi.BELOW)}"
+        return f"cuSPARSELt {device.cusparselt:.80} loads, but one {known} is needed; {install}"
     return None
+
+
+def _dotted(version: tuple[int, int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

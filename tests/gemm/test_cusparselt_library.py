@@ -121,11 +121,13 @@ def test_a_missing_library_is_none_and_no_error(nowhere):
 def test_the_systems_loader_is_asked_last():
     *wheels, last = abi.candidates()
     assert last == "libcusparseLt.so.0"
-    assert all(path.endswith("nvidia/cusparselt/lib/libcusparseLt.so.0") for path in wheels)
+    assert all("/nvidia/" in path and path.endswith("/lib/libcusparseLt.so.0") for path in wheels)
 
 
-def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch):
-    library = tmp_path / "nvidia" / "cusparselt" / "lib" / "libcusparseLt.so.0"
+@pytest.mark.parametrize("folder", ["cusparselt", "cu12", "cu13"])
+def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch, folder):
+    """Of version 0.8, and of 0.9 and later."""
+    library = tmp_path / "nvidia" / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"no library")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -159,6 +161,7 @@ def test_versions_that_serve(version):
         (None, ("cuSPARSELt doesn't load",)),
         ("0.7.1", ("cuSPARSELt 0.7.1 loads", "0.8")),
         ("0.6.3", ("cuSPARSELt 0.6.3 loads", "0.8")),
+        ("0.11.0", ("cuSPARSELt 0.11.0 loads", "from 0.8 to below 0.11")),
         ("1.0.0", ("cuSPARSELt 1.0.0 loads", "0.8")),
     ],
 )
@@ -166,7 +169,7 @@ def test_a_missing_or_wrong_library_says_what_to_install(version, words):
     rows = consider(table.ROWS, DESC, FORCED, hopper(version))
     with pytest.raises(BackendUnavailableError) as caught:
         choose(rows)
-    for word in (*words, "pip install", "sparse24_plans[cusparselt12]", "[cusparselt13]"):
+    for word in (*words, "pip install", "for CUDA 12: ", "for CUDA 13: "):
         assert word in str(caught.value)
 
 
@@ -233,7 +236,7 @@ def test_what_the_library_does_not_take_is_said(change, words):
     assert words in rows["cusparselt"]
 
 
-@pytest.mark.parametrize("version", [(0, 7, 1), (1, 0, 0)])
+@pytest.mark.parametrize("version", [(0, 7, 1), (0, 11, 0), (1, 0, 0)])
 def test_no_call_but_the_version_is_made_to_another_layout(version):
     stand_in = StandIn(version)
     assert abi.Library(stand_in, "stand-in").version == version

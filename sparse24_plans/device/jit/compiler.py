@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BackendUnavailableError, DriverError
+from ..install import install_advice
 from ..tensors import import_cupy
 
-KERNEL_FOLDER = Path(__file__).parents[2] / "kernels_cu"
+_PACKAGE = Path(__file__).parents[2]
+KERNEL_FOLDER = _PACKAGE / "kernels_cu"
+if not KERNEL_FOLDER.is_dir():  # an editable install of a tree that has lost its links
+    KERNEL_FOLDER = _PACKAGE.parent / "kernels_cu"
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -87,9 +91,7 @@ def load_nvrtc() -> Any:
 
         nvrtc.getVersion()
     except Exception as error:
-        raise BackendUnavailableError(
-            f"NVRTC doesn't load ({error}): pip install 'sparse24_plans[cuda12]' (or [cuda13])"
-        ) from error
+        raise BackendUnavailableError(f"NVRTC doesn't load ({error}); {install_advice('cuda')}") from error
     return nvrtc
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
+from ...device.install import install_advice
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView, import_cupy
 from ...errors import BackendUnavailableError, UnsupportedError
@@ -188,8 +189,7 @@ def _make(
     except LibraryError as error:
         if error.status == abi.ARCH_MISMATCH:
             raise BackendUnavailableError(
-                "this cuSPARSELt has no kernels for the GPU: pip install -U 'sparse24_plans[cusparselt12]' "
-                "(or [cusparselt13])"
+                f"this cuSPARSELt has no kernels for the GPU; {install_advice('cusparselt')}"
             ) from error
         raise UnsupportedError(
             f"cuSPARSELt refuses strides {source_stride}, {result_stride} or configuration "

@@ -1,0 +1,32 @@
+"""What to install for what is missing: the libraries themselves, as the installed package's metadata says.
+
+Not the package's name with an extra: an index needn't have the package, or may have another one of the name.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from importlib import metadata
+
+_DISTRIBUTION = "sparse24_plans"
+_EXTRA = re.compile(r"""^(?P<what>[^;]+);.*\bextra\s*==\s*["'](?P<extra>\w+)["']""")
+
+
+def install_advice(libraries: str) -> str:
+    """The commands for ``libraries`` ("cuda", "cusparselt"), which come as extras for CUDA 12 and 13."""
+    commands = (f"for CUDA {major}: {_command(f'{libraries}{major}')}" for major in (13, 12))
+    return "; ".join(commands)
+
+
+@cache
+def _command(extra: str) -> str:
+    try:
+        lines = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # a source tree that isn't installed
+        lines = []
+    found = [match["what"].strip() for match in map(_EXTRA.match, lines) if match and match["extra"] == extra]
+    if not found:
+        return f"pip install '.[{extra}]' in the package's source folder"
+    return shlex.join(["pip", "install", *found])
