@@ -22,6 +22,7 @@ from ..device.tensors import Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
+from .caller import Caller
 from .descriptor import Descriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .guarantee import PrecisionGuarantee
@@ -251,6 +252,15 @@ class Plan:
         views = self._check(args)
         launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
         return Bound(launch, self._kernel.launches, self._home, (self, views, args, workspace))
+
+    def caller(self, args: Any) -> Caller:
+        """Check all but addresses once, for operands that only move: what frameworks' ops call.
+
+        ``args`` stand for all that are like them in shapes, strides, elements and devices. Raises what
+        :meth:`run` raises.
+        """
+        needed = self._kernel.workspace_size
+        return Caller(self._kernel, self._operands, self._home, self._check(args), needed)
 
     def _launcher(self, args: Any, workspace: Any) -> Launch:
         if type(args) is not self._args_type:

@@ -1,0 +1,139 @@
+"""PyTorch's words for the package's: dtypes, devices, streams, and weights as the tensors that ops take.
+
+A weight W [M, K] comes in one of two forms. Canonical: ``weight`` [M, K/2] of the element and ``meta``
+[M, K/8], int16 or uint16 (its words are below 2^12, so both mean the same). Packed: ``weight`` alone, the
+tiles of weights/packing.py as the element's dtype, [Mt, Kt, tile bytes / itemsize]; it doesn't say M, so
+``m`` must.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from ..device.tensors import HOST, Device, TensorView
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind
+from ..weights.layouts import layout_of
+from ..weights.weight import PackedWeight, Sparse24Weight
+
+DTYPE_OF = {
+    ElementKind.F32: torch.float32,
+    ElementKind.F16: torch.float16,
+    ElementKind.BF16: torch.bfloat16,
+    ElementKind.S8: torch.int8,
+    ElementKind.U8: torch.uint8,
+    ElementKind.FP8_E4M3: torch.float8_e4m3fn,
+    ElementKind.FP8_E5M2: torch.float8_e5m2,
+    ElementKind.I32: torch.int32,
+}
+_ELEMENT_OF = {dtype: element for element, dtype in DTYPE_OF.items()}
+META_DTYPES = (torch.int16, torch.uint16)
+
+
+def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
+    """Raises InvalidProblemError for a dtype that no operand has."""
+    if dtype not in _ELEMENT_OF:
+        names = ", ".join(str(known) for known in _ELEMENT_OF)
+        raise InvalidProblemError(f"{argument}: expected one of {names}, got {dtype}")
+    return _ELEMENT_OF[dtype]
+
+
+def home_of(tensor: torch.Tensor) -> Device:
+    """Where the tensor's memory lies. Raises UnsupportedError for anything but cpu and cuda."""
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device: expected cpu or cuda, got {device}")
+    return HOST if device.type == "cpu" else Device("cuda", device.index)
+
+
+def plan_device(tensor: torch.Tensor) -> int | str:
+    """The name that ``select`` has for the tensor's device."""
+    home = home_of(tensor)
+    return "host" if home == HOST else home.ordinal
+
+
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(ordinal: int) -> int:
+    """The handle of PyTorch's current stream on a CUDA device; 0 for the host, which is ordinal -1."""
+    if ordinal < 0:
+        return 0
+    if _raw_stream is not None:
+        return int(_raw_stream(ordinal))
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def stream_argument(tensor: torch.Tensor) -> int | None:
+    """PyTorch's current stream as ``plan.run`` takes it."""
+    return current_stream(tensor.device.index) if tensor.is_cuda else None
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+def weight_sizes(
+    weight: torch.Tensor, meta: torch.Tensor | None, m: int | None, k: int | None
+) -> tuple[int, int]:
+    """M and K of a weight in either form; ``m`` and ``k`` are what the caller says, None for nothing.
+
+    Raises InvalidProblemError where shapes, dtypes or devices don't fit together.
+    """
+    if meta is None:
+        return _packed_sizes(weight, m, k)
+    if weight.dim() != 2 or weight.shape[1] % 4:
+        raise InvalidProblemError(
+            f"weight: expected values [M, K/2] with K a multiple of 8, got {list(weight.shape)}"
+        )
+    rows, columns = weight.shape[0], 2 * weight.shape[1]
+    if meta.dtype not in META_DTYPES or tuple(meta.shape) != (rows, columns // 8):
+        raise InvalidProblemError(
+            f"meta: expected int16 or uint16 {[rows, columns // 8]}, got {meta.dtype} {list(meta.shape)}"
+        )
+    if meta.device != weight.device:
+        raise InvalidProblemError(f"meta: expected a tensor on {weight.device}, got {meta.device}")
+    for name, given, found in (("m", m, rows), ("k", k, columns)):
+        if given is not None and given != found:
+            raise InvalidProblemError(f"{name}: expected {found}, as the weight has it, got {given}")
+    return rows, columns
+
+
+def _packed_sizes(weight: torch.Tensor, m: int | None, k: int | None) -> tuple[int, int]:
+    if m is None or k is None:
+        raise InvalidProblemError("m: expected the rows of a packed weight (one without meta), got None")
+    layout = layout_of(element_of(weight.dtype, "weight"))
+    down, across, nbytes = layout.packed_shape(m, k)
+    wanted = (down, across, nbytes // weight.element_size())
+    if tuple(weight.shape) != wanted:
+        raise InvalidProblemError(
+            f"weight: expected tiles {list(wanted)} of a packed weight [{m}, {k}], got {list(weight.shape)}"
+        )
+    return m, k
+
+
+def meta_view(meta: torch.Tensor) -> TensorView:
+    """Metadata for plans, which know it as uint16."""
+    return TensorView.of(meta, element=ElementKind.U16, argument="meta")
+
+
+def canonical_weight(values: torch.Tensor, meta: torch.Tensor, *, validate: bool = False) -> Sparse24Weight:
+    """The weight that shares the tensors' memory."""
+    return Sparse24Weight(values, meta_view(meta), validate=validate)
+
+
+def packed_weight(weight: torch.Tensor, m: int, k: int) -> PackedWeight:
+    """The packed weight that shares the tensor's memory."""
+    element = element_of(weight.dtype, "weight")
+    view = TensorView.of(weight.view(torch.uint8), argument="weight")
+    return PackedWeight(layout_of(element).layout_id, m, k, element, view.device, (view,))
+
+
+def tensor_of(array: Any, element: ElementKind) -> torch.Tensor:
+    """A NumPy or CuPy array of the element, or of its bits, as a tensor that shares its memory."""
+    view = TensorView.of(array, element=element)
+    bits = view.bits()
+    signed = bits.view(f"i{element.itemsize}")  # PyTorch has few unsigned types
+    return torch.utils.dlpack.from_dlpack(signed).view(DTYPE_OF[element])

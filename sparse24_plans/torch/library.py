@@ -1,0 +1,102 @@
+"""How ops are put into PyTorch's dispatcher: device kernels, fakes, autograd, autocast, and no vmap.
+
+``torch.library``'s define and impl with the gradient registered apart: calls cost several microseconds less
+than through ``custom_op``. Where no gradient is wanted and no mode or subclass is in the way, the kernel is
+called from the autograd key itself, which saves the second trip through the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+
+NAMESPACE = "sparse24"
+_library = torch.library.Library(NAMESPACE, "DEF")
+_DEVICES = ("CPU", "CUDA")
+_BACKENDS = tuple(getattr(torch._C.DispatchKey, name) for name in _DEVICES)
+_below_views = torch._C._after_ADInplaceOrView_keyset
+_below_autograd = torch._C._after_autograd_keyset
+
+Kernel = Callable[..., Any]
+
+
+def define(
+    schema: str,
+    kernel: Kernel,
+    fake: Kernel,
+    *,
+    backward: Kernel | None = None,
+    setup_context: Kernel | None = None,
+    autocast: Kernel | None = None,
+) -> None:
+    """Register an op.
+
+    ``schema`` without the namespace; ``kernel`` serves CPU and CUDA tensors, ``fake`` tensors without a
+    value. ``backward`` and ``setup_context`` are those of ``torch.library.register_autograd``; an op without
+    has no gradient, and says so. ``autocast`` takes the dtype and the arguments, and gives the arguments to
+    call with.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in _DEVICES:
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _library.impl(name, _autograd(op, kernel, backward, setup_context), "Autograd", with_keyset=True)
+    _library.impl(name, _no_vmap(name), "FuncTorchBatched")
+    if autocast is not None:
+        for device in _DEVICES:
+            _library.impl(name, _autocast(op, autocast, device), f"Autocast{device}")
+
+
+def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: Kernel | None) -> Kernel:
+    if backward is None:
+        full = _without_gradient(op)
+    else:
+        about = torch._library.autograd.Info(backward, setup_context)
+        full = torch._library.autograd.make_autograd_impl(op, about)
+    grad_enabled, wanted = torch.is_grad_enabled, torch._C._any_requires_grad
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        wants_gradient = grad_enabled() and wanted(*args)
+        if not wants_gradient and (keyset & _below_views).highestPriorityTypeId() in _BACKENDS:
+            return kernel(*args, **kwargs)
+        return full(keyset, *args, **kwargs)
+
+    return call
+
+
+def _without_gradient(op: Any) -> Kernel:
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise UnsupportedError(f"{op.name()} has no gradient; call it under torch.no_grad()")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _below_autograd, *args, **kwargs)
+
+    return call
+
+
+def _no_vmap(name: str) -> Kernel:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{NAMESPACE}::{name} can't be used in torch.vmap: x may have any leading dimensions, so call it "
+            "on the whole batch"
+        )
+
+    return refuse
+
+
+def _autocast(op: Any, rule: Kernel, device: str) -> Kernel:
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+    kind = device.lower()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = rule(torch.get_autocast_dtype(kind), *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return op(*args, **kwargs)
+
+    return call

@@ -1,0 +1,108 @@
+"""``plan.caller``: operands that only move are looked at for their addresses alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    InvalidProblemError,
+    MisalignedOperandError,
+    WorkspaceTooSmallError,
+)
+
+from .cases import PROBLEMS, case_of, equal, name_of
+from .toy import ToyArgs, ToyDescriptor, ToyPlan
+
+
+def of_arrays(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+@pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
+def test_a_caller_launches_what_run_runs(desc, device):
+    case = case_of(desc, device)
+    want = case.run()
+    caller = case.plan.caller(case.args)
+    views = {name: memory.view for name, memory in case.guarded.items()}
+    if hasattr(case.args, "weight") and "values" not in views:
+        names = [name for name in caller.operands if name in ("values", "metadata", "packed")]
+        views |= dict(zip(names, getattr(case.args.weight, "buffers", ()), strict=False))
+    addresses = tuple(views.get(name, views.get(renamed(name, case))).address for name in caller.operands)
+    space = 0 if case.space is None else case.space.address
+    for _ in range(3):
+        case.poison()
+        caller.launch(addresses, space, 0)
+        assert equal(case.fetch(), want)
+
+
+def renamed(name: str, case: object) -> str:
+    """The argument that holds an operand of products."""
+    forward = hasattr(case.args, "x")
+    return {"source": "x" if forward else "dy", "result": "y" if forward else "dx"}.get(name, name)
+
+
+def gemm() -> tuple[GemmSparse24Plan, GemmSparse24Args, tuple[np.ndarray, ...]]:
+    plan = GemmSparse24Plan.select(GemmSparse24Descriptor(n=2, m=8, k=8, element="f32"), device="host")
+    values, metadata = np.ones((8, 4), np.float32), np.full((8, 1), 0x0404, np.uint16)
+    from sparse24_plans import Sparse24Weight
+
+    x, y = np.ones((2, 8), np.float32), np.empty((2, 8), np.float32)
+    weight = plan.pack(Sparse24Weight(values, metadata))
+    return plan, GemmSparse24Args(weight, x, y), (x, y)
+
+
+def test_what_a_caller_looks_at_is_refused_before_anything_is_written():
+    plan, args, (x, y) = gemm()
+    caller = plan.caller(args)
+    weight = [view.address for view in args.weight.buffers]
+    y[...] = 7
+    for source, result, error, match in (
+        (x.ctypes.data + 1, y.ctypes.data, MisalignedOperandError, "source"),
+        (0, y.ctypes.data, InvalidProblemError, "null address"),
+        (x.ctypes.data, x.ctypes.data + 4, InvalidProblemError, "result: expected memory apart from source"),
+        (x.ctypes.data, weight[0], InvalidProblemError, "result: expected memory apart"),
+    ):
+        with pytest.raises(error, match=match):
+            caller.launch((*weight, source, result), 0, 0)
+    assert (y == 7).all()
+    assert (x == 1).all()
+    caller.launch((*weight, x.ctypes.data, y.ctypes.data), 0, 0)
+    assert (y == 4).all()
+
+
+def test_a_workspace_is_looked_at_too():
+    plan = ToyPlan.select(ToyDescriptor(factor=3.0), device="host")
+    x, out = np.ones(16, np.float32), np.zeros(16, np.float32)
+    caller = plan.caller(ToyArgs(x, out))
+    addresses = tuple({"x": x, "out": out}[name].ctypes.data for name in caller.operands)
+    for space, match in ((0, "null address"), (out.ctypes.data // 32 * 32, "overlap|multiple")):
+        with pytest.raises(
+            (InvalidProblemError, WorkspaceTooSmallError, MisalignedOperandError), match=match
+        ):
+            caller.launch(addresses, space, 0)
+    assert (out == 0).all()
+
+
+def test_the_launches_of_seen_addresses_are_kept_and_bounded(monkeypatch):
+    from sparse24_plans.plan import caller as module
+
+    monkeypatch.setattr(module, "MOST_PLACES", 4)
+    plan = ToyPlan.select(ToyDescriptor(factor=3.0), device="host")
+    space = np.zeros(128, np.uint8)
+    space = space[-space.ctypes.data % 32 :][:96]
+    x, outs = np.ones(16, np.float32), np.zeros((6, 16), np.float32)
+    caller = plan.caller(ToyArgs(x, outs[0]))
+    before = plan._kernel.launchers
+    for _ in range(3):
+        places = {"x": x.ctypes.data, "out": outs[0].ctypes.data}
+        caller.launch(tuple(places[name] for name in caller.operands), space.ctypes.data, 0)
+    assert plan._kernel.launchers == before + 1
+    for out in outs:
+        places = {"x": x.ctypes.data, "out": out.ctypes.data}
+        caller.launch(tuple(places[name] for name in caller.operands), space.ctypes.data, 0)
+        assert (out == 3).all()
+    assert len(caller._launches) <= 4

@@ -1,0 +1,46 @@
+"""Operands that the tests of the PyTorch layer share, and references computed with PyTorch alone."""
+
+from __future__ import annotations
+
+import torch
+
+import sparse24_plans.torch  # noqa: F401 - registers the ops
+from tests.support import HAS_GPU
+
+S = torch.ops.sparse24
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DEVICE = "cuda" if HAS_GPU and torch.cuda.is_available() else "cpu"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The same numbers for every dtype, up to rounding."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def integers(*shape: int, most: int = 9, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-most, most + 1, shape, generator=generator, dtype=torch.int8).to(DEVICE)
+
+
+def pruned(dense: torch.Tensor) -> torch.Tensor:
+    """The two largest |values| of every four, found by sorting: independent of the package."""
+    groups = dense.reshape(dense.shape[0], -1, 4)
+    order = groups.abs().float().argsort(dim=-1, descending=True, stable=True)
+    keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :2], True)
+    return torch.where(keep, groups, torch.zeros_like(groups)).reshape(dense.shape)
+
+
+def weight(
+    m: int = 96, k: int = 64, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, metadata, and the dense matrix that they stand for."""
+    dense = randn(m, k, dtype=dtype, seed=7)
+    values, meta = S.prune_compress(dense)
+    return values, meta, pruned(dense)
+
+
+def close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """``result`` is the float64 ``exact`` up to what a product of a hundred terms may lose."""
+    loss = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype or result.dtype]
+    torch.testing.assert_close(result.double(), exact.double(), rtol=loss, atol=loss * 10)

@@ -1,0 +1,357 @@
+"""How the ops stand in PyTorch's dispatcher: fakes, autograd, autocast, modes, compilation, export."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparse24_plans import InvalidProblemError, UnsupportedError
+
+from .cases import DEVICE, S, close, integers, randn, weight
+from .test_ops import ACTIVATIONS
+
+F = torch.nn.functional
+
+
+def wanting(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def samples() -> dict[str, tuple]:
+    """An op and arguments for each way in which it is called."""
+    values, meta, dense = weight()
+    halves, words, _ = weight(dtype=torch.bfloat16)
+    packed = S.pack(halves, words)
+    bytes_, of_bytes = S.prune_compress(integers(96, 64))
+    x, bias = randn(2, 5, 64), randn(96)
+    mask = S.tile_prune(dense)[4]
+    scales = randn(5).abs(), randn(96).abs()
+    out = torch.empty(2, 5, 96, device=DEVICE)
+    wide = [wanting(t) for t in (x, values, bias)]
+    return {
+        "linear": (S.linear, wide[0], wide[1], meta, wide[2]),
+        "linear with an activation": (S.linear, wide[0], wide[1], meta, wide[2], None, "silu"),
+        "linear, packed": (S.linear, x.bfloat16(), packed, None, None, 96),
+        "linear_out": (S.linear_out, x, values, meta, bias, out),
+        "scaled_linear": (
+            S.scaled_linear,
+            integers(5, 64),
+            bytes_,
+            of_bytes,
+            *scales,
+            None,
+            None,
+            "none",
+            bias.dtype,
+        ),
+        "dgrad": (S.dgrad, wanting(randn(2, 5, 96)), wide[1], meta),
+        "dgrad, packed": (S.dgrad, randn(5, 96).bfloat16(), packed, None, 96, 64),
+        "mm": (S.mm, wide[1], meta, wanting(randn(64, 5)), None, None, "", True),
+        "mm on columns": (S.mm, values, meta, randn(5, 64).t(), None, None, "", True),
+        "prune": (S.prune, wanting(dense)),
+        "prune by scores": (S.prune, dense, randn(96, 64)),
+        "compress": (S.compress, wanting(dense)),
+        "prune_compress": (S.prune_compress, wanting(dense)),
+        "decompress": (S.decompress, wide[1], meta),
+        "pack": (S.pack, halves, words),
+        "unpack": (S.unpack, packed, 96, 64),
+        "tile_prune": (S.tile_prune, wanting(dense)),
+        "apply_mask": (S.apply_mask, wanting(dense), mask),
+    }
+
+
+SAMPLES = samples()
+every_op = pytest.mark.parametrize("name", SAMPLES)
+
+
+def test_every_op_has_a_sample():
+    defined = {
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("sparse24::")
+    }
+    assert {op.__name__ for op, *_ in SAMPLES.values()} == defined
+
+
+@every_op
+def test_opcheck(name):
+    """PyTorch's own checks: the schema, autograd's registration, fakes against results, symbolic shapes."""
+    op, *args = SAMPLES[name]
+    assert set(torch.library.opcheck(op.default, tuple(args)).values()) == {"SUCCESS"}
+
+
+def tensors(result) -> list[torch.Tensor]:
+    return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@every_op
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+def test_tensors_without_values_have_the_results_shape_dtype_and_strides(name, mode):
+    op, *args = SAMPLES[name]
+    with torch.no_grad():
+        real = tensors(op(*args))
+        if mode == "meta":
+            empty = tensors(op(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]))
+        else:
+            with FakeTensorMode() as fakes:
+                copies = [fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+                empty = tensors(op(*copies))
+    assert [(t.shape, t.dtype, t.stride()) for t in empty] == [(t.shape, t.dtype, t.stride()) for t in real]
+
+
+def test_fakes_refuse_what_the_ops_refuse():
+    values, meta, _ = weight()
+    with pytest.raises(InvalidProblemError, match=r"x: expected \[..., 64\]"):
+        S.linear(randn(5, 56).to("meta"), values.to("meta"), meta.to("meta"))
+
+
+# Autograd -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_the_dense_layer(name, dtype):
+    """Of x, bias and the kept values; pruned cells have none."""
+    values, meta, dense = weight(dtype=dtype)
+    x, values, bias = wanting(randn(2, 5, 64, dtype=dtype)), wanting(values), wanting(randn(96, dtype=dtype))
+    dy = randn(2, 5, 96, dtype=dtype, seed=5)
+    ours = torch.autograd.grad(S.linear(x, values, meta, bias, None, name), (x, values, bias), dy)
+    wide = [wanting(t.double()) for t in (x, dense, bias)]
+    theirs = torch.autograd.grad(ACTIVATIONS[name](F.linear(*wide)), wide, dy.double())
+    close(ours[0], theirs[0])
+    close(S.decompress(ours[1], meta), torch.where(dense != 0, theirs[1], 0.0), dtype)
+    close(ours[2], theirs[2])
+    assert [g.dtype for g in ours] == [dtype] * 3
+
+
+def test_a_gradient_of_a_gradient():
+    values, meta, dense = weight()
+    x, v = wanting(randn(5, 64)), randn(5, 64, seed=9)
+    (dx,) = torch.autograd.grad((S.linear(x, values, meta) ** 2).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx, x, v)
+    close(ddx, 2 * (v.double() @ dense.double().t()) @ dense.double())
+
+
+def test_gradients_of_mm_and_dgrad():
+    values, meta, dense = weight()
+    for product, reference, operand in (
+        (lambda v, b: S.mm(v, meta, b, may_transpose=True), lambda w, b: w @ b, randn(64, 5)),
+        (lambda v, dy: S.dgrad(dy, v, meta), lambda w, dy: dy @ w, randn(5, 96)),
+    ):
+        v, b, w, c = wanting(values), wanting(operand), wanting(dense.double()), wanting(operand.double())
+        y, z = product(v, b), reference(w, c)
+        dy = randn(*y.shape, seed=4)
+        dv, db = torch.autograd.grad(y, (v, b), dy)
+        dw, dc = torch.autograd.grad(z, (w, c), dy.double())
+        close(db, dc)
+        close(S.decompress(dv, meta), torch.where(dense != 0, dw, 0.0))
+
+
+def test_preparing_is_differentiated_where_it_keeps():
+    dense = randn(32, 64)
+    grad = randn(32, 64, seed=2)
+    for op in (
+        S.prune,
+        lambda d: S.decompress(*S.prune_compress(d)),
+        lambda d: S.decompress(*S.tile_prune(d)[:2]),
+    ):
+        d = wanting(dense)
+        kept = op(d)
+        (found,) = torch.autograd.grad(kept, d, grad)
+        assert torch.equal(found, torch.where(kept != 0, grad, 0.0))
+
+
+def test_ops_without_a_gradient_say_so():
+    bytes_, meta = S.prune_compress(integers(96, 64))
+    bias = wanting(randn(96))
+    with pytest.raises(UnsupportedError, match="scaled_linear has no gradient"):
+        S.scaled_linear(integers(5, 64), bytes_, meta, None, None, bias, out_dtype=torch.float32)
+    values, meta, _ = weight(dtype=torch.bfloat16)
+    packed = wanting(S.pack(values, meta))
+    y = S.linear(randn(5, 64, dtype=torch.bfloat16), packed, None, None, 96)
+    with pytest.raises(UnsupportedError, match="packed weight has no gradient"):
+        y.sum().backward()
+
+
+# Modes --------------------------------------------------------------------------------------------
+
+
+def test_vmap_is_refused():
+    values, meta, _ = weight()
+    with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
+        torch.vmap(lambda x: S.linear(x, values, meta))(randn(3, 5, 64))
+
+
+def test_inference_mode_gives_the_same_bits():
+    values, meta, _ = weight()
+    x = randn(5, 64)
+    with torch.inference_mode():
+        inside = S.linear(x, values, meta)
+        own = S.linear(x, *S.prune_compress(randn(96, 64)))
+    assert inside.is_inference()
+    assert own.shape == (5, 96)
+    assert torch.equal(inside, S.linear(x, values, meta))
+
+
+@pytest.mark.parametrize("form", ["float32 weight", "bfloat16 weight", "packed bfloat16 weight"])
+def test_autocast_moves_x_and_float32_weights(form):
+    """A weight of 16 bits keeps its element, and x goes there; a float32 one goes where autocast says."""
+    values, meta, _ = weight(dtype=torch.float32 if form.startswith("float32") else torch.bfloat16)
+    arguments = (S.pack(values, meta), None, None, 96) if form.startswith("packed") else (values, meta)
+    x = randn(5, 64)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = S.linear(x, *arguments)
+        dx = S.dgrad(randn(5, 96), arguments[0], arguments[1], 96, 64)
+    halves = values.bfloat16()
+    assert torch.equal(y, S.linear(x.bfloat16(), halves, meta))
+    assert torch.equal(dx, S.dgrad(randn(5, 96).bfloat16(), halves, meta))
+
+
+def test_autocast_gradients_come_back_in_the_operands_dtypes():
+    values, meta, dense = weight()
+    x, v = wanting(randn(5, 64)), wanting(values)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = S.linear(x, v, meta)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, v.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    close(x.grad, dense.double().sum(0).expand(5, 64), torch.bfloat16)
+
+
+def test_lazy_negatives_are_resolved():
+    values, meta, dense = weight()
+    x = torch._neg_view(randn(5, 64))
+    close(S.linear(x, values, meta), F.linear(x.double(), dense.double()))
+
+
+# Compilation --------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        values, meta, self.dense = weight(dtype=dtype)
+        self.values = torch.nn.Parameter(values, requires_grad=False)
+        self.register_buffer("metadata", meta)
+        self.bias = torch.nn.Parameter(randn(96, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return S.linear(x * 2, self.values, self.metadata, self.bias, activation="relu") + 1
+
+
+def test_one_graph_serves_every_number_of_tokens():
+    """fullgraph, and one compilation for every n: the plan is selected inside of the op."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for n in (5, 2, 17, 64, 3):
+        x = randn(n, 64)
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+def test_compiled_gradients():
+    torch._dynamo.reset()
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    grads = []
+    for module in (layer, compiled):
+        x = wanting(randn(5, 64))
+        layer.bias.grad = None
+        module(x).square().sum().backward()
+        grads.append((x.grad, layer.bias.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_compiled_mutation_of_out():
+    torch._dynamo.reset()
+    values, meta, _ = weight()
+
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        S.linear_out(x, values, meta, None, out)
+        return out + 1
+
+    x, out = randn(5, 64), torch.zeros(5, 96, device=DEVICE)
+    result = torch.compile(step, fullgraph=True, backend="aot_eager")(x, out)
+    assert torch.equal(out, S.linear(x, values, meta))
+    assert torch.equal(result, out + 1)
+
+
+def test_inductor_reduce_overhead():
+    """The compiler that users get, and the mode that captures CUDA graphs where there is a GPU."""
+    torch._dynamo.reset()
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(randn(5, 64)), layer(randn(5, 64)))
+
+
+def test_export_keeps_the_op_and_the_symbolic_size(tmp_path: Path):
+    layer = Layer()
+    tokens = torch.export.Dim("tokens")
+    program = torch.export.export(layer, (randn(4, 64),), dynamic_shapes=({0: tokens},))
+    assert "sparse24.linear" in program.graph_module.code
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for n in (2, 9):
+        assert torch.equal(loaded(randn(n, 64)), layer(randn(n, 64)))
+
+
+def test_an_aot_inductor_package_runs_where_the_ops_are_registered(tmp_path: Path):
+    """It calls the op through PyTorch's dispatcher, so its process must import sparse24_plans.torch."""
+    layer = Layer().requires_grad_(False)
+    program = torch.export.export(layer, (randn(4, 64),), dynamic_shapes=({0: torch.export.Dim("tokens")},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for n in (2, 9):
+        torch.testing.assert_close(loaded(randn(n, 64)), layer(randn(n, 64)))
+
+
+# Threads and memory -------------------------------------------------------------------------------
+
+
+def test_threads_share_weights_and_forms():
+    values, meta, dense = weight()
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        start.wait()
+        for n in (1, 5, 9, 5, 1):
+            x = randn(n, 64, seed=seed)
+            close(S.linear(x, values, meta), F.linear(x.double(), dense.double()))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_a_weight_that_goes_takes_its_copies_along():
+    """A weight in another layout is kept for as long as the weight lives, and no longer."""
+    from sparse24_plans.torch import layouts
+
+    before = layouts.kept_copies()
+    values, meta, _ = weight(dtype=torch.bfloat16)
+    packed = S.pack(values, meta)
+    S.dgrad(randn(5, 96, dtype=torch.bfloat16), packed, None, 96, 64)
+    assert layouts.kept_copies() == before + 1
+    del packed
+    assert layouts.kept_copies() == before
+
+
+def test_many_calls_hold_no_memory():
+    values, meta, _ = weight()
+    x = randn(5, 64)
+    alive = []
+    for _ in range(3):
+        for _ in range(200):
+            S.linear(x, values, meta)
+        alive.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+    assert alive[0] == alive[2]
