@@ -161,9 +161,10 @@ def new_folder(destination: StrPath) -> Iterator[Path]:
     with storage_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
-        temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
-        temporary.mkdir()
-    try:
+    temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
+    try:  # a signal may end the run as soon as the folder is there
+        with storage_errors(target):
+            temporary.mkdir()
         yield temporary
         with storage_errors(target):
             os.replace(temporary, target)

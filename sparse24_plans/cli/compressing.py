@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,7 @@ from ..checkpoints.folder import ModelReader, stored_bytes
 from ..checkpoints.layers import compressed_names
 from ..checkpoints.verify import verify_checkpoint
 from ..device.files import storage_errors
+from ..errors import InvalidProblemError
 from ..plan.preference import PlanPreference
 from . import inspection, rendering
 from .options import (
@@ -27,71 +30,101 @@ from .options import (
     BackendOption,
     DenseArgument,
     DeviceOption,
+    Everything,
+    ExcludeOption,
+    Force,
+    IncludeOption,
     OutOption,
     RequireOption,
     SeedOption,
     TokensOption,
-    device_of,
+    named,
+    one_of,
     preference_of,
 )
-from .output import Json, emit, progress, reported, show_line
-
-Format = Enum("Format", {name.upper(): name for name in CHECKPOINT_FORMATS}, type=str)  # type: ignore[misc]
+from .output import emit, progress, reported
+from .tables import Json, printable, show_line
 
 
 def compress(
     source: DenseArgument,
     out: OutOption,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Compress only names that match this pattern; repeatable.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Copy names that match this pattern; repeatable.")
-    ] = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     device: DeviceOption = "auto",
+    force: Force = False,
+    everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prune a dense model to 2:4 and write it compressed. Everything else is copied unchanged."""
-    place = device_of(device)
+    """Prune a dense model to 2:4 and write it compressed.
+
+    Compressed are matrices of f32, f16 and bf16 whose K is a multiple of 8. All else is copied unchanged.
+    """
     with reported(as_json):
-        document = _compress(source, out, place, include=include or (), exclude=exclude or (), quiet=as_json)
-        emit(document, rendering.show_compression, as_json=as_json)
+        overwrite = _may_replace(out, source, force, as_json)
+        document = _compress(
+            source,
+            out,
+            device,
+            include=include or (),
+            exclude=exclude or (),
+            overwrite=overwrite,
+            quiet=as_json,
+        )
+        emit(document, partial(rendering.show_compression, everything=everything), as_json=as_json)
 
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help=A_MODEL)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, or the new folder, to write.")],
-    from_format: Annotated[Format, typer.Option("--from", help="What IN holds.")],
-    to_format: Annotated[Format, typer.Option("--to", help="What to write.")],
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="From dense: convert only names that match this pattern; repeatable."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="From dense: copy names that match this pattern; repeatable.")
-    ] = None,
+    from_format: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            parser=one_of(CHECKPOINT_FORMATS),
+            help=f"What IN holds. {named(CHECKPOINT_FORMATS)}",
+        ),
+    ],
+    to_format: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="FORMAT", parser=one_of(CHECKPOINT_FORMATS), help="What to write; as --from."
+        ),
+    ],
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     tile_k: Annotated[
         int | None,
-        typer.Option("--tile-k", min=8, help="cutlass_sm90: tile K of the mainloop; 128 by default."),
+        typer.Option(
+            "--tile-k", min=8, metavar="N", help="Of cutlass_sm90: tile K of the mainloop; 128 by default."
+        ),
     ] = None,
+    force: Force = False,
+    everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the 2:4 weights of a model in another format. Nothing is pruned; all else is copied."""
+    """Write the 2:4 weights of a model in another format.
+
+    Nothing is pruned; all else is copied. --include and --exclude choose among the matrices of a dense model.
+    """
     with reported(as_json):
+        overwrite = _may_replace(out, source, force, as_json)
         before = stored_bytes(source)
         with progress("converting", before, as_json) as advance:
             reports = convert_checkpoint(
                 source,
                 out,
-                from_format=from_format.value,
-                to_format=to_format.value,
+                from_format=from_format,
+                to_format=to_format,
                 include=include or (),
                 exclude=exclude or (),
                 tile_k=tile_k,
+                overwrite=overwrite,
                 on_tensor=lambda report: advance(report.bytes_before),
             )
         document = _rewrite_document(source, out, before, reports)
-        emit(document, rendering.show_conversion, as_json=as_json)
+        emit(document, partial(rendering.show_conversion, everything=everything), as_json=as_json)
 
 
 def verify(
@@ -102,28 +135,36 @@ def verify(
     seed: SeedOption = 0,
     require: RequireOption = None,
     backend: BackendOption = None,
+    everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a compressed model: weights exactly, products against the kernel's guaranteed bound.
+    """Check a compressed model against its dense one.
 
-    OUT and CKPT needn't spread their tensors over shards alike.
+    Weights exactly, products against the error bound that the kernel guarantees. OUT and CKPT needn't spread
+    their tensors over shards alike. Exit code 1 where something is wrong.
     """
-    place, preference = device_of(device), preference_of(require, backend)
+    preference = preference_of(require, backend)
     with reported(as_json):
-        found = _verify(out, against, tokens, place, seed, preference, quiet=as_json)
-        emit(found, rendering.show_verification, as_json=as_json)
+        found = _verify(out, against, tokens, device, seed, preference, quiet=as_json)
+        emit(found, partial(rendering.show_verification, everything=everything), as_json=as_json)
     raise typer.Exit(0 if found["passed"] else 1)
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option("--out", help="Keep the files in this folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Keep the files in this folder.")
+    ] = None,
     tokens: TokensOption = 4,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    force: Force = False,
+    everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress and verify a real checkpoint (of the [demo] extra) or else a small random one."""
-    place = device_of(device)
+    """Compress and verify a small checkpoint.
+
+    That of the extra [demo] where it is installed, else random weights.
+    """
     with (
         reported(as_json),
         tempfile.TemporaryDirectory() if out is None else nullcontext(str(out)) as folder,
@@ -131,27 +172,46 @@ def demo(
         target = Path(folder)
         with storage_errors(target):
             target.mkdir(parents=True, exist_ok=True)
-        source, origin = _demo_model(target, seed)
+        compressed = target / "sparse24.safetensors"
+        overwrite = _may_replace(compressed, None, force, as_json)
+        source, origin = _demo_model(target, seed, force, as_json)
         if not as_json:
             show_line(f"checkpoint: {origin}")
-        compressed = target / "sparse24.safetensors"
         document: Json = {
             "origin": origin,
-            "compress": _compress(source, compressed, place, quiet=as_json),
-            "verify": _verify(compressed, source, tokens, place, seed, PlanPreference(), quiet=as_json),
+            "compress": _compress(source, compressed, device, overwrite=overwrite, quiet=as_json),
+            "verify": _verify(compressed, source, tokens, device, seed, PlanPreference(), quiet=as_json),
         }
-        emit(document, rendering.show_demo, as_json=as_json)
+        emit(document, partial(rendering.show_demo, everything=everything), as_json=as_json)
     raise typer.Exit(0 if document["verify"]["passed"] else 1)
 
 
-def _demo_model(folder: Path, seed: int) -> tuple[Path, str]:
+def _demo_model(folder: Path, seed: int, force: bool, as_json: bool) -> tuple[Path, str]:
     """A dense model and where it comes from; a random one is written to ``folder``."""
     source = inspection.packaged_checkpoint()
     if source is not None:
         return source, f"{inspection.MODEL_PACKAGE}'s model.safetensors"
     source = folder / "random.safetensors"
+    _may_replace(source, None, force, as_json)
     inspection.write_random_checkpoint(source, seed)
     return source, f"random weights ({inspection.MODEL_PACKAGE} is not installed)"
+
+
+def _may_replace(out: Path, source: Path | None, force: bool, as_json: bool) -> bool:
+    """Whether a file that is there may be replaced: with --force, or if the user at the terminal says so.
+
+    Raises InvalidProblemError where it may not.
+    """
+    if force or not os.path.isfile(out) or (source is not None and _same(source, out)):
+        return force
+    asks = not as_json and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    if asks and typer.confirm(f"{printable(str(out))} exists. Replace it?", err=True):
+        return True
+    raise InvalidProblemError(f"OUT: {out} exists and was left as it is; --force replaces it")
+
+
+def _same(source: Path, out: Path) -> bool:
+    return os.path.exists(source) and os.path.samefile(source, out)
 
 
 def _compress(
@@ -161,6 +221,7 @@ def _compress(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    overwrite: bool,
     quiet: bool,
 ) -> Json:
     before = stored_bytes(source)
@@ -171,6 +232,7 @@ def _compress(
             include=include,
             exclude=exclude,
             device=device,
+            overwrite=overwrite,
             on_tensor=lambda report: advance(report.bytes_before),
         )
     return _rewrite_document(source, out, before, reports)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp
+from ..gemm.tuned import TuningTable
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind, Tier
 from . import inspection, rendering
-from .options import AsJson, BackendOption, DeviceOption, RequireOption, device_of, preference_of
+from .options import (
+    ELEMENTS,
+    AsJson,
+    BackendOption,
+    DeviceOption,
+    RequireOption,
+    named,
+    one_of,
+    preference_of,
+)
 from .output import emit, reported
 
-_ABSENT_GPUS = {
+GPUS = {
     "sm80": ("A100", (8, 0), 108),
     "sm86": ("A10", (8, 6), 72),
     "sm89": ("L40S", (8, 9), 142),
@@ -21,45 +32,115 @@ _ABSENT_GPUS = {
     "sm100": ("B200", (10, 0), 148),
     "sm120": ("RTX 5090", (12, 0), 170),
 }
-Arch = Enum("Arch", {name.upper(): name for name in _ABSENT_GPUS}, type=str)  # type: ignore[misc]
+_RESULTS = tuple(kind for kind in ElementKind if kind in (*ELEMENTS, ElementKind.I32))
+
+
+def _size(name: str, meaning: str) -> Any:
+    return typer.Option(name, min=0, metavar="N", help=meaning)
+
+
+def _word(name: str, known: Iterable[str], meaning: str, metavar: str = "NAME") -> Any:
+    return typer.Option(name, metavar=metavar, parser=one_of(known), help=f"{meaning} {named(known)}")
+
+
+Tokens = Annotated[int, _size("--n", "Tokens.")]
+OutFeatures = Annotated[int, _size("--m", "Out features.")]
+InFeatures = Annotated[int, _size("--k", "In features, a multiple of 8.")]
+Element = Annotated[Any, _word("--element", ELEMENTS, "Type of W and X.", "TYPE")]
+OutElement = Annotated[
+    Any,
+    _word("--out-element", _RESULTS, "Type of the result; by default X's, i32 of s8, bf16 of fp8.", "TYPE"),
+]
+BiasElement = Annotated[
+    Any, _word("--bias-element", ELEMENTS, "Type of the bias; by default the result's, or f32.", "TYPE")
+]
+Epilogue = Annotated[Any, _word("--epilogue", EpilogueKind, "What follows the product.")]
+Op = Annotated[Any, _word("--op", GemmOp, "The product, or the gradient of X.")]
+Alpha = Annotated[float, typer.Option("--alpha", metavar="X", help="Factor of the product.")]
+ScaleX = Annotated[Any, _word("--scale-x", ScaleKind, "Factors of X.")]
+ScaleW = Annotated[Any, _word("--scale-w", ScaleKind, "Factors of W.")]
+XOrder = Annotated[Any, _word("--x-order", MatrixOrder, "What is contiguous in X.")]
+YOrder = Annotated[Any, _word("--y-order", MatrixOrder, "What is contiguous in Y.")]
+Arch = Annotated[Any, _word("--arch", GPUS, "A GPU that needn't be here, instead of --device.")]
+TierOption = Annotated[Any, _word("--tier", Tier, "Force a kernel of this tier.")]
+MaxWorkspace = Annotated[
+    int | None,
+    typer.Option("--max-workspace", min=0, metavar="BYTES", help="The most workspace that there is."),
+]
+Sm90a = Annotated[
+    bool, typer.Option("--sm90a/--no-sm90a", help="Whether kernels for sm_90a alone may serve.")
+]
+Tuning = Annotated[
+    Path | None,
+    typer.Option("--tuning", metavar="FILE", help="A table of sparse24 tune, instead of the package's."),
+]
 
 
 def info(as_json: AsJson = False) -> None:
-    """Versions, devices, and which backends can serve here (and what the others lack)."""
+    """Show versions, devices, and which kernels can serve here."""
     with reported(as_json):
         emit(inspection.environment(), rendering.show_environment, as_json=as_json)
 
 
 def explain(
-    n: Annotated[int, typer.Option("--n", min=0, help="Tokens.")],
-    m: Annotated[int, typer.Option("--m", min=0, help="Out features.")],
-    k: Annotated[int, typer.Option("--k", min=0, help="In features, a multiple of 8.")],
-    element: Annotated[ElementKind, typer.Option(help="Type of W and X.")] = ElementKind.BF16,
-    epilogue: Annotated[EpilogueKind, typer.Option(help="What follows the product.")] = EpilogueKind.IDENTITY,
-    op: Annotated[GemmOp, typer.Option(help="Forward product, or the gradient of X.")] = GemmOp.FORWARD,
+    n: Tokens,
+    m: OutFeatures,
+    k: InFeatures,
+    element: Element = "bf16",
+    out_element: OutElement = None,
+    bias_element: BiasElement = None,
+    epilogue: Epilogue = "identity",
+    op: Op = "forward",
+    alpha: Alpha = 1.0,
+    scale_x: ScaleX = "none",
+    scale_w: ScaleW = "none",
+    x_order: XOrder = "row",
+    y_order: YOrder = "row",
     device: DeviceOption = "auto",
-    arch: Annotated[
-        Arch | None, typer.Option("--arch", help="A GPU that needn't be here, instead of --device.")
-    ] = None,
+    arch: Arch = None,
     require: RequireOption = None,
     backend: BackendOption = None,
+    tier: TierOption = None,
+    max_workspace: MaxWorkspace = None,
+    sm90a: Sm90a = True,
+    tuning: Tuning = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which kernel would serve a problem and why, with its guarantees, error bound and workspace."""
-    if arch is not None and device != "auto":
+    """Say which kernel would serve a problem, and why.
+
+    With its guarantees, error bound and workspace. Exit code 1 where none can serve it.
+    """
+    if arch is not None and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
-    place: Any = device_of(device) if arch is None else absent_gpu(arch)
-    preference = preference_of(require, backend)
+    preference = preference_of(
+        require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a
+    )
+    chosen = {"out_element": out_element, "bias_element": bias_element}
+    problem: dict[str, Any] = {
+        "n": n,
+        "m": m,
+        "k": k,
+        "element": element,
+        "epilogue": epilogue,
+        "op": op,
+        "alpha": alpha,
+        "scale_x": scale_x,
+        "scale_w": scale_w,
+        "x_order": x_order,
+        "y_order": y_order,
+        **{name: word for name, word in chosen.items() if word is not None},
+    }
     with reported(as_json):
-        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, epilogue=epilogue, op=op)
-        answer = inspection.explain_problem(desc, preference, place)
+        table = None if tuning is None else TuningTable.load(tuning)
+        place = device if arch is None else absent_gpu(arch)
+        answer = inspection.explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)
         emit(answer, rendering.show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
 
 
-def absent_gpu(arch: Any) -> DeviceProperties:
+def absent_gpu(arch: str) -> DeviceProperties:
     """Properties of a GPU of the architecture, with every library installed."""
-    name, capability, multiprocessors = _ABSENT_GPUS[arch.value]
+    name, capability, multiprocessors = GPUS[arch]
     return DeviceProperties(
         kind="cuda",
         name=f"{name}, assumed",

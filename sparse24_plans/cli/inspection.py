@@ -17,6 +17,7 @@ from ..errors import BackendUnavailableError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..gemm.table import ROWS, GemmRow
+from ..gemm.tuned import TuningTable
 from ..plan.plan import explain
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, ElementKind
@@ -98,13 +99,14 @@ def explain_problem(
     desc: GemmSparse24Descriptor,
     preference: PlanPreference,
     device: int | str | DeviceProperties | None,
+    tuning: TuningTable | None = None,
 ) -> Json:
     """The choice for a problem, with guarantee, bound and workspace.
 
     On a device that is here the plan is made, so details and workspace are the real ones. For the
     properties of an absent one, ``workspace_size`` is the least that the kernel can run with.
     """
-    about = explain(desc, preference=preference, device=device)
+    about = explain(desc, preference=preference, device=device, tuning=tuning)
     answer: Json = {
         "descriptor": desc.model_dump(mode="json"),
         "device": about.device,
@@ -123,7 +125,7 @@ def explain_problem(
         guarantee = row.guarantee(desc)
         answer["workspace_size"] = row.min_workspace(desc)
     else:
-        plan = GemmSparse24Plan.select(desc, preference=preference, device=device)
+        plan = GemmSparse24Plan.select(desc, preference=preference, device=device, tuning=tuning)
         guarantee = plan.guarantee
         answer["details"] = plan.explain().details
         answer["workspace_size"], answer["workspace_is_exact"] = plan.workspace_size(), True

@@ -15,33 +15,36 @@ from ..device.devices import resolve
 from ..device.files import check_writable
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.table import ROWS
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
 from ..vocab import BackendKind, ElementKind
-from . import rendering
+from . import times
 from .options import (
     AsJson,
     DeviceOption,
     ElementsOption,
-    device_of,
     named,
     one_of,
     shape_of,
     tokens_of,
 )
-from .output import Json, emit, progress, reported, show_line
+from .output import emit, progress, reported
+from .tables import Json, show_line
 
 
 def bench(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The record (JSON) to write, or to add to.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The record (JSON) to write, or to add to."),
     ] = None,
     n: Annotated[
-        str, typer.Option("--n", help="Tokens, comma-separated; all of the record's by default.")
+        str, typer.Option("--n", metavar="N,N,...", help="Tokens; all of the record's by default.")
     ] = "",
     shapes: Annotated[
-        int, typer.Option("--shapes", min=1, max=len(SHAPES), help="How many of the Llama shapes.")
+        int,
+        typer.Option("--shapes", min=1, max=len(SHAPES), metavar="N", help="How many of the Llama shapes."),
     ] = len(SHAPES),
     element: ElementsOption = None,
     backend: Annotated[
@@ -62,14 +65,16 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time backends beside dense cuBLAS and cuSPARSELt, and preparing weights. Needs a GPU.
+    """Time kernels beside dense cuBLAS and cuSPARSELt.
+
+    And preparing weights beside a device copy. Needs a GPU.
 
     A record of this machine and of the same kernels that is there already gets what is measured added.
     PyTorch, where it is installed, gives the times of cuBLAS.
     """
     scope = _scope(n, shapes, element, backend, only)
     with reported(as_json):
-        emit(_measure(scope, out, quiet=as_json), rendering.show_benchmark, as_json=as_json)
+        emit(_measure(scope, out, quiet=as_json), times.show_benchmark, as_json=as_json)
 
 
 def _scope(
@@ -110,26 +115,35 @@ def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
     return record
 
 
+def _tunable(name: str) -> str:
+    return one_of(row.name for row in ROWS if row.kernel.tunable)(name)
+
+
 def tune(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The table (JSON) to write.")],
-    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated: the n that you serve.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The table (JSON) to write.")],
+    n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Tokens: the n that you serve.")],
     shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
     element: ElementsOption = None,
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Row of the table; repeatable. All that can be tuned.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            parser=_tunable,
+            help="A kernel, as sparse24 info names it; repeatable, all that can be tuned by default.",
+        ),
     ] = None,
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Search the fastest right configurations of the kernels that can be tuned, for this GPU: minutes.
+    """Find the fastest configurations for this GPU.
 
-    Adds to a table of this GPU and driver that is there already.
+    Of the kernels that can be tuned, those whose results are right. Takes minutes. Adds to a table
+    of this GPU and driver that is there already.
     """
-    place = device_of(device)
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with reported(as_json):
-        document = _tune(problems, kernel, place, out, quiet=as_json)
-        emit(document, rendering.show_tuning, as_json=as_json)
+        document = _tune(problems, kernel, device, out, quiet=as_json)
+        emit(document, times.show_tuning, as_json=as_json)
         if not as_json:
             show_line(f"{document['gpu']}, driver {document['driver']}: written to {out}")
 

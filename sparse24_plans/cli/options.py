@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checkpoints.selection import DEFAULT_EXCLUDE
+from ..checkpoints.verify import MAX_TOKENS
 from ..errors import InvalidProblemError
 from ..gemm.table import ROWS
 from ..plan.guarantee import GuaranteeRequirement
@@ -17,6 +19,11 @@ from ..vocab import BackendKind, ElementKind
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ROWS))
 """Those that some kernel multiplies."""
+BACKENDS = tuple(dict.fromkeys(row.backend for row in ROWS))
+"""Those that multiply."""
+
+
+# Words --------------------------------------------------------------------------------------------
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
@@ -36,9 +43,8 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 def hint(text: str, words: Iterable[str]) -> str:
     """What a mistyped word most likely means, as the end of a message."""
     known = list(words)
-    near = [word for word in known if text and word.startswith(text)] or difflib.get_close_matches(
-        text, known
-    )
+    near = [word for word in known if text and word.startswith(text)]
+    near += difflib.get_close_matches(text, known)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -47,21 +53,50 @@ def named(known: Iterable[str]) -> str:
     return f"One of {', '.join(known)}."
 
 
+def device_of(text: str) -> int | str | None:
+    """None for ``auto``, ``"host"``, or an ordinal."""
+    if text == "auto":
+        return None
+    if text == "host":
+        return text
+    ordinal = 0 if text == "cuda" else whole_number(text.removeprefix("cuda:"))
+    if ordinal is None:
+        raise typer.BadParameter(f"expected auto, host, cuda:N or N, got {text!r:.80}")
+    return ordinal
+
+
+# Options ------------------------------------------------------------------------------------------
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+Everything = Annotated[bool, typer.Option("--all", help="Show every tensor, not the few that matter most.")]
+Force = Annotated[
+    bool, typer.Option("--force", "-f", help="Replace a file that is there already, without asking.")
+]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="auto|host|N", help="auto: the GPU if there is one, else the host.")
+    Any,
+    typer.Option(
+        "--device",
+        metavar="auto|host|N",
+        parser=device_of,
+        help="Where to run: the CUDA device N; auto is the GPU if there is one, else the host.",
+    ),
 ]
 RequireOption = Annotated[
     list[str] | None,
     typer.Option(
         "--require",
         metavar="NAME[=VALUE]",
-        help="Guarantees that the kernel must give, comma-separated or repeated: "
+        help="Guarantees that the kernel must give; repeatable, or separated by commas. Names: "
         + ", ".join(GuaranteeRequirement.model_fields)
         + ".",
     ),
 ]
-BackendOption = Annotated[BackendKind | None, typer.Option("--backend", help="Force this backend.")]
+BackendOption = Annotated[
+    BackendKind | None,
+    typer.Option(
+        "--backend", metavar="NAME", parser=one_of(BACKENDS), help=f"Force this backend. {named(BACKENDS)}"
+    ),
+]
 ElementsOption = Annotated[
     list[ElementKind] | None,
     typer.Option(
@@ -71,42 +106,74 @@ ElementsOption = Annotated[
         help=f"Type of W and X; repeatable, bf16 by default. {named(ELEMENTS)}",
     ),
 ]
-TokensOption = Annotated[int, typer.Option("--tokens", min=1, help="Rows of random activations.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random activations.")]
+TokensOption = Annotated[
+    int, typer.Option("--tokens", min=1, max=MAX_TOKENS, metavar="N", help="Rows of random activations.")
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, metavar="N", help="Seed of the random activations.")
+]
 
 A_MODEL = "A safetensors file, or a folder of them with its index."
 DenseArgument = Annotated[Path, typer.Argument(metavar="CKPT", help=f"The dense model. {A_MODEL}")]
 OutOption = Annotated[
-    Path, typer.Option("--out", "-o", help="What to write: a file, or for a folder a new folder.")
+    Path,
+    typer.Option("--out", "-o", metavar="OUT", help="What to write: a file, or for a folder a new folder."),
 ]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Take only the tensors whose names match this shell pattern, such as '*.mlp.*'; repeatable.",
+    ),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Copy the tensors whose names match this shell pattern; repeatable, and stronger than "
+        f"--include. Copied unless --include names them: {', '.join(DEFAULT_EXCLUDE)}.",
+    ),
+]
+
+
+# Texts --------------------------------------------------------------------------------------------
 
 _LONGEST_NUMBER = 18
 
 
-def device_of(text: str) -> int | str | None:
-    """None for ``auto``, ``"host"``, or an ordinal."""
-    if text == "auto":
-        return None
-    if text == "host":
-        return text
-    ordinal = whole_number(text.removeprefix("cuda:"))
-    if ordinal is None:
-        raise typer.BadParameter(f"--device: expected auto, host or a CUDA ordinal, got {text!r:.80}")
-    return ordinal
-
-
-def preference_of(require: list[str] | None, backend: BackendKind | None) -> PlanPreference:
+def preference_of(require: list[str] | None, backend: BackendKind | None, **more: Any) -> PlanPreference:
+    """``more`` are further fields of the preference."""
     wanted: dict[str, Any] = {}
     for item in ",".join(require or ()).split(","):
         name, has_value, value = item.strip().partition("=")
         if name:
-            wanted[name] = value if has_value else "true"
+            wanted[name] = _required(name, value if has_value else None)
     try:
-        return PlanPreference(
-            prefer_backend=backend, require=GuaranteeRequirement.model_validate_strings(wanted)
-        )
+        requirement = GuaranteeRequirement(**wanted)
     except InvalidProblemError as error:
         raise typer.BadParameter(f"--require: {error}") from error
+    return PlanPreference(prefer_backend=backend, require=requirement, **more)
+
+
+def _required(name: str, value: str | None) -> Any:
+    """What a requirement asks for. A flag needs no value, all others do."""
+    fields = GuaranteeRequirement.model_fields
+    if name not in fields:
+        raise typer.BadParameter(
+            f"--require: expected one of {', '.join(fields)}, got {name!r:.80}{hint(name, fields)}"
+        )
+    if fields[name].default is False:
+        if value not in (None, "true"):
+            raise typer.BadParameter(f"--require: expected {name} without a value, got {value!r:.80}")
+        return True
+    if not value:
+        raise typer.BadParameter(f"--require: expected {name}=VALUE, got no value")
+    if name != "max_error_bound":
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise typer.BadParameter(f"--require: {name}: expected a number, got {value!r:.80}") from None
 
 
 def tokens_of(text: str) -> list[int]:

@@ -1,23 +1,35 @@
-"""What a person sees of each command's document: tables and a line or two. The documents are ``--json``'s."""
+"""What a person sees of each command's document. The documents are ``--json``'s.
+
+Of many tensors only what matters is shown: the worst few, and everything that failed; all on request.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from rich.text import Text
 
-from .output import (
+from .tables import (
     Column,
     Json,
+    counted,
     number_text,
     plain,
+    printable,
     shape_text,
+    share_text,
     show_line,
     show_table,
     size_text,
-    time_text,
 )
+
+_FEW = 5
+"""Rows of a table of which not all are shown."""
+_NAMES = 3
+"""Names of tensors that are listed beside what they have in common."""
 
 
 def _shape(row: Json) -> str:
@@ -32,11 +44,15 @@ def _size(key: str, row: Json) -> str:
     return size_text(row[key])
 
 
-def _matrix(row: Json) -> str:
-    return shape_text((row["m"], row["k"]))
+def _grouped(rows: Iterable[Json], key: str) -> dict[Any, list[Json]]:
+    """Rows by what they have in common, in the order of the first of each."""
+    groups: dict[Any, list[Json]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
 
 
-# The machine and problems -------------------------------------------------------------------------
+# The machine --------------------------------------------------------------------------------------
 
 
 def show_environment(about: Json) -> None:
@@ -50,131 +66,178 @@ def show_environment(about: Json) -> None:
             f"{gpu['multiprocessors']} SMs, driver {gpu['driver']}, "
             f"cuBLASLt {gpu['cublaslt'] or 'not found'}, cuSPARSELt {gpu['cusparselt'] or 'not found'}"
         )
+    reasons = dict.fromkeys(row["reason"] for row in about["kernels"] if row["reason"] is not None)
+    notes = {reason: number for number, reason in enumerate(reasons, 1)}
     if not about["devices"]:
-        show_line(f"no GPU: {about['no_device']}")
+        show_line(f"no GPU ({notes[about['no_device']]})")
+
+    def here(row: Json) -> object:
+        return plain("yes", "green") if row["available"] else f"no ({notes[row['reason']]})"
+
     columns = (
         Column("kernel", "kernel"),
-        Column("backend", "backend"),
         Column("tier", "tier"),
         Column("arch", "arch"),
-        Column("elements", lambda row: ", ".join(row["elements"])),
-        Column(
-            "available here",
-            lambda row: plain("yes", "green") if row["available"] else f"no: {row['reason']}",
-        ),
+        Column("here", here),
+        Column("elements", lambda row: ", ".join(row["elements"]), prose=True),
     )
+    show_line()
     show_table(columns, about["kernels"])
+    for reason, number in notes.items():
+        show_line(f"({number}) {reason}")
+
+
+# Problems -----------------------------------------------------------------------------------------
 
 
 def show_explanation(answer: Json) -> None:
-    desc, chosen = answer["descriptor"], answer["chosen"]
-    show_line(
-        f"{desc['op']}: n={desc['n']} m={desc['m']} k={desc['k']} {desc['element']}, "
-        f"epilogue {desc['epilogue']}, on {answer['device']}"
-    )
-
-    def state(row: Json) -> object:
-        if row["kernel"] == chosen:
-            return plain("chosen", "bold green")
-        return row["reason"] or "yes; a row above it was preferred"
-
-    columns = (Column("kernel", "kernel"), Column("backend", "backend"), Column("can it serve?", state))
-    show_table(columns, answer["rows"])
+    show_line(_problem(answer["descriptor"]))
+    show_line(f"device: {answer['device']}")
+    chosen = next((row for row in answer["rows"] if row["kernel"] == answer["chosen"]), None)
     if chosen is None:
         show_line("no kernel can serve this problem", "bold red")
-        return
-    size = f"{'' if answer['workspace_is_exact'] else 'at least '}{answer['workspace_size']} bytes"
-    facts = {
-        **{name: _yes_or_no(value) for name, value in answer["guarantee"].items()},
-        "error bound c": number_text(answer["error_bound"]),
-        "workspace": size,
-    }
+    else:
+        show_line(f"chosen: {chosen['kernel']} (backend {chosen['backend']})", "bold green")
+        show_line()
+        show_table((Column("guarantee", "name"), Column("value", "value", prose=True)), _facts(answer))
+    others = [row for row in answer["rows"] if row is not chosen]
+    willing = [row["kernel"] for row in others if row["reason"] is None]
+    show_line()
+    if willing:
+        show_line(f"these can serve it too, in order of preference: {', '.join(willing)}")
+    refused = [
+        {"reason": reason, "kernels": ", ".join(row["kernel"] for row in rows)}
+        for reason, rows in _grouped(others, "reason").items()
+        if reason is not None
+    ]
+    if refused:
+        show_line("these can't:")
+    for row in refused:
+        show_line(f"{row['kernels']}: {row['reason']}", indent=2)
+
+
+def _problem(desc: Json) -> str:
+    """The problem in words, without what is at its default."""
+    words = [
+        f"{desc['op']}: n={desc['n']} m={desc['m']} k={desc['k']}",
+        f"{desc['element']} to {desc['out_element']}",
+        f"epilogue {desc['epilogue']}",
+    ]
+    if desc["epilogue"] != "identity":
+        words[-1] += f" (bias {desc['bias_element']})"
+    for name, default in (("alpha", 1), ("x_order", "row"), ("y_order", "row")):
+        if desc[name] != default:
+            words.append(f"{name} {desc[name]}")
+    words += [f"{name} {desc[name]}" for name in ("scale_x", "scale_w") if desc[name] != "none"]
+    return ", ".join(words)
+
+
+_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every")
+
+
+def _facts(answer: Json) -> list[Json]:
+    """What the chosen kernel promises and needs, as people read it."""
+    guarantee = answer["guarantee"]
+    facts = {name: _words(value) for name, value in guarantee.items() if name not in _SHOWN_APART}
+    if answer["error_bound"] == 0:
+        facts["error"] = "none but rounding y: the sum is exact"
+    else:
+        facts["error bound c"] = f"{answer['error_bound']:.2e}: |y - exact| <= c * sum|x||w|, and rounding y"
+        facts["rounding errors"] = _steps(guarantee)
+    least = "" if answer["workspace_is_exact"] else "at least "
+    facts["workspace"] = f"{least}{answer['workspace_size']} bytes"
     if answer["details"]:
         facts["details"] = answer["details"]
-    rows = [{"name": name, "value": value} for name, value in facts.items()]
-    show_table((Column("guarantee", "name"), Column(chosen, "value")), rows)
+    return [{"name": name, "value": value} for name, value in facts.items()]
 
 
-def _yes_or_no(value: object) -> object:
+def _steps(guarantee: Json) -> str:
+    often = f"{guarantee['terms_per_k']:g} for each column of K"
+    if guarantee["promoted_every"]:
+        often += f"; every {guarantee['promoted_every']} columns are added up in float32"
+    return f"of {power_of_two(guarantee['unit_roundoff'])}, {often}"
+
+
+def power_of_two(value: float) -> str:
+    """``2^-24``; a number that is no power of two in three digits."""
+    fraction, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{value:.3g}"
+
+
+def _words(value: object) -> object:
     return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
-# Checkpoints --------------------------------------------------------------------------------------
+# Models rewritten ---------------------------------------------------------------------------------
 
 _BEFORE = Column("before", partial(_size, "bytes_before"), right=True)
 _AFTER = Column("after", partial(_size, "bytes_after"), right=True)
-_COPIED = (
-    Column("copied", "name"),
-    Column("shape", _shape),
-    Column("element", "element"),
-    Column("why", lambda row: row["reason"] or "no weight of the format"),
-    Column("size", partial(_size, "bytes_before"), right=True),
-)
+_SHAPE = Column("shape", _shape, optional=True)
+_ELEMENT = Column("element", "element", optional=True)
+_NAME = Column("tensor", "name")
 
 
-def show_compression(document: Json) -> None:
+def show_compression(document: Json, *, everything: bool = False) -> None:
     done = _of(document, "compressed")
-    columns = (
-        Column("compressed", "name"),
-        Column("shape", _shape),
-        Column("element", "element"),
-        Column("kept energy", lambda row: f"{row['kept_energy']:.2%}", right=True),
-        _BEFORE,
-        _AFTER,
-    )
-    before, after = (size_text(sum(row[f"bytes_{when}"] for row in done)) for when in ("before", "after"))
-    show_table(columns, done, total=(f"total of {len(done)}", "", "", "", before, after))
-    _show_rest(document, "compressed")
+    kept = Column("kept", lambda row: f"{row['kept_energy']:.2%}", right=True)
+    worst = sorted(done, key=_energy)[:_FEW]
+    shown, title = _selected(done, worst, "compressed, of which the least energy is kept of", everything)
+    show_table((kept, _BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
+    _show_rest(document, "compressed", everything)
 
 
-def show_conversion(document: Json) -> None:
-    columns = (
-        Column("converted", "name"),
-        Column("shape", _shape),
-        Column("element", "element"),
-        _BEFORE,
-        _AFTER,
-    )
-    show_table(columns, _of(document, "converted"))
-    _show_rest(document, "converted")
+def _energy(row: Json) -> float:
+    kept: float = row["kept_energy"]
+    return kept if math.isfinite(kept) else -1.0
 
 
-def show_verification(found: Json) -> None:
-    columns = (
-        Column("layer", "name"),
-        Column("shape", _shape),
-        Column("element", "element"),
-        Column("kernel", lambda row: row["kernel"] or "-"),
-        Column("max |error|", partial(_number, "max_abs_error"), right=True),
-        Column("relative error", partial(_number, "relative_error"), right=True),
-        Column("bound c", partial(_number, "error_bound"), right=True),
-        Column("error / allowed", partial(_number, "worst_ratio"), right=True),
-        Column("result", _result),
-    )
-    show_table(columns, found["layers"])
-    if found["layers"]:
-        show_line("|y - exact| is allowed up to c * sum|x||w| plus the rounding of y, elementwise.", "dim")
-    for problem in found["problems"]:
-        show_line(f"FAIL {problem}", "red")
-    show_line(_verdict(found), "bold green" if found["passed"] else "bold red")
+def show_conversion(document: Json, *, everything: bool = False) -> None:
+    done = _of(document, "converted")
+    largest = sorted(done, key=lambda row: -row["bytes_before"])[:_FEW]
+    shown, title = _selected(done, largest, "converted, of which the largest are", everything)
+    show_table((_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
+    _show_rest(document, "converted", everything)
 
 
-def show_demo(document: Json) -> None:
-    energies = [row["kept_energy"] for row in _of(document["compress"], "compressed")]
-    kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
-    show_line(f"compressed {len(energies)} layers{kept}: {_change(document['compress'])}")
-    show_verification(document["verify"])
+def _selected(rows: list[Json], few: list[Json], words: str, everything: bool) -> tuple[list[Json], str]:
+    """The rows to show, and what stands above them."""
+    total = counted(len(rows), "tensor")
+    if everything or len(few) == len(rows):
+        return rows, f"{total} {words.partition(',')[0]}:"
+    return few, f"{total} {words} (--all shows the others):"
 
 
 def _of(document: Json, action: str) -> list[Json]:
     return [row for row in document["tensors"] if row["action"] == action]
 
 
-def _show_rest(document: Json, action: str) -> None:
-    """The tensors that were copied, and the sum of it all."""
+def _show_rest(document: Json, action: str, everything: bool) -> None:
+    """The tensors that were copied, by the reason, and the sum of it all."""
     copied = _of(document, "copied")
-    show_table(_COPIED, copied)
-    show_line(f"{len(_of(document, action))} {action}, {len(copied)} copied: {_change(document)}")
+    why = Column("why", lambda row: row["reason"] or "no weight of the format", prose=True)
+    size = Column("size", partial(_size, "bytes_before"), right=True)
+    title = f"{counted(len(copied), 'tensor')} copied:"
+    if everything:
+        show_table((size, _SHAPE, _ELEMENT, why, _NAME), copied, title=title)
+    else:
+        groups = [
+            {
+                "reason": f"{reason or 'no weight of the format'}: {_some_names(rows)}",
+                "bytes_before": sum(row["bytes_before"] for row in rows),
+                "count": len(rows),
+            }
+            for reason, rows in _grouped(copied, "reason").items()
+        ]
+        show_table((Column("count", "count", right=True), size, why), groups, title=title)
+    done = _of(document, action)
+    none = "" if done else "nothing to do: "
+    show_line(f"{none}{len(done)} {action}, {len(copied)} copied: {_change(document)}", "bold")
+
+
+def _some_names(rows: list[Json]) -> str:
+    names = [printable(row["name"]) for row in rows[:_NAMES]]
+    more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
+    return ", ".join(names) + more
 
 
 def _change(document: Json) -> str:
@@ -182,119 +245,74 @@ def _change(document: Json) -> str:
     return f"{size_text(before)} became {size_text(after)} ({after / before:.1%})"
 
 
-def _result(layer: Json) -> Text:
-    return plain("pass", "green") if layer["passed"] else plain(f"FAIL: {layer['problem']}", "bold red")
+# Models verified ----------------------------------------------------------------------------------
+
+
+def show_verification(found: Json, *, everything: bool = False) -> None:
+    passed = [layer for layer in found["layers"] if layer["passed"]]
+    worst = sorted(passed, key=lambda layer: -_ratio(layer))[:_FEW]
+    layers = counted(len(found["layers"]), "layer")
+    if everything or len(worst) == len(found["layers"]):
+        shown, which = found["layers"], layers
+    else:
+        shown, which = worst, f"the worst {len(worst)} of {layers} (--all shows the others)"
+    columns = (
+        Column("share", _share, right=True),
+        Column("max error", partial(_number, "max_abs_error"), right=True),
+        Column("relative", partial(_number, "relative_error"), right=True, optional=True),
+        Column("bound c", partial(_number, "error_bound"), right=True, optional=True),
+        Column("shape", _shape, optional=True),
+        Column("element", "element", optional=True),
+        Column("kernel", lambda row: row["kernel"] or "-", optional=True),
+        Column("layer", "name"),
+    )
+    show_table(columns, shown, title=f"errors, and their share of what the kernel guarantees: {which}")
+    _show_failures(found)
+    show_line(_verdict(found), "bold green" if found["passed"] else "bold red")
+
+
+def _ratio(layer: Json) -> float:
+    return layer["worst_ratio"] or 0.0
+
+
+def _share(layer: Json) -> Text:
+    return plain(share_text(layer["worst_ratio"])) if layer["passed"] else plain("FAIL", "bold red")
+
+
+def _show_failures(found: Json) -> None:
+    failures = [
+        f"{printable(layer['name'])}: {layer['problem']}" for layer in found["layers"] if not layer["passed"]
+    ]
+    failures += found["problems"]
+    if failures:
+        show_line(f"{counted(len(failures), 'problem')}:", "red")
+    for failure in failures:
+        show_line(failure, "red", indent=2)
 
 
 def _verdict(found: Json) -> str:
     layers = found["layers"]
-    failed = sum(not layer["passed"] for layer in layers) + len(found["problems"])
-    checked = f"{len(layers)} layers on {found['device']}, {found['copied']} tensors copied unchanged"
-    if failed:
-        return f"FAIL: {failed} problems; {checked}"
+    failed = [printable(layer["name"]) for layer in layers if not layer["passed"]]
+    others = f"{counted(found['copied'], 'tensor')} copied unchanged"
+    checked = f"{counted(len(layers), 'layer')} on {found['device']}, {others}"
+    if not found["passed"]:
+        what = []
+        if failed:
+            more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+            what.append(f"{len(failed)} of {counted(len(layers), 'layer')}: {failed[0]}{more}")
+        if found["problems"]:
+            what.append(counted(len(found["problems"]), "problem") + " with other tensors" * bool(failed))
+        return f"FAIL: {'; '.join(what)}; on {found['device']}, {others}"
     if not layers:
         return f"PASS: nothing could be compressed; {checked}"
-    worst = max(layer["worst_ratio"] or 0.0 for layer in layers)
-    return f"PASS: {checked}; the worst error is {worst:.2%} of what the guarantee allows"
+    worst = max(layers, key=_ratio)
+    share = share_text(_ratio(worst))
+    return f"PASS: {checked}; the worst error is {share} of what the guarantee allows"
 
 
-# Times --------------------------------------------------------------------------------------------
-
-
-def show_benchmark(record: Json) -> None:
-    """What the record holds: products, preparation of weights, the host's times."""
-    _show_products(record["gemm"])
-    _show_preparation(record["prepare"], record.get("prepare_peers", []))
-    if record["host"]:
-        show_line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
-
-
-def _time(key: str, row: Json) -> str:
-    return time_text(row.get(key))
-
-
-def _show_products(rows: list[Json]) -> None:
-    """Microseconds by shape and n: the peers, then every backend."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    cells: dict[tuple[Any, ...], Json] = {}
-    for row in rows:
-        names = ("element", "m", "k", "n", "dense_us", "cusparselt_us")
-        about = {name: row[name] for name in names}
-        cells.setdefault(tuple(about.values()), about)[f"by {row['backend']}"] = row["us"]
-
-    def ratio(cell: Json) -> str:
-        dense, ours = cell["dense_us"], cell.get("by auto")
-        return f"{dense / ours:.2f}x" if dense and ours else "-"
-
-    columns = (
-        Column("element", "element"),
-        Column("M x K", _matrix),
-        Column("N", "n", right=True),
-        Column("dense", partial(_time, "dense_us"), right=True),
-        Column("cuSPARSELt", partial(_time, "cusparselt_us"), right=True),
-        *(Column(name, partial(_time, f"by {name}"), right=True) for name in backends),
-        Column("auto / dense", ratio),
-    )
-    show_table(columns, cells.values())
-
-
-def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
-    """Microseconds beside a device copy that moves the same bytes, and beside peers."""
-
-    def beside(row: Json) -> str:
-        where = ("op", "m", "k", "element")
-        others = [peer for peer in peers if all(peer[name] == row[name] for name in where)]
-        texts = [f"{peer['us']:.2f} us, {peer['us'] / row['us']:.2f}x: {peer['peer']}" for peer in others]
-        return ", ".join(texts) or "-"
-
-    columns = (
-        Column("op", "op"),
-        Column("element", "element"),
-        Column("M x K", _matrix),
-        Column("us", partial(_time, "us"), right=True),
-        Column("copy", partial(_time, "copy_us"), right=True),
-        Column("of a copy's speed", lambda row: f"{row['copy_us'] / row['us']:.0%}", right=True),
-        Column("peer", beside),
-    )
-    show_table(columns, rows)
-
-
-def show_tuning(document: Json) -> None:
-    columns = (
-        Column("kernel", "kernel"),
-        Column("n, m, k, element", lambda row: ", ".join(str(row["problem"][key]) for key in _SIZE)),
-        Column("right", "right"),
-        Column("not", lambda row: row["refused_or_wrong"] + len(row["fatal"])),
-        Column("chosen", _configuration),
-        Column("us", partial(_chosen_time, "microseconds")),
-        Column("default us", partial(_chosen_time, "default_microseconds")),
-        Column("self-test", _self_test),
-    )
-    show_table(columns, document["results"])
-    fatal = {
-        f"{row['kernel']} {row['problem']['element']} {one}"
-        for row in document["results"]
-        for one in row["fatal"]
-    }
-    for line in sorted(fatal):
-        show_line(f"left out, it ended the CUDA context: {line}")
-
-
-_SIZE = ("n", "m", "k", "element")
-
-
-def _configuration(row: Json) -> str:
-    if row["chosen"] is None:
-        return "none is right"
-    settings = row["chosen"]["configuration"].items()
-    return ", ".join(f"{name} {value}" for name, value in settings) or "the default"
-
-
-def _chosen_time(key: str, row: Json) -> str:
-    return "" if row["chosen"] is None else time_text(row["chosen"][key])
-
-
-def _self_test(row: Json) -> str:
-    if row["chosen"] is None:
-        return ""
-    return "passed" if row["chosen"]["promises"] else "failed"
+def show_demo(document: Json, *, everything: bool = False) -> None:
+    done = _of(document["compress"], "compressed")
+    energies = [row["kept_energy"] for row in done]
+    kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
+    show_line(f"compressed {counted(len(done), 'layer')}{kept}: {_change(document['compress'])}")
+    show_verification(document["verify"], everything=everything)

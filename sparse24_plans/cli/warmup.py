@@ -21,19 +21,21 @@ from ..prepare import descriptor as prepare_descriptors
 from ..prepare import plan as prepare_plans
 from ..prepare.table import PACKED_ELEMENTS
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp
-from .explaining import Arch, absent_gpu
+from .explaining import GPUS, absent_gpu
 from .options import (
     AsJson,
     BackendOption,
     DeviceOption,
     ElementsOption,
     RequireOption,
-    device_of,
+    named,
+    one_of,
     preference_of,
     shape_of,
     tokens_of,
 )
-from .output import Column, Json, emit, progress, reported, show_line, show_table, size_text
+from .output import emit, progress, reported
+from .tables import Column, Json, show_line, show_table, size_text
 
 Job = tuple[type[Plan], Descriptor, PlanPreference]
 _PREPARING = (
@@ -46,40 +48,53 @@ _PREPARING = (
 
 
 def warmup(
-    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated: the n that you serve.")],
+    n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Tokens: the n that you serve.")],
     shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
     element: ElementsOption = None,
     epilogue: Annotated[
         list[EpilogueKind] | None,
-        typer.Option(help="What follows the product; repeatable. identity by default."),
+        typer.Option(
+            metavar="NAME",
+            parser=one_of(EpilogueKind),
+            help=f"What follows the product; repeatable, identity by default. {named(EpilogueKind)}",
+        ),
     ] = None,
     op: Annotated[
-        list[GemmOp] | None, typer.Option(help="Product, or gradient of X; repeatable. forward by default.")
+        list[GemmOp] | None,
+        typer.Option(
+            metavar="NAME",
+            parser=one_of(GemmOp),
+            help=f"The product, or the gradient of X; repeatable, forward by default. {named(GemmOp)}",
+        ),
     ] = None,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Also the kernels that prune, compress, decompress and pack.")
     ] = False,
     device: DeviceOption = "auto",
     arch: Annotated[
-        list[Arch] | None,
-        typer.Option("--arch", help="A GPU that needn't be here, instead of --device; repeatable."),
+        list[str] | None,
+        typer.Option(
+            "--arch",
+            metavar="NAME",
+            parser=one_of(GPUS),
+            help=f"A GPU that needn't be here, instead of --device; repeatable. {named(GPUS)}",
+        ),
     ] = None,
     require: RequireOption = None,
     backend: BackendOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels that plans would use into the cache. Needs NVRTC; with --arch no GPU.
+    """Compile what plans would use into the kernel cache.
 
-    Exits with 1 where no kernel serves one of the problems.
+    Needs NVRTC; with --arch no GPU. Exits with 1 where no kernel serves one of the problems.
     """
-    if arch and device != "auto":
+    if arch and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
-    named = None if arch else device_of(device)
     jobs = _jobs(n, shape, element or [ElementKind.BF16], epilogue, op, preference_of(require, backend))
     if prepare:
         jobs += list(_preparing(shape, element or [ElementKind.BF16]))
     with reported(as_json):
-        places = [absent_gpu(one) for one in arch] if arch else [_here(named)]
+        places = [absent_gpu(one) for one in arch] if arch else [_here(device)]
         load_nvrtc()
         document = _warm_up(list(product(places, jobs)), quiet=as_json)
         emit(document, _show, as_json=as_json)
@@ -87,8 +102,8 @@ def warmup(
         raise typer.Exit(1)
 
 
-def _here(named: Any) -> DeviceProperties:
-    properties = resolve(named)
+def _here(device: int | str | None) -> DeviceProperties:
+    properties = resolve(device)
     if properties == HOST_PROPERTIES:
         raise UnsupportedError(
             "device: expected a CUDA device, got the host, which compiles nothing; "

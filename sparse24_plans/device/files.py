@@ -71,16 +71,16 @@ def written_whole(path: StrPath) -> Iterator[BinaryIO]:
     with storage_errors(path):
         if target.exists() and not target.is_file():
             raise OSError(errno.EINVAL, "not a regular file")
-        file = _NewFile(temporary, path)
-    try:
-        yield file
+    try:  # a signal may end the run as soon as the file is there
         with storage_errors(path):
-            os.fsync(file.fileno())
-            file.close()
-            os.replace(temporary, target)
+            file = _NewFile(temporary, path)
+        with file:
+            yield file
+            with storage_errors(path):
+                os.fsync(file.fileno())
+                file.close()
+                os.replace(temporary, target)
     finally:
-        with suppress(OSError):
-            file.close()
         with suppress(OSError):  # nothing is left of it once it has been renamed
             os.unlink(temporary)
 

@@ -1,0 +1,111 @@
+"""What a person sees of measured times: benchmarks and searches for configurations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from .tables import Column, Json, shape_text, show_line, show_table, time_text
+
+
+def _matrix(row: Json) -> str:
+    return shape_text((row["m"], row["k"]))
+
+
+def show_benchmark(record: Json) -> None:
+    """What the record holds: products, preparation of weights, the host's times."""
+    _show_products(record["gemm"])
+    _show_preparation(record["prepare"], record.get("prepare_peers", []))
+    if record["host"]:
+        show_line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+
+
+def _time(key: str, row: Json) -> str:
+    return time_text(row.get(key))
+
+
+def _show_products(rows: list[Json]) -> None:
+    """Microseconds by shape and n: the peers, then every backend."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    cells: dict[tuple[Any, ...], Json] = {}
+    for row in rows:
+        names = ("element", "m", "k", "n", "dense_us", "cusparselt_us")
+        about = {name: row[name] for name in names}
+        cells.setdefault(tuple(about.values()), about)[f"by {row['backend']}"] = row["us"]
+
+    def ratio(cell: Json) -> str:
+        dense, ours = cell["dense_us"], cell.get("by auto")
+        return f"{dense / ours:.2f}x" if dense and ours else "-"
+
+    columns = (
+        Column("element", "element"),
+        Column("M x K", _matrix),
+        Column("N", "n", right=True),
+        Column("dense", partial(_time, "dense_us"), right=True),
+        Column("cuSPARSELt", partial(_time, "cusparselt_us"), right=True),
+        *(Column(name, partial(_time, f"by {name}"), right=True) for name in backends),
+        Column("auto / dense", ratio),
+    )
+    show_table(columns, cells.values())
+
+
+def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
+    """Microseconds beside a device copy that moves the same bytes, and beside peers."""
+
+    def beside(row: Json) -> str:
+        where = ("op", "m", "k", "element")
+        others = [peer for peer in peers if all(peer[name] == row[name] for name in where)]
+        texts = [f"{peer['us']:.2f} us, {peer['us'] / row['us']:.2f}x: {peer['peer']}" for peer in others]
+        return ", ".join(texts) or "-"
+
+    columns = (
+        Column("op", "op"),
+        Column("element", "element"),
+        Column("M x K", _matrix),
+        Column("us", partial(_time, "us"), right=True),
+        Column("copy", partial(_time, "copy_us"), right=True),
+        Column("of a copy's speed", lambda row: f"{row['copy_us'] / row['us']:.0%}", right=True),
+        Column("peer", beside),
+    )
+    show_table(columns, rows)
+
+
+def show_tuning(document: Json) -> None:
+    columns = (
+        Column("kernel", "kernel"),
+        Column("n, m, k, element", lambda row: ", ".join(str(row["problem"][key]) for key in _SIZE)),
+        Column("right", "right"),
+        Column("not", lambda row: row["refused_or_wrong"] + len(row["fatal"])),
+        Column("chosen", _configuration),
+        Column("us", partial(_chosen_time, "microseconds")),
+        Column("default us", partial(_chosen_time, "default_microseconds")),
+        Column("self-test", _self_test),
+    )
+    show_table(columns, document["results"])
+    fatal = {
+        f"{row['kernel']} {row['problem']['element']} {one}"
+        for row in document["results"]
+        for one in row["fatal"]
+    }
+    for line in sorted(fatal):
+        show_line(f"left out, it ended the CUDA context: {line}")
+
+
+_SIZE = ("n", "m", "k", "element")
+
+
+def _configuration(row: Json) -> str:
+    if row["chosen"] is None:
+        return "none is right"
+    settings = row["chosen"]["configuration"].items()
+    return ", ".join(f"{name} {value}" for name, value in settings) or "the default"
+
+
+def _chosen_time(key: str, row: Json) -> str:
+    return "" if row["chosen"] is None else time_text(row["chosen"][key])
+
+
+def _self_test(row: Json) -> str:
+    if row["chosen"] is None:
+        return ""
+    return "passed" if row["chosen"]["promises"] else "failed"
