@@ -65,16 +65,7 @@ class Tensor(NamedTuple):
 
 def read(capsule: Any) -> Tensor:
     """What an unconsumed ``capsule`` of either form says; it stays unconsumed. Raises CapsuleError."""
-    readonly = False
-    if (pointer := _pointer(capsule, b"dltensor_versioned")) is not None:
-        managed = _DLManagedTensorVersioned.from_address(pointer)
-        if managed.major != _MAJOR:
-            raise CapsuleError(f"expected DLPack {_MAJOR}, got version {managed.major}")
-        tensor, readonly = managed.dl_tensor, bool(managed.flags & _READ_ONLY)
-    elif (pointer := _pointer(capsule, b"dltensor")) is not None:
-        tensor = _DLTensor.from_address(pointer)  # the first member of DLManagedTensor
-    else:
-        raise CapsuleError("__dlpack__ returned no unused DLPack capsule")
+    tensor, readonly = _tensor_in(capsule)
     if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or (tensor.ndim and not tensor.shape):
         raise CapsuleError(
             f"expected a shape of at most {_MOST_DIMENSIONS} sizes, got {tensor.ndim} dimensions"
@@ -91,6 +82,26 @@ def read(capsule: Any) -> Tensor:
         tensor.lanes,
         readonly,
     )
+
+
+def retype(capsule: Any, code: int) -> None:
+    """Give the elements of an unconsumed ``capsule`` another type of the same size. Raises CapsuleError.
+
+    For producers without a name for the type: nothing but a consumer reads it, also not the deleter.
+    """
+    _tensor_in(capsule)[0].code = code
+
+
+def _tensor_in(capsule: Any) -> tuple[_DLTensor, bool]:
+    """The tensor that a capsule holds, and whether it is read-only."""
+    if (pointer := _pointer(capsule, b"dltensor_versioned")) is not None:
+        managed = _DLManagedTensorVersioned.from_address(pointer)
+        if managed.major != _MAJOR:
+            raise CapsuleError(f"expected DLPack {_MAJOR}, got version {managed.major}")
+        return managed.dl_tensor, bool(managed.flags & _READ_ONLY)
+    if (pointer := _pointer(capsule, b"dltensor")) is not None:
+        return _DLTensor.from_address(pointer), False  # the first member of DLManagedTensor
+    raise CapsuleError("__dlpack__ returned no unused DLPack capsule")
 
 
 def _pointer(capsule: Any, name: bytes) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 from .._vendor import dlpack_abi
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
+from .dlpack import ELEMENT_OF_TYPE
 from .tensors import (
     ELEMENT_NAMES,
     HOST,
@@ -163,18 +164,6 @@ def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner
     return view
 
 
-# DLDataTypeCode, bits -> element
-_DL_ELEMENTS = {
-    (dlpack_abi.INT, 8): ElementKind.S8,
-    (dlpack_abi.INT, 32): ElementKind.I32,
-    (dlpack_abi.UINT, 8): ElementKind.U8,
-    (dlpack_abi.UINT, 16): ElementKind.U16,
-    (dlpack_abi.FLOAT, 16): ElementKind.F16,
-    (dlpack_abi.FLOAT, 32): ElementKind.F32,
-    (dlpack_abi.BFLOAT, 16): ElementKind.BF16,
-    (dlpack_abi.FLOAT8_E4M3FN, 8): ElementKind.FP8_E4M3,
-    (dlpack_abi.FLOAT8_E5M2, 8): ElementKind.FP8_E5M2,
-}
 _DL_HOST = (dlpack_abi.CPU, dlpack_abi.CUDA_HOST)
 _DL_DEVICES = (*_DL_HOST, dlpack_abi.CUDA, dlpack_abi.CUDA_MANAGED)
 
@@ -197,7 +186,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
         raise InvalidProblemError(
             f"{argument}: expected cpu or cuda memory, got DLPack device type {tensor.device_type}"
         )
-    kind = _DL_ELEMENTS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    kind = ELEMENT_OF_TYPE.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if element is not None and kind is not element:
         whole = tensor.code in (dlpack_abi.INT, dlpack_abi.UINT) and tensor.lanes == 1
         if not whole or tensor.bits != 8 * element.itemsize:
@@ -214,6 +203,14 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
     return checked_view(
         tensor.address, tensor.shape, kind, home, tensor.strides, tensor.readonly, owner, argument
     )
+
+
+def _from_jax(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
+    """JAX's arrays never change, and its compiler relies on it; their protocols don't say so."""
+    on_gpu = hasattr(obj, "__cuda_array_interface__")
+    view = (_from_cuda_array_interface if on_gpu else _from_dlpack)(obj, element, argument)
+    view.readonly = True
+    return view
 
 
 def _comes_from(obj: Any, framework: str) -> bool:
@@ -242,6 +239,7 @@ register(
         Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
         Adapter(lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, lasting=True),
         Adapter(lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj), _from_torch, lasting=True),
+        Adapter(lambda obj: _comes_from(obj, "jax") or _comes_from(obj, "jaxlib"), _from_jax, lasting=False),
         Adapter(_has("data_ptr"), _from_data_ptr, lasting=True),
         Adapter(_has("__cuda_array_interface__"), _from_cuda_array_interface, lasting=False),
         Adapter(_has("__dlpack__"), _from_dlpack, lasting=False),

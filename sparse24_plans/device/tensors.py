@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from .._vendor import dlpack_abi
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, shown
 from ..vocab import ElementKind, ElementLike, element_kind
+from .dlpack import capsule_of
 from .install import install_advice
 
 
@@ -259,6 +261,22 @@ class TensorView:
             return bits.view(self.element.dtype)
         except (TypeError, ValueError):
             return bits
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """NumPy's protocol: the memory itself, of the element's type. InvalidProblemError on a GPU."""
+        if self.device.kind != "host":
+            raise InvalidProblemError(f"TensorView: expected host memory, got {self.device}; call array()")
+        return np.array(self.array(), dtype=dtype, copy=copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack_abi.CPU if self.device.kind == "host" else dlpack_abi.CUDA, self.device.ordinal
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """DLPack's protocol, for every element: ``torch.from_dlpack(view)`` shares the memory.
+
+        Raises InvalidProblemError where the other side asks for what can't be, as for read-only memory.
+        """
+        return capsule_of(self.bits(), self.element, options)
 
     def __repr__(self) -> str:
         return f"TensorView({self.element}{list(self.shape)}, strides={list(self.strides)}, {self.device})"

@@ -11,7 +11,7 @@ from ..device.jit.cache import CompiledKernel
 from ..errors import InvalidProblemError
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
-from ..plan.plan import Plan, PreferenceLike
+from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..vocab import DeviceProperties, GemmOp
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
@@ -86,6 +86,9 @@ class GemmSparse24Plan(Plan):
     def _identity(self) -> dict[str, Any]:
         desc = self.descriptor
         return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
+
+    def _given_tuning(self) -> Tuning | None:
+        return None if self._tuning is shipped(self.device.name) else self._tuning
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
         """``weight`` in the layout of this plan's kernel, on its device. Usable by every n.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from ..device.streams import Launch, launch_on, stream_handle
 from ..device.tensors import Device, import_cupy
+from ..errors import InvalidProblemError
 
 
 def as_graph(launch: Launch) -> Launch:
@@ -54,3 +55,14 @@ class Bound:
     def launch(self, stream: Any = None) -> None:
         """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
         launch_on(self._device, self._launch, stream_handle(stream, self._device))
+
+    def __copy__(self) -> Bound:
+        return self
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise InvalidProblemError(
+            "Bound: expected no deep copy, as its operands are the caller's; bind again"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidProblemError("Bound: expected no pickle, as it is of this process; send the plan")

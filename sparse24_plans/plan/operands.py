@@ -17,6 +17,7 @@ from ..device.tensors import Device, TensorView, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.weight import PackedWeight, Sparse24Weight
+from .overlap import lines_of, overlap
 
 Views: TypeAlias = dict[str, TensorView]
 """Checked operands by their names to the kernel; of a weight ``values`` and ``metadata``, or ``packed``."""
@@ -333,14 +334,8 @@ def _pairs(operands: tuple[Operand, ...], layout: str) -> tuple[_Pair, ...]:
 
 
 def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
-    """Refuse a result that shares memory with another operand. Column windows of one buffer share none."""
-    if out.address >= other.end or other.address >= out.end:
+    """Refuse a result that shares memory with another operand."""
+    if out.address >= other.end or other.address >= out.end:  # nearly always
         return
-    if len(out.shape) == 2 == len(other.shape) and out.shape[0] > 1 and other.shape[0] > 1:
-        pitch = out.strides[0] * out.element.itemsize
-        if pitch == other.strides[0] * other.element.itemsize:
-            apart = (other.address - out.address) % pitch
-            own, others = out.shape[1] * out.element.itemsize, other.shape[1] * other.element.itemsize
-            if apart >= own and apart + others <= pitch:
-                return
-    raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")
+    if overlap(lines_of(out), lines_of(other)):
+        raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")

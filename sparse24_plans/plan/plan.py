@@ -18,7 +18,7 @@ from ..device.adapters import addresses_of
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
-from ..device.tensors import Workspace
+from ..device.tensors import Device, Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
@@ -28,6 +28,7 @@ from .explanation import Explanation, KernelSku, Verdict
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .operands import Args, OperandChecks, Remembered, Views, check_alignment, tensors_of
+from .overlap import lines_of, overlap, piece
 from .preference import PlanPreference
 from .table import Considered, Row, choose, consider, log_choice
 
@@ -78,6 +79,7 @@ class Plan:
             args_type, self._operands, self._kernel.alignment_of, choice.row.layout, self._home
         )
         self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
+        self._tuning: Tuning | None = None
 
     @classmethod
     def args_type(cls, descriptor: Any) -> type[Args]:
@@ -214,6 +216,31 @@ class Plan:
         """Bytes that the workspace's address must be a multiple of."""
         return self._kernel.workspace_alignment
 
+    def __repr__(self) -> str:
+        fields = self.descriptor.model_dump(mode="json", exclude_defaults=True)
+        problem = ", ".join(f"{name}={value}" for name, value in fields.items())
+        return f"{type(self).__name__}({self._row.name} on {self.device}: {problem})"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the choice's arguments: where they are read, the plan is selected again."""
+        return _selected_again, (
+            type(self),
+            self.descriptor,
+            self.preference,
+            self._home,
+            self._given_tuning(),
+        )
+
+    def _given_tuning(self) -> Tuning | None:
+        """What has to be given to ``select`` again."""
+        return self._tuning
+
     # Running ----------------------------------------------------------------------------------------
 
     def can_implement(self, args: Any) -> Verdict:
@@ -292,7 +319,7 @@ class Plan:
             raise WorkspaceTooSmallError(needed, space.nbytes)
         check_alignment("workspace", space.address, self._kernel.workspace_alignment)
         for name, view in views.items():
-            if space.address < view.end and view.address < space.address + needed:
+            if overlap(piece(space.address, needed), lines_of(view)):
                 raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
         return space.address
 
@@ -335,6 +362,13 @@ def _explanation(
     )
 
 
+def _selected_again(
+    cls: type[Plan], descriptor: Any, preference: PlanPreference, home: Device, tuning: Tuning | None
+) -> Plan:
+    options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
+    return cls.select(descriptor, preference=preference, device=home, **options)
+
+
 @lru_cache(maxsize=4096)
 def _select(
     cls: Any,
@@ -347,6 +381,7 @@ def _select(
     row = choice.row
     tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
     plan: Plan = cls(choice, considered, tested)
+    plan._tuning = tuning
     return plan
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sparse24_plans import ElementKind, InvalidProblemError, TensorView
+from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Weight, TensorView
 
 from .tensor_likes import BF16, F32, OnlyDlpack, assert_views, numbers
 
@@ -106,3 +107,75 @@ def test_dlpack_of_another_kind_of_device():
 
     with pytest.raises(InvalidProblemError, match="x: expected cpu or cuda memory, got DLPack device type 7"):
         TensorView.of(Elsewhere(numbers((4, 8), F32)), argument="x")
+
+
+# Out ----------------------------------------------------------------------------------------------
+
+
+def exported(view: TensorView, old: bool = False) -> TensorView:
+    """The view again, as another library reads it."""
+    consumer = OnlyDlpack.__new__(OnlyDlpack)
+    consumer.array, consumer.old = view, old
+    return TensorView.of(consumer)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
+@pytest.mark.parametrize("element", ElementKind)
+@pytest.mark.parametrize("index", [np.s_[:], np.s_[::2, 1:], np.s_[:, ::-1], np.s_[:0]], ids=str)
+def test_a_view_exports_every_element(element, old, index):
+    array = numbers((6, 8), element)[index]
+    found = exported(TensorView.of(array), old)
+    assert (found.shape, found.strides) == (array.shape, TensorView.of(array).strides)
+    assert found.element is element
+    assert found.address == array.ctypes.data or not array.size
+    assert found.array().tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("element", ElementKind)
+def test_pytorch_reads_weights_of_every_element(element):
+    """Without ml_dtypes, and sharing the memory."""
+    torch = pytest.importorskip("torch")
+    bits = numbers((8, 16), element).view(element.bits_dtype)
+    weight = Sparse24Weight.prune_compress(bits, element=element)
+    found = torch.from_dlpack(weight.values_view)
+    assert found.data_ptr() == weight.values_view.address
+    assert found.shape == (8, 8)
+    assert TensorView.of(found).element is element
+    assert found.view(torch.uint8).numpy().tobytes() == weight.values.tobytes()
+    assert torch.from_dlpack(weight.metadata_view).dtype is torch.uint16
+
+
+@pytest.mark.parametrize("element", ElementKind)
+def test_numpy_reads_a_view(element):
+    array = numbers((6, 8), element)[::2]
+    found = np.asarray(TensorView.of(array))
+    assert found.dtype == element.dtype
+    assert np.shares_memory(found, array)
+    assert found.tobytes() == array.tobytes()
+    assert not np.shares_memory(np.array(TensorView.of(array)), array)
+    assert np.asarray(TensorView.of(array), np.float64).dtype == np.float64
+
+
+def test_the_memory_lives_as_long_as_what_was_exported():
+    array = numbers((4, 8), BF16)
+    alive = weakref.ref(array)
+    made = [np.asarray(TensorView.of(array)), TensorView.of(array).__dlpack__()]
+    del array
+    while made:
+        assert alive() is not None
+        made.pop()
+    assert alive() is None
+
+
+def test_what_cannot_be_exported_is_refused():
+    array = numbers((4, 8), F32)
+    array.flags.writeable = False
+    view = TensorView.of(array)
+    assert exported(view).readonly
+    with pytest.raises(InvalidProblemError, match=r"TensorView: expected what DLPack can export: .*readonly"):
+        view.__dlpack__()
+    with pytest.raises(InvalidProblemError, match="TensorView: expected what DLPack can export"):
+        view.__dlpack__(colour="red")
+    with pytest.raises(InvalidProblemError, match="TensorView: expected host memory, got cuda:3"):
+        np.asarray(TensorView(4096, (4,), "f32", Device("cuda", 3)))
+    assert TensorView(4096, (4,), "f32", Device("cuda", 3)).__dlpack_device__() == (2, 3)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse24_plans import (
     ElementKind,
@@ -16,6 +18,7 @@ from sparse24_plans import (
     TensorView,
 )
 from sparse24_plans.plan.operands import Role
+from sparse24_plans.plan.overlap import Lines, overlap
 
 from ..support import Guarded
 from .cases import PROBLEMS, PlanCase, case_of, changed, name_of, parts_of, random_inputs, rejected, select
@@ -83,6 +86,48 @@ def test_column_windows_of_one_buffer_do_not_overlap(device):
         verdict = case.plan.can_implement(replace(case.args, x=x, y=y))
         assert bool(verdict) == fits
         assert fits or "y: expected memory apart from x" in str(verdict.error)
+
+
+def test_operands_in_the_gaps_between_rows_do_not_overlap(device):
+    """A bias, and a workspace of what a kernel needs, between rows of y."""
+    n, m, k, pitch = 6, 16, 32, 64
+    plan = select(GemmSparse24Descriptor(n=n, m=m, k=k, element="f32", epilogue="bias"), device)
+    case = PlanCase(plan, random_inputs(plan.descriptor))
+    whole = Guarded((n, pitch), F32, device).view
+
+    def part(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+        address = whole.address + start * F32.itemsize
+        return TensorView(address, shape, F32, whole.device, strides=strides, owner=whole)
+
+    y = part(0, (n, m), (pitch, 1))
+    for start, fits in ((m, True), (2 * pitch + m, True), (3 * pitch - m, True), (m - 4, False), (52, False)):
+        verdict = case.plan.can_implement(replace(case.args, y=y, bias=part(start, (m,), (1,))))
+        assert bool(verdict) == fits
+        assert fits or "y: expected memory apart from bias" in str(verdict.error)
+
+
+pieces = st.builds(
+    lambda address, lines, width, gap: Lines(address, lines, width + gap, width),
+    st.integers(0, 60),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(0, 12),
+)
+
+
+@given(one=pieces, other=pieces)
+def test_lines_overlap_where_they_share_a_byte(one, other):
+    def cells(piece: Lines) -> set[int]:
+        starts = [piece.address + at * piece.pitch for at in range(piece.lines)]
+        return {start + byte for start in starts for byte in range(piece.width)}
+
+    assert overlap(one, other) == overlap(other, one) == bool(cells(one) & cells(other))
+
+
+@given(one=pieces, other=pieces, scale=st.integers(1, 1 << 40))
+def test_lines_of_any_size_are_compared_at_once(one, other, scale):
+    large = [Lines(p.address * scale, p.lines, p.pitch * scale, p.width * scale) for p in (one, other)]
+    assert overlap(*large) == overlap(one, other)
 
 
 def test_columns_of_one_buffer_give_the_right_product():

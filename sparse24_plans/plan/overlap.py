@@ -1,0 +1,61 @@
+"""Whether two operands share memory. Rows that lie apart leave gaps, in which others may lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..device.tensors import TensorView
+
+_MOST_LINES = 1 << 16
+"""Beyond it, lines at different distances count as one piece: to compare them all would take too long."""
+
+
+class Lines(NamedTuple):
+    """``lines`` pieces of ``width`` bytes, each ``pitch`` bytes behind the one before."""
+
+    address: int
+    lines: int
+    pitch: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        return self.address + (self.lines - 1) * self.pitch + self.width
+
+    def meet(self, start: int, width: int) -> bool:
+        """Whether one of them shares memory with the bytes from ``start``."""
+        first = (start - self.width - self.address) // self.pitch + 1
+        last = -(-(start + width - self.address) // self.pitch) - 1
+        return max(first, 0) <= min(last, self.lines - 1)
+
+
+def piece(address: int, nbytes: int) -> Lines:
+    """Memory without gaps."""
+    return Lines(address, 1, max(nbytes, 1), nbytes)
+
+
+def lines_of(view: TensorView) -> Lines:
+    """The rows of a matrix, or its columns, where they lie apart; of everything else the whole span."""
+    if len(view.shape) == 2:
+        size = view.element.itemsize
+        for line, step in ((0, 1), (1, 0)):
+            count, width, pitch = view.shape[line], view.shape[step], view.strides[line]
+            if count > 1 and pitch > width and view.strides[step] == 1:
+                return Lines(view.address, count, pitch * size, width * size)
+    return piece(view.address, view.nbytes_spanned)
+
+
+def overlap(one: Lines, other: Lines) -> bool:
+    """Whether they share a byte."""
+    if one.address >= other.end or other.address >= one.end:
+        return False
+    few, many = (one, other) if one.lines <= other.lines else (other, one)
+    if few.lines == 1:
+        return many.meet(few.address, few.width)
+    if few.pitch == many.pitch:  # line i of one against line j of the other is a matter of i - j
+        back = (few.lines - 1) * many.pitch
+        spread = Lines(many.address - back, many.lines + few.lines - 1, many.pitch, many.width)
+        return spread.meet(few.address, few.width)
+    if few.lines > _MOST_LINES:
+        return True
+    return any(many.meet(few.address + at * few.pitch, few.width) for at in range(few.lines))
