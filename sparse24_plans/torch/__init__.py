@@ -5,5 +5,10 @@ through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 """
 
 from . import ops as ops  # registers them
+from .linear import Sparse24Linear as Sparse24Linear
+from .swap import Sparse24Recipe as Sparse24Recipe
+from .swap import SwappedLayer as SwappedLayer
+from .swap import SwapReport as SwapReport
+from .swap import to_sparse24 as to_sparse24
 
-__all__: list[str] = []
+__all__ = ["Sparse24Linear", "Sparse24Recipe", "SwapReport", "SwappedLayer", "to_sparse24"]

@@ -1,0 +1,378 @@
+"""``Sparse24Linear``: a linear layer whose weight is 2:4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..plan.guarantee import GuaranteeRequirement
+from ..plan.preference import PlanPreference
+from ..vocab import TileRule
+from .elements import META_DTYPES, canonical_weight, element_of, plan_device
+from .layouts import cupy_on_torch_stream
+from .products import ACTIVATIONS
+
+Tensor = torch.Tensor
+_ops: Any = torch.ops.sparse24
+_linear = _ops.linear.default
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+METHODS = ("prune", "compress", "tiles")
+VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
+"""In a state_dict, as in our checkpoints: the canonical weight of the layer's ``weight``."""
+_K_STEP = 8
+
+PreferenceLike = PlanPreference | Mapping[str, Any] | None
+RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
+
+
+class Sparse24Linear(nn.Module):
+    """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4; x may have any leading dimensions.
+
+    The layer holds the canonical weight, ``values`` and ``metadata``; on a CUDA device, where it has 16 bits
+    and isn't ``trainable``, the packed one alone, from which the canonical one can be had bit for bit. Its
+    ``state_dict`` is always canonical, under the names of our checkpoints: ``weight.values24``,
+    ``weight.meta24`` (uint16) and ``bias``. So it loads on any device. A fresh layer is zero.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        K and M. Where K is no multiple of 8, W and x are padded with zeros to the next one; x at each call.
+    bias : bool
+        Whether there is a bias [out_features] of the weight's dtype.
+    activation : str
+        ``none``, ``relu``, ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the product's epilogue.
+    out_dtype : torch.dtype, optional
+        The weight's, or float32.
+    trainable : bool
+        Whether the kept values are a parameter that wants gradients; pruned cells stay zero.
+    require : GuaranteeRequirement or mapping, optional
+        What every kernel must promise, ``{"batch_invariant": True}`` for one.
+    preference : PlanPreference or mapping, optional
+        Other wishes of a plan.
+    device, dtype
+        As of torch.nn.Linear; float32, float16 or bfloat16.
+
+    Raises InvalidProblemError naming the argument, UnsupportedError for other dtypes, also in ``to``.
+    """
+
+    values: nn.Parameter | None
+    metadata: Tensor | None
+    packed: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str = "none",
+        out_dtype: torch.dtype | None = None,
+        trainable: bool = False,
+        require: RequirementLike = None,
+        preference: PreferenceLike = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        if activation not in ACTIVATIONS:
+            raise InvalidProblemError(
+                f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        if out_dtype not in (None, dtype, torch.float32):
+            raise InvalidProblemError(f"out_dtype: expected {dtype} or torch.float32, got {out_dtype}")
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
+        self.preference = _preference(preference, require)
+        self._preference_text = self.preference.model_dump_json(exclude_defaults=True)
+        self._padding = -in_features % _K_STEP
+        k = in_features + self._padding
+        self.values = nn.Parameter(
+            torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
+        )
+        self.register_buffer(
+            "metadata", torch.full((out_features, k // 8), 0x0404, dtype=torch.int16, device=device)
+        )
+        self.register_buffer("packed", None)
+        where = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        own = None if where is None else nn.Parameter(where, requires_grad=trainable)
+        self.register_parameter("bias", own)
+        self._settle()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        method: str = "prune",
+        rule: TileRule | str = TileRule.OPTIMAL,
+        scores: Tensor | None = None,
+        **options: Any,
+    ) -> Sparse24Linear:
+        """The layer that takes the place of ``linear``, which stays as it is; the bias is copied.
+
+        ``method``: ``prune`` keeps the two largest |values| of every four, or those of the largest ``scores``
+        [M, K]; ``compress`` takes a weight that is 2:4 already, or raises FormatError; ``tiles`` prunes 4x4
+        tiles by ``rule`` (M a multiple of 8), so that the transpose is 2:4 too. ``options`` are those of the
+        constructor.
+        """
+        weight = linear.weight.detach()
+        _checked_dtype(weight.dtype)
+        if method not in METHODS:
+            raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device="meta",
+            dtype=weight.dtype,
+            **options,
+        )
+        dense = nn.functional.pad(weight, (0, layer._padding))
+        ranks = None if scores is None else nn.functional.pad(scores, (0, layer._padding), value=-torch.inf)
+        with torch.no_grad():
+            if method == "prune":
+                values, meta = _ops.prune_compress(dense, ranks)
+            elif method == "compress":
+                values, meta = _ops.compress(dense)
+            else:
+                values, meta = _ops.tile_prune(dense, str(rule))[:2]
+            bias = None if linear.bias is None else linear.bias.detach().clone()
+            layer._hold(values, meta, bias)
+        return layer.train(linear.training)
+
+    def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
+        """Take these tensors for the layer's own."""
+        self.packed = None
+        self.values = nn.Parameter(values, requires_grad=self.trainable)
+        self.metadata = meta.view(torch.int16)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=self.trainable)
+        self._settle()
+
+    # Forms ------------------------------------------------------------------------------------------
+
+    @property
+    def _weight(self) -> Tensor:
+        weight = self.packed if self.values is None else self.values
+        assert weight is not None
+        return weight
+
+    @property
+    def k(self) -> int:
+        """Columns of W with its padding."""
+        return self.in_features + self._padding
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weight takes as it is held."""
+        return sum(t.nbytes for t in (self.values, self.metadata, self.packed) if t is not None)
+
+    def canonical(self) -> tuple[Tensor, Tensor]:
+        """Values [M, K/2] and metadata [M, K/8], int16; the layer's own where it holds them."""
+        if self.values is not None and self.metadata is not None:
+            return self.values, self.metadata
+        with torch.no_grad():
+            values, meta = _ops.unpack(self.packed, self.out_features, self.k)
+        return values, meta
+
+    def dense_weight(self) -> Tensor:
+        """W [out_features, in_features], dense."""
+        with torch.no_grad():
+            values, meta = self.canonical()
+            dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
+        return dense
+
+    def _settle(self) -> None:
+        """Hold the form that suits the device."""
+        weight = self._weight
+        packs = weight.is_cuda and weight.element_size() == 2 and not self.trainable
+        if packs == (self.packed is not None):
+            return
+        values, meta = self.canonical()
+        if packs:
+            with torch.no_grad():
+                self.packed = _ops.pack(values.detach(), meta)
+            self.values = self.metadata = None
+        else:
+            self._unpack(values, meta)
+
+    def _unpack(self, values: Tensor, meta: Tensor) -> None:
+        self.values = nn.Parameter(values, requires_grad=self.trainable)
+        self.metadata, self.packed = meta, None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24Linear:
+        weight = self._weight
+        probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        _checked_dtype(probe.dtype)
+        if self.packed is not None:
+            self._unpack(*self.canonical())
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle()  # torch.load may have put it on another device
+
+    # State --------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        values, meta = self.canonical()
+        bias = self.bias
+        destination[prefix + VALUES_KEY] = values if keep_vars else values.detach()
+        destination[prefix + META_KEY] = meta.view(torch.uint16)
+        if bias is not None:
+            destination[prefix + "bias"] = bias if keep_vars else bias.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        wanted = [VALUES_KEY, META_KEY] + ["bias"] * (self.bias is not None)
+        if prefix + "weight" in state_dict and prefix + VALUES_KEY not in state_dict:
+            error_msgs.append(
+                f"{prefix}weight: expected {prefix}{VALUES_KEY} and {prefix}{META_KEY}, got a dense weight; "
+                "make the layer with Sparse24Linear.from_linear"
+            )
+            return
+        if strict:
+            missing_keys += [prefix + key for key in wanted if prefix + key not in state_dict]
+            unexpected_keys += [
+                key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in wanted
+            ]
+        found = {key: state_dict[prefix + key] for key in wanted if prefix + key in state_dict}
+        try:
+            self._load(found, bool(local_metadata.get("assign_to_params_buffers")))
+        except Sparse24Error as error:
+            error_msgs.append(f"{prefix}{error}")
+
+    def _load(self, found: Mapping[str, Tensor], assign: bool) -> None:
+        """Take over what is there, converted to the layer's dtype and device unless ``assign``."""
+        values, meta = (t.detach() for t in self.canonical())
+        bias = None if self.bias is None else self.bias.detach()
+        held = {VALUES_KEY: values, META_KEY: meta, "bias": bias}
+        for key, own in held.items():
+            if key not in found:
+                continue
+            given = found[key].detach()
+            if own is None or given.shape != own.shape:
+                shape = None if own is None else list(own.shape)
+                raise InvalidProblemError(f"{key}: expected {shape}, got {list(given.shape)}")
+            if key == META_KEY:
+                if given.dtype not in META_DTYPES:
+                    raise InvalidProblemError(f"{key}: expected uint16 or int16, got {given.dtype}")
+                given = given.view(torch.int16)
+            else:
+                _checked_dtype(given.dtype)
+            held[key] = given if assign else given.to(own.device, own.dtype, copy=True)
+        values, meta, bias = held[VALUES_KEY], held[META_KEY], held["bias"]
+        assert values is not None
+        assert meta is not None
+        if META_KEY in found and meta.device.type != "meta":
+            check_metadata(values, meta)
+        self._hold(values, meta, bias)
+
+    # Use ----------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        if self._padding:
+            x = nn.functional.pad(x, (0, self._padding))
+        weight = self._buffers["packed"]
+        if weight is None:
+            weight = self._parameters["values"]
+        y: Tensor = _linear(
+            x,
+            weight,
+            self._buffers["metadata"],
+            self._parameters["bias"],
+            self.out_features,
+            self.activation,
+            self.out_dtype,
+            self._preference_text,
+        )
+        return y
+
+    def plan(self, n: int = 1) -> GemmSparse24Plan:
+        """The plan of ``n`` tokens on the layer's device: its row, guarantee and explanation.
+
+        Raises UnsupportedError or BackendUnavailableError where nothing can serve.
+        """
+        weight = self._weight
+        out = self.out_dtype
+        descriptor = GemmSparse24Descriptor(
+            n=n,
+            m=self.out_features,
+            k=self.k,
+            element=element_of(weight.dtype, "weight"),
+            epilogue=_epilogue(self.activation, self.bias is not None),
+            **({} if out is None else {"out_element": element_of(out, "out_dtype")}),
+        )
+        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+
+    def extra_repr(self) -> str:
+        weight = self._weight
+        parts = [
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
+            f"dtype={str(weight.dtype).removeprefix('torch.')}",
+        ]
+        if self.activation != "none":
+            parts.append(f"activation={self.activation}")
+        if self._padding:
+            parts.append(f"padded_to={self.k}")
+        parts.append(f"bytes={self.weight_bytes}")
+        try:
+            plan = self.plan()
+            promised = plan.guarantee
+            flags = [
+                name for name in GuaranteeRequirement.model_fields if getattr(promised, name, None) is True
+            ]
+            parts += [f"row={plan.explain().chosen}", f"guarantee={'+'.join(flags) or 'error bound'}"]
+        except Sparse24Error as error:
+            parts.append(f"row=none ({type(error).__name__})")
+        return ", ".join(parts)
+
+
+def _epilogue(activation: str, has_bias: bool) -> str:
+    if activation != "none":
+        return f"bias_{activation}"
+    return "bias" if has_bias else "identity"
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        names = ", ".join(str(known) for known in DTYPES)
+        raise UnsupportedError(f"dtype: expected one of {names} for a Sparse24Linear, got {dtype}")
+    return dtype
+
+
+def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPreference:
+    wishes = PlanPreference.of(preference)
+    if require is None:
+        return wishes
+    return wishes.model_copy(update={"require": require})
+
+
+def check_metadata(values: Tensor, meta: Tensor) -> None:
+    """Raises FormatError, with row and group, for bytes that name no two positions."""
+    with cupy_on_torch_stream(values):
+        try:
+            canonical_weight(values, meta, validate=True)
+        except FormatError as error:
+            located = FormatError(f"{META_KEY}: {error}")
+            located.row, located.group = error.row, error.group
+            raise located from error

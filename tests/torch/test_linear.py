@@ -1,0 +1,284 @@
+"""``Sparse24Linear``: the layer's mathematics, its state, its moves, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import Sparse24Linear
+
+from .cases import DEVICE, FLOATS, S, close, pruned, randn
+from .test_ops import ACTIVATIONS
+
+F = nn.functional
+
+
+def dense_layer(k: int = 64, m: int = 96, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(k, m, bias, device=DEVICE, dtype=dtype)
+
+
+def state(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    x = randn(5, one.in_features, dtype=one.state_dict()["weight.values24"].dtype)
+    return torch.equal(one(x), other(x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("k", [64, 60, 3])
+def test_it_is_the_linear_layer_with_a_pruned_weight(dtype, bias, k):
+    """K is padded with zeros to a multiple of 8 where it is none."""
+    dense = dense_layer(k, 97, bias, dtype)
+    layer = Sparse24Linear.from_linear(dense)
+    padded = F.pad(dense.weight.detach(), (0, -k % 8))
+    assert torch.equal(layer.dense_weight(), pruned(padded)[:, :k])
+    x = randn(2, 3, k, dtype=dtype)
+    wanted = F.linear(x.double(), layer.dense_weight().double(), dense.bias.double() if bias else None)
+    close(layer(x), wanted)
+    assert layer(x).shape == (2, 3, 97)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_activation_is_part_of_the_layer(name):
+    if name == "gelu_tanh" and DEVICE == "cuda":
+        pytest.skip("the device's kernels have no tanh GELU for float32")
+    layer = Sparse24Linear.from_linear(dense_layer(), activation=name)
+    x = randn(5, 64)
+    wanted = F.linear(x.double(), layer.dense_weight().double(), layer.bias.double())
+    close(layer(x), ACTIVATIONS[name](wanted))
+
+
+def test_results_in_float32():
+    layer = Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16), out_dtype=torch.float32)
+    assert layer(randn(5, 64, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_methods():
+    dense = dense_layer()
+    with pytest.raises(FormatError):
+        Sparse24Linear.from_linear(dense, method="compress")
+    dense.weight.data = pruned(dense.weight.data)
+    compressed = Sparse24Linear.from_linear(dense, method="compress")
+    assert torch.equal(compressed.dense_weight(), dense.weight)
+    tiles = Sparse24Linear.from_linear(dense, method="tiles").dense_weight()
+    S.compress(tiles.t().contiguous())  # the transpose is 2:4 too
+    scores = randn(96, 64, seed=3)
+    ranked = Sparse24Linear.from_linear(dense_layer(), scores=scores)
+    assert torch.equal(ranked.dense_weight(), S.prune(dense_layer().weight.detach(), scores))
+
+
+def test_requirements_choose_the_row():
+    layer = Sparse24Linear.from_linear(dense_layer(), require={"batch_invariant": True})
+    assert layer.plan(5).guarantee.batch_invariant
+    x = randn(9, 64)
+    assert torch.equal(layer(x), torch.cat([layer(x[i : i + 1]) for i in range(9)]))
+    impossible = Sparse24Linear.from_linear(dense_layer(), require={"max_error_bound": 1e-30})
+    with pytest.raises(UnsupportedError, match="error_bound"):
+        impossible(x)
+
+
+# State ----------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_that_of_our_checkpoints():
+    layer = Sparse24Linear.from_linear(dense_layer(60, 96, dtype=torch.bfloat16))
+    found = {name: (tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()}
+    assert found == {
+        "weight.values24": ((96, 32), torch.bfloat16),
+        "weight.meta24": ((96, 8), torch.uint16),
+        "bias": ((96,), torch.bfloat16),
+    }
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "torch.save": lambda layer: _saved(layer, lambda file: torch.load(file, weights_only=False)),
+    "state_dict": lambda layer: _loaded(layer, state(layer)),
+    "torch.save of the state_dict": lambda layer: _loaded(layer, _saved(state(layer), torch.load)),
+    "assign": lambda layer: _loaded(layer, state(layer), assign=True),
+}
+
+
+def _saved(thing, load):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return load(file)
+
+
+def _loaded(like: Sparse24Linear, found: dict, **options) -> Sparse24Linear:
+    layer = Sparse24Linear(like.in_features, like.out_features, device=DEVICE, dtype=found["bias"].dtype)
+    layer.load_state_dict(found, **options)
+    return layer
+
+
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copies_give_the_same_bits_and_share_no_memory(way, dtype):
+    layer = Sparse24Linear.from_linear(dense_layer(dtype=dtype), trainable=True)
+    other = way(layer)
+    assert same(layer, other)
+    with torch.no_grad():
+        other.values.zero_() if other.values is not None else other.packed.zero_()
+    assert not same(layer, other)
+
+
+def test_a_state_of_another_dtype_is_converted():
+    layer = Sparse24Linear.from_linear(dense_layer())
+    half = Sparse24Linear(64, 96, device=DEVICE, dtype=torch.bfloat16)
+    half.load_state_dict(layer.state_dict())
+    assert torch.equal(half.dense_weight(), layer.dense_weight().bfloat16())
+
+
+BROKEN = {
+    "a dense weight": lambda s: {"weight": torch.zeros(96, 64), "bias": s["bias"]},
+    "expected \\[96, 32\\]": lambda s: {**s, "weight.values24": torch.zeros(96, 30)},
+    "expected uint16 or int16": lambda s: {**s, "weight.meta24": s["weight.meta24"].int()},
+    "row 3, group 0": lambda s: {**s, "weight.meta24": _spoiled(s["weight.meta24"])},
+    "Missing key": lambda s: {name: t for name, t in s.items() if name != "weight.meta24"},
+    "Unexpected key": lambda s: {**s, "scale": torch.ones(1)},
+}
+
+
+def _spoiled(meta: torch.Tensor) -> torch.Tensor:
+    words = meta.view(torch.int16).clone()
+    words[3, 0] = 0x0400  # both positions 0
+    return words.view(torch.uint16)
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_state_that_is_broken_is_refused_and_nothing_changes(message):
+    layer = Sparse24Linear.from_linear(dense_layer())
+    before = state(layer)
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(BROKEN[message](state(layer)))
+    if "key" not in message:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+# Moves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16], ids=str)
+def test_a_change_of_dtype_converts_the_kept_values(to):
+    layer = Sparse24Linear.from_linear(dense_layer())
+    wanted = layer.dense_weight().to(to)
+    moved = layer.to(to)
+    assert moved is layer
+    assert torch.equal(layer.dense_weight(), wanted)
+    assert layer.bias.dtype == to
+    close(
+        layer(randn(5, 64, dtype=to)),
+        F.linear(randn(5, 64, dtype=to).double(), wanted.double(), layer.bias.double()),
+    )
+
+
+def test_dtypes_that_no_kernel_has_are_refused():
+    layer = Sparse24Linear.from_linear(dense_layer())
+    before = state(layer)
+    for change in (lambda: layer.double(), lambda: layer.to(torch.float64)):
+        with pytest.raises(UnsupportedError, match="dtype: expected one of"):
+            change()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    with pytest.raises(UnsupportedError, match="float64"):
+        Sparse24Linear(64, 96, dtype=torch.float64)
+
+
+def test_the_meta_device_and_back():
+    layer = Sparse24Linear(64, 96, device="meta", dtype=torch.bfloat16)
+    assert layer(torch.empty(5, 64, device="meta", dtype=torch.bfloat16)).shape == (5, 96)
+    layer.load_state_dict(
+        Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)).state_dict(), assign=True
+    )
+    assert same(layer, Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_weight_is_held_packed_alone():
+    layer = Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16).cpu())
+    before = state(layer)
+    layer.to("cuda")
+    assert layer.values is None
+    assert layer.packed is not None
+    after = layer.state_dict()
+    assert all(
+        torch.equal(after[name].cpu().view(torch.int16), t.view(torch.int16)) for name, t in before.items()
+    )
+    assert torch.equal(layer.half().cpu().state_dict()["weight.values24"], before["weight.values24"].half())
+
+
+def test_a_fresh_layer_is_zero():
+    layer = Sparse24Linear(64, 96, device=DEVICE)
+    assert not layer(randn(5, 64)).any()
+
+
+# Training -------------------------------------------------------------------------------------------
+
+
+def test_kept_values_are_trained_and_pruned_cells_stay_zero():
+    torch.manual_seed(0)
+    layer = Sparse24Linear.from_linear(dense_layer(), trainable=True)
+    zeros = layer.dense_weight() == 0
+    target, x = randn(32, 96, seed=8), randn(32, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    losses = []
+    for _ in range(20):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+    assert not layer.dense_weight()[zeros].any()
+
+
+def test_a_frozen_layer_lets_gradients_through():
+    layer = Sparse24Linear.from_linear(dense_layer())
+    x = randn(5, 64).requires_grad_()
+    layer(x).sum().backward()
+    close(x.grad, layer.dense_weight().double().sum(0).expand(5, 64))
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
+# Words ----------------------------------------------------------------------------------------------
+
+
+def test_the_repr_names_row_bytes_and_guarantee():
+    text = repr(Sparse24Linear.from_linear(dense_layer(60), require={"batch_invariant": True}))
+    for part in ("in_features=60", "padded_to=64", "bytes=13824", "row=", "batch_invariant"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "tanh"}, "activation: expected one of"),
+        ({"out_dtype": torch.float16}, "out_dtype: expected torch.float32"),
+        ({"require": {"fast": True}}, "fast"),
+        ({"preference": 3}, "preference: expected PlanPreference"),
+        ({"method": "magnitude"}, "method: expected one of"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(InvalidProblemError, match=message):
+        Sparse24Linear.from_linear(dense_layer(), **options)
+
+
+def test_it_compiles_in_one_graph():
+    torch._dynamo.reset()
+    layer = Sparse24Linear.from_linear(dense_layer(60))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 3, 17):
+        x = randn(n, 60)
+        assert torch.equal(compiled(x), layer(x))
