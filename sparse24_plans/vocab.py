@@ -54,6 +54,7 @@ class ElementKind(_Word):
 
     @property
     def dtype(self) -> Dtype:
+        """The NumPy type, of ml_dtypes where NumPy has none."""
         return _DTYPES[self]
 
     itemsize: int
@@ -71,6 +72,7 @@ class ElementKind(_Word):
 
     @property
     def is_integer(self) -> bool:
+        """Whether its values are integers."""
         return self in _INTEGERS
 
     @property
@@ -115,7 +117,7 @@ class TorchDtype(Protocol):
     def is_floating_point(self) -> bool: ...
 
 
-ElementLike: TypeAlias = "ElementKind | str | np.dtype[Any] | type[Any] | TorchDtype"
+ElementLike: TypeAlias = ElementKind | str | np.dtype[Any] | type[Any] | TorchDtype
 """What names an element: ``"bf16"``, ``ElementKind.BF16``, ``ml_dtypes.bfloat16``, ``torch.bfloat16``."""
 
 
@@ -178,6 +180,7 @@ class EpilogueKind(_Word):
 
     @property
     def has_bias(self) -> bool:
+        """Whether it adds a bias: all but ``identity`` do."""
         return self is not EpilogueKind.IDENTITY
 
 
@@ -443,10 +446,15 @@ class DeviceProperties(Model):
     """All that selection may know of a device."""
 
     kind: Literal["host", "cuda"]
+    """``host``, or ``cuda`` for a GPU."""
     ordinal: Annotated[int, Integer()] = 0
+    """CUDA's number of the device."""
     name: str = "host"
+    """As the driver has it: "NVIDIA H200"."""
     compute_capability: tuple[Annotated[int, Integer()], Annotated[int, Integer()]] = (0, 0)
+    """(major, minor): (9, 0) for Hopper."""
     multiprocessors: Annotated[int, Integer()] = 0
+    """Number of streaming multiprocessors."""
     cublaslt: str | None = None
     """Version of the cuBLASLt library that loads, or None."""
     cusparselt: str | None = None

@@ -76,7 +76,7 @@ class FrameworkDevice(Protocol):
     def index(self) -> int | None: ...
 
 
-DeviceLike: TypeAlias = "SupportsIndex | str | Device | FrameworkDevice | None"
+DeviceLike: TypeAlias = SupportsIndex | str | Device | FrameworkDevice | None
 """A CUDA ordinal, ``"host"`` (or ``"cpu"``), ``"cuda"``, ``"cuda:1"``, a Device, a ``torch.device``, None."""
 
 

@@ -22,7 +22,9 @@ class Device(NamedTuple):
     """Where memory lives: ``("host", 0)`` or ``("cuda", ordinal)``."""
 
     kind: str
+    """``host`` or ``cuda``."""
     ordinal: int
+    """CUDA's number of the device; 0 for the host."""
 
     def __str__(self) -> str:
         return self.kind if self.kind == "host" else f"cuda:{self.ordinal}"
@@ -96,8 +98,9 @@ def _check_device(argument: str, device: Any) -> Device:
 class TensorView:
     """A strided tensor in somebody else's memory.
 
-    ``address`` in bytes; ``strides`` in elements; ``owner`` keeps the memory alive. Make one with
-    :meth:`of`; the constructor is for runtimes that have nothing but an address.
+    ``address`` in bytes; ``shape``; ``strides`` in elements; ``element`` and ``device`` of its cells;
+    ``readonly``: no kernel may write there; ``owner`` keeps the memory alive. Make one with :meth:`of`; the
+    constructor is for runtimes that have nothing but an address.
 
     ``copy.copy`` gives another view of the same memory, which keeps its owner alive. Deep copies and pickles
     would be views of memory that nobody keeps, so they raise InvalidProblemError: see :meth:`owned_copy`.
@@ -235,6 +238,7 @@ class TensorView:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
         return 0 in self.shape or all(
             size <= 1 or stride == dense
             for size, stride, dense in zip(
@@ -416,6 +420,7 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
 class Workspace:
     """``nbytes`` of scratch memory at ``address``, the caller's own. Kernels never write outside it.
 
+    It lies on ``device``; ``owner`` is kept alive as long as the Workspace.
     Like a TensorView it can be copied, but not deeply, and not pickled.
     """
 

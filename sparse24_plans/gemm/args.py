@@ -32,6 +32,8 @@ class GemmSparse24Args(Args):
 class DgradSparse24Args(Args):
     """Operands of a ``dgrad`` plan: ``dy`` [N, M] of the element is read, ``dx`` [N, K] is written.
 
+    ``weight``: a canonical Sparse24Weight, or what ``plan.pack`` returned.
+
     A class of its own: where M == K, swapped operands would otherwise pass.
     """
 

@@ -24,7 +24,8 @@ from .tuned import TuningTable, shipped
 class GemmSparse24Plan(Plan):
     """A kernel chosen for a product on a device. Immutable; share it between threads and streams.
 
-    Make one with :meth:`select`. Its arguments are GemmSparse24Args, for the op ``dgrad`` DgradSparse24Args.
+    Make one with :meth:`select`. ``descriptor`` is its problem. Its arguments are GemmSparse24Args, for the
+    op ``dgrad`` DgradSparse24Args.
     """
 
     descriptor_type = GemmSparse24Descriptor

@@ -58,6 +58,8 @@ class TunedKernel(Model):
 class TuningTable:
     """Tuned configurations of one GPU and driver. Immutable; pass it to ``select(tuning=...)``.
 
+    ``gpu`` and ``driver`` are the name and the version that it was measured with, ``entries`` its contents.
+
     Raises InvalidProblemError where two entries are for one problem and kernel, or something is no entry.
     """
 

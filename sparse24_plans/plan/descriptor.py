@@ -12,8 +12,10 @@ class Descriptor(Model):
     """Base of every family's descriptors. Frozen, hashable, JSON round-trip; knows nothing of kernels."""
 
     element: ElementKind
+    """Type of the weight's values."""
 
     category: ClassVar[OpCategory]
+    """What a kernel of the problem does: part of the plan's KernelSku."""
 
     @property
     def op_name(self) -> str:

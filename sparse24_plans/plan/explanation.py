@@ -13,25 +13,36 @@ class KernelSku(Model):
     """Identity of the kernel behind a plan."""
 
     category: OpCategory
+    """What the kernel does."""
     op: str
+    """Its op: ``gemm_sparse24_forward``."""
     element: ElementKind
+    """Element of the weight."""
     aux_element: ElementKind
     """Element of the result."""
     layout: str
     """Weight layout the kernel reads or writes: ``canonical``, or a packed ``layout_id``."""
     epilogue: EpilogueKind
+    """What follows the product."""
     arch: ArchSku
+    """The oldest architecture that it is built for."""
     backend: BackendKind
+    """What launches it."""
     precision_guarantee: PrecisionGuarantee
+    """What it promises about its numbers."""
 
 
 class Explanation(Model):
     """Why this kernel, and why not the others."""
 
     device: str
+    """What the selection was for."""
     chosen: str | None
+    """Name of the chosen row; None where nothing can serve."""
     details: str
+    """Of a plan: how its kernel cuts the problem. Else empty."""
     workspace_size: int | None
+    """Of a plan: the bytes that it needs. Else None."""
     rows: tuple[tuple[str, str, str | None], ...]
     """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""
 

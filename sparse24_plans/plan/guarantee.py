@@ -25,10 +25,13 @@ from ..vocab import (
 class PrecisionGuarantee(Model):
     """What a kernel promises about its numbers. A promise that no test confirms is not made.
 
+    ``math_precision``: precision of the operands as they enter the multiplier.
+    ``accumulator``: type of the running sum.
     ``deterministic``: same plan, same inputs, same bits.
     ``bit_stable_on_same_hardware``: also across processes, streams and load, for the same library versions.
     ``batch_invariant``: row i of Y depends on row i of X and on W alone, whatever n and i are.
     ``bit_stable_across_hardware``: the same bits on every device and on the host's strict mode.
+    ``subnormals``: ``preserved``, or ``flushed`` to zero.
     ``nonfinite``: with ``skips_pruned`` an Inf or NaN in X at a pruned position doesn't reach Y;
     with ``propagates`` it does.
     """
@@ -90,7 +93,12 @@ class PrecisionGuarantee(Model):
 
 
 class GuaranteeRequirement(Model):
-    """A filter on guarantees: only kernels that promise all of this are considered."""
+    """A filter on guarantees: only kernels that promise all of this are considered.
+
+    ``deterministic``, ``bit_stable_on_same_hardware``, ``batch_invariant``, ``bit_stable_across_hardware``:
+    True asks for the promise of that name. ``subnormals``, ``nonfinite``, ``math_precision``,
+    ``accumulator``: the value that the guarantee's field must have; None takes any.
+    """
 
     deterministic: Flag = False
     bit_stable_on_same_hardware: Flag = False

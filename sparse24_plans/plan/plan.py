@@ -52,10 +52,12 @@ class Tuning(Protocol):
 class Plan:
     """A kernel chosen for a descriptor on a device. Immutable; share it between threads and streams.
 
-    Make one with :meth:`select`.
+    Make one with :meth:`select`. ``descriptor``, ``preference`` and ``device`` (DeviceProperties) are what it
+    was selected for.
     """
 
     descriptor_type: ClassVar[type[Descriptor]]
+    """The class of descriptors that such plans are for."""
     table: ClassVar[tuple[Row, ...]]
     """The family's kernels, in order of preference."""
 

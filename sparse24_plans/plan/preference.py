@@ -14,10 +14,15 @@ class PlanPreference(Model):
     """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
 
     max_workspace_bytes: Annotated[int, Integer()] | None = None
+    """No kernel that needs more; None: any."""
     allow_sm90a: Flag = True
+    """Whether kernels may serve that run on compute capability 9.0 alone."""
     prefer_backend: BackendKind | None = None
+    """The backend to use, or to fail."""
     tier: Tier | None = None
+    """The tier to use, or to fail."""
     require: GuaranteeRequirement = GuaranteeRequirement()
+    """What the kernel has to promise."""
 
     if TYPE_CHECKING:
 

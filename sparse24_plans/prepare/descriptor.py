@@ -42,7 +42,9 @@ class PrepareDescriptor(Descriptor):
     """What the descriptors share: W [M, K] and its element."""
 
     m: Size
+    """Rows of W; 0 or more."""
     k: Eights
+    """Columns of W, a multiple of 8; 0 or more."""
 
     category: ClassVar[OpCategory] = OpCategory.COMPRESS
 
@@ -56,6 +58,7 @@ class PrepareDescriptor(Descriptor):
 
     @property
     def op(self) -> PrepareOp:
+        """What is done."""
         raise NotImplementedError
 
     @property
@@ -221,6 +224,7 @@ class PackSparse24Descriptor(PrepareDescriptor):
     """
 
     direction: Literal["pack", "unpack"] = "pack"
+    """From the canonical form to tiles (``pack``), or back."""
 
     category: ClassVar[OpCategory] = OpCategory.PACK
 
@@ -256,7 +260,9 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
     """
 
     rule: TileRule = TileRule.GREEDY_MAGNITUDE
+    """Which cells are kept."""
     m: Eights
+    """Rows of W, a multiple of 8."""
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 
@@ -289,6 +295,7 @@ class MaskSparse24Descriptor(PrepareDescriptor):
     """
 
     layout: MaskLayout = MaskLayout.ROWS
+    """How the mask's bits lie."""
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 

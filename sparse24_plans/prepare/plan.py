@@ -43,7 +43,10 @@ from .table import ROWS
 
 
 class PreparePlan(Plan):
-    """What the plans of this family share. Nothing rounds: the same bits on every device, and on the host."""
+    """What the plans of this family share. Nothing rounds: the same bits on every device, and on the host.
+
+    ``descriptor`` says what is done.
+    """
 
     table = ROWS
     descriptor: PrepareDescriptor

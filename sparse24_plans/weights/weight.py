@@ -33,7 +33,8 @@ class Sparse24Weight:
 
     ``values`` [M, K/2] and ``metadata`` [M, K/8] uint16 may be any tensors on one device; both must be
     contiguous. ``element`` names the type where ``values`` comes as raw bits. ``validate=False`` skips
-    the scan of the metadata, which on a GPU waits for the device.
+    the scan of the metadata, which on a GPU waits for the device. ``m``, ``k``, ``element`` and ``device``
+    are W's; ``values_view`` and ``metadata_view`` its memory as TensorViews.
 
     Raises InvalidProblemError for wrong shapes, types or devices; FormatError, with row and group, for
     metadata whose positions do not increase or that has stray bits.
@@ -207,7 +208,8 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None)
     """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
 
     The same rule as :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of the element's
-    type on the device of ``dense``.
+    type on the device of ``dense``. Raises InvalidProblemError for anything but a matrix with K a multiple
+    of 8.
     """
     return Sparse24Weight.prune_compress(dense, scores=scores, element=element).decompress()
 
@@ -217,8 +219,8 @@ class PackedWeight:
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
-    memory, in the order the layout defines. The host and the inflate tier read the canonical layout as it
-    is: there packing copies nothing.
+    memory, in the order the layout defines; ``m``, ``k``, ``element`` and ``device`` are the weight's. The
+    host and the inflate tier read the canonical layout as it is: there packing copies nothing.
 
     Raises InvalidProblemError for buffers that aren't the layout's, BufferTooSmallError for short ones.
     """
@@ -278,6 +280,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffers together."""
         return sum(view.nbytes_spanned for view in self.buffers)
 
 
