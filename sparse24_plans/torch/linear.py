@@ -13,7 +13,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import TileRule
+from ..vocab import EpilogueKind, TileRule
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
 from .products import ACTIVATIONS
@@ -264,7 +264,7 @@ class Sparse24Linear(nn.Module):
         """Take over what is there, converted to the layer's dtype and device unless ``assign``."""
         values, meta = (t.detach() for t in self.canonical())
         bias = None if self.bias is None else self.bias.detach()
-        held = {VALUES_KEY: values, META_KEY: meta, "bias": bias}
+        held: dict[str, Any] = {VALUES_KEY: values, META_KEY: meta, "bias": bias}
         for key, own in held.items():
             if key not in found:
                 continue
@@ -279,9 +279,7 @@ class Sparse24Linear(nn.Module):
             else:
                 _checked_dtype(given.dtype)
             held[key] = given if assign else given.to(own.device, own.dtype, copy=True)
-        values, meta, bias = held[VALUES_KEY], held[META_KEY], held["bias"]
-        assert values is not None
-        assert meta is not None
+        values, meta, bias = held.values()
         if META_KEY in found and meta.device.type != "meta":
             check_metadata(values, meta)
         self._hold(values, meta, bias)
@@ -313,14 +311,13 @@ class Sparse24Linear(nn.Module):
         Raises UnsupportedError or BackendUnavailableError where nothing can serve.
         """
         weight = self._weight
-        out = self.out_dtype
         descriptor = GemmSparse24Descriptor(
             n=n,
             m=self.out_features,
             k=self.k,
             element=element_of(weight.dtype, "weight"),
-            epilogue=_epilogue(self.activation, self.bias is not None),
-            **({} if out is None else {"out_element": element_of(out, "out_dtype")}),
+            epilogue=EpilogueKind(_epilogue(self.activation, self.bias is not None)),
+            out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),
         )
         return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
 
