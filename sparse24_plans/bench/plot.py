@@ -7,6 +7,7 @@ contender. Needs matplotlib only.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import matplotlib
 
@@ -15,17 +16,23 @@ from .record import Record, load
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MultipleLocator
+
+matplotlib.rcParams["svg.hashsalt"] = "sparse24_plans"  # the same file every time
 
 _ELEMENT = "bf16"
+_SELECTED = "auto"
+_CUSPARSELT = "cuSPARSELt, best of its search"
+# In the order of drawing: what select chooses lies on top.
 _NAMES = {
-    "auto": "ours: what select chooses",
-    "invariant": "ours: what it chooses for batch invariance",
-    "wgmma_sp": "wgmma_sp",
-    "mma_sp": "mma_sp",
     "inflate_cublas": "inflate_cublas",
+    "mma_sp": "mma_sp",
+    "invariant": "what select chooses for batch invariance",
+    _SELECTED: "what select chooses",
 }
 # Bytes of a 16-bit weight, dense over packed: what the memory allows where weights are all that moves.
 _BANDWIDTH_LIMIT = 2 / 1.125
+_LIMITS = ((1.0, "dense cuBLAS"), (_BANDWIDTH_LIMIT, "limit by memory bandwidth, for few tokens"))
 
 
 def speedups(record: Record, backend: str, key: str = "us") -> dict[int, float]:
@@ -40,26 +47,39 @@ def speedups(record: Record, backend: str, key: str = "us") -> dict[int, float]:
     return found
 
 
-def main(record_path: str, out: str) -> None:
-    record = load(record_path)
+def drawn(record: Record) -> Any:
+    """The figure, of matplotlib."""
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    lines = {label: speedups(record, backend) for backend, label in _NAMES.items()}
-    lines["cuSPARSELt, best of its search"] = speedups(record, "auto", "cusparselt_us")
+    lines = {_CUSPARSELT: speedups(record, _SELECTED, "cusparselt_us")}
+    lines |= {label: speedups(record, backend) for backend, label in _NAMES.items()}
     for label, line in lines.items():
-        width = 3 if label == _NAMES["auto"] else 1.2
-        axes.plot(list(line), list(line.values()), marker="o", markersize=4, linewidth=width, label=label)
-    axes.axhline(1, color="black", linewidth=1, label="dense cuBLAS")
-    axes.axhline(_BANDWIDTH_LIMIT, color="grey", linestyle="--", label="what memory allows at small N")
+        if not line:  # the record doesn't have it
+            continue
+        style: dict[str, Any] = {"linewidth": 1.2}
+        if label == _NAMES[_SELECTED]:
+            style = {"linewidth": 3, "color": "black", "zorder": 3}
+        axes.plot(list(line), list(line.values()), marker="o", markersize=4, label=label, **style)
+    for height, text in _LIMITS:
+        axes.axhline(height, color="grey", linestyle="--", linewidth=1, zorder=1)
+        axes.text(0.99, height + 0.02, text, ha="right", fontsize=8, transform=axes.get_yaxis_transform())
+    tokens = sorted({n for line in lines.values() for n in line})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    axes.set_xticks(tokens, [str(n) for n in tokens])
+    axes.minorticks_off()
+    axes.set_ylim(0, 2.1)
+    axes.yaxis.set_major_locator(MultipleLocator(0.5))
+    axes.yaxis.set_major_formatter("{x:.1f}")
     axes.set_xlabel("N, tokens")
     axes.set_ylabel("speed-up over dense cuBLAS")
     axes.set_title(f"{record['gpu']}, {_ELEMENT}, geometric mean over eight Llama shapes")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower left")
     figure.tight_layout()
-    figure.savefig(out)
+    return figure
+
+
+def main(record_path: str, out: str) -> None:
+    drawn(load(record_path)).savefig(out, metadata={"Date": None} if out.endswith(".svg") else {})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""The plot of the record: what a reader looks for is labelled; the line of what select chooses is on top."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the extra bench is not installed")
+
+from sparse24_plans.bench import plot
+from sparse24_plans.bench.scope import TOKENS
+
+from .records import RESULTS, ROOT, record
+
+
+@pytest.fixture(scope="module")
+def axes():
+    (axes,) = plot.drawn(record("h200.json")).axes
+    return axes
+
+
+def test_the_speed_up_is_on_a_linear_axis(axes):
+    assert axes.get_yscale() == "linear"
+    bottom, top = axes.get_ylim()
+    assert bottom == 0
+    labels = {tick.get_text() for tick in axes.get_yticklabels() if bottom <= tick.get_position()[1] <= top}
+    assert {"1.0", "1.5", "2.0"} <= labels
+
+
+def test_every_measured_number_of_tokens_has_a_tick(axes):
+    assert [int(tick.get_text()) for tick in axes.get_xticklabels()] == list(TOKENS)
+
+
+def test_what_select_chooses_is_drawn_last(axes):
+    *others, last = sorted(axes.get_lines(), key=lambda line: line.get_zorder())
+    assert last.get_label() == "what select chooses"
+    assert last.get_linewidth() > max(line.get_linewidth() for line in others)
+    assert list(last.get_ydata()) == list(plot.speedups(record("h200.json"), "auto").values())
+
+
+def test_dense_and_the_limit_by_bandwidth_are_marked(axes):
+    marked = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert {"dense cuBLAS", "limit by memory bandwidth, for few tokens"} == marked.keys()
+    assert abs(marked["dense cuBLAS"] - 1) < 0.05
+    assert abs(marked["limit by memory bandwidth, for few tokens"] - 16 / 9) < 0.05
+
+
+def test_the_committed_plot_is_of_the_record(tmp_path):
+    """Where its marks lie among each other; fonts and versions of matplotlib may differ."""
+    plot.main(str(RESULTS / "h200.json"), str(tmp_path / "h200.svg"))
+    made, committed = ((folder / "h200.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
+    assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m sparse24_plans.bench.plot"
+
+
+def marks(svg: str) -> list[float]:
+    """Heights of all marks, from 0 to 1."""
+    found = [float(height) for height in re.findall(r'<use [^>]*\by="([-\d.]+)"', svg)]
+    low, high = min(found), max(found)
+    return [(height - low) / (high - low) for height in found]
