@@ -13,6 +13,7 @@ from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..vocab import DeviceProperties, GemmOp
+from ..weights.on_device import on_stream
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
 from .descriptor import GemmSparse24Descriptor
@@ -91,16 +92,19 @@ class GemmSparse24Plan(Plan):
     def _given_tuning(self) -> Tuning | None:
         return None if self._tuning is shipped(self.device.name) else self._tuning
 
-    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+    def pack(self, weight: Sparse24Weight, *, stream: Any = None) -> PackedWeight:
         """``weight`` in the layout of this plan's kernel, on its device. Usable by every n.
 
+        On a GPU the work is queued on ``stream``, as of :meth:`run`; a host plan takes None alone.
         Raises InvalidProblemError where shape, element or device differ from the plan's.
         """
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
         operand = self._operands[0]
         check_weight_fits(weight, operand, self._home)
-        return check_weight(self._kernel.pack(weight), operand, self._row.layout, self._home)
+        with on_stream(self._home, stream):
+            packed = self._kernel.pack(weight)
+        return check_weight(packed, operand, self._row.layout, self._home)
 
 
 def _table(tuning: object, properties: DeviceProperties) -> TuningTable:

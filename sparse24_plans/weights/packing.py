@@ -37,6 +37,7 @@ from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from . import canonical
 from .layouts import ROW_BYTES, TILE_M, VALUE_BYTES, TileLayout, layout_of
+from .on_device import short_forms
 from .weight import PackedWeight, Sparse24Weight
 
 _PAD_NIBBLES = 0x44
@@ -50,8 +51,8 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
 
     Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
     bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
-    On a GPU the work is queued on CuPy's current stream. Scratch memory: on the host a few megabytes, or
-    three times one row of tiles where that is more; on a GPU three times the result.
+    On a GPU the kernel of the plan that packs is queued on CuPy's current stream. Scratch memory on the
+    host: a few megabytes, or three times one row of tiles where that is more.
 
     Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
     """
@@ -60,6 +61,8 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
     layout = layout_of(weight.element)
     shape = layout.packed_shape(weight.m, weight.k)
     with current_on(weight.device):
+        if weight.device != HOST and (packed := short_forms().pack(weight)):
+            return packed  # type: ignore[no-any-return]
         values, metadata = weight.values_view.bits(), weight.metadata
         tiles = canonical.array_module(values).empty(shape, np.uint8)
         for step, rows in _steps(layout, weight.m, weight.k, weight.device):

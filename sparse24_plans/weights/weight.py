@@ -17,6 +17,7 @@ from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, INT64_MAX, ElementKind, ElementLike, element_kind, integer
 from . import canonical, threads
 from .layouts import buffer_bytes
+from .on_device import on_stream, short_forms
 
 
 def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
@@ -81,31 +82,52 @@ class Sparse24Weight:
         """Bytes of values and metadata together."""
         return self.m * self.k // 2 * self.element.itemsize + self.m * self.k // 4
 
-    def validate(self) -> None:
-        """Check every metadata byte. Raises FormatError with the first bad row and group."""
-        canonical.check_metadata(self.metadata)
+    # ``stream`` below: as of ``plan.run``. On a GPU work and memory are of that stream, and the kernels are
+    # those of the plans that prepare weights where they serve the operands; else CuPy's, with the same bits.
+
+    def validate(self, *, stream: Any = None) -> None:
+        """Check every metadata byte. Raises FormatError with the first bad row and group.
+
+        On a GPU it waits for ``stream``; the host takes None alone.
+        """
+        with on_stream(self.device, stream):
+            canonical.check_metadata(self.metadata)
 
     @classmethod
-    def compress(cls, dense: Any, *, element: ElementLike | None = None) -> Sparse24Weight:
+    def compress(
+        cls, dense: Any, *, element: ElementLike | None = None, stream: Any = None
+    ) -> Sparse24Weight:
         """Compress ``dense`` [M, K], which is 2:4 already.
 
         ``-0.0`` counts as zero. Raises FormatError, with row and group, where a group of four has more
-        than two non-zeros: nothing is dropped.
+        than two non-zeros: nothing is dropped. On a GPU the work is done on ``stream``, and waited for; the
+        host takes None alone.
         """
         view = _dense_view(dense, element)
-        return cls._build(view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start))
+        with on_stream(view.device, stream):
+            if made := view.device != HOST and short_forms().compress(view):
+                return cls(*made, element=view.element, validate=False)
+            return cls._build(
+                view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start)
+            )
 
     @classmethod
     def prune_compress(
-        cls, dense: Any, *, scores: Any = None, element: ElementLike | None = None
+        cls, dense: Any, *, scores: Any = None, element: ElementLike | None = None, stream: Any = None
     ) -> Sparse24Weight:
         """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
 
         Ranked by |value|, or by ``scores`` [M, K] of any element, or NumPy's float64 (as they are, signed).
-        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike.
+        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike. On a GPU the work is queued
+        on ``stream``; the host takes None alone.
         """
         view = _dense_view(dense, element)
-        return cls._build(view, _ranker(view, scores))
+        with on_stream(view.device, stream):
+            if view.device != HOST:
+                ranks = None if scores is None else _scores_view(view, scores)
+                if made := short_forms().prune_compress(view, ranks):
+                    return cls(*made, element=view.element, validate=False)
+            return cls._build(view, _ranker(view, scores))
 
     @classmethod
     def _build(cls, view: TensorView, codes_of: Any) -> Sparse24Weight:
@@ -124,8 +146,16 @@ class Sparse24Weight:
         threads.for_each(fill, canonical.row_steps(m, k, view.device == HOST))
         return cls(values, metadata, element=view.element, validate=False)
 
-    def decompress(self) -> Any:
-        """The dense matrix [M, K], on the weight's device: zeros at the pruned positions."""
+    def decompress(self, *, stream: Any = None) -> Any:
+        """The dense matrix [M, K], on the weight's device: zeros at the pruned positions.
+
+        On a GPU the work is queued on ``stream``; the host takes None alone.
+        """
+        with on_stream(self.device, stream):
+            dense = None if self.device == HOST else short_forms().decompress(self)
+            return (dense or self._expanded()).array()
+
+    def _expanded(self) -> TensorView:
         values, metadata = self.values_view.bits(), self.metadata
         xp = canonical.array_module(values)
         dense = xp.empty((self.m, self.k), values.dtype)
@@ -134,10 +164,12 @@ class Sparse24Weight:
             canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]), out=dense[rows])
 
         threads.for_each(fill, canonical.row_steps(self.m, self.k, self.device == HOST))
-        return TensorView.of(dense, element=self.element).array()
+        return TensorView.of(dense, element=self.element)
 
-    def to(self, device: DeviceLike) -> Sparse24Weight:
+    def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24Weight:
         """The same weight on a device, named as for ``Plan.select``; itself where it is there already.
+
+        ``stream`` is one of the GPU that the weight comes from, or else goes to.
 
         Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
         """
@@ -146,7 +178,8 @@ class Sparse24Weight:
         target = home_of(resolve(device))
         if target == self.device:
             return self
-        parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]
+        with on_stream(target if self.device == HOST else self.device, stream):
+            parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]
         return Sparse24Weight(*parts, element=self.element, validate=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24Weight:
@@ -194,24 +227,39 @@ def _ranker(view: TensorView, scores: Any) -> Any:
         return lambda bits, rows: canonical.magnitude_codes(bits, view.element)
     if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
         ranks, shape, device = scores, scores.shape, HOST
+        _check_scores(view, shape, device)
     else:
-        by = TensorView.of(scores, argument="scores")
-        ranks, shape, device = by.array(), by.shape, by.device
+        ranks = _scores_view(view, scores).array()
+
+    def codes(bits: Any, rows: slice) -> Any:
+        with np.errstate(invalid="ignore"):  # widening a signalling NaN
+            return canonical.rank_codes(canonical.score_keys(ranks[rows]))
+
+    return codes
+
+
+def _scores_view(view: TensorView, scores: Any) -> TensorView:
+    by = TensorView.of(scores, argument="scores")
+    _check_scores(view, by.shape, by.device)
+    return by
+
+
+def _check_scores(view: TensorView, shape: tuple[int, ...], device: Device) -> None:
     if shape != view.shape or device != view.device:
         raise InvalidProblemError(
             f"scores: expected shape {list(view.shape)} on {view.device}, got {list(shape)} on {device}"
         )
-    return lambda bits, rows: canonical.rank_codes(canonical.score_keys(ranks[rows]))
 
 
-def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None) -> Any:
+def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None, stream: Any = None) -> Any:
     """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
 
-    The same rule as :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of the element's
-    type on the device of ``dense``. Raises InvalidProblemError for anything but a matrix with K a multiple
-    of 8.
+    The same rule, and the same ``stream``, as of :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or
+    CuPy array of the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a
+    matrix with K a multiple of 8.
     """
-    return Sparse24Weight.prune_compress(dense, scores=scores, element=element).decompress()
+    weight = Sparse24Weight.prune_compress(dense, scores=scores, element=element, stream=stream)
+    return weight.decompress(stream=stream)
 
 
 @dataclass(frozen=True, slots=True)
