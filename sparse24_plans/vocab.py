@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -423,23 +423,37 @@ def _typed_errors(model: type[Model]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise InvalidProblemError(_explain(model.__name__, error)) from error
+        raise InvalidProblemError(_explain(model, error)) from error
 
 
-def _explain(model: str, error: ValidationError) -> str:
+def _explain(model: type[Model], error: ValidationError) -> str:
     parts = []
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":
             continue  # a field derived from one that failed itself
+        unknown = item["type"] == "extra_forbidden"
+        outer = item["loc"][:-1] if unknown else item["loc"]
         name = ".".join(
-            part if isinstance(part, str) and part.isidentifier() else shown(part) for part in item["loc"]
+            part if isinstance(part, str) and part.isidentifier() else shown(part) for part in outer
         )
-        if item["type"] == "value_error":  # of a validator of ours, which says all
+        if unknown:
+            message = (
+                f"expected fields of {', '.join(_fields_of(model, outer))}, got {shown(item['loc'][-1])}"
+            )
+        elif item["type"] == "value_error":  # of a validator of ours, which says all
             message = str(item["ctx"]["error"])
         else:
             message = f"{item['msg']}, got {shown(item['input'])}"
         parts.append(f"{name}: {message}" if name else message)
-    return f"{model}: " + "; ".join(parts)
+    return f"{model.__name__}: " + "; ".join(parts)
+
+
+def _fields_of(model: type[Model], path: Iterable[str | int]) -> Iterable[str]:
+    """The fields of a model, or of the one in the field at the end of ``path``."""
+    for part in path:
+        inner = model.model_fields[str(part)].annotation
+        model = inner if isinstance(inner, type(Model)) else model
+    return model.model_fields
 
 
 class DeviceProperties(Model):

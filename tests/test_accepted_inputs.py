@@ -198,12 +198,25 @@ def test_no_way_round_the_checks_of_a_model():
     assert problem.copy(update={"k": 16}) == GemmSparse24Descriptor.model_construct(**{**PROBLEM, "k": 16})
 
 
+def test_a_field_that_is_none_is_answered_with_those_that_are():
+    with pytest.raises(
+        InvalidProblemError, match=r"^PlanPreference: expected fields of max_work.*'required'$"
+    ):
+        PlanPreference.of({"required": {}})
+    with pytest.raises(
+        InvalidProblemError, match=r"^GuaranteeRequirement: expected .*, got 'batchinvariant'$"
+    ):
+        GuaranteeRequirement(batchinvariant=True)
+
+
 def test_an_error_names_the_model_once_and_the_whole_way_to_the_field():
     with pytest.raises(InvalidProblemError) as caught:
         PlanPreference(require={"typo\x1b[31m": 1, "deterministic": "no"})
     message = str(caught.value)
     assert message.startswith("PlanPreference: require.deterministic: ")
-    assert "require.'typo\\x1b[31m': Extra inputs are not permitted, got 1" in message
+    assert (
+        f"; require: expected fields of {', '.join(GuaranteeRequirement.model_fields)}, got 'typo" in message
+    )
     assert "\x1b" not in message
     with pytest.raises(InvalidProblemError, match=r"^PlanPreference: Input should be "):
         PlanPreference.model_validate(3)

@@ -160,7 +160,7 @@ def new_folder(destination: StrPath) -> Iterator[Path]:
     target = new_target(destination)
     with storage_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
+            raise InvalidProblemError(f"destination: expected a new or an empty folder, {target} isn't")
     temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
     try:  # a signal may end the run as soon as the folder is there
         with storage_errors(target):

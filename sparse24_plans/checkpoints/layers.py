@@ -127,7 +127,8 @@ def compressed_names(model: ModelReader) -> dict[str, Shard]:
         version = shard.reader.metadata.get(FORMAT_KEY)
         if version != FORMAT_VERSION:
             raise FormatError(
-                f"{shard.reader.path}: expected metadata {FORMAT_KEY} = {FORMAT_VERSION!r}, got {version!r}"
+                f"{shard.reader.path}: expected a compressed model, with the metadata {FORMAT_KEY} = "
+                f"{FORMAT_VERSION!r}, got {version!r:.80}"
             )
         for key in shard.reader.metadata:
             name = key.removeprefix(LAYER_KEY_PREFIX)

@@ -30,6 +30,20 @@ _ALIGNMENT = 8
 """The data starts at a multiple of this; with larger elements first, every tensor is aligned."""
 _LARGEST = 2**63 - 1
 
+_SIGNATURES = {
+    b"version https://git-lfs": "a pointer of Git LFS: fetch the file itself, as git lfs pull does",
+    b"PK\x03\x04": "a zip archive, as torch.save writes; save the tensors by safetensors.torch.save_file",
+    b"\x80\x02": "a Python pickle, as torch.save wrote; save the tensors by safetensors.torch.save_file",
+    b"GGUF": "a GGUF file",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "a gzip archive",
+    b"<!DOCTYPE": "a web page",
+    b"<html": "a web page",
+}
+"""How files of other kinds start that are given for safetensors ones."""
+_SIGNATURE_BYTES = 32
+
 ELEMENT_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -122,16 +136,20 @@ class SafetensorsReader:
         return FormatError(f"{self.path}: {complaint}")
 
     def _read_header(self, size: int) -> tuple[dict[str, Any], int]:
+        start = self._read_at(0, min(size, _SIGNATURE_BYTES)).tobytes()
+        length = int.from_bytes(start[:_LENGTH_BYTES], "little")
+        raw = b""
         if size < _LENGTH_BYTES:
-            raise self._broken(f"expected at least {_LENGTH_BYTES} bytes, got {size}")
-        length = int.from_bytes(self._read_at(0, _LENGTH_BYTES).tobytes(), "little")
-        if length > MAX_HEADER_BYTES:
-            raise self._broken(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
-        if _LENGTH_BYTES + length > size:
-            raise self._broken(f"expected a header of {length} bytes, the file has {size - _LENGTH_BYTES}")
-        raw = self._read_at(_LENGTH_BYTES, length).tobytes()
+            complaint = f"expected at least {_LENGTH_BYTES} bytes, got {size}"
+        elif length > MAX_HEADER_BYTES:
+            complaint = f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}"
+        elif _LENGTH_BYTES + length > size:
+            complaint = f"expected a header of {length} bytes, the file has {size - _LENGTH_BYTES}"
+        else:
+            raw = self._read_at(_LENGTH_BYTES, length).tobytes()
+            complaint = f"expected a header that starts with '{{', got {raw[:1]!r}"
         if not raw.startswith(b"{"):
-            raise self._broken(f"expected a header that starts with '{{', got {raw[:1]!r}")
+            raise self._broken(f"expected a safetensors file, got {_kind_of(start)}; {complaint}")
         try:
             header = json.loads(raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
             json.dumps(header, ensure_ascii=False).encode()  # refuses the lone surrogates of \ud800
@@ -248,6 +266,14 @@ class SafetensorsWriter:
 def shown(name: str) -> str:
     """A tensor's name for a message: its control characters escaped, and of a sane length."""
     return name if name.isprintable() and len(name) <= 200 else ascii(name[:200])
+
+
+def _kind_of(start: bytes) -> str:
+    """What a file is that is no safetensors file, by its first bytes."""
+    for signature, kind in _SIGNATURES.items():
+        if start.startswith(signature):
+            return kind
+    return f"one that starts with {start[:_LENGTH_BYTES]!r}" if start else "an empty file"
 
 
 def _encode_header(infos: list[TensorInfo], metadata: Mapping[str, str]) -> bytes:

@@ -8,9 +8,12 @@ Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wro
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from typing import Annotated
 
@@ -18,6 +21,7 @@ import typer
 
 from .._version import __version__
 from . import compressing, explaining, measuring, warmup
+from .output import show_warning
 
 app = typer.Typer(
     name="sparse24",
@@ -81,17 +85,21 @@ def _catch_signals() -> None:
 
 
 def _open_streams() -> None:
-    """Streams that the caller has closed swallow what is written to them."""
+    """Streams that the caller has closed swallow what is written; all take any character."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
     """Entry point of the ``sparse24`` command."""
     _catch_signals()
     _open_streams()
+    warnings.showwarning = show_warning
     try:
         try:
             app()
@@ -101,6 +109,7 @@ def main() -> None:
         if error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at its end
-        with suppress(OSError):
-            print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        if error.errno != errno.EPIPE:  # who has read enough of a pipe, as head does, needs no message
+            with suppress(OSError):
+                print(f"error: standard output: {error.strerror}", file=sys.stderr)
         sys.exit(1)

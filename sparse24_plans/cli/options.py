@@ -136,6 +136,10 @@ ExcludeOption = Annotated[
 ]
 
 
+def _wrong(option: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
 # Texts --------------------------------------------------------------------------------------------
 
 _LONGEST_NUMBER = 18
@@ -151,7 +155,7 @@ def preference_of(require: list[str] | None, backend: BackendKind | None, **more
     try:
         requirement = GuaranteeRequirement(**wanted)
     except InvalidProblemError as error:
-        raise typer.BadParameter(f"--require: {error}") from error
+        raise _wrong("--require", str(error)) from error
     return PlanPreference(prefer_backend=backend, require=requirement, **more)
 
 
@@ -159,21 +163,21 @@ def _required(name: str, value: str | None) -> Any:
     """What a requirement asks for. A flag needs no value, all others do."""
     fields = GuaranteeRequirement.model_fields
     if name not in fields:
-        raise typer.BadParameter(
-            f"--require: expected one of {', '.join(fields)}, got {name!r:.80}{hint(name, fields)}"
+        raise _wrong(
+            "--require", f"expected one of {', '.join(fields)}, got {name!r:.80}{hint(name, fields)}"
         )
     if fields[name].default is False:
         if value not in (None, "true"):
-            raise typer.BadParameter(f"--require: expected {name} without a value, got {value!r:.80}")
+            raise _wrong("--require", f"expected {name} without a value, got {value!r:.80}")
         return True
     if not value:
-        raise typer.BadParameter(f"--require: expected {name}=VALUE, got no value")
+        raise _wrong("--require", f"expected {name}=VALUE, got no value")
     if name != "max_error_bound":
         return value
     try:
         return float(value)
     except ValueError:
-        raise typer.BadParameter(f"--require: {name}: expected a number, got {value!r:.80}") from None
+        raise _wrong("--require", f"{name}: expected a number, got {value!r:.80}") from None
 
 
 def tokens_of(text: str) -> list[int]:
@@ -181,15 +185,16 @@ def tokens_of(text: str) -> list[int]:
     found = [whole_number(part.strip()) for part in text.split(",")]
     numbers = [number for number in found if number is not None]
     if len(numbers) < len(found):
-        raise typer.BadParameter(f"--n: expected numbers such as 1,16,4096, got {text!r:.80}")
+        raise _wrong("--n", f"expected numbers such as 1,16,4096, got {text!r:.80}")
     return numbers
 
 
 def shape_of(text: str) -> tuple[int, int]:
     """(m, k) of ``MxK``."""
-    m, k = (whole_number(side) for side in (text.partition("x")[0], text.partition("x")[2]))
+    sides = text.lower().partition("x")
+    m, k = whole_number(sides[0]), whole_number(sides[2])
     if m is None or k is None:
-        raise typer.BadParameter(f"--shape: expected MxK such as 4096x4096, got {text!r:.80}")
+        raise _wrong("--shape", f"expected MxK such as 4096x4096, got {text!r:.80}")
     return m, k
 
 

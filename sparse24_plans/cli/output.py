@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..errors import Sparse24Error
+from ..errors import Sparse24Error, StorageError
 from .tables import Json, console, printable
 
 
@@ -46,12 +46,23 @@ def reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (Sparse24Error, MemoryError) as error:
-        message = str(error) if isinstance(error, Sparse24Error) else f"out of memory: {error}".rstrip(": ")
+        message = _message(error)
         if as_json:
             print_json({"error": {"type": type(error).__name__, "message": message}})
         else:
             console(stderr=True).print(Text(f"error: {printable(message)}"), soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, StorageError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, Sparse24Error) else f"out of memory: {error}".rstrip(": ")
+
+
+def show_warning(message: Warning | str, *about: object, **more: object) -> None:
+    """A warning as one line on stderr: the form of ``warnings.showwarning``."""
+    console(stderr=True).print(Text(f"warning: {printable(str(message))}"), soft_wrap=True)
 
 
 @contextmanager

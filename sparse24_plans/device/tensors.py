@@ -407,10 +407,11 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
     found = _BY_DTYPE.get(dtype) if dtype.isnative else None
     if wanted is None or found is wanted:
         if found is None:
-            raise InvalidProblemError(
-                f"{argument}: expected one of {ELEMENT_NAMES}, got {dtype}; "
-                "pass element=... to reinterpret opaque bytes"
+            raw = dtype.kind in "iuV" and dtype.isnative
+            advice = (
+                "TensorView.of(..., element=...) takes raw bits for an element's" if raw else "convert it"
             )
+            raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {dtype}; {advice}")
         return found
     if dtype.kind not in "iuV" or dtype.itemsize != wanted.itemsize or not dtype.isnative:
         raise InvalidProblemError(f"{argument}: expected {wanted}, got {dtype}")

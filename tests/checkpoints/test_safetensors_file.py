@@ -103,6 +103,31 @@ def test_a_type_that_nobody_knows_is_bytes(tmp_path):
     assert contents(path) == {"a": ("F3_NEW", [7, 5], b"xyz"), "b": ("U8", [1], b"!")}
 
 
+OTHERS = {
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+    "torch.save": (b"PK\x03\x04" + bytes(100), "safetensors.torch.save_file"),
+    "old torch.save": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", "safetensors.torch.save_file"),
+    "GGUF": (b"GGUF\3\0\0\0" + bytes(100), "got a GGUF file"),
+    "NumPy": (b"\x93NUMPY\1\0v\0" + bytes(100), "got a NumPy array"),
+    "a page": (b"<!DOCTYPE html><html>not found</html>", "got a web page"),
+    "text": (b"hello, world", "got one that starts with b'hello, w'"),
+    "nothing": (b"", "got an empty file"),
+}
+
+
+@pytest.mark.parametrize(("content", "kind"), OTHERS.values(), ids=OTHERS)
+def test_a_file_of_another_kind_is_named(tmp_path, content, kind):
+    with pytest.raises(FormatError, match=f"expected a safetensors file, .*{kind}"):
+        SafetensorsReader(write(tmp_path / "f", content))
+
+
+@pytest.mark.parametrize("length", [640, 0x8B1F])
+def test_a_header_whose_length_looks_like_another_kind(tmp_path, length):
+    """640 bytes start a file as a pickle starts, 35,615 as gzip does."""
+    path = write(tmp_path / "f", struct.pack("<Q", length) + b"{}".ljust(length))
+    assert contents(path) == {}
+
+
 HOSTILE = {
     "empty file": (b"", "at least 8 bytes, got 0"),
     "cut in the length": (b"\x02\0\0", "at least 8 bytes, got 3"),

@@ -233,7 +233,7 @@ def test_array_interface_of_an_extension_type_needs_the_element():
     thing = OnlyArrayInterface(array)
     assert thing.__array_interface__["typestr"] == "<V2"
     assert_views(TensorView.of(thing, element=BF16), array, BF16)
-    with pytest.raises(InvalidProblemError, match=r"w: .*got \|V2; pass element=\.\.\. to reinterpret"):
+    with pytest.raises(InvalidProblemError, match=r"w: .*got \|V2; TensorView.of\(\.\.\., element=\.\.\.\)"):
         TensorView.of(thing, argument="w")
 
 
