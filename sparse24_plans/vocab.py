@@ -247,11 +247,13 @@ class MaskLayout(_Word):
 
 
 # Weight layouts: the canonical one (weights/weight.py), the tiles of sparse tensor cores for 16-bit and for
-# 8-bit elements (weights/packing.py), and cuSPARSELt's own (gemm/backends/cusparselt.py).
+# 8-bit elements (weights/packing.py), cuSPARSELt's own (gemm/backends/cusparselt.py), and that of the host's
+# BLAS (weights/dense.py).
 CANONICAL_LAYOUT = "canonical"
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"
+DENSE_F32_LAYOUT = "dense_f32"
 
 
 class OpCategory(_Word):

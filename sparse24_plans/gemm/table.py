@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from ..plan.table import Row
 from ..vocab import (
+    CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
+    DENSE_F32_LAYOUT,
     TILE64X128_LAYOUT,
     TILE64X256_LAYOUT,
     ArchSku,
@@ -145,6 +147,8 @@ ROWS: tuple[GemmRow, ...] = (
         backend=BackendKind.HOST,
         tier=Tier.HOST,
         guarantee=guarantees.host_blas,
+        layout=DENSE_F32_LAYOUT,
+        also_reads=(CANONICAL_LAYOUT,),
         elements=_HOST_ELEMENTS,
         epilogues=tuple(EpilogueKind),
         column_order=True,

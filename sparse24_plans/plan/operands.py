@@ -51,7 +51,7 @@ class Operand:
     lines: MatrixOrder | None = None
     """None: contiguous as a whole. Of a matrix: its rows (or columns) are, and may lie further apart."""
     layout: str | None = None
-    """Of a weight: its layout; None: the one that the plan's kernel reads."""
+    """Of a weight: its layout; None: those that the plan's kernel reads."""
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
@@ -116,18 +116,18 @@ class OperandChecks:
         args_type: type[Args],
         operands: tuple[Operand, ...],
         alignment_of: Callable[[str], Alignment],
-        layout: str,
+        layouts: tuple[str, ...],
         home: Device,
     ) -> None:
         self._args_type = args_type
         known = {operand.argument for operand in operands}
         self._unknown = tuple(name for name in fields_of(args_type) if name not in known)
         self._checks = tuple(
-            _check_for(operand, alignment_of(operand.name), layout, home) for operand in operands
+            _check_for(operand, alignment_of(operand.name), layouts, home) for operand in operands
         )
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
-        self._pairs = _pairs(operands, layout)
+        self._pairs = _pairs(operands, layouts)
 
     def __call__(self, args: Args) -> Views:
         if type(args) is not self._args_type:
@@ -157,11 +157,11 @@ def line_stride(view: TensorView, order: MatrixOrder) -> int:
 
 
 def _check_for(
-    operand: Operand, needed: Alignment, layout: str, home: Device
+    operand: Operand, needed: Alignment, layouts: tuple[str, ...], home: Device
 ) -> Callable[[Args, Views], None]:
     address = max(needed.address, operand.alignment, operand.element.itemsize)
     if operand.role is Role.WEIGHT:
-        return _WeightCheck(operand, operand.layout or layout, needed.address, home)
+        return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
     return _TensorCheck(operand, Alignment(address, needed.line), home)
 
 
@@ -235,24 +235,28 @@ _PARTS = {CANONICAL_LAYOUT: ("values", "metadata")}
 _ONE_PART = ("packed",)
 
 
-def _views_of(operand: Operand, layout: str) -> tuple[str, ...]:
-    """The names of the views that an operand becomes."""
+def _layouts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that a weight may have: its own, or the ones that the plan's kernel reads."""
+    return layouts if operand.layout is None else (operand.layout,)
+
+
+def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the views that an operand may become."""
     if operand.role is not Role.WEIGHT:
         return (operand.name,)
-    return _PARTS.get(operand.layout or layout, _ONE_PART)
+    return tuple(name for one in _layouts_of(operand, layouts) for name in _PARTS.get(one, _ONE_PART))
 
 
 class _WeightCheck:
-    __slots__ = ("_alignment", "_home", "_layout", "_names", "_operand")
+    __slots__ = ("_alignment", "_home", "_layouts", "_operand")
 
-    def __init__(self, operand: Operand, layout: str, alignment: int, home: Device) -> None:
-        self._operand, self._layout, self._alignment, self._home = operand, layout, alignment, home
-        self._names = _views_of(operand, layout)
+    def __init__(self, operand: Operand, layouts: tuple[str, ...], alignment: int, home: Device) -> None:
+        self._operand, self._layouts, self._alignment, self._home = operand, layouts, alignment, home
 
     def __call__(self, args: Args, views: Views) -> None:
         operand = self._operand
-        weight = check_weight(getattr(args, operand.argument), operand, self._layout, self._home)
-        for name, view in zip(self._names, weight.buffers, strict=True):
+        weight = check_weight(getattr(args, operand.argument), operand, self._layouts, self._home)
+        for name, view in zip(_PARTS.get(weight.layout_id, _ONE_PART), weight.buffers, strict=True):
             if not self._is_empty(view):
                 check_alignment(operand.argument, view.address, self._alignment)
             views[name] = view
@@ -262,19 +266,23 @@ class _WeightCheck:
         return 0 in view.shape
 
 
-def check_weight(given: Any, operand: Operand, layout: str, home: Device) -> PackedWeight:
-    """``given`` as a weight in ``layout``; a canonical one is taken as it is."""
+def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
+    """``given`` as a weight in one of the ``layouts``; a canonical one is taken as it is."""
     name = operand.argument
     weight = given
-    if type(given) is Sparse24Weight and layout == CANONICAL_LAYOUT:
+    if type(given) is Sparse24Weight and CANONICAL_LAYOUT in layouts:
         weight = PackedWeight.canonical(given)
     if type(weight) is not PackedWeight:
         hint = "; call plan.pack(weight)" if type(weight) is Sparse24Weight else ""
-        wanted = "Sparse24Weight" if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
+        wanted = " or a ".join(
+            "Sparse24Weight" if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
+            for layout in layouts
+        )
         raise InvalidProblemError(f"{name}: expected a {wanted}, got {type(weight).__name__}{hint}")
-    if weight.layout_id != layout:
+    if weight.layout_id not in layouts:
+        wanted = " or ".join(repr(layout) for layout in layouts)
         raise InvalidProblemError(
-            f"{name}: expected layout {layout!r}, got {weight.layout_id!r}; call plan.pack(weight)"
+            f"{name}: expected layout {wanted}, got {weight.layout_id!r}; call plan.pack(weight)"
         )
     check_weight_fits(weight, operand, home)
     return weight
@@ -324,9 +332,9 @@ class _Pair(NamedTuple):
                 _check_apart(self.result.argument, out, self.other.argument, other)
 
 
-def _pairs(operands: tuple[Operand, ...], layout: str) -> tuple[_Pair, ...]:
+def _pairs(operands: tuple[Operand, ...], layouts: tuple[str, ...]) -> tuple[_Pair, ...]:
     return tuple(
-        _Pair(out, other, _views_of(other, layout))
+        _Pair(out, other, _views_of(other, layouts))
         for at, out in enumerate(operands)
         for where, other in enumerate(operands)
         if out.role is Role.OUT and other is not out and not (other.role is Role.OUT and where > at)

@@ -78,7 +78,7 @@ class Plan:
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
         self._check = OperandChecks(
-            args_type, self._operands, self._kernel.alignment_of, choice.row.layout, self._home
+            args_type, self._operands, self._kernel.alignment_of, choice.row.reads, self._home
         )
         self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
         self._tuning: Tuning | None = None

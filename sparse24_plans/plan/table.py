@@ -47,12 +47,19 @@ class Row:
     min_compute_capability: tuple[int, int] = (8, 0)
     below_compute_capability: tuple[int, int] = (99, 0)
     layout: str = CANONICAL_LAYOUT
+    also_reads: tuple[str, ...] = ()
+    """Layouts that its kernel reads too, in more time."""
     limits: Callable[[Any], str | None] = lambda descriptor: None
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
     min_workspace: Callable[[Any], int] = lambda descriptor: 0
 
     kernel_type: ClassVar[type[Kernel[Any]] | None] = None
     """Where a family has one kernel and no ``backends/``."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The layouts of weights that its kernel reads: its own, and others."""
+        return (self.layout, *self.also_reads)
 
     @property
     def on_host(self) -> bool:

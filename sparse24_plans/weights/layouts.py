@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
-from ..vocab import CANONICAL_LAYOUT, CUSPARSELT_LAYOUT, TILE64X128_LAYOUT, TILE64X256_LAYOUT, ElementKind
+from ..vocab import (
+    CANONICAL_LAYOUT,
+    CUSPARSELT_LAYOUT,
+    DENSE_F32_LAYOUT,
+    TILE64X128_LAYOUT,
+    TILE64X256_LAYOUT,
+    ElementKind,
+)
 
 TILE_M = 64
 """Rows of a tile."""
@@ -52,6 +59,8 @@ def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[
     kept = m * k // 2 * element.itemsize
     if layout_id == CANONICAL_LAYOUT:
         return kept, m * k // 4
+    if layout_id == DENSE_F32_LAYOUT:
+        return (4 * m * k,)
     if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
         return (kept + m * k // 8,)
     for layout in (TILES_16BIT, TILES_8BIT):

@@ -34,6 +34,9 @@ def for_each(work: Callable[[T], object], blocks: Iterable[T]) -> None:
     block, in their order, that it raised on; blocks that weren't begun by then are left out.
     """
     items = list(blocks)
+    if len(items) == 1:
+        work(items[0])
+        return
     queue = _Queue(enumerate(items))
     helpers = _started(min(cores(), len(items)) - 1, lambda: queue.drain(work))
     queue.drain(work)

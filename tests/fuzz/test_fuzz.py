@@ -84,7 +84,9 @@ def test_bits_that_change_are_found(monkeypatch):
 
 def test_a_wrong_preparation_is_found(monkeypatch):
     monkeypatch.setattr(
-        prepare_host.canonical, "rank_codes", lambda keys: np.full(keys.shape[0], 4, np.uint8)
+        prepare_host.canonical,
+        "magnitude_codes",
+        lambda bits, element: np.full(bits.size // 4, 4, np.uint8),
     )
     assert outcomes(200)
 

@@ -54,9 +54,10 @@ def test_threads_share_a_host_plan(desc):
 
 def test_threads_share_arguments():
     """What is remembered of them is read and replaced as one."""
-    case = case_of(PROBLEMS[0], "host")
-    other = select(case.desc, "host", preference={"require": {"batch_invariant": True}})
-    want = {id(plan): PlanCase(plan, random_inputs(case.desc)).run() for plan in (case.plan, other)}
+    other = select(PROBLEMS[0], "host", preference={"require": {"batch_invariant": True}})
+    case = PlanCase(other, random_inputs(PROBLEMS[0]))  # with a canonical weight, which both plans read
+    fast = select(PROBLEMS[0], "host")
+    want = {id(plan): PlanCase(plan, random_inputs(case.desc)).run() for plan in (fast, other)}
     errors: list[BaseException] = []
 
     def work(plan) -> None:
@@ -66,13 +67,13 @@ def test_threads_share_arguments():
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(plan,)) for plan in (case.plan, other, case.plan, other)]
+    threads = [threading.Thread(target=work, args=(plan,)) for plan in (fast, other, fast, other)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors
-    for plan in (case.plan, other):
+    for plan in (fast, other):
         plan.run(case.args)
         assert equal(case.fetch(), want[id(plan)])
 

@@ -1,13 +1,17 @@
-"""The host tier: NumPy. ``host_blas`` inflates and calls BLAS; ``host_strict`` is the oracle.
+"""The host tier: NumPy. ``host_blas`` calls BLAS on a dense weight; ``host_strict`` is the oracle.
 
 The strict mode computes, bit for bit, what ``gemm/inflate_strict.cu`` does: one float32 accumulator a result,
 one fma a kept position in increasing order, then the kernels' epilogue. Products of s8 are summed exactly in
 both modes.
+
+Tokens come in blocks, and so do the rows of a canonical weight that is inflated on the way, so that a run's
+scratch memory is bounded: a few times 64 MiB, or what 128 tokens take where that is more.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,63 +22,148 @@ from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.operands import Views
-from ...vocab import ElementKind, EpilogueKind, GemmOp
-from ...weights import canonical
+from ...vocab import CANONICAL_LAYOUT, ElementKind, EpilogueKind, GemmOp, ScaleKind
+from ...weights import canonical, dense, threads
+from ...weights.weight import PackedWeight, Sparse24Weight
 from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
+Product = Callable[[Array], Array]
+"""The source [tokens, reduction] as float32 -> the sums, float32 (of s8 float64)."""
+
+_CELLS, _STRICT_CELLS = 1 << 24, 1 << 20
+"""Cells of a block of tokens: of the sources, and of the results."""
+_LEAST_TOKENS = 128
+"""Fewer would read the weight more often than BLAS can hide."""
+_INFLATED_CELLS = 1 << 22
+"""Cells of a canonical weight that are inflated at a time."""
+_EXACT_TERMS = {GemmOp.FORWARD: 2048, GemmOp.DGRAD: 1024}
+"""Terms of a sum of s8 that float32 holds exactly in any order: 1024 non-zero products of at most 2^14."""
 
 
 class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         self.details = "NumPy, emulated float32 fma" if self.row.strict else "NumPy, BLAS"
+        self._forward = self.descriptor.op is GemmOp.FORWARD
+
+    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+        return PackedWeight.canonical(weight) if self.row.layout == CANONICAL_LAYOUT else dense.pack(weight)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._run(views)
 
     def _run(self, views: Views) -> None:
-        desc, result = self.descriptor, views["result"]
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
-            product = self._product(views)
-            if desc.out_element is ElementKind.I32 and desc.is_plain:
-                limits = np.iinfo(np.int32)
-                result.array()[...] = np.clip(product, limits.min, limits.max)
-                return
-            product = scaled(product.astype(np.float32), views)
-            bias = views["bias"].array().astype(np.float32) if "bias" in views else None
-            _write(result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
+            product_of = self._product_of(views)
+            for tokens in self._token_steps():
+                product = product_of(_widened(_lines(views["source"], tokens)))
+                self._finish(product, tokens, views)
 
-    def _product(self, views: Views) -> Array:
-        """The sums: float64 of s8, else float32."""
-        desc, values = self.descriptor, views["values"]
-        source = views["source"].array().astype(np.float32)
-        codes = canonical.from_metadata(views["metadata"].bits())
-        forward = desc.op is GemmOp.FORWARD
+    def _token_steps(self) -> Iterator[slice]:
+        desc = self.descriptor
+        width = max(desc.m, desc.k, 1)
+        step = _STRICT_CELLS // width if self.row.strict else max(_CELLS // width, _LEAST_TOKENS)
+        return _steps(desc.n, max(step, 1))
+
+    # The sums ---------------------------------------------------------------------------------------
+
+    def _product_of(self, views: Views) -> Product:
+        desc = self.descriptor
         if self.row.strict and desc.element is not ElementKind.S8:
-            kept = values.array().astype(np.float32)
-            return (_strict_forward if forward else _strict_dgrad)(source, kept, codes, desc.k)
-        dense = canonical.scatter(values.bits(), codes).view(desc.element.dtype)
-        if desc.element is ElementKind.S8:
-            return _exact(source, dense, desc.op)
-        wide = dense.astype(np.float32)
-        product: Array = source @ (wide.T if forward else wide)
-        return product
+            kept = views["values"].array().astype(np.float32)
+            columns = _positions(canonical.from_metadata(views["metadata"].bits()), desc.m, desc.k)
+            if self._forward:
+                return lambda source: _strict_forward(source, kept, columns)
+            return lambda source: _strict_dgrad(source, kept, columns, desc.k)
+        if "packed" in views:
+            whole = dense.matrix(views["packed"], desc.m, desc.k)
+            return lambda source: self._multiply(source, whole.T if self._forward else whole)
+        return lambda source: self._multiply_inflated(source, views)
+
+    def _multiply(self, left: Array, right: Array) -> Array:
+        if self.descriptor.element is not ElementKind.S8:
+            product: Array = left @ right
+            return product
+        most = _EXACT_TERMS[self.descriptor.op]
+        total = (left[:, :most] @ right[:most]).astype(np.float64)
+        for terms in _steps(right.shape[0], most, most):
+            total += left[:, terms] @ right[terms]
+        return total
+
+    def _multiply_inflated(self, source: Array, views: Views) -> Array:
+        """The product with a canonical weight, some rows of which are dense at a time."""
+        desc = self.descriptor
+        values, metadata = views["values"].bits(), views["metadata"].bits()
+        step = max(_INFLATED_CELLS // max(desc.k, 1), 1)
+        block = np.empty((min(step, desc.m), desc.k), np.float32)
+        sums = np.float64 if desc.element is ElementKind.S8 else np.float32
+        total = np.zeros((source.shape[0], desc.outputs), sums)
+        for rows in _steps(desc.m, step):
+            part = block[: rows.stop - rows.start]
+            dense.inflate(values[rows], metadata[rows], desc.element, part)
+            if self._forward:
+                total[:, rows] = self._multiply(source, part.T)
+            else:
+                total += self._multiply(source[:, rows], part)
+        return total
+
+    # What follows the sums --------------------------------------------------------------------------
+
+    def _finish(self, product: Array, tokens: slice, views: Views) -> None:
+        """Scales, epilogue and rounding, on blocks of rows that fit the cache."""
+
+        def finish(rows: slice) -> None:
+            at = slice(tokens.start + rows.start, tokens.start + rows.stop)
+            self._finish_rows(product[rows], at, views)
+
+        threads.for_each(finish, canonical.row_steps(product.shape[0], product.shape[1], True))
+
+    def _finish_rows(self, product: Array, tokens: slice, views: Views) -> None:
+        desc, result = self.descriptor, _lines(views["result"], tokens)
+        if desc.out_element is ElementKind.I32 and desc.is_plain:
+            limits = np.iinfo(np.int32)
+            result.array()[...] = np.clip(product, limits.min, limits.max)
+            return
+        product = product.astype(np.float32, copy=False)
+        if "scale_x" in views:
+            scale = views["scale_x"].array()
+            product = product * (scale[tokens] if desc.scale_x is ScaleKind.ROW else scale)[:, None]
+        if "scale_w" in views:
+            product = product * views["scale_w"].array()
+        bias = views["bias"].array().astype(np.float32) if "bias" in views else None
+        _write(result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
 
 
-def _exact(source: Array, dense: Array, op: GemmOp) -> Array:
-    """The product of s8 operands as float64, which holds every such sum of fewer than 2^39 terms exactly."""
-    wide = dense.astype(np.float64)
-    return source.astype(np.float64) @ (wide.T if op is GemmOp.FORWARD else wide)
+def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:
+    for start in range(first, count, step):
+        yield slice(start, min(start + step, count))
 
 
-def scaled(product: Array, views: Views) -> Array:
-    """float32 in and out: times scale_x, then scale_w, each rounded on its own."""
-    if "scale_x" in views:
-        product = product * views["scale_x"].array()[:, None]
-    if "scale_w" in views:
-        product = product * views["scale_w"].array()
-    return product
+def _lines(view: TensorView, rows: slice) -> TensorView:
+    """Some rows of a matrix."""
+    count, width = view.shape
+    if rows.stop - rows.start == count:
+        return view
+    address = view.address + rows.start * view.strides[0] * view.element.itemsize
+    shape, strides = (rows.stop - rows.start, width), view.strides
+    readonly, owner = view.readonly, view.owner
+    return TensorView(
+        address, shape, view.element, view.device, strides=strides, readonly=readonly, owner=owner
+    )
+
+
+def _widened(view: TensorView) -> Array:
+    """A matrix as float32: itself where it is that."""
+    if view.element is ElementKind.F32:
+        own: Array = view.array()
+        return own
+    bits, wide = view.bits(), np.empty(view.shape, np.float32)
+    threads.for_each(
+        lambda rows: dense.widen(bits[rows], view.element, wide[rows]),
+        canonical.row_steps(view.shape[0], view.shape[1], True),
+    )
+    return wide
 
 
 # Strict accumulation ------------------------------------------------------------------------------
@@ -105,16 +194,14 @@ def _positions(codes: Array, rows: int, k: int) -> Array:
     return (pairs.reshape(rows, k // 4, 2) + groups).reshape(rows, k // 2)
 
 
-def _strict_forward(x: Array, kept: Array, codes: Array, k: int) -> Array:
-    columns = _positions(codes, kept.shape[0], k)
+def _strict_forward(x: Array, kept: Array, columns: Array) -> Array:
     acc = np.zeros((x.shape[0], kept.shape[0]), np.float32)
-    for j in range(k // 2):
+    for j in range(kept.shape[1]):
         acc = fma_f32(x[:, columns[:, j]], kept[:, j], acc)
     return acc
 
 
-def _strict_dgrad(dy: Array, kept: Array, codes: Array, k: int) -> Array:
-    columns = _positions(codes, kept.shape[0], k)
+def _strict_dgrad(dy: Array, kept: Array, columns: Array, k: int) -> Array:
     acc = np.zeros((dy.shape[0], k), np.float32)
     for i in range(kept.shape[0]):
         at = columns[i]
@@ -172,7 +259,7 @@ def _gelu(v: Array) -> Array:
 
 def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
     """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own."""
-    v = acc * np.float32(alpha)
+    v = acc if alpha == 1 else acc * np.float32(alpha)
     if bias is not None:
         v = v + bias
     if kind is EpilogueKind.BIAS_RELU:
@@ -203,5 +290,7 @@ def _write(result: TensorView, value: Array) -> None:
         result.array()[...] = np.clip(rounded, limits.min, limits.max).astype(result.element.dtype)
         return
     bits = value.astype(result.element.dtype).view(result.element.bits_dtype)
-    bits[np.isnan(value)] = _NAN_BITS[result.element]
+    nan = np.isnan(value)
+    if nan.any():
+        bits[nan] = _NAN_BITS[result.element]
     result.bits()[...] = bits

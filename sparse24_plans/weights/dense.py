@@ -1,0 +1,68 @@
+"""The layout of the host's BLAS, ``dense_f32``: the dense matrix, float32 [M, K], row-major.
+
+Every element that it is made of is exact in float32. It takes 4 bytes a cell, where the canonical form of a
+16-bit weight takes 1.25: what a BLAS's speed costs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..device.tensors import HOST, TensorView
+from ..vocab import DENSE_F32_LAYOUT, ElementKind
+from . import canonical, groups, threads
+from .weight import PackedWeight, Sparse24Weight
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+def pack(weight: Sparse24Weight) -> PackedWeight:
+    """``weight``, which lies on the host, as dense float32."""
+    dense = np.empty((weight.m, weight.k), np.float32)
+    inflate(weight.values_view.bits(), weight.metadata, weight.element, dense)
+    buffers = (TensorView.of(dense),)
+    return PackedWeight(DENSE_F32_LAYOUT, weight.m, weight.k, weight.element, HOST, buffers)
+
+
+def matrix(packed: TensorView, m: int, k: int) -> Array:
+    """The matrix float32 [m, k] of such a weight's buffer, whatever that is declared as."""
+    view = TensorView(packed.address, (m, k), ElementKind.F32, HOST, readonly=packed.readonly, owner=packed)
+    found: Array = view.array()
+    return found
+
+
+def inflate(values: Array, metadata: Array, element: ElementKind, out: Array) -> None:
+    """Bits of values [rows, K/2] and metadata [rows, K/8] to ``out``, dense float32 [rows, K], contiguous."""
+
+    def fill(rows: slice) -> None:
+        codes = canonical.from_metadata(metadata[rows])
+        if element is ElementKind.F32:
+            groups.scatter(values[rows], codes, out[rows].view(np.uint32))
+            return
+        with groups.scratch() as space:
+            cells = out[rows]
+            bits = space.array("cells", cells.size, values.dtype).reshape(cells.shape)
+            widen(groups.scatter(values[rows], codes, bits), element, cells)
+
+    threads.for_each(fill, canonical.row_steps(out.shape[0], out.shape[1], True))
+
+
+def widen(bits: Array, element: ElementKind, out: Array) -> None:
+    """Elements, as bits, to ``out``, the float32 of the same values."""
+    if element is ElementKind.BF16:
+        wide = out.view(np.uint32)
+        np.copyto(wide, bits)
+        np.left_shift(wide, np.uint32(16), out=wide)
+    elif element.itemsize == 1:
+        out[...] = _of_bytes(element)[bits]
+    else:
+        out[...] = bits.view(element.dtype)
+
+
+@cache
+def _of_bytes(element: ElementKind) -> Array:
+    """Float32 of every byte."""
+    return np.arange(256, dtype=np.uint8).view(element.dtype).astype(np.float32)
