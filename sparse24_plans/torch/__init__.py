@@ -6,9 +6,25 @@ through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 
 from . import ops as ops  # registers them
 from .linear import Sparse24Linear as Sparse24Linear
+from .semi_structured import from_semi_structured as from_semi_structured
+from .semi_structured import to_semi_structured as to_semi_structured
+from .semi_structured import use_as_default as use_as_default
 from .swap import Sparse24Recipe as Sparse24Recipe
 from .swap import SwappedLayer as SwappedLayer
 from .swap import SwapReport as SwapReport
 from .swap import to_sparse24 as to_sparse24
+from .tensor import SemiStructuredError as SemiStructuredError
+from .tensor import Sparse24Tensor as Sparse24Tensor
 
-__all__ = ["Sparse24Linear", "Sparse24Recipe", "SwapReport", "SwappedLayer", "to_sparse24"]
+__all__ = [
+    "SemiStructuredError",
+    "Sparse24Linear",
+    "Sparse24Recipe",
+    "Sparse24Tensor",
+    "SwapReport",
+    "SwappedLayer",
+    "from_semi_structured",
+    "to_semi_structured",
+    "to_sparse24",
+    "use_as_default",
+]

@@ -136,4 +136,5 @@ def tensor_of(array: Any, element: ElementKind) -> torch.Tensor:
     view = TensorView.of(array, element=element)
     bits = view.bits()
     signed = bits.view(f"i{element.itemsize}")  # PyTorch has few unsigned types
-    return torch.utils.dlpack.from_dlpack(signed).view(DTYPE_OF[element])
+    dtype = torch.int16 if element is ElementKind.U16 else DTYPE_OF[element]
+    return torch.utils.dlpack.from_dlpack(signed).view(dtype)

@@ -1,0 +1,318 @@
+"""``Sparse24Tensor``: what PyTorch's semi-structured tensors do, it does, on any device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.sparse import to_sparse_semi_structured
+from torch.sparse.semi_structured import (
+    SparseSemiStructuredTensor,
+    SparseSemiStructuredTensorCUSPARSELT,
+    SparseSemiStructuredTensorCUTLASS,
+)
+
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import (
+    SemiStructuredError,
+    Sparse24Tensor,
+    from_semi_structured,
+    to_semi_structured,
+    use_as_default,
+)
+
+from .cases import DEVICE, FLOATS, S, close, integers, pruned, randn
+
+floats = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+
+
+def dense(m: int = 64, k: int = 128, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return pruned(randn(m, k, dtype=dtype, seed=3))
+
+
+def sparse(m: int = 64, k: int = 128, dtype: torch.dtype = torch.float32) -> Sparse24Tensor:
+    return Sparse24Tensor.from_dense(dense(m, k, dtype))
+
+
+# Making one -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_it_holds_the_matrix_bit_for_bit(dtype):
+    matrix = pruned(integers(64, 128)).to(dtype)
+    tensor = Sparse24Tensor.from_dense(matrix)
+    assert isinstance(tensor, SparseSemiStructuredTensor)
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == (matrix.shape, dtype, DEVICE)
+    assert torch.equal(tensor.to_dense().float(), matrix.float())
+    assert torch.equal(tensor.t().to_dense().float(), matrix.float().t())
+    assert repr(tensor) == "Sparse24Tensor(shape=torch.Size([64, 128]))"
+    assert (tensor.values().shape, tensor.indices().shape) == ((64, 64), (64, 16))
+
+
+REFUSED = {
+    "Error original_tensor.dim": lambda: torch.zeros(2, 8, 16),
+    "Error original_tensor is not contiguous": lambda: torch.zeros(16, 8).t(),
+    "Error original_tensor.dtype torch.float64": lambda: torch.zeros(8, 16, dtype=torch.float64),
+    "Error original_tensor.shape": lambda: torch.zeros(2, 2),
+    "multiple of": lambda: torch.zeros(8, 12),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("make", [Sparse24Tensor.from_dense, Sparse24Tensor.prune_dense_static_sort])
+def test_what_cannot_be_sparse_is_refused_as_pytorch_does(make, message):
+    with pytest.raises(RuntimeError, match=message) as caught:
+        make(REFUSED[message]().to(DEVICE))
+    assert isinstance(caught.value, SemiStructuredError)
+
+
+def test_a_matrix_that_is_not_2_4_is_refused_instead_of_cut():
+    with pytest.raises(FormatError, match="row 0"):
+        Sparse24Tensor.from_dense(torch.ones(8, 16, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["", "largest_abs_values_greedy", "largest_values_greedy", "causal1122", "optimal"]
+)
+def test_tiles_give_the_matrix_and_its_transpose(algorithm):
+    tensor = Sparse24Tensor.prune_dense_static_sort(randn(64, 128), algorithm)
+    kept = tensor.to_dense()
+    assert torch.equal(tensor.t().to_dense(), kept.t())
+    assert torch.equal(S.apply_mask(randn(64, 128), tensor.compressed_swizzled_bitmask), kept)
+    assert ((kept != 0).view(16, 4, 128).sum(dim=1) <= 2).all()
+    with pytest.raises(InvalidProblemError, match="algorithm"):
+        Sparse24Tensor.prune_dense_static_sort(randn(64, 128), "best")
+
+
+def test_parts_must_be_there():
+    with pytest.raises(ValueError, match="packed"):
+        Sparse24Tensor(torch.Size([8, 16]), None, None, None, None, None)
+
+
+# Products -------------------------------------------------------------------------------------------
+
+
+@floats
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("other_turned", [False, True])
+@pytest.mark.parametrize("made", ["from_dense", "tiles"])
+def test_mm_on_either_side(dtype, turned, other_turned, made):
+    """Of the tensor and of its transpose, with a dense operand in rows or in columns."""
+    a = (
+        sparse(dtype=dtype)
+        if made == "from_dense"
+        else Sparse24Tensor.prune_dense_static_sort(dense(dtype=dtype))
+    )
+    w = a.to_dense().double()
+    if turned:
+        a, w = a.t(), w.t()
+    m, k = a.shape
+    right = randn(5, k, dtype=dtype).t() if other_turned else randn(k, 5, dtype=dtype)
+    left = randn(m, 5, dtype=dtype).t() if other_turned else randn(5, m, dtype=dtype)
+    close(torch.mm(a, right), w @ right.double())
+    close(torch.mm(left, a), left.double() @ w)
+    close(a @ right, w @ right.double())
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 65])
+def test_odd_sizes_need_no_padding(n):
+    a = sparse(7, 24)
+    close(a @ randn(24, n), a.to_dense().double() @ randn(24, n).double())
+    close(randn(n, 24) @ a.t(), randn(n, 24).double() @ a.to_dense().double().t())
+
+
+@floats
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_linear(dtype, leading, with_bias, inference):
+    weight = sparse(dtype=dtype)
+    x, bias = randn(*leading, 128, dtype=dtype), randn(64, dtype=dtype) if with_bias else None
+    with torch.inference_mode(inference):
+        y = nn.functional.linear(x, weight, bias)
+    wanted = nn.functional.linear(
+        x.double(), weight.to_dense().double(), None if bias is None else bias.double()
+    )
+    assert y.shape == (*leading, 64)
+    close(y, wanted)
+
+
+def test_addmm():
+    a, x, bias = sparse(), randn(5, 128), randn(64)
+    close(torch.addmm(bias, x, a.t()), bias.double() + x.double() @ a.to_dense().double().t())
+
+
+def test_int8_products_are_exact_in_int32():
+    matrix = pruned(integers(64, 128))
+    a, b = Sparse24Tensor.from_dense(matrix), integers(128, 16)
+    assert torch.equal(torch.mm(a, b).cpu().long(), matrix.cpu().long() @ b.cpu().long())
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scaled_mm_of_float8(out):
+    matrix = pruned(integers(64, 128)).to(torch.float8_e4m3fn)
+    a, b = Sparse24Tensor.from_dense(matrix), integers(16, 128).to(torch.float8_e4m3fn).t()
+    scales = torch.tensor([0.5], device=DEVICE), torch.tensor([0.25], device=DEVICE)
+    y = torch._scaled_mm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=out)
+    close(y, 0.125 * matrix.double() @ b.double(), torch.bfloat16)
+    z = torch._scaled_mm(b.t(), a.t(), scale_a=scales[1], scale_b=scales[0], out_dtype=out)
+    close(z, y.t().double(), torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="out_dtype"):
+        torch._scaled_mm(a, b, scale_a=scales[0], scale_b=scales[1])
+
+
+UNSERVED = {
+    "not supported by the hardware": lambda a: a @ a.t(),
+    "specific set of operations, can't perform requested op \\(mv": lambda a: a @ randn(128),
+    "specific set of operations, can't perform requested op \\(add": lambda a: a + 1,
+    "specific set of operations, can't perform requested op \\(expand": lambda a: torch.bmm(
+        randn(2, 5, 128), a.t().expand(2, 128, 64)
+    ),
+    "same data type": lambda a: a @ randn(128, 8).half(),
+    "only bias dim=1": lambda a: torch.addmm(randn(5, 64), randn(5, 128), a.t()),
+    "only operand B": lambda a: torch.addmm(randn(8), a, randn(128, 8)),
+    "alpha and beta": lambda a: torch.addmm(randn(64), randn(5, 128), a.t(), beta=2),
+    "except for the dummy case": lambda a: a.view(128, 64),
+    "_scaled_mm": lambda a: (
+        Sparse24Tensor.from_dense(a.to_dense().to(torch.float8_e4m3fn))
+        @ randn(128, 8).to(torch.float8_e4m3fn)
+    ),
+    "isn't a transpose": lambda a: a.t().values(),
+}
+
+
+@pytest.mark.parametrize("message", UNSERVED)
+def test_what_is_not_served_says_so_with_pytorchs_kind_of_error(message):
+    kind = ValueError if "hardware" in message else NotImplementedError
+    with pytest.raises(kind, match=message):
+        UNSERVED[message](sparse())
+
+
+# What else a tensor does ----------------------------------------------------------------------------
+
+
+def test_detach_clone_view_t_and_sizes():
+    a = sparse().requires_grad_()
+    assert not a.detach().requires_grad
+    assert a.detach().packed is a.packed
+    clone = a.detach().clone()
+    assert clone.packed.data_ptr() != a.packed.data_ptr()
+    assert torch.equal(clone.to_dense(), a.to_dense())
+    assert a.detach().view(64, 128).shape == a.shape
+    assert torch.equal(a.detach().t().t().to_dense(), a.to_dense())
+    assert a.is_same_size(sparse())
+    assert not a.is_same_size(sparse().t())
+    copied = copy.deepcopy(nn.Parameter(a.detach(), requires_grad=False))
+    assert torch.equal(copied.to_dense(), a.to_dense())
+
+
+def test_moves_and_dtypes():
+    a = sparse()
+    half = a.to(torch.bfloat16)
+    assert type(half) is Sparse24Tensor
+    assert torch.equal(half.to_dense(), a.to_dense().bfloat16())
+    with pytest.raises(NotImplementedError, match="float64"):
+        a.to(torch.float64)
+    with pytest.raises(NotImplementedError, match="int8"):
+        a.to(torch.int8)
+    with torch.inference_mode():
+        assert type(a.to(torch.float16)) is Sparse24Tensor
+
+
+@pytest.mark.gpu
+def test_to_the_cpu_it_becomes_dense_as_pytorchs_does():
+    a = sparse()
+    assert type(a.to("cpu")) is torch.Tensor
+    assert torch.equal(a.to("cpu"), a.to_dense().cpu())
+
+
+def test_gradients_of_inputs_bias_and_weight():
+    """Of the weight the gradient is dense, as PyTorch's is."""
+    a, x, bias = sparse().requires_grad_(), randn(5, 128).requires_grad_(), randn(64).requires_grad_()
+    dy = randn(5, 64, seed=6)
+    found = torch.autograd.grad(nn.functional.linear(x, a, bias), (x, a, bias), dy)
+    w = a.to_dense().double().requires_grad_()
+    operands = x.detach().double().requires_grad_(), w, bias.detach().double().requires_grad_()
+    for ours, theirs in zip(
+        found, torch.autograd.grad(nn.functional.linear(*operands), operands, dy.double()), strict=True
+    ):
+        close(ours, theirs)
+    b = randn(128, 5).requires_grad_()
+    (db,) = torch.autograd.grad(a.detach() @ b, b, randn(64, 5))
+    close(db, w.detach().t() @ randn(64, 5).double())
+
+
+def test_a_model_with_sparse_parameters_compiles():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE).requires_grad_(False)
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(Sparse24Tensor.from_dense(pruned(layer.weight.data)), requires_grad=False)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 3, 16):
+        torch.testing.assert_close(compiled(randn(n, 128)), model(randn(n, 128)))
+
+
+# PyTorch's own --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "shape"),
+    [
+        ("cutlass", torch.float16, (64, 128)),
+        ("cutlass", torch.bfloat16, (32, 64)),
+        ("cutlass", torch.int8, (32, 128)),
+        ("cusparselt", torch.float16, (128, 128)),
+        ("cusparselt", torch.int8, (64, 128)),
+    ],
+)
+@pytest.mark.parametrize("capability", [8, 9])
+def test_to_and_from_pytorchs_own_tensors(backend, dtype, shape, capability):
+    if (backend, dtype, capability) == ("cusparselt", torch.int8, 8):
+        with pytest.raises(UnsupportedError, match="s8"):
+            to_semi_structured(Sparse24Tensor.from_dense(pruned(integers(*shape))), backend, capability=8)
+        return
+    ours = Sparse24Tensor.from_dense(pruned(integers(*shape)).to(dtype))
+    theirs = to_semi_structured(ours, backend, capability=capability)
+    kinds = {"cutlass": SparseSemiStructuredTensorCUTLASS, "cusparselt": SparseSemiStructuredTensorCUSPARSELT}
+    assert type(theirs) is kinds[backend]
+    back = from_semi_structured(theirs, capability=capability)
+    assert torch.equal(back.to_dense(), ours.to_dense())
+    if backend == "cutlass":
+        assert torch.equal(theirs.to_dense(), ours.to_dense())
+    turned = from_semi_structured(theirs.t(), capability=capability)
+    assert torch.equal(turned.to_dense(), ours.to_dense().t())
+
+
+def test_pytorchs_own_compression_is_read():
+    """The metadata as PyTorch's CUTLASS path writes it, on the CPU."""
+    from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+
+    matrix = dense(64, 128, torch.float16)
+    packed, meta = sparse_semi_structured_from_dense_cutlass(matrix)
+    theirs = SparseSemiStructuredTensorCUTLASS(matrix.shape, packed, meta, None, None, None)
+    assert torch.equal(from_semi_structured(theirs).to_dense(), matrix)
+
+
+def test_conversions_refuse_what_they_cannot_read():
+    with pytest.raises(InvalidProblemError, match="semi-structured"):
+        from_semi_structured(sparse())
+    with pytest.raises(InvalidProblemError, match="backend"):
+        to_semi_structured(sparse(), "magma")
+    if DEVICE == "cpu":
+        with pytest.raises(UnsupportedError, match="capability"):
+            to_semi_structured(sparse(128, 128, torch.float16), "cusparselt")
+
+
+def test_use_as_default_and_back():
+    matrix = dense()
+    with use_as_default():
+        tensor = to_sparse_semi_structured(matrix)
+        assert type(tensor) is Sparse24Tensor
+        assert torch.equal(tensor.to_dense(), matrix)
+        with pytest.raises(RuntimeError, match=r"Error original_tensor\.shape"):
+            to_sparse_semi_structured(torch.zeros(2, 2, device=DEVICE))
+    assert torch.sparse.SparseSemiStructuredTensorCUTLASS is SparseSemiStructuredTensorCUTLASS
+    assert torch.sparse.SparseSemiStructuredTensorCUSPARSELT is SparseSemiStructuredTensorCUSPARSELT
