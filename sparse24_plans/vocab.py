@@ -246,14 +246,12 @@ class MaskLayout(_Word):
     TILES = "tiles"
 
 
-# Weight layouts: the canonical one (weights/weight.py), the tiles of sparse tensor cores for 16-bit and for
-# 8-bit elements (weights/packing.py), cuSPARSELt's own (gemm/backends/cusparselt.py), and that of the host's
-# BLAS (weights/dense.py).
-CANONICAL_LAYOUT = "canonical"
-TILE64X128_LAYOUT = "tile64x128_16bit_v1"
+# Layouts of weights, with the modules that make them.
+CANONICAL_LAYOUT = "canonical"  # weights/weight.py
+TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py, as the next
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
-CUSPARSELT_LAYOUT = "cusparselt_blob"
-DENSE_F32_LAYOUT = "dense_f32"
+CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
+DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 
 
 class OpCategory(_Word):
@@ -459,14 +457,14 @@ def _fields_of(model: type[Model], path: Iterable[str | int]) -> Iterable[str]:
 
 
 class DeviceProperties(Model):
-    """All that selection may know of a device."""
+    """All that selection may know of a device.
+
+    ``kind`` is ``host`` or ``cuda``, ``ordinal`` CUDA's number of it, ``name`` the driver's ("NVIDIA H200").
+    """
 
     kind: Literal["host", "cuda"]
-    """``host``, or ``cuda`` for a GPU."""
     ordinal: Annotated[int, Integer()] = 0
-    """CUDA's number of the device."""
     name: str = "host"
-    """As the driver has it: "NVIDIA H200"."""
     compute_capability: tuple[Annotated[int, Integer()], Annotated[int, Integer()]] = (0, 0)
     """(major, minor): (9, 0) for Hopper."""
     multiprocessors: Annotated[int, Integer()] = 0
@@ -497,8 +495,7 @@ class DeviceProperties(Model):
     def cuda_arch(self) -> str:
         """Target for the compiler: ``sm_90a`` on Hopper and its like, else ``sm_XY``."""
         major, minor = self.compute_capability
-        suffix = "a" if major >= 9 else ""
-        return f"sm_{major}{minor}{suffix}"
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
     def __str__(self) -> str:
         return self.name if self.kind == "host" else f"cuda:{self.ordinal} ({self.name})"

@@ -7,12 +7,13 @@ import os
 
 import pytest
 
-from sparse24_plans.bench import compile_times, record
+from sparse24_plans.bench import compile_times, figures, record
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.table import ROWS as GEMM
 from sparse24_plans.prepare.table import ROWS as PREPARE
 
 from ..kernels.requests import HOPPER, device_of
+from .records import RESULTS
 from .test_record_files import ABOUT
 
 OURS = {row.name for row in (*GEMM, *PREPARE) if not row.on_host and row.kernel.sources}
@@ -59,3 +60,13 @@ def test_both_epilogues_and_both_numbers_of_tokens_are_compiled():
     choices = [one for one in compile_times.choices(device_of(HOPPER)) if one.row.name == "wgmma_sp"]
     asked = {(one.descriptor.element, one.descriptor.n, one.descriptor.epilogue) for one in choices}
     assert len(asked) == 2 * 2 * 2
+
+
+def test_the_committed_record_is_of_these_kernels_and_has_them_all():
+    path = RESULTS / figures.COMPILE_RECORD
+    if not path.exists():
+        pytest.skip("compile times have not been measured yet")
+    found = json.loads(path.read_text())
+    assert found["gpu"] == "NVIDIA H200"
+    assert record.is_current(found)
+    assert {row["kernel"] for row in found["compile"]} == OURS
