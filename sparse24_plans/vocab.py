@@ -310,8 +310,7 @@ def integer(value: object) -> int | None:
 
 # Fields that pydantic alone would take True, "8" or 8.0 for -------------------------------------------
 
-INT64_MAX = 2**63 - 1
-"""The largest size of a dimension."""
+INT64_MAX = 2**63 - 1  # the largest size of a dimension
 
 
 @dataclass(frozen=True)
