@@ -157,6 +157,8 @@ def demo(
     tokens: TokensOption = 4,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    require: RequireOption = None,
+    backend: BackendOption = None,
     force: Force = False,
     everything: Everything = False,
     as_json: AsJson = False,
@@ -165,6 +167,7 @@ def demo(
 
     That of the extra [demo] where it is installed, else random weights.
     """
+    preference = preference_of(require, backend)
     with (
         reported(as_json),
         tempfile.TemporaryDirectory() if out is None else nullcontext(str(out)) as folder,
@@ -180,7 +183,7 @@ def demo(
         document: Json = {
             "origin": origin,
             "compress": _compress(source, compressed, device, overwrite=overwrite, quiet=as_json),
-            "verify": _verify(compressed, source, tokens, device, seed, PlanPreference(), quiet=as_json),
+            "verify": _verify(compressed, source, tokens, device, seed, preference, quiet=as_json),
         }
         emit(document, partial(rendering.show_demo, everything=everything), as_json=as_json)
     raise typer.Exit(0 if document["verify"]["passed"] else 1)

@@ -144,8 +144,8 @@ def _facts(answer: Json) -> list[Json]:
     else:
         facts["error bound c"] = f"{answer['error_bound']:.2e}: |y - exact| <= c * sum|x||w|, and rounding y"
         facts["rounding errors"] = _steps(guarantee)
-    least = "" if answer["workspace_is_exact"] else "at least "
-    facts["workspace"] = f"{least}{answer['workspace_size']} bytes"
+    more = "" if answer["workspace_is_exact"] else " or more: the plan on the GPU itself says"
+    facts["workspace"] = f"{answer['workspace_size']} bytes{more}"
     if answer["details"]:
         facts["details"] = answer["details"]
     return [{"name": name, "value": value} for name, value in facts.items()]
@@ -181,7 +181,7 @@ def show_compression(document: Json, *, everything: bool = False) -> None:
     done = _of(document, "compressed")
     kept = Column("kept", lambda row: f"{row['kept_energy']:.2%}", right=True)
     worst = sorted(done, key=_energy)[:_FEW]
-    shown, title = _selected(done, worst, "compressed, of which the least energy is kept of", everything)
+    shown, title = _selected(done, worst, "compressed; the {few} that keep the least energy", everything)
     show_table((kept, _BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
     _show_rest(document, "compressed", everything)
 
@@ -194,7 +194,7 @@ def _energy(row: Json) -> float:
 def show_conversion(document: Json, *, everything: bool = False) -> None:
     done = _of(document, "converted")
     largest = sorted(done, key=lambda row: -row["bytes_before"])[:_FEW]
-    shown, title = _selected(done, largest, "converted, of which the largest are", everything)
+    shown, title = _selected(done, largest, "converted; the {few} largest", everything)
     show_table((_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
     _show_rest(document, "converted", everything)
 
@@ -203,8 +203,8 @@ def _selected(rows: list[Json], few: list[Json], words: str, everything: bool) -
     """The rows to show, and what stands above them."""
     total = counted(len(rows), "tensor")
     if everything or len(few) == len(rows):
-        return rows, f"{total} {words.partition(',')[0]}:"
-    return few, f"{total} {words} (--all shows the others):"
+        return rows, f"{total} {words.partition(';')[0]}:"
+    return few, f"{total} {words.format(few=len(few))} (--all shows the others):"
 
 
 def _of(document: Json, action: str) -> list[Json]:

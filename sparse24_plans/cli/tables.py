@@ -21,7 +21,7 @@ from rich.text import Text
 Json = dict[str, Any]
 _GAP = "  "
 _INDENT = 2
-_LEAST_PROSE = 24
+_LEAST_PROSE = 16
 """Columns below which prose isn't wrapped beside a table's other columns."""
 
 
@@ -59,7 +59,7 @@ def _wrapped(text: str, width: int | None, first: str, others: str) -> list[str]
         return [first + text]
     return textwrap.wrap(
         text,
-        max(width, _LEAST_PROSE),
+        max(width, _LEAST_PROSE + len(others)),
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,
@@ -140,15 +140,21 @@ def _row(shown: Sequence[_Laid], texts: Sequence[Text]) -> Text:
 
 
 def _show_row(shown: Sequence[_Laid], texts: list[Text], room: int | None) -> None:
-    last = texts[-1]
-    start = _total(shown[:-1]) + len(_GAP) if len(shown) > 1 else _INDENT
-    if not shown[-1].column.prose or room is None or room - start < _LEAST_PROSE:
+    """A row; prose beside the other columns, or below them where there is no room."""
+    if not shown[-1].column.prose or room is None or _total(shown[:-1]) + len(_GAP) + shown[-1].width <= room:
         _put(_row(shown, texts))
         return
-    lines = _wrapped(last.plain, room - start, "", "") or [""]
-    _put(_row(shown, [*texts[:-1], Text(lines[0], last.style)]))
-    for line in lines[1:]:
-        _put(Text(" " * start) + Text(line, last.style))
+    last, start = texts[-1], _total(shown[:-1]) + len(_GAP)
+    if room - start < _LEAST_PROSE:
+        _put(_row(shown[:-1], texts[:-1]))
+        indent = " " * 2 * _INDENT
+        lines = _wrapped(last.plain, room, indent, indent)
+    else:
+        first, *lines = _wrapped(last.plain, room - start, "", "") or [""]
+        _put(_row(shown, [*texts[:-1], Text(first, last.style)]))
+        lines = [" " * start + line for line in lines]
+    for line in lines:
+        _put(Text(line, last.style))
 
 
 # Cells --------------------------------------------------------------------------------------------

@@ -163,12 +163,16 @@ def _misplaced(row: Row, preference: PlanPreference, device: DeviceProperties) -
         return None
     found, least, below = device.compute_capability, row.min_compute_capability, row.below_compute_capability
     if found < least:
-        return f"needs compute capability {least}, got {found}"
+        return f"needs compute capability {_dotted(least)}, got {_dotted(found)}"
     if found >= below:
-        return f"needs a compute capability below {below}, got {found}"
+        return f"needs a compute capability below {_dotted(below)}, got {_dotted(found)}"
     if row.arch is ArchSku.SM90A and not preference.allow_sm90a:
         return "allow_sm90a is false"
     return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def _unserved(row: Row, descriptor: Any) -> str | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +292,7 @@ def test_explain_as_tables():
         "chosen",
         "prefer_backend is inflate_cublas",
         "batch_invariant",
-        "at least",
+        "0 bytes or more",
     ):
         assert text in out
 
@@ -436,55 +433,3 @@ def test_help_and_version():
 )
 def test_sizes_are_readable(nbytes, text):
     assert tables.size_text(nbytes) == text
-
-
-# The process --------------------------------------------------------------------------------------
-
-
-def spawn(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sparse24_plans", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_the_module_runs_as_a_command():
-    process = spawn("explain", *PROBLEM, "--device", "host", "--json")
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (0, "")
-    assert json.loads(out)["chosen"] == "host_blas"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("words", [("info",), ("info", "--json"), ("--help",)])
-def test_a_full_disk_behind_stdout_is_one_line(words):
-    command = [sys.executable, "-m", "sparse24_plans", *words]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
-
-
-def test_a_closed_stdout_takes_nothing_from_the_work(checkpoint):
-    out = checkpoint.with_name("out")
-    command = f"{sys.executable} -m sparse24_plans compress {checkpoint} -o {out} >&- 2>&-"
-    assert subprocess.run(command, shell=True, timeout=30).returncode == 0
-    assert load_weight(out, "layer.0.weight").m == 24
-
-
-FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"]
-
-
-@pytest.mark.parametrize("name", FATAL)
-def test_a_killed_run_leaves_nothing(tmp_path, name):
-    number = getattr(signal, name)
-    source, out = tmp_path / "source", tmp_path / "out"
-    header = json.dumps({"w": {"dtype": "F32", "shape": [65536, 16384], "data_offsets": [0, 2**32]}}).encode()
-    source.write_bytes(len(header).to_bytes(8, "little") + header)
-    os.truncate(source, source.stat().st_size + 2**32)  # 4 GiB of zeros that take no room
-    process = spawn("compress", source, "-o", out)
-    deadline = time.monotonic() + 20
-    while not list(tmp_path.glob(".sparse24-*.tmp")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert list(tmp_path.glob(".sparse24-*.tmp")), "the run had begun to write"
-    process.send_signal(number)
-    process.communicate(timeout=20)
-    assert process.returncode not in (0, -number)
-    assert list(tmp_path.iterdir()) == [source]

@@ -176,7 +176,7 @@ def test_a_missing_or_wrong_library_says_what_to_install(version, words):
 def test_a_wrong_architecture_is_not_something_to_install():
     turing = hopper("0.8.0").model_copy(update={"compute_capability": (7, 5)})
     rows = {row.row.name: row for row in consider(table.ROWS, DESC, FORCED, turing)}
-    assert "needs compute capability (8, 0), got (7, 5)" in rows["cusparselt"].reason
+    assert "needs compute capability 8.0, got 7.5" in rows["cusparselt"].reason
     assert not rows["cusparselt"].unavailable
 
 

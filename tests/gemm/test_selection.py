@@ -147,7 +147,7 @@ def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
 @pytest.mark.parametrize(
     ("device", "preference", "row", "words"),
     [
-        (TURING, {}, "inflate_strict", ("compute capability", "(8, 0)", "(7, 5)")),
+        (TURING, {}, "inflate_strict", ("compute capability 8.0", "7.5")),
         (HOPPER, {}, "host_blas", ("host", "invented sm_90")),
         (HOST, {}, "inflate_cublas", ("CUDA device",)),
         (HOPPER_BARE, {}, "inflate_cublas", ("cuBLASLt", "pip install", "cuda12")),

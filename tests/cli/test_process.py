@@ -1,0 +1,222 @@
+"""``sparse24`` as a process: its streams, terminals, signals, and what it asks before it overwrites."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sparse24_plans.checkpoints.weights_file import load_weight
+
+from . import page
+
+SPARSE24 = (sys.executable, "-m", "sparse24_plans")
+EXPLAIN = ("explain", "--n", "16", "--m", "4096", "--k", "4096", "--arch", "sm90a")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "dense.safetensors"
+    array = np.random.default_rng(0).standard_normal((24, 32), np.float32)
+    safetensors.numpy.save_file({"encoder.é.weight": array}, path)
+    return path
+
+
+def spawn(*arguments: object, before: Callable[[], object] | None = None) -> subprocess.Popen[str]:
+    command = [*SPARSE24, *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
+    )
+
+
+def test_the_module_runs_as_a_command():
+    process = spawn(*EXPLAIN, "--json")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["chosen"] == "wgmma_sp"
+
+
+# Streams ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [("info",), ("info", "--json"), ("--help",)])
+def test_a_full_disk_behind_stdout_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*SPARSE24, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+def test_a_closed_stdout_takes_nothing_from_the_work(checkpoint):
+    out = checkpoint.with_name("out")
+    command = f"{' '.join(SPARSE24)} compress {checkpoint} -o {out} >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=30).returncode == 0
+    assert load_weight(out, "encoder.é.weight").m == 24
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        done = subprocess.run(
+            [*SPARSE24, *EXPLAIN], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=30
+        )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_any_name_can_be_written_in_any_encoding(checkpoint, encoding):
+    command = [*SPARSE24, "compress", checkpoint.name, "-o", "out", "--device", "host"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=checkpoint.parent, timeout=30)
+    assert (done.returncode, done.stderr) == (0, b"")
+    name = "encoder.é.weight".encode(encoding, errors="backslashreplace")
+    assert name in done.stdout
+
+
+# A terminal ---------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A command in a terminal of its own; what it shows."""
+
+    def __init__(self, *arguments: object, folder: Path, columns: int = 80) -> None:
+        self._mine, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [*SPARSE24, *map(str, arguments)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=folder,
+            env={**environment, "TERM": "xterm"},
+        )
+        os.close(theirs)
+        self.text = ""
+
+    def read(self, until: str | None = None) -> str:
+        """All that is shown up to the text, or to the end."""
+        deadline = time.monotonic() + 30
+        while until is None or until not in self.text:
+            assert time.monotonic() < deadline, self.text
+            if not select.select([self._mine], [], [], 1)[0]:
+                continue
+            try:
+                piece = os.read(self._mine, 65536)
+            except OSError:  # Linux's end of a terminal
+                piece = b""
+            if not piece:
+                assert until is None, self.text
+                break
+            self.text += piece.decode(errors="replace").replace("\r\n", "\n")
+        return self.text
+
+    def answer(self, text: str) -> None:
+        os.write(self._mine, text.encode())
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and all that was shown."""
+        self.read()
+        os.close(self._mine)
+        return self.process.wait(timeout=30), self.text
+
+
+def test_a_real_terminal_shows_what_the_page_shows(tmp_path):
+    code, text = Terminal(*EXPLAIN, folder=tmp_path).end()
+    assert code == 0
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == page.blocks(page.PAGE.read_text())[" ".join(EXPLAIN)]
+    assert "\x1b[" in text, "colours"
+
+
+@pytest.mark.parametrize("columns", [40, 132])
+def test_lines_fit_the_terminal_that_there_is(tmp_path, columns):
+    _, text = Terminal(*EXPLAIN, folder=tmp_path, columns=columns).end()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert columns - 40 < max(map(len, plain.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "replaced"), [("y\n", 0, True), ("n\n", 1, False), ("\n", 1, False), ("\4", 1, False)]
+)
+def test_a_terminal_is_asked_before_a_file_is_replaced(checkpoint, answer, code, replaced):
+    out = checkpoint.with_name("out")
+    out.write_bytes(b"precious")
+    command = ("compress", checkpoint.name, "-o", out.name, "--device", "host")
+    terminal = Terminal(*command, folder=checkpoint.parent)
+    terminal.read(until="out exists. Replace it? [y/N]")
+    terminal.answer(answer)
+    assert terminal.end()[0] == code
+    assert (out.read_bytes() != b"precious") == replaced
+
+
+def test_an_answer_in_json_is_never_a_question(checkpoint):
+    out = checkpoint.with_name("out")
+    out.write_bytes(b"precious")
+    code, text = Terminal("compress", checkpoint, "-o", out, "--json", folder=checkpoint.parent).end()
+    assert code == 1
+    assert "--force" in json.loads(text)["error"]["message"]
+    assert out.read_bytes() == b"precious"
+
+
+# Signals ------------------------------------------------------------------------------------------
+
+FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
+
+
+def zeros(path: Path, gigabytes: float) -> Path:
+    """A model of one matrix that takes no room on the disk."""
+    columns, nbytes = 4096, int(gigabytes * 2**30)
+    entry = {"dtype": "F32", "shape": [nbytes // columns // 4, columns], "data_offsets": [0, nbytes]}
+    header = json.dumps({"w": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, path.stat().st_size + nbytes)
+    return path
+
+
+def wait_for_a_temporary_file(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not list(folder.glob(".sparse24-*.tmp")):
+        assert time.monotonic() < deadline, "the run has not begun to write"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("name", "times"), [*((name, 1) for name in FATAL), ("SIGINT", 3), ("SIGTERM", 3)])
+def test_a_killed_run_leaves_nothing(tmp_path, name, times):
+    """Also where this process ignores the signal, as one in the background does; also if it comes again."""
+    number, source = getattr(signal, name), zeros(tmp_path / "source", 4)
+    process = spawn(
+        "compress", source, "-o", tmp_path / "out", before=lambda: signal.signal(number, signal.SIG_DFL)
+    )
+    wait_for_a_temporary_file(tmp_path)
+    for _ in range(times):
+        process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode not in (0, -number)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, name):
+    number, source = getattr(signal, name), zeros(tmp_path / "source", 0.25)
+    out = tmp_path / "out"
+    process = spawn("compress", source, "-o", out, before=lambda: signal.signal(number, signal.SIG_IGN))
+    wait_for_a_temporary_file(tmp_path)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 0
+    assert sorted(tmp_path.iterdir()) == [out, source]
