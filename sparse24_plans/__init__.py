@@ -39,6 +39,7 @@ _HOME = {
     "tuning.search": "tune",
     "vocab": "ArchSku BackendKind DeviceProperties ElementKind EpilogueKind GemmOp MaskLayout MathPrecision "
     "MatrixOrder OpCategory PrepareOp ScaleKind Tier TileRule",
+    "weights.cutting": "concat_weights slice_weight split_weight",
     "weights.weight": "PackedWeight Sparse24Weight prune",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -74,6 +74,9 @@ from .vocab import PrepareOp as PrepareOp
 from .vocab import ScaleKind as ScaleKind
 from .vocab import Tier as Tier
 from .vocab import TileRule as TileRule
+from .weights.cutting import concat_weights as concat_weights
+from .weights.cutting import slice_weight as slice_weight
+from .weights.cutting import split_weight as split_weight
 from .weights.weight import PackedWeight as PackedWeight
 from .weights.weight import Sparse24Weight as Sparse24Weight
 from .weights.weight import prune as prune

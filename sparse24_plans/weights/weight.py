@@ -268,7 +268,7 @@ class PackedWeight:
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
     memory, in the order the layout defines; ``m``, ``k``, ``element`` and ``device`` are the weight's. The
-    host and the inflate tier read the canonical layout as it is: there packing copies nothing.
+    inflate tier and ``host_strict`` read the canonical layout as it is: there packing copies nothing.
 
     Raises InvalidProblemError for buffers that aren't the layout's, BufferTooSmallError for short ones.
     """

@@ -1,0 +1,323 @@
+"""Weights cut and joined, along M (out features) and along K (in features).
+
+For merged projections (q, k and v as one product), for shards of tensor parallelism, and for checkpoints that
+store either. No bit changes: the dense matrix of what comes out is the same slice, or the same concatenation,
+of the dense matrices that went in.
+
+Every layout is a grid of blocks that are only moved whole: groups of four columns of a row in the canonical
+form and in ``dense_f32``, tiles of 64 x 128 or 64 x 256 in the packed ones. Blocks of a grid row lie side by
+side, so that whole grid rows, and so any cut along M, are a window of the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ..device.streams import stream_handle
+from ..device.tensors import TensorView, wrong
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
+from . import canonical
+from .layouts import TILE_M, TILES_8BIT, TILES_16BIT
+from .on_device import on_stream
+from .weight import PackedWeight, Sparse24Weight
+
+W = TypeVar("W", Sparse24Weight, PackedWeight)
+
+_GROUP = 4
+_LEAST_K = 8
+"""The canonical form's: K is a multiple of it."""
+_AXES = ("M", "K")
+
+
+def slice_weight(
+    weight: W, start: int, stop: int, *, axis: int = 0, copy: bool | None = None, stream: Any = None
+) -> W:
+    """Rows ``start`` to ``stop`` of W[M, K] (``axis=0``), or columns (``axis=1``), as a weight of its own.
+
+    Parameters
+    ----------
+    weight : Sparse24Weight or PackedWeight
+        Canonical, or as ``plan.pack`` made it: any layout but cuSPARSELt's blob, which is the library's.
+    start, stop : int
+        0 <= start <= stop <= M (or K). A canonical weight is cut at any row and at any group of four columns;
+        a packed one at its tiles, 64 rows x 128 columns (16-bit elements) or x 256 (8-bit), and at its end.
+        Whatever the layout, the width of what is cut along K is a multiple of 8.
+    axis : int
+        0: M, out features. 1: K, in features.
+    copy : bool, optional
+        None: a view of the same memory, which it keeps alive, where the layout allows one, as it does along M
+        always; else a copy. False: a view or InvalidProblemError. True: memory of its own.
+    stream : optional
+        As of ``plan.run``: what a copy on a GPU is queued on.
+
+    Raises
+    ------
+    InvalidProblemError
+        An argument that can't be meant, or a cut through a block of the layout: the message says of what it
+        would have to be a multiple.
+    UnsupportedError
+        A layout that isn't this package's.
+    """
+    grid = _grid_of(weight, "weight")
+    _check_axis(axis)
+    size = (grid.weight.m, grid.weight.k)[axis]
+    first, last = (_size(name, value) for name, value in (("start", start), ("stop", stop)))
+    if not first <= last <= size:
+        raise InvalidProblemError(
+            f"start, stop: expected 0 <= start <= stop <= {_AXES[axis]} = {size}, got {first}, {last}"
+        )
+    return _slice(weight, grid, (first, last), ("start", "stop"), axis, copy, stream)
+
+
+def split_weight(
+    weight: W, sizes: int | Sequence[int], *, axis: int = 0, copy: bool | None = None, stream: Any = None
+) -> tuple[W, ...]:
+    """W[M, K] in parts along M (``axis=0``) or K (``axis=1``), in order; views where the layout allows them.
+
+    ``sizes`` is how many equal parts, or the size of each. The other arguments, where a weight can be cut and
+    what is raised: as of :func:`slice_weight`. Shards of a column-parallel linear are along M, of a
+    row-parallel one along K.
+    """
+    grid = _grid_of(weight, "weight")
+    _check_axis(axis)
+    size = (grid.weight.m, grid.weight.k)[axis]
+    parts, start = [], 0
+    for width in _widths(sizes, size, _AXES[axis]):
+        parts.append(_slice(weight, grid, (start, start + width), ("sizes", "sizes"), axis, copy, stream))
+        start += width
+    return tuple(parts)
+
+
+def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -> W:
+    """Weights one below the other (``axis=0``, along M) or side by side (``axis=1``, along K), in new memory.
+
+    Parameters
+    ----------
+    weights : iterable of Sparse24Weight, or of PackedWeight
+        At least one; of one element, device and layout, and of one K (along M) or M (along K). Of packed ones
+        all but the last end where a tile ends: their M (or K) is a multiple of the tile's.
+    axis : int
+        0: M, out features, as for merged q, k and v. 1: K, in features.
+    stream : optional
+        As of ``plan.run``: what the copies on a GPU are queued on.
+
+    Raises
+    ------
+    InvalidProblemError
+        Weights that don't fit together; the message names the first that doesn't, and of what its size would
+        have to be a multiple.
+    UnsupportedError
+        A layout that isn't this package's.
+    """
+    _check_axis(axis)
+    if isinstance(weights, (Sparse24Weight, PackedWeight)) or not isinstance(weights, Iterable):
+        raise wrong("weights", "a sequence of weights", weights)
+    found = list(weights)
+    if not found:
+        raise InvalidProblemError("weights: expected at least one weight, got none")
+    grids = [_grid_of(one, f"weights[{at}]") for at, one in enumerate(found)]
+    for at, grid in enumerate(grids):
+        _check_fits(
+            grids[0], grid, at, axis, last=at == len(grids) - 1, same=type(found[at]) is type(found[0])
+        )
+    like = grids[0].weight
+    sizes = [sum((one.m, one.k)[axis] for one in found), (like.k, like.m)[axis]]
+    m, k = sizes if axis == 0 else sizes[::-1]
+    with on_stream(like.device, stream):
+        buffers = []
+        for number in range(len(like.buffers)):
+            blocks = [grid.blocks(number) for grid in grids]
+            xp = canonical.array_module(blocks[0])
+            joined = xp.ascontiguousarray(xp.concatenate(blocks, axis=axis))  # which may choose another order
+            buffers.append(grids[0].buffer(number, TensorView.of(joined), m, k))
+    return _made(found[0], like, m, k, tuple(buffers))
+
+
+# How layouts are cut ------------------------------------------------------------------------------
+
+
+class _Grid(NamedTuple):
+    """A weight, and the blocks that its layout is made of: each of ``rows`` x ``columns`` dense cells."""
+
+    weight: PackedWeight
+    rows: int
+    columns: int
+    block_bytes: tuple[int, ...]
+    """Of a block in each of the buffers."""
+    block: str
+    """What a block is called."""
+
+    def counts(self, m: int, k: int) -> tuple[int, int]:
+        """Blocks along M and along K."""
+        return -(-m // self.rows), -(-k // self.columns)
+
+    def blocks(self, number: int) -> Any:
+        """A buffer as bytes [blocks along M, blocks along K, bytes of a block]."""
+        down, across = self.counts(self.weight.m, self.weight.k)
+        view, size = self.weight.buffers[number], self.block_bytes[number]
+        return TensorView(
+            view.address,
+            (down, across, size),
+            ElementKind.U8,
+            view.device,
+            readonly=view.readonly,
+            owner=view.owner if view.owner is not None else view,
+        ).bits()
+
+    def buffer(self, number: int, memory: TensorView, m: int, k: int) -> TensorView:
+        """The buffer of a weight [m, k] of the same layout in ``memory``, typed as the layout has it."""
+        down, across = self.counts(m, k)
+        shapes: dict[str, tuple[tuple[ElementKind, tuple[int, ...]], ...]] = {
+            CANONICAL_LAYOUT: ((self.weight.element, (m, k // 2)), (ElementKind.U16, (m, k // 8))),
+            DENSE_F32_LAYOUT: ((ElementKind.F32, (m, k)),),
+        }
+        tiles = ((ElementKind.U8, (down, across, self.block_bytes[number])),)
+        element, shape = shapes.get(self.weight.layout_id, tiles)[number]
+        return TensorView(
+            memory.address, shape, element, memory.device, readonly=memory.readonly, owner=memory.owner
+        )
+
+
+def _grid_of(weight: Any, argument: str) -> _Grid:
+    if type(weight) is Sparse24Weight:
+        packed = PackedWeight.canonical(weight)
+    elif type(weight) is PackedWeight:
+        packed = weight
+    else:
+        raise wrong(argument, "a Sparse24Weight or a PackedWeight", weight)
+    if packed.layout_id == CANONICAL_LAYOUT:
+        return _Grid(packed, 1, _GROUP, (2 * packed.element.itemsize, 1), "group")
+    if packed.layout_id == DENSE_F32_LAYOUT:
+        return _Grid(packed, 1, _GROUP, (4 * _GROUP,), "group")
+    for layout in (TILES_16BIT, TILES_8BIT):
+        if packed.layout_id == layout.layout_id:
+            return _Grid(packed, TILE_M, layout.tile_k, (layout.tile_bytes,), "tile")
+    raise UnsupportedError(
+        f"{argument}: layout {packed.layout_id!r} can be neither cut nor joined; "
+        "do that with canonical weights, and pack the results"
+    )
+
+
+def _slice(
+    weight: W,
+    grid: _Grid,
+    cells: tuple[int, int],
+    names: tuple[str, str],
+    axis: int,
+    copy: bool | None,
+    stream: Any,
+) -> W:
+    """Rows, or columns, ``cells[0]`` to ``cells[1]``, which lie in the weight."""
+    packed = grid.weight
+    unit, size = (grid.rows, grid.columns)[axis], (packed.m, packed.k)[axis]
+    for name, at in zip(names, cells, strict=True):
+        if at % unit and at != size:
+            raise InvalidProblemError(
+                f"{name}: expected cuts along {_AXES[axis]} at multiples of {unit}, as a {grid.block} of "
+                f"layout {packed.layout_id!r} has it, or at the end {size}, got {at}{_remedy(packed)}"
+            )
+    width = cells[1] - cells[0]
+    if axis == 1 and width % _LEAST_K:
+        raise InvalidProblemError(f"{names[1]}: expected a K that is a multiple of {_LEAST_K}, got {width}")
+    m, k = (width, packed.k) if axis == 0 else (packed.m, width)
+    down, across = grid.counts(packed.m, packed.k)
+    window = slice(cells[0] // unit, -(-cells[1] // unit))
+    whole_rows = axis == 0 or down <= 1 or window.stop - window.start in (0, across)
+    if not _is_view(copy, whole_rows, f"columns {cells[0]} to {cells[1]} of {packed.m} rows"):
+        with on_stream(packed.device, stream):
+            found = [grid.blocks(number) for number in range(len(packed.buffers))]
+            parts = [TensorView.of((part[window] if axis == 0 else part[:, window]).copy()) for part in found]
+    else:
+        stream_handle(stream, packed.device)  # which refuses what is none
+        first = window.start * (across if axis == 0 else 1)
+        parts = [
+            _behind(view, first * block) for view, block in zip(packed.buffers, grid.block_bytes, strict=True)
+        ]
+    buffers = tuple(grid.buffer(number, part, m, k) for number, part in enumerate(parts))
+    return _made(weight, packed, m, k, buffers)
+
+
+def _is_view(copy: object, possible: bool, cells: str) -> bool:
+    if copy is not None and type(copy) is not bool:
+        raise wrong("copy", "None, True or False", copy)
+    if copy is False and not possible:
+        raise InvalidProblemError(
+            f"copy: expected None or True, because {cells} are no contiguous memory, got False"
+        )
+    return possible and not copy
+
+
+def _behind(view: TensorView, offset: int) -> TensorView:
+    """The memory of ``view`` from ``offset`` bytes on; it stays alive with what is made of this."""
+    owner = view.owner if view.owner is not None else view
+    return TensorView(
+        view.address + offset, (0,), ElementKind.U8, view.device, readonly=view.readonly, owner=owner
+    )
+
+
+def _made(like: W, packed: PackedWeight, m: int, k: int, buffers: tuple[TensorView, ...]) -> W:
+    if isinstance(like, Sparse24Weight):
+        return Sparse24Weight(*buffers, element=packed.element, validate=False)
+    return PackedWeight(packed.layout_id, m, k, packed.element, packed.device, buffers)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def _check_axis(axis: object) -> None:
+    if type(axis) is not int or axis not in (0, 1):
+        raise wrong("axis", "0 (M, out features) or 1 (K, in features)", axis)
+
+
+def _size(name: str, value: object) -> int:
+    found = integer(value)
+    if found is None or found < 0:
+        raise wrong(name, "an integer from 0", value)
+    return found
+
+
+def _widths(sizes: object, size: int, axis: str) -> list[int]:
+    """The parts' sizes."""
+    if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
+        widths = [_size("sizes", one) for one in sizes]
+        if sum(widths) != size:
+            raise InvalidProblemError(f"sizes: expected a sum of {axis} = {size}, got {sum(widths)}")
+        return widths
+    parts = _size("sizes", sizes)
+    if not parts or size % parts:
+        raise InvalidProblemError(
+            f"sizes: expected a number of parts that divides {axis} = {size}, got {parts}"
+        )
+    return [size // parts] * parts
+
+
+def _check_fits(first: _Grid, grid: _Grid, at: int, axis: int, *, last: bool, same: bool) -> None:
+    """Raise InvalidProblemError where weight number ``at`` can't be joined to those in front of it."""
+    like, one, name = first.weight, grid.weight, f"weights[{at}]"
+    across = ("k", "m")[axis]
+    for what, wanted, got in (
+        ("element", like.element, one.element),
+        ("layout", like.layout_id, one.layout_id),
+        (across.upper(), getattr(like, across), getattr(one, across)),
+        ("memory on", like.device, one.device),
+    ):
+        if wanted != got:
+            raise InvalidProblemError(f"{name}: expected {what} {wanted}, as weights[0] has it, got {got}")
+    if not same:
+        raise InvalidProblemError(f"{name}: expected weights of one type, got a canonical and a packed one")
+    unit, size = (grid.rows, grid.columns)[axis], (one.m, one.k)[axis]
+    if not last and size % unit:
+        raise InvalidProblemError(
+            f"{name}: expected {_AXES[axis]} a multiple of {unit} where another weight follows, as a "
+            f"{grid.block} of layout {one.layout_id!r} has it, got {size}{_remedy(one)}"
+        )
+
+
+def _remedy(packed: PackedWeight) -> str:
+    return (
+        ""
+        if packed.layout_id == CANONICAL_LAYOUT
+        else "; or do it with canonical weights, and pack the results"
+    )
