@@ -76,9 +76,19 @@ def split_weight(
 ) -> tuple[W, ...]:
     """W[M, K] in parts along M (``axis=0``) or K (``axis=1``), in order; views where the layout allows them.
 
-    ``sizes`` is how many equal parts, or the size of each. The other arguments, where a weight can be cut and
-    what is raised: as of :func:`slice_weight`. Shards of a column-parallel linear are along M, of a
-    row-parallel one along K.
+    Shards of a column-parallel linear are along M, of a row-parallel one along K.
+
+    Parameters
+    ----------
+    weight, axis, copy, stream
+        As of :func:`slice_weight`, as is where a weight can be cut.
+    sizes : int or sequence of int
+        How many equal parts, or the size of each: their sum is M (or K).
+
+    Raises
+    ------
+    InvalidProblemError, UnsupportedError
+        As :func:`slice_weight`; sizes that don't add up.
     """
     grid = _grid_of(weight, "weight")
     _check_axis(axis)
