@@ -6,6 +6,9 @@ through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 
 from . import ops as ops  # registers them
 from .linear import Sparse24Linear as Sparse24Linear
+from .models import LoadReport as LoadReport
+from .models import from_pretrained as from_pretrained
+from .models import load_sparse24 as load_sparse24
 from .semi_structured import from_semi_structured as from_semi_structured
 from .semi_structured import to_semi_structured as to_semi_structured
 from .semi_structured import use_as_default as use_as_default
@@ -17,13 +20,16 @@ from .tensor import SemiStructuredError as SemiStructuredError
 from .tensor import Sparse24Tensor as Sparse24Tensor
 
 __all__ = [
+    "LoadReport",
     "SemiStructuredError",
     "Sparse24Linear",
     "Sparse24Recipe",
     "Sparse24Tensor",
     "SwapReport",
     "SwappedLayer",
+    "from_pretrained",
     "from_semi_structured",
+    "load_sparse24",
     "to_semi_structured",
     "to_sparse24",
     "use_as_default",

