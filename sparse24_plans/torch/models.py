@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +271,7 @@ def from_pretrained(
     no class; what :func:`load_sparse24` raises.
     """
     try:
-        transformers: Any = import_module("transformers")
+        import transformers
     except ImportError as error:
         raise BackendUnavailableError("transformers is not installed: pip install transformers") from error
     with ModelReader(path) as reader:
