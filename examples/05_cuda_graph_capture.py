@@ -14,14 +14,15 @@ from sparse24_plans import (
 )
 
 n, hidden, inner = 32, 512, 1024
-fields = {"n": n, "element": "f16"}
 try:
     up = GemmSparse24Plan.select(
-        GemmSparse24Descriptor(**fields, m=inner, k=hidden, epilogue="bias_gelu", alpha=hidden**-0.5),
+        GemmSparse24Descriptor(
+            n=n, m=inner, k=hidden, element="f16", epilogue="bias_gelu", alpha=hidden**-0.5
+        ),
         device=0,
     )
     down = GemmSparse24Plan.select(
-        GemmSparse24Descriptor(**fields, m=hidden, k=inner, alpha=inner**-0.5), device=0
+        GemmSparse24Descriptor(n=n, m=hidden, k=inner, element="f16", alpha=inner**-0.5), device=0
     )
 
     import cupy

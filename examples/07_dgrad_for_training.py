@@ -22,11 +22,10 @@ x = rng.standard_normal((n, k), np.float32)
 
 # Strict kernels: the same bits in every batch and on every device, forward and backward.
 strict = PlanPreference(require=GuaranteeRequirement(bit_stable_across_hardware=True))
-problem = {"n": n, "m": m, "k": k, "element": "f32", "alpha": alpha}
-forward = GemmSparse24Plan.select(GemmSparse24Descriptor(**problem), preference=strict, device="host")
-backward = GemmSparse24Plan.select(
-    GemmSparse24Descriptor(**problem, op="dgrad"), preference=strict, device="host"
-)
+problem = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32", alpha=alpha)
+gradient = problem.model_copy(update={"op": "dgrad"})
+forward = GemmSparse24Plan.select(problem, preference=strict, device="host")
+backward = GemmSparse24Plan.select(gradient, preference=strict, device="host")
 packed = forward.pack(weight)  # both plans read the canonical layout, so one packed weight serves both
 
 y = np.empty((n, m), np.float32)
@@ -60,4 +59,4 @@ for _ in range(3):
     difference = (loss(x64 + step * direction) - loss(x64 - step * direction)) / (2 * step)
     slope = float((dx.astype(np.float64) * direction).sum())
     print(f"directional derivative: dgrad {slope:+.6f}, central difference {difference:+.6f}")
-    assert abs(slope - difference) <= 1e-5 * max(np.linalg.norm(dx), 1.0) * np.linalg.norm(direction)
+    assert abs(slope - difference) <= 1e-5 * max(float(np.linalg.norm(dx)), 1.0) * np.linalg.norm(direction)

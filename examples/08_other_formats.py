@@ -26,25 +26,25 @@ rng = np.random.default_rng(0)
 # One weight, every format that holds it ----------------------------------------------------------------
 
 weight = Sparse24Weight.prune_compress(rng.standard_normal((128, 256), np.float32).astype(ml_dtypes.bfloat16))
-shape = {"shape": (weight.m, weight.k)}
+shape = weight.m, weight.k
 FORMATS = {
-    "baracuda": {},
-    "torch_cutlass": {},
-    "cutlass_sm90": {},
-    "tilelang": {},
+    "baracuda": None,
+    "torch_cutlass": None,
+    "cutlass_sm90": None,
+    "tilelang": None,
     "torch_tile": shape,
     "cusparselt_sm80": shape,
     "cusparselt_sm90": shape,
-    "compressed_tensors": {},
+    "compressed_tensors": None,
 }
-"""With what the way back has to be told."""
-for name, more in FORMATS.items():
+"""With the shape where the way back has to be told."""
+for name, told in FORMATS.items():
     try:
         parts = to_foreign(name, weight)
     except FormatError as error:
         print(f"{name:18} {error}")
         continue
-    back = from_foreign(name, parts, **more)
+    back = from_foreign(name, parts, shape=told)
     assert back.values.tobytes() == weight.values.tobytes()
     assert back.metadata.tobytes() == weight.metadata.tobytes()
     print(
@@ -78,7 +78,8 @@ def read(path: Path) -> dict[str, bytes]:
 def write_model(folder: Path) -> dict[str, np.ndarray]:
     """Two shards and their index, as llm-compressor lays out a model; returns the dense weights."""
     folder.mkdir()
-    weight_map, layers = {}, {}
+    weight_map: dict[str, str] = {}
+    layers: dict[str, np.ndarray] = {}
     for i in range(2):
         name, shard = f"model.layers.{i}.mlp.up_proj", f"model-0000{i + 1}-of-00002.safetensors"
         dense = prune(rng.standard_normal((64, 128), np.float32).astype(ml_dtypes.bfloat16))

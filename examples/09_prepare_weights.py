@@ -22,8 +22,7 @@ from sparse24_plans import (
 )
 
 m, k = 256, 512
-fields = {"m": m, "k": k, "element": "f16"}
-masking = MaskSparse24Plan.select(MaskSparse24Descriptor(**fields, layout="tiles"))
+masking = MaskSparse24Plan.select(MaskSparse24Descriptor(m=m, k=k, element="f16", layout="tiles"))
 if masking.device.kind == "cuda":
     import cupy as xp
 else:
@@ -34,7 +33,7 @@ dense = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
 
 # Transposable 2:4: W and W^T compressed, and the mask, in one pass over W.
 for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
-    plan = TilePruneSparse24Plan.select(TilePruneSparse24Descriptor(**fields, rule=rule))
+    plan = TilePruneSparse24Plan.select(TilePruneSparse24Descriptor(m=m, k=k, element="f16", rule=rule))
     args = TilePruneSparse24Args(
         dense,
         values=xp.empty((m, k // 2), np.float16),
@@ -55,7 +54,7 @@ masking.run(MaskSparse24Args(gradient, args.mask, gradient))
 print(f"gradient: {float((gradient != 0).mean()):.1%} of its cells are left")
 
 # What claims to be 2:4 is checked while it is compressed, and the run doesn't wait for the answer.
-compress = CompressSparse24Plan.select(CompressSparse24Descriptor(**fields))
+compress = CompressSparse24Plan.select(CompressSparse24Descriptor(m=m, k=k, element="f16"))
 out = {"values": xp.empty((m, k // 2), np.float16), "metadata": xp.empty((m, k // 8), np.uint16)}
 status = xp.empty(1, np.uint64).view(np.uint8)
 for name, matrix in (("pruned", weight.decompress()), ("dense", dense)):
@@ -68,7 +67,7 @@ for name, matrix in (("pruned", weight.decompress()), ("dense", dense)):
         print(f"{name}: {error}")
 
 # The layout of the sparse tensor core kernels.
-packing = PackSparse24Plan.select(PackSparse24Descriptor(**fields))
+packing = PackSparse24Plan.select(PackSparse24Descriptor(m=m, k=k, element="f16"))
 pack_args = PackSparse24Args(weight, xp.empty((-(-m // 64), -(-k // 128), 9216), np.uint8))
 packing.run(pack_args)
 packed = packing.weight(pack_args)

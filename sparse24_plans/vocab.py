@@ -6,6 +6,7 @@ Nothing here touches a device. Every model is immutable, hashable and survives
 
 from __future__ import annotations
 
+import inspect
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -384,6 +385,14 @@ class Model(BaseModel):
         __init__.__pydantic_base_init__ = True
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if (
+            not cls.__pydantic_complete__
+        ):  # pydantic makes it when the model is first used; help() reads it before
+            type.__setattr__(cls, "__signature__", _Signature())
+
+    @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         with _typed_errors(cls):
             return super().model_validate(obj, **options)
@@ -415,6 +424,14 @@ class Model(BaseModel):
 
     def __hash__(self) -> int:
         return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
+
+
+class _Signature:
+    """The fields of a model that is not built yet: builds it, which puts the true signature in this place."""
+
+    def __get__(self, instance: object, model: type[Model]) -> inspect.Signature:
+        model.model_rebuild()
+        return inspect.signature(model)
 
 
 @contextmanager

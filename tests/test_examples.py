@@ -19,24 +19,10 @@ import sparse24_plans
 from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.gemm.table import ROWS
 
+from .documents import DOCUMENTS, EXAMPLES, PAGES, ROOT, blocks
 from .support import HAS_GPU
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = sorted({*DOCUMENTS, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"})
-
-FENCE = re.compile(r"^```(?P<mark>.*)\n(?P<body>(?:(?!```).*\n)*)```$", re.MULTILINE)
 MARKS = {"python", "python gpu-only", "bash", "text"}
-
-
-def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """(first line, mark, text) of every fenced block."""
-    text = page.read_text()
-    return [
-        (text.count("\n", 0, block.start("body")) + 1, block["mark"].strip(), block["body"])
-        for block in FENCE.finditer(text)
-    ]
 
 
 def relative(page: Path) -> str:

@@ -7,7 +7,7 @@ two non-zeros: docs/formats.md. W is [M, K], K a multiple of 8.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
@@ -158,6 +158,10 @@ class PackSparse24Plan(_Reporting):
         if self.descriptor.op is PrepareOp.UNPACK:
             super().check(args, stream=stream)
 
+    @overload
+    def weight(self, args: PackSparse24Args) -> PackedWeight: ...
+    @overload
+    def weight(self, args: UnpackSparse24Args) -> Sparse24Weight: ...
     def weight(self, args: PackSparse24Args | UnpackSparse24Args) -> PackedWeight | Sparse24Weight:
         """The results as a weight, sharing their memory; of an unpacked one sound once checked."""
         views, desc = self._check(args), self.descriptor

@@ -85,8 +85,7 @@ def pack(weight: Sparse24Weight) -> PackedWeight | None:
         return None
     args = PackSparse24Args(_readable_weight(weight), _empty(packed.shape, packed.element, weight.device))
     plan.run(args)
-    found = plan.weight(args)
-    assert isinstance(found, PackedWeight)
+    found: PackedWeight = plan.weight(args)
     return found
 
 
