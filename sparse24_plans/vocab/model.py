@@ -1,0 +1,115 @@
+"""The base of the package's models, and what their errors say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
+
+from ..errors import InvalidProblemError, shown
+
+
+class Model(BaseModel):
+    """Base of the package's models: frozen, no unknown fields, and typed errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, ser_json_inf_nan="strings")
+
+    if not TYPE_CHECKING:  # checkers see the fields instead, or what a model says of its own
+
+        def __init__(self, /, **data: Any) -> None:
+            with _typed_errors(type(self)):
+                self.__pydantic_validator__.validate_python(data, self_instance=self)
+
+        # As pydantic's own: a model inside of a model, or of JSON, is validated with it in one pass.
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if (
+            not cls.__pydantic_complete__
+        ):  # pydantic makes it when the model is first used; help() reads it before
+            type.__setattr__(cls, "__signature__", _Signature())
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        with _typed_errors(cls):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        with _typed_errors(cls):
+            return super().model_validate_json(json_data, **options)
+
+    @classmethod
+    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
+        with _typed_errors(cls):
+            return super().model_validate_strings(obj, **options)
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+        """Pydantic's way round validation; here there is none."""
+        return cls.model_validate(values)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed; validated, unlike pydantic's own."""
+        if update is not None and not isinstance(update, Mapping):
+            raise InvalidProblemError(f"update: expected a mapping of fields, got {shown(update)}")
+        return type(self).model_validate({**self.__dict__, **(update or {})})
+
+    def copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:  # type: ignore[override]
+        """The older name of :meth:`model_copy`."""
+        return self.model_copy(update=update)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__[name] for name in type(self).model_fields))
+
+
+class _Signature:
+    """The fields of a model that is not built yet: builds it, which puts the true signature in this place."""
+
+    def __get__(self, instance: object, model: type[Model]) -> inspect.Signature:
+        model.model_rebuild()
+        return inspect.signature(model)
+
+
+@contextmanager
+def _typed_errors(model: type[Model]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise InvalidProblemError(_explain(model, error)) from error
+
+
+def _explain(model: type[Model], error: ValidationError) -> str:
+    parts = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":
+            continue  # a field derived from one that failed itself
+        unknown = item["type"] == "extra_forbidden"
+        outer = item["loc"][:-1] if unknown else item["loc"]
+        name = ".".join(
+            part if isinstance(part, str) and part.isidentifier() else shown(part) for part in outer
+        )
+        if unknown:
+            message = (
+                f"expected fields of {', '.join(_fields_of(model, outer))}, got {shown(item['loc'][-1])}"
+            )
+        elif item["type"] == "value_error":  # of a validator of ours, which says all
+            message = str(item["ctx"]["error"])
+        else:
+            message = f"{item['msg']}, got {shown(item['input'])}"
+        parts.append(f"{name}: {message}" if name else message)
+    return f"{model.__name__}: " + "; ".join(parts)
+
+
+def _fields_of(model: type[Model], path: Iterable[str | int]) -> Iterable[str]:
+    """The fields of a model, or of the one in the field at the end of ``path``."""
+    for part in path:
+        inner = model.model_fields[str(part)].annotation
+        model = inner if isinstance(inner, type(Model)) else model
+    return model.model_fields
