@@ -60,9 +60,9 @@ def output(words: str, folder: Path) -> str:
         mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS), "TERM": "dumb"}),
         redirect_stdout(terminal),
         redirect_stderr(errors),
+        suppress(SystemExit),
     ):
-        with suppress(SystemExit):
-            app(shlex.split(command), prog_name="sparse24")
+        app(shlex.split(command), prog_name="sparse24")
     assert errors.getvalue() == ""
     return terminal.getvalue()
 
