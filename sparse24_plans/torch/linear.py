@@ -91,7 +91,11 @@ class Sparse24Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)
-        self._preference_text = self.preference.model_dump_json(exclude_defaults=True)
+        wishes = self.preference.model_dump_json(exclude_defaults=True)
+        # What the op is called with behind its tensors: each argument costs, so those at their defaults go.
+        self._options: tuple[Any, ...] = (out_features,)
+        if (activation, out_dtype, wishes) != ("none", None, "{}"):
+            self._options += (activation, out_dtype, "" if wishes == "{}" else wishes)
         self._padding = -in_features % _K_STEP
         k = in_features + self._padding
         self.values = nn.Parameter(
@@ -293,16 +297,7 @@ class Sparse24Linear(nn.Module):
         weight = self._buffers["packed"]
         if weight is None:
             weight = self._parameters["values"]
-        y: Tensor = _linear(
-            x,
-            weight,
-            self._buffers["metadata"],
-            self._parameters["bias"],
-            self.out_features,
-            self.activation,
-            self.out_dtype,
-            self._preference_text,
-        )
+        y: Tensor = _linear(x, weight, self._buffers["metadata"], self._parameters["bias"], *self._options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:

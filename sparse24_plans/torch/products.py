@@ -7,7 +7,7 @@ result with PyTorch's allocator and launch on PyTorch's current stream.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +173,10 @@ class _Form:
         self._plan, self._m, self._k = plan, desc.m, desc.k
         whole = (*shape, desc.outputs)
         self.shape = tuple(whole[::-1] if call.turned else whole)
-        self._strides = _contiguous(self.shape)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
+        self._empty = partial(
+            torch.empty_strided, self.shape, _contiguous(self.shape), dtype=self._dtype, device=self._device
+        )
         self._ordinal = x.device.index if x.is_cuda else -1
         self._workspace = plan.workspace_size()
         self._as_it_is = layouts.fits(plan, call.weight, call.meta)
@@ -221,19 +223,25 @@ class _Form:
         scales = [None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w)]
         return GemmSparse24Args(weight, rows, y, bias, *scales)
 
-    def _empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self._strides, dtype=self._dtype, device=self._device)
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        meta: Tensor | None,
+        others: tuple[Tensor | None, ...],
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """The result, in ``out`` or in new memory; None where x must be copied to an aligned address first.
 
-    def run(self, call: Call, out: Tensor | None = None) -> Tensor:
-        """The result, written to ``out`` or to new memory."""
-        x, weight, meta, bias, scale_x, scale_w = call[:6]
+        ``others`` are the bias and the scales. On the path of every call.
+        """
         if self._copied:
             x = _aligned(x)
         source = x.data_ptr()
         if source % self._alignment:
             if out is not None:
                 raise MisalignedOperandError("x", self._alignment, source)
-            return run(call._replace(x=_aligned(x)))
+            return None
         y = self._empty() if out is None else out
         if self._as_it_is:
             addresses = [weight.data_ptr()] if meta is None else [weight.data_ptr(), meta.data_ptr()]
@@ -241,14 +249,11 @@ class _Form:
             packed = layouts.converted(self._plan, weight, meta, self._m, self._k)
             addresses = [view.address for view in packed.buffers]
         addresses += source, y.data_ptr()
-        if bias is not None:
-            addresses.append(bias.data_ptr())
-        elif self._zeros is not None:
+        if self._zeros is not None:
             addresses.append(self._zeros.data_ptr())
-        if scale_x is not None:
-            addresses.append(scale_x.data_ptr())
-        if scale_w is not None:
-            addresses.append(scale_w.data_ptr())
+        for other in others:
+            if other is not None:
+                addresses.append(other.data_ptr())
         space = 0
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
@@ -314,23 +319,29 @@ def run(call: Call, out: Tensor | None = None) -> Tensor:
         if len(_forms) >= MOST_FORMS:
             _forms.clear()
         _forms[key] = form
-    return form.run(call, out)
+    y = form.run(call[0], call[1], call[2], call[3:6], out)
+    return run(call._replace(x=_aligned(call.x))) if y is None else y
 
 
 def _key(call: Call, out: Tensor | None = None) -> tuple[Any, ...]:
     """The form of a call."""
-    x, weight, meta, bias = call[:4]
-    return (
-        (x.shape, x.stride(), x.dtype, x.get_device()),
-        (weight.shape, weight.stride(), weight.dtype, weight.get_device()),
-        _about(meta),
-        _about(bias),
+    x, weight, meta, bias, scale_x, scale_w = call[:6]
+    key = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.get_device(),
+        weight.shape,
+        weight.stride(),
+        weight.dtype,
+        weight.get_device(),
+        None if meta is None else _about(meta),
+        None if bias is None else _about(bias),
         call[6:],
-        None if out is None else _about(out),
-        None
-        if call.scale_x is None and call.scale_w is None
-        else (_about(call.scale_x), _about(call.scale_w)),
     )
+    if scale_x is None and scale_w is None and out is None:
+        return key
+    return (*key, _about(scale_x), _about(scale_w), _about(out))
 
 
 # The ops ------------------------------------------------------------------------------------------
