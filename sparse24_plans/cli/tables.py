@@ -104,7 +104,7 @@ def show_table(columns: Sequence[Column], rows: Iterable[Json], *, title: str = 
     shown = [_Laid.of(column, [column.of(row) for row in documents]) for column in columns]
     while room is not None and _total(shown) > room and any(laid.column.optional for laid in shown):
         shown.remove(next(laid for laid in reversed(shown) if laid.column.optional))
-    _put(_row(shown, [Text(laid.column.title, "bold") for laid in shown]))
+    _show_row(shown, [Text(laid.column.title, "bold") for laid in shown], room)
     for texts in zip(*(laid.texts for laid in shown), strict=True):
         _show_row(shown, list(texts), room)
 
@@ -141,10 +141,10 @@ def _row(shown: Sequence[_Laid], texts: Sequence[Text]) -> Text:
 
 def _show_row(shown: Sequence[_Laid], texts: list[Text], room: int | None) -> None:
     """A row; prose beside the other columns, or below them where there is no room."""
-    if not shown[-1].column.prose or room is None or _total(shown[:-1]) + len(_GAP) + shown[-1].width <= room:
+    last, start = texts[-1], _INDENT + sum(laid.width + len(_GAP) for laid in shown[:-1])
+    if not shown[-1].column.prose or room is None or start + cell_len(last.plain) <= room:
         _put(_row(shown, texts))
         return
-    last, start = texts[-1], _total(shown[:-1]) + len(_GAP)
     if room - start < _LEAST_PROSE:
         _put(_row(shown[:-1], texts[:-1]))
         indent = " " * 2 * _INDENT

@@ -16,21 +16,27 @@ def show_benchmark(record: Json) -> None:
     """What the record holds: products, preparation of weights, the host's times."""
     _show_products(record["gemm"])
     _show_preparation(record["prepare"], record.get("prepare_peers", []))
-    if record["host"]:
-        show_line("host: " + ", ".join(f"{name} {value}" for name, value in record["host"].items()))
+    rows = [{"call": name, "time": value} for name, value in record["host"].items()]
+    columns = Column("of the host", "call"), Column("time", "time", right=True)
+    show_table(columns, rows, title="host: microseconds (_us) or seconds (_s) of a call")
 
 
 def _time(key: str, row: Json) -> str:
     return time_text(row.get(key))
 
 
+_FIRST = ("auto", "invariant")
+"""What selection chose: shown whatever the width. Single backends are where there is room."""
+
+
 def _show_products(rows: list[Json]) -> None:
     """Microseconds by shape and n: the peers, then every backend."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    names = dict.fromkeys(row["backend"] for row in rows)
+    backends = sorted(names, key=lambda name: name not in _FIRST)
     cells: dict[tuple[Any, ...], Json] = {}
     for row in rows:
-        names = ("element", "m", "k", "n", "dense_us", "cusparselt_us")
-        about = {name: row[name] for name in names}
+        keys = ("element", "m", "k", "n", "dense_us", "cusparselt_us")
+        about = {key: row[key] for key in keys}
         cells.setdefault(tuple(about.values()), about)[f"by {row['backend']}"] = row["us"]
 
     def ratio(cell: Json) -> str:
@@ -43,10 +49,13 @@ def _show_products(rows: list[Json]) -> None:
         Column("N", "n", right=True),
         Column("dense", partial(_time, "dense_us"), right=True),
         Column("cuSPARSELt", partial(_time, "cusparselt_us"), right=True),
-        *(Column(name, partial(_time, f"by {name}"), right=True) for name in backends),
-        Column("auto / dense", ratio),
+        Column("auto / dense", ratio, right=True, optional=True),
+        *(
+            Column(name, partial(_time, f"by {name}"), right=True, optional=name not in _FIRST)
+            for name in backends
+        ),
     )
-    show_table(columns, cells.values())
+    show_table(columns, cells.values(), title="products: microseconds, and how often auto goes into dense")
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
@@ -64,22 +73,22 @@ def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
         Column("M x K", _matrix),
         Column("us", partial(_time, "us"), right=True),
         Column("copy", partial(_time, "copy_us"), right=True),
-        Column("of a copy's speed", lambda row: f"{row['copy_us'] / row['us']:.0%}", right=True),
-        Column("peer", beside),
+        Column("copy / us", lambda row: f"{row['copy_us'] / row['us']:.0%}", right=True),
+        Column("peer", beside, prose=True),
     )
-    show_table(columns, rows)
+    show_table(columns, rows, title="preparing weights: microseconds, beside a device copy of the same bytes")
 
 
 def show_tuning(document: Json) -> None:
     columns = (
         Column("kernel", "kernel"),
         Column("n, m, k, element", lambda row: ", ".join(str(row["problem"][key]) for key in _SIZE)),
-        Column("right", "right"),
-        Column("not", lambda row: row["refused_or_wrong"] + len(row["fatal"])),
-        Column("chosen", _configuration),
-        Column("us", partial(_chosen_time, "microseconds")),
-        Column("default us", partial(_chosen_time, "default_microseconds")),
-        Column("self-test", _self_test),
+        Column("us", partial(_chosen_time, "microseconds"), right=True),
+        Column("default", partial(_chosen_time, "default_microseconds"), right=True),
+        Column("right", "right", right=True, optional=True),
+        Column("not", lambda row: row["refused_or_wrong"] + len(row["fatal"]), right=True, optional=True),
+        Column("self-test", _self_test, optional=True),
+        Column("chosen", _configuration, prose=True),
     )
     show_table(columns, document["results"])
     fatal = {
