@@ -1,7 +1,7 @@
 """The examples run, and so does every Python block of README.md and docs/.
 
-A block marked ``python`` is executed; one marked ``python gpu-only`` where there is a GPU. The blocks of a
-file share one namespace, in order.
+A block marked ``python`` is executed; one marked ``python gpu-only`` where there is a GPU, ``python torch``
+where there is PyTorch. The blocks of a file share one namespace, in order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from sparse24_plans.gemm.table import ROWS
 from .documents import DOCUMENTS, EXAMPLES, PAGES, ROOT, blocks
 from .support import HAS_GPU
 
-MARKS = {"python", "python gpu-only", "bash", "text"}
+MARKS = {"python", "python gpu-only", "python torch", "bash", "console", "text"}
 
 
 def relative(page: Path) -> str:
@@ -50,20 +51,31 @@ def test_example(path):
     assert done.stdout.strip()
 
 
+def runs_here(mark: str) -> bool:
+    needs = {"python": True, "python gpu-only": HAS_GPU, "python torch": find_spec("torch") is not None}
+    return needs.get(mark, False)
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_python_blocks(page):
     namespace: dict[str, object] = {"__name__": "document"}
     for line, mark, body in blocks(page):
-        if mark == "python" or (mark == "python gpu-only" and HAS_GPU):
+        if runs_here(mark):
             # Line numbers in a traceback are those of the page.
             exec(compile("\n" * (line - 1) + body, str(page), "exec"), namespace)
 
 
 def test_the_guides_show_code_that_runs():
     """All but the pages that are tables, or on changing the package, on versions and on the reference."""
-    shown = {relative(page) for page in DOCUMENTS for _, mark, _ in blocks(page) if mark == "python"}
+    shown = {
+        relative(page)
+        for page in DOCUMENTS
+        for _, mark, _ in blocks(page)
+        if mark in ("python", "python torch")
+    }
     assert {relative(page) for page in DOCUMENTS} - shown <= {
         "docs/architecture.md",
+        "docs/command-line.md",
         "docs/kernels.md",
         "docs/performance.md",
         "docs/reference.md",
