@@ -37,7 +37,7 @@ class TensorReport:
     ``shape`` and ``element`` are those of the dense tensor (the element is the safetensors type in lower
     case). ``reason`` says why a copied tensor was not compressed. ``kept_energy`` is sum(kept^2) /
     sum(all^2) in float64: 1.0 where nothing was lost, NaN where the tensor holds NaN or Inf, None where it
-    was copied. Sizes are in bytes.
+    was copied, or nothing was read. Sizes are in bytes.
     """
 
     name: str
@@ -58,6 +58,7 @@ def compress_checkpoint(
     exclude: Sequence[str] = (),
     device: int | str | None = None,
     overwrite: bool = True,
+    dry_run: bool = False,
     on_tensor: Callable[[TensorReport], None] | None = None,
 ) -> list[TensorReport]:
     """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
@@ -83,31 +84,32 @@ def compress_checkpoint(
         there is none of compute capability 8.0. The file is the same, byte for byte.
     overwrite : bool
         Whether a file that exists is replaced, or refused.
+    dry_run : bool
+        Report by the headers alone what a run would do, without ``kept_energy``; write nothing.
     on_tensor : callable, optional
         Called with each tensor's report when the tensor is done, in the order of the source's data.
 
     Returns
     -------
     list of TensorReport
-        One for each tensor of the source. Where none says ``"compressed"``, there was nothing to compress,
-        and the new checkpoint, a copy, is sound all the same.
+        One for each tensor. Where none says ``"compressed"``, the new checkpoint is a copy, and sound.
 
     Raises
     ------
     InvalidProblemError
-        A pattern matches no tensor, source and destination are one, the destination is a folder that isn't
-        empty or a file not to be overwritten, the source is compressed already, or a name that this would
-        write is taken.
+        A pattern matches no tensor; source and destination are one, or the destination must not be replaced;
+        the source is compressed already, or has a name that this would write.
     FormatError, StorageError
         The source isn't a sound checkpoint; a file can't be read or written.
     UnsupportedError, BackendUnavailableError
         The device named can't be used.
     """
-    place = _working_place(device)
+    place = HOST if dry_run else _working_place(device)
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        return _Compression(model, selection, place, on_tensor).run(destination)
+        compression = _Compression(model, selection, place, on_tensor)
+        return compression.foreseen() if dry_run else compression.run(destination)
 
 
 class _Compression(Rewrite[TensorReport]):
@@ -131,16 +133,28 @@ class _Compression(Rewrite[TensorReport]):
             write_weight(writer, layer.name, weight)
             kept += _energy(weight.values)
             total += _energy(dense)
+        # Rounding may exceed 1; NaN stays NaN.
+        return self.report_layer(layer, min(kept / total, 1.0) if total else 1.0)
+
+    def report_layer(self, layer: Layer, kept_energy: float | None = None) -> TensorReport:
         return TensorReport(
             name=layer.name,
             shape=(layer.m, layer.k),
             element=layer.element.value,
             action="compressed",
             reason=None,
-            kept_energy=min(kept / total, 1.0) if total else 1.0,  # rounding may exceed 1; NaN stays NaN
+            kept_energy=kept_energy,
             bytes_before=self.model.tensors[layer.name].nbytes,
             bytes_after=sum(info.nbytes for info in self.target.stored(layer)),
         )
+
+    def foreseen(self) -> list[TensorReport]:
+        """The reports of a run, without one. Raises what ``run`` raises of names."""
+        self.check_names()
+        for info in (info for shard in self.model.shards for info in shard.reader.tensors.values()):
+            layer = self.layers.get(info.name)
+            self.report(self.report_copy(info) if layer is None else self.report_layer(layer))
+        return self.reports
 
     def report_copy(self, info: TensorInfo) -> TensorReport:
         return TensorReport(

@@ -36,7 +36,7 @@ class Rewrite(ABC, Generic[Report]):
         self.layers = {layer.sources[0]: layer for layer in layers}
         self._parts = {name for layer in self.layers.values() for name in layer.sources}
         self._on_tensor = on_tensor
-        self._reports: list[Report] = []
+        self.reports: list[Report] = []
 
     @abstractmethod
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> Report:
@@ -56,7 +56,7 @@ class Rewrite(ABC, Generic[Report]):
         A run that fails leaves nothing behind. Raises InvalidProblemError where a new name is taken, or a
         folder isn't new or empty; StorageError where a file can't be read or written.
         """
-        self._check_names()
+        self.check_names()
         model = self.model
         if model.folder is None:
             self._write_shard(model.shards[0], destination)
@@ -65,7 +65,7 @@ class Rewrite(ABC, Generic[Report]):
             new = None if old is None else self.new_config(old)
             with new_folder(destination) as folder:
                 self._write_folder(folder, None if new == old else new)
-        return self._reports
+        return self.reports
 
     def _write_folder(self, folder: Path, config: dict[str, Any] | None) -> None:
         """The shards, their index, the new configuration if it changes, and copies of the rest."""
@@ -85,13 +85,14 @@ class Rewrite(ABC, Generic[Report]):
         with SafetensorsWriter(path, self._outputs(shard), self._metadata(shard)) as writer:
             for name, info in shard.reader.tensors.items():
                 if name in self.layers:
-                    self._report(self.write_layer(self.layers[name], writer))
+                    self.report(self.write_layer(self.layers[name], writer))
                 elif name not in self._parts:
                     copy_tensor(self.model, info, writer)
-                    self._report(self.report_copy(info))
+                    self.report(self.report_copy(info))
 
-    def _report(self, report: Report) -> None:
-        self._reports.append(report)
+    def report(self, report: Report) -> None:
+        """Take note of a tensor that is done."""
+        self.reports.append(report)
         if self._on_tensor is not None:
             self._on_tensor(report)
 
@@ -118,7 +119,8 @@ class Rewrite(ABC, Generic[Report]):
                 self.target.note(metadata, self.layers[name])
         return metadata
 
-    def _check_names(self) -> None:
+    def check_names(self) -> None:
+        """Raise InvalidProblemError where two tensors would have one name."""
         seen: set[str] = set()
         for info in (info for shard in self.model.shards for info in self._outputs(shard)):
             if info.name in seen:

@@ -52,6 +52,9 @@ def compress(
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     device: DeviceOption = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be compressed, and write nothing.")
+    ] = False,
     force: Force = False,
     everything: Everything = False,
     as_json: AsJson = False,
@@ -61,7 +64,7 @@ def compress(
     Compressed are matrices of f32, f16 and bf16 whose K is a multiple of 8. All else is copied unchanged.
     """
     with reported(as_json):
-        overwrite = _may_replace(out, source, force, as_json)
+        overwrite = dry_run or _may_replace(out, source, force, as_json)
         document = _compress(
             source,
             out,
@@ -69,6 +72,7 @@ def compress(
             include=include or (),
             exclude=exclude or (),
             overwrite=overwrite,
+            dry_run=dry_run,
             quiet=as_json,
         )
         emit(document, partial(rendering.show_compression, everything=everything), as_json=as_json)
@@ -225,6 +229,7 @@ def _compress(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     overwrite: bool,
+    dry_run: bool = False,
     quiet: bool,
 ) -> Json:
     before = stored_bytes(source)
@@ -236,8 +241,16 @@ def _compress(
             exclude=exclude,
             device=device,
             overwrite=overwrite,
+            dry_run=dry_run,
             on_tensor=lambda report: advance(report.bytes_before),
         )
+    if dry_run:
+        after = sum(report.bytes_after for report in reports)
+        return {
+            **_rewrite_document(source, out, before, reports),
+            "destination_bytes": after,
+            "dry_run": True,
+        }
     return _rewrite_document(source, out, before, reports)
 
 

@@ -179,10 +179,14 @@ _NAME = Column("tensor", "name")
 
 def show_compression(document: Json, *, everything: bool = False) -> None:
     done = _of(document, "compressed")
-    kept = Column("kept", lambda row: f"{row['kept_energy']:.2%}", right=True)
-    worst = sorted(done, key=_energy)[:_FEW]
-    shown, title = _selected(done, worst, "compressed; the {few} that keep the least energy", everything)
-    show_table((kept, _BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
+    columns: tuple[Column, ...] = (_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME)
+    if document.get("dry_run"):
+        shown, title = _selected(done, _largest(done), "to compress; the {few} largest", everything)
+    else:
+        worst = sorted(done, key=_energy)[:_FEW]
+        shown, title = _selected(done, worst, "compressed; the {few} that keep the least energy", everything)
+        columns = (Column("kept", lambda row: share_text(row["kept_energy"]), right=True), *columns)
+    show_table(columns, shown, title=title)
     _show_rest(document, "compressed", everything)
 
 
@@ -191,10 +195,13 @@ def _energy(row: Json) -> float:
     return kept if math.isfinite(kept) else -1.0
 
 
+def _largest(rows: list[Json]) -> list[Json]:
+    return sorted(rows, key=lambda row: -row["bytes_before"])[:_FEW]
+
+
 def show_conversion(document: Json, *, everything: bool = False) -> None:
     done = _of(document, "converted")
-    largest = sorted(done, key=lambda row: -row["bytes_before"])[:_FEW]
-    shown, title = _selected(done, largest, "converted; the {few} largest", everything)
+    shown, title = _selected(done, _largest(done), "converted; the {few} largest", everything)
     show_table((_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
     _show_rest(document, "converted", everything)
 
@@ -231,7 +238,8 @@ def _show_rest(document: Json, action: str, everything: bool) -> None:
         show_table((Column("count", "count", right=True), size, why), groups, title=title)
     done = _of(document, action)
     none = "" if done else "nothing to do: "
-    show_line(f"{none}{len(done)} {action}, {len(copied)} copied: {_change(document)}", "bold")
+    dry = "dry run, nothing was written: " if document.get("dry_run") else ""
+    show_line(f"{dry}{none}{len(done)} {action}, {len(copied)} copied: {_change(document)}", "bold")
 
 
 def _some_names(rows: list[Json]) -> str:
@@ -242,7 +250,8 @@ def _some_names(rows: list[Json]) -> str:
 
 def _change(document: Json) -> str:
     before, after = document["source_bytes"], document["destination_bytes"]
-    return f"{size_text(before)} became {size_text(after)} ({after / before:.1%})"
+    became = "would become about" if document.get("dry_run") else "became"
+    return f"{size_text(before)} {became} {size_text(after)} ({after / before:.1%})"
 
 
 # Models verified ----------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_explain_as_tables():
         "chosen",
         "prefer_backend is inflate_cublas",
         "batch_invariant",
-        "0 bytes or more",
+        " bytes or more: the plan on the GPU itself says",
     ):
         assert text in out
 
