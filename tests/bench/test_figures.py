@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sparse24_plans.bench import figures
@@ -9,6 +11,9 @@ from sparse24_plans.bench import figures
 from .records import RESULTS, ROOT, record
 
 DOCUMENTS = figures.documents(ROOT)
+PAGES = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if path.name != "CHANGELOG.md"]
+WRITTEN = re.compile(r"<!-- figures: .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
+TYPED = re.compile(r"\b\d[\d.]*(?: (?:[num]s|[GT]B/s|T?FLOPS|tokens/s)\b|x? (?:as fast|faster|slower))")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -21,6 +26,20 @@ def test_every_table_stands_in_a_document():
     texts = [path.read_text() for path in DOCUMENTS]
     assert all(any(f"<!-- figures: {name} -->" in text for text in texts) for name in figures.TABLES)
     assert {path.name for path in DOCUMENTS} >= {"README.md", "preparing.md"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_measured_figure_is_typed_by_hand(path):
+    """Times, rates and speed-ups stand in the tables that are written from records, and nowhere else."""
+    text = re.sub(
+        r"<!-- figures: .*?<!-- end -->|^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    assert (
+        re.findall(
+            rf"{NUMBER} (?:[num]s|[GT]B/s|T?FLOPS|tokens/s)\b|{NUMBER}x? (?:as fast|faster|slower)", text
+        )
+        == []
+    )
 
 
 def test_a_table_is_replaced_and_nothing_else():
