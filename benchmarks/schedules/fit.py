@@ -2,7 +2,7 @@
 
 ``python benchmarks/schedules/fit.py TIMES.jsonl``; needs SciPy. Prints the constants of
 gemm/schedules/wgmma_time.py for each class of problems, and how far from the fastest schedule the choice
-then is; a third of the problems is held out in turn.
+then is: for the problems fitted, and for matrices that were held out, a quarter of them in turn.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from scipy.optimize import least_squares
 
 from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for
-from sparse24_plans.gemm.schedules.wgmma_time import Fit, fit_of, microseconds
+from sparse24_plans.gemm.schedules.wgmma_time import Fit, Work, fit_of, microseconds
 
-LEAST = {
-    "launch": 1.0,
-    "lone": 1.0,
-    "crowded": 1.0,
-    "least_tokens": 1.0,
-    "add": 1e-6,
-    "idle": 1e-3,
-    "again": 0.05,
-}
-MOST = {"stored": 1e6, "l2": 4e7, "least_tokens": 64.0, "lone": 2.5}
 NAMES = [field.name for field in fields(Fit)]
+LEAST = dict(
+    launch=1, cluster=1e-3, stall=1, step=0.1, step_token=0.01, beside=1e-3, beside_token=1e-5, pair=1, alone=5e4, apart=3e4, together=2e4,
+    memory=3e6, l2=5e6, copied=5e4, unaligned=1e-3, fold=1e-6, add=1e-6, stored=1e3, ragged=500, crowded=1,
+    again=0.05, refill=0.1, sharp=1.5,
+)  # fmt: skip
+MOST = dict(
+    launch=4, cluster=1.5, stall=150, step=50, step_token=2, beside=1, beside_token=0.1, pair=1.5, alone=2e5, apart=1.2e5, together=8e4,
+    memory=7e6, l2=4e7, copied=5e5, unaligned=2, fold=1e-2, add=1e-3, stored=1e6, ragged=1e5, crowded=4,
+    again=5, refill=6, sharp=8,
+)  # fmt: skip
+FOLDS = 4
 Problem = tuple[GemmSparse24Descriptor, dict[Schedule, float]]
 
 
@@ -45,34 +46,47 @@ def read(path: str) -> list[Problem]:
 
 def fitted(problems: list[Problem], start: Fit) -> Fit:
     """Least squares of the logarithms; a problem's slow schedules count less."""
-    points = [(one, desc, us, min(times.values())) for desc, times in problems for one, us in times.items()]
-    weights = np.array([1.0 if us < 1.1 * best else 0.5 for _, _, us, best in points])
-    taken = np.log([us for _, _, us, _ in points])
+    work = Work([(one, desc) for desc, times in problems for one in times])
+    taken = np.array([us for _, times in problems for us in times.values()])
+    best = np.array([min(times.values()) for _, times in problems for _ in times])
+    weights = np.where(taken < 1.1 * best, 1.0, np.where(taken < 2 * best, 0.5, 0.25))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         fit = Fit(**dict(zip(NAMES, np.exp(logs).tolist(), strict=True)))
-        return weights * (np.log([microseconds(one, desc, fit) for one, desc, _, _ in points]) - taken)
+        return weights * (np.log(microseconds(work, fit)) - np.log(taken))
 
-    low, high = (
-        np.log([bound.get(name, other) for name in NAMES]) for bound, other in ((LEAST, 1e-9), (MOST, 1e15))
-    )
+    low, high = (np.log([bound[name] for name in NAMES]) for bound in (LEAST, MOST))
     begin = np.clip(np.log(astuple(start)), low + 1e-6, high - 1e-6)
     found = least_squares(residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=0.05, max_nfev=60)
     return Fit(**{name: float(f"{value:.4g}") for name, value in zip(NAMES, np.exp(found.x), strict=True)})
 
 
 def lost(problems: list[Problem], fit: Fit) -> list[float]:
-    """What the model's choice took over the fastest of all."""
+    """What the model's choice took over the fastest of those that are tried."""
     found = []
     for desc, times in problems:
         tried = [one for one in schedules_for(desc.n) if one in times]
-        found.append(times[min(tried, key=lambda one: microseconds(one, desc, fit))] / min(times.values()))
+        guessed = microseconds(Work([(one, desc) for one in tried]), fit)
+        found.append(times[tried[int(np.argmin(guessed))]] / min(times[one] for one in tried))
+    return found
+
+
+def held_out(problems: list[Problem], start: Fit) -> list[float]:
+    """The same, each matrix's by constants that were fitted to others."""
+    part = {}
+    for desc, _ in problems:
+        part.setdefault((desc.m, desc.k), len(part) % FOLDS)
+    found = []
+    for one in range(FOLDS):
+        inside = [problem for problem in problems if part[problem[0].m, problem[0].k] != one]
+        outside = [problem for problem in problems if part[problem[0].m, problem[0].k] == one]
+        found += lost(outside, fitted(inside, start))
     return found
 
 
 def report(title: str, ratios: list[float]) -> None:
     mean = np.exp(np.log(ratios).mean())
-    print(f"  {title}: mean {mean:.3f}, 95% {np.quantile(ratios, 0.95):.3f}, worst {max(ratios):.3f}")
+    print(f"  {title}: mean {mean:.4f}, 95% {np.quantile(ratios, 0.95):.3f}, worst {max(ratios):.3f}")
 
 
 def main(path: str) -> None:
@@ -83,15 +97,10 @@ def main(path: str) -> None:
             start = fit_of(some[0][0])
             print(f"n {'<=' if few else '>'} {FEW}, {8 * itemsize} bits: {len(some)} problems")
             report("as it is", lost(some, start))
-            held = [
-                one
-                for part in range(3)
-                for one in lost(
-                    some[part::3], fitted([other for at, other in enumerate(some) if at % 3 != part], start)
-                )
-            ]
-            report("held out", held)
-            print(" ", fitted(some, start))
+            report("held out", held_out(some, start))
+            fit = fitted(some, start)
+            report("fitted", lost(some, fit))
+            print(" ", fit)
 
 
 if __name__ == "__main__":

@@ -43,27 +43,26 @@ def on_torch_stream(call: Callable[[], object]) -> Launch:
 
 
 def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:
-    """cuBLAS; also None where PyTorch has no product of the types for so few tokens.
+    """cuBLAS; also None where PyTorch refuses the product: 8-bit ones of few tokens or of ragged sizes.
 
     f32 is true float32: PyTorch takes TF32 only where it is told to.
     """
     if torch is None:
         return None
-    n, out = len(x_bits), ElementKind.I32 if element is ElementKind.S8 else element
     x = torch_tensor(x_bits, element)
     columns = [torch_tensor(bits, element).t() for bits in weights]
     if element is ElementKind.FP8_E4M3:
-        if n % 16:
-            return None
         one = torch.ones((), device="cuda")
         options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         calls = [partial(torch._scaled_mm, x, w, **options) for w in columns]
-    elif element is ElementKind.S8 and n <= 16:  # torch._int_mm needs more
-        return None
     else:
         multiply = torch._int_mm if element is ElementKind.S8 else torch.mm
-        y = torch_tensor(y_bits, out)
+        y = torch_tensor(y_bits, ElementKind.I32 if element is ElementKind.S8 else element)
         calls = [partial(multiply, x, w, out=y) for w in columns]
+    try:
+        calls[0]()
+    except RuntimeError:  # PyTorch's checks; an error of the device shows in what comes next, too
+        return None
     return Contender("dense", [on_torch_stream(call) for call in calls])
 
 

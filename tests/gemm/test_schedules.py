@@ -12,7 +12,7 @@ from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPrefere
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
-from sparse24_plans.gemm.schedules import wgmma_time
+from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.layouts import TILES_16BIT, layout_of
 
@@ -97,10 +97,10 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
         parts = set()
         for n in tokens:
             one = GemmSparse24Descriptor(n=n, m=desc.m, k=desc.k, element=row.elements[0])
-            for cut in wgmma_schedules.allowed_schedules(one, row):
+            for cut in wgmma_choice.allowed_schedules(one, row):
                 parts.add(cut.slices * cut.parts)
-            assert wgmma_time.best_schedule(one, row) in wgmma_schedules.allowed_schedules(one, row)
-        assert parts == {1 if row.promoted else wgmma_schedules.invariant_slices(desc.m)}
+            assert wgmma_choice.best_schedule(one, row) in wgmma_choice.allowed_schedules(one, row)
+        assert parts == {1 if row.promoted else wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])}
     assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
 
 
@@ -137,7 +137,7 @@ def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
 def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc):
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
     layout, out_bytes = layout_of(desc.element), desc.out_element.itemsize
-    for cut in wgmma_schedules.allowed_schedules(desc, row_of(row)):
+    for cut in wgmma_choice.allowed_schedules(desc, row_of(row)):
         token_blocks = -(-desc.n // cut.tokens)
         assert cut.items(desc.n, desc.m) * cut.rows * cut.share >= desc.m * token_blocks
         assert cut.shared_bytes(layout, out_bytes) * cut.blocks_per_sm <= 227 << 10
@@ -156,7 +156,7 @@ def test_a_configuration_that_would_change_the_bits_is_refused():
             desc, hopper(132), {"token_tiles": 16, "block_tiles": 1, "blocks_per_sm": 1}
         )
     row = row_of("wgmma_sp_invariant")
-    slices = wgmma_schedules.invariant_slices(desc.m)
+    slices = wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])
     cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.slices != slices]
     assert cuts
     for cut in cuts:

@@ -20,8 +20,8 @@ from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
-from ..schedules.wgmma_sp import Schedule, allowed_schedules, candidates
-from ..schedules.wgmma_time import best_schedule
+from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
+from ..schedules.wgmma_sp import Schedule
 from ..table import GemmRow
 
 _SOURCE = "gemm/wgmma_sp.cu"

@@ -20,8 +20,9 @@ FEW, WIDEST = 64, 256
 """Up to so many tokens one block takes them all, and memory sets the pace; and the most of a block."""
 _MORE_BLOCKS = 5
 """So many blocks of tokens more than the fewest are tried."""
-_SUMS, _SUMS_OF_THREE = 128, 64
-"""Accumulators that a thread of one or two warpgroups has registers for, and one of three."""
+_SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
+"""Accumulators that a thread of one or two warpgroups has registers for; one of three; and where four blocks
+share a multiprocessor."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
 
@@ -48,7 +49,7 @@ class Schedule(NamedTuple):
 
     def fits(self) -> bool:
         """Whether a thread's registers hold its sums, and blocks can share X."""
-        most = _SUMS_OF_THREE if self.warpgroups == 3 else _SUMS
+        most = _SUMS_OF_THREE if self.warpgroups == 3 else _SUMS_OF_FOUR if self.blocks_per_sm == 4 else _SUMS
         return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
@@ -91,7 +92,8 @@ class Schedule(NamedTuple):
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
-        usable = multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11
+        idle = 0 if self.cluster <= 2 else 12 if self.cluster % 4 == 0 else 15  # of the 132 of an H200
+        usable = multiprocessors * (132 - idle) // 132
         return max(1, usable * self.blocks_per_sm // self.cluster)
 
 
@@ -100,11 +102,11 @@ def _width(tokens: int) -> int:
     return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
-def widths(n: int) -> tuple[int, ...]:
+def widths(n: int, widest: int = WIDEST) -> tuple[int, ...]:
     """Tokens of a block that are worth trying: those that cut n into equal blocks, as wide as they go."""
     if n <= FEW:
         return (_width(n),)
-    fewest = -(-n // WIDEST)
+    fewest = -(-n // widest)
     counts = range(fewest, min(-(-n // FEW), fewest + _MORE_BLOCKS) + 1)
     return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
 
@@ -115,11 +117,16 @@ _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
     (1, 1, 1, 2, 2),
+    (1, 1, 1, 3, 1),
+    (1, 1, 1, 3, 2),
+    (1, 1, 1, 3, 4),
     (1, 1, 1, 4, 1),
     (1, 1, 1, 4, 2),
+    (1, 1, 1, 6, 2),
     (1, 1, 1, 8, 1),
     (2, 1, 1, 1, 1),
     (2, 1, 1, 2, 1),
+    (2, 1, 1, 3, 1),
     (2, 1, 1, 4, 1),
     (3, 1, 1, 1, 1),
     (3, 1, 1, 2, 1),
@@ -128,7 +135,11 @@ _OF_FEW = (
     (2, 2, 1, 2, 1),
 )
 _OF_MANY = ((1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1))
-_OF_SOME = (*_OF_MANY, (1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (3, 1, 1, 2, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1))
+_OF_SOME = (
+    *_OF_MANY,
+    *((1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (3, 1, 1, 2, 1)),
+    *((1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1)),
+)
 _MANY = 2048
 """Tokens beyond which blocks need no slices to be many."""
 
@@ -141,7 +152,7 @@ def schedules_for(n: int) -> tuple[Schedule, ...]:
 
 
 def schedules_in(slices: int, n: int) -> tuple[Schedule, ...]:
-    """Those that sum K in so many slices, along a cluster or in a block: the same bits for every n."""
+    """Those that sum K in so many slices, along a cluster or in a block: the same bits either way."""
     tried = [one for one in schedules_for(n) if one.slices == slices]
     if slices > 1:
         narrow = narrow_schedules(n)
@@ -153,30 +164,6 @@ def schedules_in(slices: int, n: int) -> tuple[Schedule, ...]:
 def narrow_schedules(n: int) -> tuple[Schedule, ...]:
     """Those whose threads have registers for their sums twice."""
     found = []
-    for tokens in dict.fromkeys(min(width, 2 * _SUMS_TWICE) for width in widths(n)):
+    for tokens in widths(n, 2 * _SUMS_TWICE):
         found += [Schedule(1, 1, tokens), Schedule(2, 1, tokens), Schedule(2, 1, tokens, share=2)]
     return tuple(one for one in found if one.fits())
-
-
-def invariant_slices(m: int) -> int:
-    """Slices of K where the bits must not depend on n: as few as leave few tokens enough blocks."""
-    return next(slices for least, slices in _INVARIANT_SLICES if m >= least)
-
-
-_INVARIANT_SLICES = ((4608, 1), (1280, 2), (960, 4), (0, 8))
-"""From so many out features on. On an H200 those lose least over all n."""
-
-
-def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
-    """The schedules with which the row keeps what it promises."""
-    if row.promoted:
-        return narrow_schedules(desc.n)
-    if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return schedules_in(invariant_slices(desc.m), desc.n)
-    return schedules_for(desc.n)
-
-
-def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
-    """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
-    invariant = schedules_in(invariant_slices(desc.m), desc.n)
-    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n) + invariant)]

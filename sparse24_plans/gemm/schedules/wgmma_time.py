@@ -2,20 +2,22 @@
 
 It knows the shape alone, not the device at hand: another number of multiprocessors must not mean another
 schedule, since a schedule's slices of K fix the bits. A launch takes the longest of three things, nearly:
-what one multiprocessor does, block after block; what L2 hands to all of them; what memory moves.
+what the busiest multiprocessor does, wave after wave of blocks; what L2 hands to all of them; what memory
+moves. What a block streams from memory is held up where others share its way there: the two
+multiprocessors of a pair take 80 GB/s together, and three pairs little more than twice that.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import numpy as np
 
 from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
-from ..table import GemmRow
 from .mma_sp import H200_MULTIPROCESSORS
-from .wgmma_sp import FEW, Schedule, allowed_schedules
+from .wgmma_sp import FEW, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,29 +25,43 @@ class Fit:
     """Constants of the model, of one multiprocessor where nothing else is said."""
 
     launch: float
-    """Microseconds before and after all else."""
+    """Microseconds before and after all else,"""
+    cluster: float
+    """and more of them for each doubling of a cluster."""
+    stall: float
+    """Nanoseconds that a warpgroup waits in a step of its tensor instructions, while others can work;"""
     step: float
-    """Nanoseconds of one step of a warpgroup's tensor instructions, whatever its width; and"""
+    """nanoseconds of a step itself,"""
     step_token: float
-    """for each token of it."""
-    lone: float
-    """What a step takes where a block has one warpgroup, relative to more of them."""
-    copied: float
-    """Bytes per microsecond into shared memory."""
-    least_tokens: float
-    """Fewer take as long to copy."""
-    l2: float
-    """Bytes per microsecond out of the whole device's L2 cache."""
+    """and for each token of it."""
+    beside: float
+    """What a warpgroup takes longer for each block beside its own on a multiprocessor: a share;"""
+    beside_token: float
+    """and for each token."""
+    pair: float
+    """Relative to one, what a step takes for blocks that share X."""
+    alone: float
+    """Bytes per microsecond that a block gets from memory with a third of the multiprocessors busy,"""
+    apart: float
+    """with half of them,"""
+    together: float
+    """and with all."""
     memory: float
     """Bytes per microsecond of the whole device's memory;"""
-    idle: float
-    """how its speed falls with multiprocessors that have no block (an exponent)."""
+    l2: float
+    """of its L2 cache;"""
+    copied: float
+    """of L2 to one multiprocessor."""
+    unaligned: float
+    """What X takes more where its rows don't start at lines of 128 bytes: a share."""
     fold: float
     """Microseconds to add up one sum of a cluster's slices."""
     add: float
     """Microseconds to add one sum of a part to those before it."""
     stored: float
     """Bytes of results per microsecond, while nothing is multiplied."""
+    ragged: float
+    """Results per microsecond that are stored one by one, where rows of Y end within 16 bytes."""
     crowded: float
     """What storing takes where several blocks share a multiprocessor, relative to one."""
     again: float
@@ -56,51 +72,77 @@ class Fit:
     """How nearly the longest of the three is the whole time (an exponent)."""
 
 
-# By whether the tokens are few, and the bytes of an element. Fitted to the times of 526 random problems
-# (benchmarks/schedules/), on which the choice misses the fastest schedule by 3 to 4% in the mean, by 13 to
-# 16% in one of twenty, by 46% at the worst.
+# By whether the tokens are few, and the bytes of an element.
 _FITS = {
     (True, 2): Fit(
-        launch=2.41, step=12.3, step_token=0.256, lone=1.4, copied=155e3, least_tokens=64, l2=40e6,
-        memory=4.6e6, idle=0.101, fold=3.04e-4, add=3.95e-5, stored=15.2e3, crowded=1.74, again=0.451,
-        refill=2.21, sharp=2.36,
+        launch=2.13, cluster=0.116, stall=42, step=6.46, step_token=0.12, beside=0.274, beside_token=0.00725,
+        pair=1.08, alone=89.2e3, apart=73.9e3, together=41.7e3, memory=5.15e6, l2=40e6, copied=500e3,
+        unaligned=2, fold=2.25e-4, add=2.08e-5, stored=28.9e3, ragged=4e3, crowded=1.47, again=0.436,
+        refill=1.88, sharp=5.39,
     ),
     (True, 1): Fit(
-        launch=2.43, step=15.5, step_token=0.317, lone=1.5, copied=176e3, least_tokens=43, l2=40e6,
-        memory=4.53e6, idle=0.001, fold=1.86e-4, add=3.95e-5, stored=134e3, crowded=1.5, again=0.05,
-        refill=2.51, sharp=1.85,
+        launch=2.06, cluster=0.132, stall=38.5, step=6.61, step_token=0.129, beside=0.277,
+        beside_token=0.00948, pair=1, alone=98.3e3, apart=77e3, together=43.7e3, memory=7e6, l2=40e6,
+        copied=483e3, unaligned=2, fold=2.06e-4, add=7.86e-6, stored=31.8e3, ragged=4.71e3, crowded=1.87,
+        again=0.413, refill=1.81, sharp=2.17,
     ),
     (False, 2): Fit(
-        launch=2.5, step=14.1, step_token=0.319, lone=1.0, copied=124e3, least_tokens=8, l2=18.9e6,
-        memory=4.44e6, idle=0.0883, fold=1.27e-4, add=5.13e-6, stored=1e6, crowded=1.0, again=1.1,
-        refill=2.25, sharp=3.03,
+        launch=2.45, cluster=0.0789, stall=12.2, step=10, step_token=0.32, beside=0.05, beside_token=0.003,
+        pair=1.09, alone=107e3, apart=85.7e3, together=56.6e3, memory=6.96e6, l2=16.3e6, copied=196e3,
+        unaligned=0.489, fold=1.54e-4, add=6.23e-6, stored=1e6, ragged=5.18e3, crowded=1, again=1.1,
+        refill=2.38, sharp=2.61,
     ),
     (False, 1): Fit(
-        launch=2.86, step=17.1, step_token=0.309, lone=1.36, copied=123e3, least_tokens=8, l2=22.7e6,
-        memory=4.87e6, idle=0.123, fold=1.47e-4, add=5.13e-6, stored=62.5e3, crowded=1.0, again=0.644,
-        refill=1.87, sharp=2.99,
+        launch=2.49, cluster=0.252, stall=3.51, step=14.9, step_token=0.332, beside=0.05,
+        beside_token=0.00113, pair=1.09, alone=119e3, apart=96.7e3, together=54.6e3, memory=6.99e6, l2=17e6,
+        copied=244e3, unaligned=1.18, fold=1.46e-4, add=7.50e-6, stored=87.1e3, ragged=5.55e3, crowded=1,
+        again=1.37, refill=1.74, sharp=2.35,
     ),
 }  # fmt: skip
 
 
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow) -> Schedule:
-    """The row's schedule of the least predicted time."""
-    return min(allowed_schedules(desc, row), key=lambda schedule: microseconds(schedule, desc))
+class Work:
+    """What the model knows of pairs of a schedule and a problem: an array a name, an entry a pair."""
+
+    def __init__(self, pairs: Sequence[tuple[Schedule, GemmSparse24Descriptor]]) -> None:
+        self._take_sizes(pairs)
+        self._take_waves()
+
+    def _take_sizes(self, pairs: Sequence[tuple[Schedule, GemmSparse24Descriptor]]) -> None:
+        rows = []
+        for schedule, desc in pairs:
+            layout = layout_of(desc.element)
+            most = schedule.resident_clusters(H200_MULTIPROCESSORS)
+            alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
+            weight = layout.tile_bytes / (TILE_M * layout.tile_k)
+            size, out_size = desc.element.itemsize, desc.out_element.itemsize
+            rows.append(
+                (*schedule, desc.n, desc.m, desc.k, size, out_size, weight, schedule.items(desc.n, desc.m))
+                + (most, alone, schedule.rows, schedule.cluster, -(-desc.n // schedule.tokens))
+            )
+        columns = np.array(rows, dtype=np.float64).T
+        (_, _, self.width, self.share, self.slices, self.per_sm, self.parts) = columns[:7]
+        (self.n, self.m, self.k, self.size, self.out_size, self.weight, self.items) = columns[7:14]
+        (self.resident, self.resident_alone, self.rows, self.cluster, self.token_blocks) = columns[14:]
+        self.tokens = np.minimum(self.width, self.n)
+        self.sums = self.rows * self.tokens
+        self.depth = self.k / self.slices
+        self.ragged = self.m * self.out_size % 16 != 0
+        self.unaligned = self.k * self.size % 128 != 0
+
+    def _take_waves(self) -> None:
+        """Full waves of blocks, and the blocks of the last one."""
+        self.waves = np.ceil(self.items / self.resident)
+        self.in_turn = np.ceil(self.items / self.resident_alone)
+        """Waves, were there one block a multiprocessor."""
+        self.full = np.floor(self.items / self.resident)
+        self.rest = (self.items - self.full * self.resident) * self.cluster
+        self.usable = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
 
 
-class _Sizes(NamedTuple):
-    """What the terms of the model share."""
-
-    items: int
-    blocks: int
-    rows: int
-    """Of W, and"""
-    tokens: int
-    """tokens of a block that there are;"""
-    depth: float
-    """columns of K that it sums."""
-    row_bytes: float
-    """Of W, for a dense column."""
+def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> np.ndarray:
+    """Microseconds of one launch with each schedule, weights coming from memory."""
+    return microseconds(Work([(one, desc) for one in schedules]), fit_of(desc))
 
 
 def fit_of(desc: GemmSparse24Descriptor) -> Fit:
@@ -108,56 +150,59 @@ def fit_of(desc: GemmSparse24Descriptor) -> Fit:
     return _FITS[desc.n <= FEW, desc.element.itemsize]
 
 
-def microseconds(schedule: Schedule, desc: GemmSparse24Descriptor, fit: Fit | None = None) -> float:
-    """Predicted time of one launch, weights coming from memory; ``fit``: with other constants."""
-    fit = fit or fit_of(desc)
-    layout = layout_of(desc.element)
-    items = schedule.items(desc.n, desc.m)
-    sizes = _Sizes(
-        items,
-        items * schedule.cluster,
-        schedule.rows,
-        min(schedule.tokens, desc.n),
-        desc.k / schedule.slices,
-        layout.tile_bytes / (TILE_M * layout.tile_k),
+def microseconds(work: Work, fit: Fit) -> np.ndarray:
+    """Predicted time of one launch of each."""
+    terms = np.array([_of_one(work, fit), _of_l2(work, fit), _of_memory(work, fit)])
+    longest = terms.max(axis=0)
+    shares = ((terms / longest) ** fit.sharp).sum(axis=0)
+    return fit.launch + fit.cluster * np.log2(work.cluster) + longest * shares ** (1 / fit.sharp)
+
+
+def _of_one(work: Work, fit: Fit) -> np.ndarray:
+    """Microseconds of the busiest multiprocessor."""
+    multiply, copy = _multiplied(work, fit), _copied(work, fit)
+    folds = work.slices > 1
+    stored = work.sums * (work.out_size / fit.stored + work.ragged / fit.ragged)
+    crowded = (work.per_sm > 1) & (work.items > work.resident_alone)
+    out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
+    out = work.waves * out + work.in_turn * fit.add * (work.parts - 1) * work.sums
+    again = (work.waves - 1) * (fit.again + fit.refill * folds)
+    return (multiply**4 + copy**4) ** 0.25 + out + again
+
+
+def _multiplied(work: Work, fit: Fit) -> np.ndarray:
+    steps = work.depth * work.size / 64
+    tiles = work.rows / TILE_M
+    each = work.waves * fit.stall + work.in_turn * tiles * (fit.step + fit.step_token * work.width)
+    beside = 1 + (work.per_sm - 1) * (fit.beside + fit.beside_token * work.width)
+    return 1e-3 * steps * each * beside * np.where(work.share > 1, fit.pair, 1.0)
+
+
+def _copied(work: Work, fit: Fit) -> np.ndarray:
+    """Weights of the first tokens from memory, those of the others and X from L2."""
+    weight = work.weight * work.rows
+    full = work.full * np.maximum(work.per_sm / fit.together, work.resident * work.cluster / fit.memory)
+    deep = np.minimum(work.per_sm, np.ceil(work.rest / work.usable))
+    few, half = work.rest <= work.usable / 3, work.rest <= work.usable / 2
+    rest = np.where(few, 1 / fit.alone, np.where(half, 1 / fit.apart, deep / fit.together))
+    rest = np.where(work.rest > 0, np.maximum(rest, work.rest / fit.memory), 0.0)
+    first = 1 / work.token_blocks
+    return work.depth * (
+        weight * first * (full + rest)
+        + work.in_turn * (weight * (1 - first) + _source(work, fit)) / fit.copied
     )
-    terms = (
-        _of_one(schedule, desc, sizes, fit),
-        _of_l2(schedule, desc, sizes, fit),
-        _of_memory(schedule, desc, sizes, fit),
-    )
-    longest = max(terms)
-    shares = sum(math.pow(term / longest, fit.sharp) for term in terms)
-    return fit.launch + longest * math.pow(shares, 1 / fit.sharp)
 
 
-def _of_one(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
-    """Microseconds of one multiprocessor, or of a cluster of them."""
-    itemsize, sums = desc.element.itemsize, sizes.rows * sizes.tokens
-    steps = sizes.depth * itemsize / 64 * sizes.rows / TILE_M * (fit.lone if schedule.warpgroups == 1 else 1)
-    multiply = steps * (fit.step + fit.step_token * schedule.tokens) * 1e-3
-    source = itemsize * max(sizes.tokens, fit.least_tokens)
-    copy = sizes.depth * (sizes.row_bytes * sizes.rows + source) / fit.copied
-    each = math.sqrt(math.hypot(multiply**2, copy**2)) + fit.add * (schedule.parts - 1) * sums
-    alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
-    waves = -(-sizes.items // schedule.resident_clusters(H200_MULTIPROCESSORS))
-    folds = schedule.slices > 1
-    out = fit.fold * sums if folds else desc.out_element.itemsize * sums / fit.stored
-    if schedule.blocks_per_sm > 1 and sizes.items > alone:
-        out *= fit.crowded
-    again = (waves - 1) * (fit.again + (fit.refill if folds else 0.0))
-    return -(-sizes.items // alone) * each + waves * out + again
+def _source(work: Work, fit: Fit) -> np.ndarray:
+    """Bytes of X of a block's tokens, as what they take, for a column."""
+    return work.size * work.tokens * (1 + fit.unaligned * work.unaligned)
 
 
-def _of_l2(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
-    source = desc.element.itemsize * sizes.tokens / schedule.share
-    return sizes.blocks * sizes.depth * (sizes.row_bytes * sizes.rows + source) / fit.l2
+def _of_l2(work: Work, fit: Fit) -> np.ndarray:
+    each = work.weight * work.rows + _source(work, fit) / work.share
+    return work.items * work.cluster * work.depth * each / fit.l2
 
 
-def _of_memory(schedule: Schedule, desc: GemmSparse24Descriptor, sizes: _Sizes, fit: Fit) -> float:
-    n, m, k = desc.n, desc.m, desc.k
-    moved = sizes.row_bytes * m * k + desc.element.itemsize * n * k + desc.out_element.itemsize * n * m
-    places = H200_MULTIPROCESSORS * schedule.blocks_per_sm
-    open_places = min(places, max(H200_MULTIPROCESSORS, sizes.blocks)) * -(-sizes.blocks // places)
-    busy = min(1.0, sizes.blocks / open_places)
-    return moved / fit.memory / math.pow(busy, fit.idle)
+def _of_memory(work: Work, fit: Fit) -> np.ndarray:
+    n, m, k = work.n, work.m, work.k
+    return (work.weight * m * k + work.size * n * k + work.out_size * n * m) / fit.memory

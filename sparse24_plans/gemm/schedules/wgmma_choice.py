@@ -1,0 +1,53 @@
+"""Which schedules a row of ``wgmma_sp`` may take, and the best of them by the model of their time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from ...vocab import ElementKind
+from ..descriptor import GemmSparse24Descriptor
+from ..table import GemmRow
+from .wgmma_sp import Schedule, narrow_schedules, schedules_for, schedules_in
+from .wgmma_time import predicted
+
+_SLICES = (1, 2, 3, 4, 8)
+"""Of K, where the bits must not depend on n; and the n that they are judged by."""
+_JUDGED = (1, 16, 48, 100, 160, 300, 700, 1500, 4000)
+
+
+def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow) -> Schedule:
+    """The row's schedule of the least predicted time."""
+    allowed = allowed_schedules(desc, row)
+    return allowed[int(np.argmin(predicted(allowed, desc)))]
+
+
+def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
+    """The schedules with which the row keeps what it promises."""
+    if row.promoted:
+        return narrow_schedules(desc.n)
+    if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
+        return schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n)
+    return schedules_for(desc.n)
+
+
+def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
+    """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
+    invariant = schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n)
+    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n) + invariant)]
+
+
+@lru_cache(4096)
+def invariant_slices(m: int, k: int, element: ElementKind) -> int:
+    """Slices of K where the bits must not depend on n: those that lose least, by the model, over all n.
+
+    What is lost beside free schedules counts by its square, so that no n loses much.
+    """
+    lost = dict.fromkeys(_SLICES, 0.0)
+    for n in _JUDGED:
+        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
+        least = predicted(schedules_for(n), desc).min()
+        for slices in _SLICES:
+            lost[slices] += float(np.log(predicted(schedules_in(slices, n), desc).min() / least) ** 2)
+    return min(_SLICES, key=lost.__getitem__)
