@@ -20,6 +20,7 @@ _HOME = {
     "MisalignedOperandError Sparse24Error StorageError UnsupportedError WorkspaceTooSmallError",
     "formats.convert": "from_foreign to_foreign",
     "formats.product": "from_product",
+    "formats.registered": "register_format",
     "gemm.args": "DgradSparse24Args GemmSparse24Args",
     "gemm.descriptor": "GemmSparse24Descriptor",
     "gemm.plan": "GemmSparse24Plan",

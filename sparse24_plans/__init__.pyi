@@ -23,6 +23,7 @@ from .errors import WorkspaceTooSmallError as WorkspaceTooSmallError
 from .formats.convert import from_foreign as from_foreign
 from .formats.convert import to_foreign as to_foreign
 from .formats.product import from_product as from_product
+from .formats.registered import register_format as register_format
 from .gemm.args import DgradSparse24Args as DgradSparse24Args
 from .gemm.args import GemmSparse24Args as GemmSparse24Args
 from .gemm.descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor

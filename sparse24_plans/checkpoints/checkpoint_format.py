@@ -19,7 +19,7 @@ from .._vendor import compressed_tensors
 from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
 from ..formats.base import VALUES, ForeignFormat, WeightShape
 from ..formats.convert import from_foreign, to_foreign
-from ..formats.table import FORMATS
+from ..formats.table import BUILT_IN, find_format, format_names
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
@@ -45,8 +45,8 @@ from .selection import Selection
 from .streaming import DTYPES, ELEMENTS, row_blocks
 
 DENSE = "dense"
-CHECKPOINT_FORMATS = (DENSE, SPARSE24, *FORMATS)
-"""What ``convert_checkpoint`` reads and writes."""
+CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
+"""What ``convert_checkpoint`` reads and writes, beside formats that users have registered."""
 _BITMASK = "compressed_tensors"
 
 _NUMPY_TYPES = {
@@ -57,8 +57,13 @@ _SAFETENSORS_TYPES = {name: dtype for dtype, name in _NUMPY_TYPES.items()}
 _WORD_BYTES = {"U16": 2, "I16": 2, "U32": 4, "I32": 4}
 
 
+def checkpoint_formats() -> tuple[str, ...]:
+    """What ``convert_checkpoint`` reads and writes at present."""
+    return DENSE, SPARSE24, *format_names()
+
+
 def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> CheckpointFormat:
-    """The format of a name in :data:`CHECKPOINT_FORMATS`.
+    """The format of a name in :func:`checkpoint_formats`.
 
     ``selection`` says which tensors of a dense checkpoint are weights, ``tile_k`` is ``cutlass_sm90``'s.
     """
@@ -67,7 +72,9 @@ def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> Ch
     if name == SPARSE24:
         return Sparse24Checkpoint()
     kind = BitmaskCheckpoint if name == _BITMASK else ForeignCheckpoint
-    return kind(FORMATS[name], tile_k)
+    known = find_format(name)
+    assert known is not None  # of a name that was looked up before
+    return kind(known, tile_k)
 
 
 class CheckpointFormat(ABC):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from .checkpoint_format import CHECKPOINT_FORMATS, DENSE, CheckpointFormat, checkpoint_format
+from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
 from .model_config import without_sparsity
@@ -62,7 +62,7 @@ def convert_checkpoint(
         the index, ``config.json`` (whose sparsity configuration is brought up to date) and copies of the
         folder's other files.
     from_format, to_format : str
-        Names of :data:`CHECKPOINT_FORMATS`.
+        ``dense``, ``sparse24``, or a foreign format's (docs/formats.md), ``register_format``'s among them.
     include, exclude : sequence of str
         For dense sources, as in ``compress_checkpoint``. What ``include`` names must be 2:4 and fit.
     tile_k : int, optional
@@ -153,10 +153,8 @@ class _Conversion(Rewrite[ConversionReport]):
 
 def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:
     for argument, name in (("from_format", from_format), ("to_format", to_format)):
-        if name not in CHECKPOINT_FORMATS:
-            raise InvalidProblemError(
-                f"{argument}: expected one of {', '.join(CHECKPOINT_FORMATS)}, got {name!r}"
-            )
+        if name not in (known := checkpoint_formats()):
+            raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {name!r}")
     if from_format == to_format:
         raise InvalidProblemError(f"to_format: expected another format than {from_format}")
     if selection and from_format != DENSE:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS
+from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
 from ..checkpoints.compress import TensorReport, compress_checkpoint
 from ..checkpoints.convert import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import ModelReader, stored_bytes
@@ -78,6 +78,11 @@ def compress(
         emit(document, partial(rendering.show_compression, everything=everything), as_json=as_json)
 
 
+def format_name(text: str) -> str:
+    """A parser: the built-in formats', those that this process has registered, and installed packages'."""
+    return one_of(checkpoint_formats())(text)
+
+
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help=A_MODEL)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, or the new folder, to write.")],
@@ -86,15 +91,13 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            parser=one_of(CHECKPOINT_FORMATS),
-            help=f"What IN holds. {named(CHECKPOINT_FORMATS)}",
+            parser=format_name,
+            help=f"What IN holds. {named(CHECKPOINT_FORMATS)[:-1]}, or a registered one.",
         ),
     ],
     to_format: Annotated[
         str,
-        typer.Option(
-            "--to", metavar="FORMAT", parser=one_of(CHECKPOINT_FORMATS), help="What to write; as --from."
-        ),
+        typer.Option("--to", metavar="FORMAT", parser=format_name, help="What to write; as --from."),
     ],
     include: IncludeOption = None,
     exclude: ExcludeOption = None,

@@ -121,15 +121,15 @@ class Incoming:
     parts: Mapping[str, Any]
     device: Device
 
-    def words(self, part: str) -> Any:
+    def words(self, part: str, *, as_stored: bool = False) -> Any:
         """A part's words as a flat contiguous array of unsigned integers: as many as its layout has.
 
         Metadata of three axes is PyTorch's view of it, whatever the format: its CUTLASS weights may hold
-        what the tile packer wrote.
+        what the tile packer wrote. Not so ``as_stored``.
         """
         dtype, sizes = self.layout[part]
         array = self._bits(part, _WORDS[np.dtype(dtype).itemsize])
-        if part.startswith("meta"):
+        if part.startswith("meta") and not as_stored:
             array = torch_tile.as_stored(array)
         count = math.prod(sizes)
         if array.size != count:

@@ -19,7 +19,7 @@ from ..weights import canonical
 from ..weights.weight import Sparse24Weight
 from .base import ForeignFormat, Incoming, Outgoing, WeightShape, element_of
 from .positions import canonical_weight
-from .table import FORMATS
+from .table import FORMATS, find_format, format_names
 
 __all__ = ["FORMATS", "from_foreign", "to_foreign"]
 
@@ -41,7 +41,7 @@ def from_foreign(
     Parameters
     ----------
     name : str
-        A format's name in :data:`FORMATS`.
+        A format's name in :data:`FORMATS`, or one that ``register_format`` was given.
     parts : mapping of str to tensor
         The tensors, named as in the format's ``parts``; all on one device, of any framework. The sizes in
         ``shape`` of ``compressed_tensors`` may also be a list or a tuple.
@@ -116,9 +116,10 @@ def to_foreign(name: str, weight: Sparse24Weight, **options: Any) -> dict[str, A
 
 
 def _format(name: object) -> ForeignFormat:
-    if not isinstance(name, str) or name not in FORMATS:
-        raise InvalidProblemError(f"name: expected one of {', '.join(FORMATS)}, got {shown(name)}")
-    return FORMATS[name]
+    known = find_format(name) if isinstance(name, str) else None
+    if known is None:
+        raise InvalidProblemError(f"name: expected one of {', '.join(format_names())}, got {shown(name)}")
+    return known
 
 
 def _check_parts(known: ForeignFormat, parts: object) -> dict[str, Any]:

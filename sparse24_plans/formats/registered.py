@@ -1,0 +1,317 @@
+"""Formats of users: the values in row-major order, the metadata in an order of the user's own.
+
+Metadata are nibbles, one for each group of four cells (of float32, which is held 1:2 as the hardware has it,
+one for each pair, 0x4 or 0xE): bits 1:0 the first position, 3:2 the second. Words of one, two, four or eight
+nibbles, the first in the lowest bits, are what an order moves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._vendor import nibbles as nibble_pairs
+from ..errors import InvalidProblemError, Sparse24Error, shown
+from ..vocab import ElementKind, ElementLike, element_kind, integer
+from ..weights import canonical
+from .base import ALL_ELEMENTS, ForeignFormat, Incoming, Layout, Outgoing, Parts, WeightShape, row_major
+from .positions import EVEN, ODD, codes_in, nibbles_out, packed_nibbles, unpacked_nibbles
+from .table import BUILT_IN, FORMATS, NO_FORMATS
+
+Reorder = Callable[[Any], Any]
+"""Words [M, words a row], unsigned, NumPy's or CuPy's -> as many words, of the same type."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_STORED = {4: "uint8", 8: "uint8", 16: "int16", 32: "int32"}
+"""Bits of a word -> NumPy's type of the stored metadata; of nibbles two lie in a byte."""
+_DEFAULT_ELEMENTS = (
+    ElementKind.F16,
+    ElementKind.BF16,
+    ElementKind.S8,
+    ElementKind.FP8_E4M3,
+    ElementKind.FP8_E5M2,
+)
+_TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
+"""Tiles, down and across, of the metadata on which an order is tried."""
+_ROUNDS = 4
+
+
+def register_format(
+    name: str,
+    *,
+    permutation: Sequence[int] | None = None,
+    encode: Reorder | None = None,
+    decode: Reorder | None = None,
+    tile: tuple[int, int] | None = None,
+    word_bits: int = 16,
+    elements: Sequence[ElementLike] = _DEFAULT_ELEMENTS,
+    origin: str = "registered by the user",
+    replace: bool = False,
+) -> None:
+    """Add a format of one's own, which everything then takes by its name as it takes the others.
+
+    That is ``from_foreign``, ``to_foreign``, ``convert_checkpoint`` and, in the same process, the command
+    line; the command ``sparse24`` finds formats of installed packages (docs/formats.md). A weight has the
+    parts ``packed`` [M, K/2], the values in row-major order, and ``meta`` [M, words a row], the metadata.
+
+    Parameters
+    ----------
+    name : str
+        Letters, digits, ``_``, ``.`` and ``-``. Not that of a format that comes with the package.
+    permutation : sequence of int, optional
+        The order within a tile of metadata: what is stored i-th is word number ``permutation[i]`` of the tile
+        in row-major order. Tiles follow each other in row-major order.
+    encode, decode : callable, optional
+        Instead: ``encode`` takes the metadata in row-major order, unsigned [M, words a row], NumPy's or
+        CuPy's, and returns as many words, of any shape, as they are stored. ``decode`` takes the stored words
+        as [M, words a row] and returns them in row-major order.
+    tile : (int, int), optional
+        Rows, and words, that M and a row's words are multiples of; by default one row, and as many words as
+        the permutation has, or one.
+    word_bits : int
+        What is moved as a whole: 4, 8, 16 or 32 bits. ``meta`` is uint8 (of nibbles a byte holds two), uint8,
+        int16 or int32.
+    elements : sequence of ElementKind or str
+        What it holds.
+    origin : str
+        What writes and reads it, in words.
+    replace : bool
+        Whether a format that was registered under the name before gives way.
+
+    Raises
+    ------
+    InvalidProblemError
+        An argument that can't be meant. An order that isn't invertible, as tried on random metadata: the
+        positions of a number that comes twice; the row and the word that the functions don't give back.
+    """
+    _check_name(name, replace)
+    _register(name, _order(permutation, encode, decode, tile, word_bits), _elements(elements), origin)
+
+
+def _order(permutation: Any, encode: Any, decode: Any, tile: Any, word_bits: Any) -> _Order:
+    """What the caller describes, not tried yet."""
+    if type(word_bits) is not int or word_bits not in _STORED:
+        raise InvalidProblemError(f"word_bits: expected 4, 8, 16 or 32, got {shown(word_bits)}")
+    if permutation is not None and encode is None and decode is None:
+        return _permuted(permutation, tile, word_bits)
+    if permutation is None and callable(encode) and callable(decode):
+        rows, words = (1, 1) if tile is None else _tile(tile)
+        return _Order(encode, decode, rows, words, word_bits)
+    given = {"permutation": permutation, "encode": encode, "decode": decode}
+    got = ", ".join(f"{what} {shown(one)}" for what, one in given.items() if one is not None)
+    raise InvalidProblemError(
+        f"permutation, encode, decode: expected a permutation, or two functions; got {got or 'nothing'}"
+    )
+
+
+def _register(name: str, order: _Order, elements: tuple[ElementKind, ...], origin: object) -> None:
+    if not isinstance(origin, str):
+        raise InvalidProblemError(f"origin: expected text, got {shown(origin)}")
+    for element in elements:
+        order.check(element)
+    fields = {
+        "name": name,
+        "origin": origin,
+        "elements": elements,
+        "parts": ("packed", "meta"),
+        "constraint": order.constraint(elements),
+    }
+    FORMATS[name] = type("RegisteredFormat", (_Registered,), fields)(order)
+
+
+# The order ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How words are reordered, in tiles of ``rows`` x ``words``."""
+
+    encode: Reorder
+    decode: Reorder
+    rows: int
+    words: int
+    word_bits: int
+
+    def columns(self, element: ElementKind) -> int:
+        """Dense columns of a word."""
+        return self.word_bits // 4 * (2 if element is ElementKind.F32 else 4)
+
+    def constraint(self, elements: tuple[ElementKind, ...]) -> str:
+        found = {self.words * self.columns(element): element for element in reversed(elements)}
+        least = " or ".join(str(columns) for columns in sorted(found, reverse=True))
+        return f"M a multiple of {self.rows} and K of {least}" + (" (f32)" if len(found) > 1 else "")
+
+    def words_of(self, found: Any) -> Any:
+        """Nibbles [m, groups] as words [m, words a row]."""
+        if self.word_bits == 4:
+            return found
+        packed = packed_nibbles(found)
+        return packed.view(f"u{self.word_bits // 8}")
+
+    def nibbles_of(self, words: Any, groups: int) -> Any:
+        """The inverse."""
+        return words if self.word_bits == 4 else unpacked_nibbles(words, words.shape[0], groups)
+
+    def apply(self, which: str, words: Any) -> Any:
+        """What the function ``which`` makes of words [m, words a row]: as many, flat and contiguous."""
+        if not words.size:
+            return words.reshape(-1)
+        xp = canonical.array_module(words)
+        given = f"{words.dtype}{list(words.shape)}"
+        try:
+            made = getattr(self, which)(words.copy())
+        except Sparse24Error:
+            raise
+        except Exception as error:
+            raise InvalidProblemError(
+                f"{which}: expected a result for metadata {given}, got {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, xp.ndarray) or made.dtype != words.dtype or made.size != words.size:
+            shape = f"{made.dtype}{list(made.shape)}" if isinstance(made, xp.ndarray) else shown(made)
+            raise InvalidProblemError(f"{which}: expected as many words for metadata {given}, got {shape}")
+        if self.word_bits == 4 and bool((made > 15).any()):
+            raise InvalidProblemError(f"{which}: expected nibbles, 0 to 15, got {int(made.max())}")
+        return xp.ascontiguousarray(made).reshape(-1)
+
+    def check(self, element: ElementKind) -> None:
+        """Raise InvalidProblemError with the first word that ``decode`` doesn't give back."""
+        rng = np.random.default_rng(0)
+        valid = [EVEN, ODD] if element is ElementKind.F32 else canonical.VALID_CODES
+        for down, across in _TRIED * _ROUNDS:
+            m, count = down * self.rows, across * self.words
+            groups = count * self.word_bits // 4
+            if groups * (2 if element is ElementKind.F32 else 4) % 8:
+                continue  # no K of such a weight
+            words = self.words_of(rng.choice(np.array(valid, np.uint8), (m, groups)))
+            back = self.apply("decode", self.apply("encode", words).reshape(m, count)).reshape(m, count)
+            if (differs := back != words).any():
+                row, word = divmod(int(differs.argmax()), count)
+                raise InvalidProblemError(
+                    f"decode: expected the words that encode was given, metadata {list(words.shape)}; got "
+                    f"{int(back[row, word]):#x} for {int(words[row, word]):#x} at row {row}, word {word}"
+                )
+
+
+def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
+    try:
+        stored = [integer(one) for one in permutation]
+    except TypeError:
+        stored = [None]
+    bad = next((at for at, one in enumerate(stored) if one is None), None)
+    if bad is not None or not stored:
+        raise InvalidProblemError(f"permutation: expected integers, got {shown(permutation)}")
+    rows, words = (1, len(stored)) if tile is None else _tile(tile)
+    if rows * words != len(stored):
+        raise InvalidProblemError(
+            f"permutation: expected {rows * words} numbers for a tile of {rows} x {words} words, "
+            f"got {len(stored)}"
+        )
+    first: dict[int, int] = {}
+    for at, one in enumerate(stored):
+        assert one is not None
+        if not 0 <= one < len(stored):
+            raise InvalidProblemError(
+                f"permutation: expected numbers from 0 to {len(stored) - 1}, "
+                f"got {shown(one)} at position {at}"
+            )
+        if one in first:
+            raise InvalidProblemError(
+                f"permutation: expected each number once, got {one} at positions {first[one]} and {at}"
+            )
+        first[one] = at
+    there = np.array(stored, np.intp)
+    back = np.argsort(there)
+
+    def reorder(found: Any, index: Any) -> Any:
+        return found[:, canonical.array_module(found).asarray(index)]
+
+    def encode(plain: Any) -> Any:
+        m, width = plain.shape
+        tiles = plain.reshape(m // rows, rows, width // words, words).transpose(0, 2, 1, 3)
+        return reorder(tiles.reshape(-1, rows * words), there)
+
+    def decode(found: Any) -> Any:
+        m, width = found.shape
+        tiles = reorder(found.reshape(-1, rows * words), back).reshape(m // rows, width // words, rows, words)
+        return tiles.transpose(0, 2, 1, 3)
+
+    return _Order(encode, decode, rows, words, word_bits)
+
+
+# The format ---------------------------------------------------------------------------------------
+
+
+class _Registered(ForeignFormat):
+    """Subclassed for each name."""
+
+    def __init__(self, order: _Order) -> None:
+        self._order = order
+
+    def fits(self, shape: WeightShape) -> bool:
+        order = self._order
+        return shape.m % order.rows == 0 and shape.k % (order.words * order.columns(shape.element)) == 0
+
+    def layout(self, shape: WeightShape) -> Layout:
+        bits = max(self._order.word_bits, 8)
+        return {
+            "packed": row_major(shape),
+            "meta": (_STORED[self._order.word_bits], (shape.m, 4 * shape.nibbles // bits)),
+        }
+
+    def decode(self, found: Incoming) -> tuple[Any, Any]:
+        shape, order = found.shape, self._order
+        stored, values = found.words("meta", as_stored=True), found.values()
+        if order.word_bits == 4:
+            stored = unpacked_nibbles(stored, 1, stored.size * 2)
+        sizes = shape.m, 4 * shape.nibbles // order.word_bits
+        plain = order.apply("decode", stored.reshape(sizes)).reshape(sizes)
+        return values, codes_in(order.nibbles_of(plain, shape.nibbles), values, shape)
+
+    def encode(self, out: Outgoing) -> Parts:
+        values, found = nibbles_out(out)
+        order, (kind, sizes) = self._order, self.layout(out.shape)["meta"]
+        stored = order.apply("encode", order.words_of(found))
+        if order.word_bits == 4:
+            stored = nibble_pairs.pack(stored.reshape(1, -1)).reshape(-1)
+        return {"packed": out.typed(values), "meta": stored.view(kind).reshape(sizes)}
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def _check_name(name: object, replace: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidProblemError(
+            "name: expected letters, digits, '_', '.' and '-', at most 64, the first no sign, "
+            f"got {shown(name)}"
+        )
+    if name in BUILT_IN or name in NO_FORMATS:
+        raise InvalidProblemError(f"name: expected one that the package has no format of, got {name!r}")
+    if type(replace) is not bool:
+        raise InvalidProblemError(f"replace: expected True or False, got {shown(replace)}")
+    if name in FORMATS and not replace:
+        raise InvalidProblemError(f"name: {name!r} is registered already; pass replace=True")
+
+
+def _elements(elements: Any) -> tuple[ElementKind, ...]:
+    if isinstance(elements, str) or not isinstance(elements, Sequence) or not elements:
+        raise InvalidProblemError(f"elements: expected a sequence of elements, got {shown(elements)}")
+    kinds = tuple(dict.fromkeys(element_kind(one, "elements") for one in elements))
+    for kind in kinds:
+        if kind not in ALL_ELEMENTS:
+            raise InvalidProblemError(f"elements: expected of {', '.join(ALL_ELEMENTS)}, got {kind}")
+    return kinds
+
+
+def _tile(tile: Any) -> tuple[int, int]:
+    sizes = (
+        [integer(size) for size in tile] if isinstance(tile, Sequence) and not isinstance(tile, str) else []
+    )
+    found = [size for size in sizes if size is not None and size > 0]
+    if len(sizes) != 2 or len(found) != 2:
+        raise InvalidProblemError(f"tile: expected two positive sizes, rows and words, got {shown(tile)}")
+    return found[0], found[1]
