@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
@@ -18,7 +18,6 @@ from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
 from .products import ACTIVATIONS
 
-Tensor = torch.Tensor
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -150,7 +149,8 @@ class Sparse24Linear(nn.Module):
                 values, meta = _ops.tile_prune(dense, str(rule))[:2]
             bias = None if linear.bias is None else linear.bias.detach().clone()
             layer._hold(values, meta, bias)
-        return layer.train(linear.training)
+        layer.train(linear.training)
+        return layer
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Take these tensors for the layer's own."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, DENSE, CheckpointFormat, checkpoint_format
 from ..checkpoints.folder import ModelReader
@@ -26,7 +26,6 @@ from ..vocab import ElementKind
 from .elements import DTYPE_OF, tensor_of
 from .linear import DTYPES, META_KEY, VALUES_KEY, PreferenceLike, RequirementLike, Sparse24Linear
 
-Tensor = torch.Tensor
 _WEIGHT = ".weight"
 _DTYPES = {
     "F64": torch.float64,
@@ -189,7 +188,7 @@ class _Load:
         """Put a Sparse24Linear where a linear layer's weight is compressed."""
         for name in self._source.weights:
             place = self._names.get(name, "").removesuffix(_WEIGHT)
-            linear = self._model.get_submodule(place) if place else None
+            linear: Any = self._model.get_submodule(place) if place else None
             if type(linear) is not nn.Linear or not self._names[name].endswith(_WEIGHT):
                 continue
             weight = linear.weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from ..prepare.descriptor import (
@@ -23,7 +24,6 @@ from .library import define
 from .preparing import kept_values
 from .products import Call, dgrad_call, fake_result, mm_call, scaled_call
 
-Tensor = torch.Tensor
 _ops: Any = torch.ops.sparse24
 
 

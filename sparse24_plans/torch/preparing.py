@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..device.tensors import TensorView
 from ..errors import InvalidProblemError
@@ -49,8 +50,6 @@ from .elements import (
     stream_argument,
     weight_sizes,
 )
-
-Tensor = torch.Tensor
 
 _PLANS: dict[type[Any], type[PreparePlan]] = {
     CompressSparse24Descriptor: CompressSparse24Plan,

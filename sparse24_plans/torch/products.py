@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
@@ -22,7 +23,6 @@ from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
 from . import layouts
 from .elements import DTYPE_OF, current_stream, element_of, plan_device, weight_sizes
 
-Tensor = torch.Tensor
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 MOST_FORMS = 4096
 """Forms that are kept; a server's token counts, times its layers' shapes."""

@@ -41,7 +41,9 @@ def from_semi_structured(
         )
     if tensor.packed is None:
         turned: Any = tensor.t()
-        return from_semi_structured(turned, capability=capability).t()  # type: ignore[return-value]
+        back: Any = from_semi_structured(turned, capability=capability).t()
+        made: Sparse24Tensor = back
+        return made
     name, parts = _parts_of(tensor, capability)
     element, shape = element_of(tensor.dtype, "tensor"), tuple(tensor.shape)
     options: dict[str, Any] = {} if name == "torch_cutlass" else {"shape": shape}

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.sparse.semi_structured import SparseSemiStructuredTensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import TileRule
 
-Tensor = torch.Tensor
 _ops: Any = torch.ops.sparse24
 _aten = torch.ops.aten
 
