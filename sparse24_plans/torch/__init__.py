@@ -4,6 +4,15 @@ Importing this registers the ops ``torch.ops.sparse24.*``. CPU tensors go throug
 through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 """
 
+try:
+    import torch as _torch
+except ImportError as error:
+    raise ImportError(
+        "sparse24_plans.torch needs PyTorch 2.6 or later: pip install 'sparse24_plans[torch]'"
+    ) from error
+if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
+    raise ImportError(f"sparse24_plans.torch needs PyTorch 2.6 or later, got {_torch.__version__}")
+
 from . import ops as ops  # registers them
 from .linear import Sparse24Linear as Sparse24Linear
 from .models import LoadReport as LoadReport

@@ -1,0 +1,133 @@
+"""What only a GPU shows: streams, captures, memory, devices. CPU tensors beside them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import Sparse24Linear, to_sparse24
+
+from .cases import S, close, randn, weight
+
+pytestmark = pytest.mark.gpu
+F = torch.nn.functional
+
+
+def layer(k: int = 256, m: int = 512) -> Sparse24Linear:
+    torch.manual_seed(0)
+    return Sparse24Linear.from_linear(torch.nn.Linear(k, m, device="cuda", dtype=torch.bfloat16))
+
+
+def test_the_weight_of_a_layer_is_read_by_a_kernel_on_sparse_tensor_cores():
+    one = layer()
+    assert one.packed is not None
+    assert one.plan(16).tier == "sparse_tensor_core"
+    x = randn(16, 256, dtype=torch.bfloat16)
+    close(one(x), F.linear(x.double(), one.dense_weight().double(), one.bias.double()))
+
+
+def test_work_is_enqueued_on_the_current_stream():
+    """Behind a kernel that takes long, and before what reads the result."""
+    one, stream = layer(), torch.cuda.Stream()
+    x = randn(16, 256, dtype=torch.bfloat16)
+    wanted = one(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        y = one(late)
+    stream.synchronize()
+    assert torch.equal(y, wanted)
+
+
+def test_a_captured_step_is_replayed_with_new_inputs():
+    one, x = layer(), randn(16, 256, dtype=torch.bfloat16)
+    one(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = one(x)
+    for seed in range(3):
+        x.copy_(randn(16, 256, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        assert torch.equal(y, one(x))
+
+
+def test_a_layout_that_is_not_there_yet_cannot_be_made_in_a_capture():
+    values, meta, _ = weight(64, 64, torch.bfloat16)
+    x = randn(16, 64, dtype=torch.bfloat16)
+    S.linear(x, values.clone(), meta)  # the plan is there, another weight's tiles aren't
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises((UnsupportedError, RuntimeError), match="capture"), torch.cuda.graph(graph):
+        S.linear(x, values, meta)
+    torch.cuda.synchronize()
+
+
+def test_compiled_with_cuda_graphs():
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+    model = model.to("cuda", torch.bfloat16).eval()
+    to_sparse24(model)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for seed in range(4):
+            x = randn(16, 256, dtype=torch.bfloat16, seed=seed)
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.alone
+def test_ten_thousand_calls_hold_no_memory():
+    one, x = layer(), randn(16, 256, dtype=torch.bfloat16)
+    for _ in range(10):
+        one(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10_000):
+        one(x)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_threads_with_their_own_streams_share_a_layer():
+    one, start = layer(), threading.Barrier(4)
+    xs = [randn(n, 256, dtype=torch.bfloat16) for n in (1, 8, 16, 33)]
+    wanted = [one(x) for x in xs]
+    torch.cuda.synchronize()
+
+    def work(index: int) -> bool:
+        start.wait()
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            results = [one(xs[index]) for _ in range(100)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(y, wanted[index]) for y in results)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_operands_on_two_devices_are_refused():
+    values, meta, _ = weight()
+    with pytest.raises(InvalidProblemError, match="weight: expected a tensor on cpu"):
+        S.linear(torch.zeros(5, 64), values, meta)
+
+
+def test_every_device_has_its_plan():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    one = layer()
+    x = randn(16, 256, dtype=torch.bfloat16)
+    wanted = one(x).cpu()
+    assert torch.equal(one.to("cuda:1")(x.to("cuda:1")).cpu(), wanted)
+
+
+def test_a_layer_goes_to_the_cpu_and_back():
+    one, x = layer(), randn(16, 256, dtype=torch.bfloat16)
+    wanted = one(x)
+    on_cpu = one.cpu()
+    close(on_cpu(x.cpu()), wanted.cpu().double(), torch.bfloat16)
+    assert on_cpu.packed is None
+    assert torch.equal(one.cuda()(x), wanted)
