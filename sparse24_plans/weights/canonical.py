@@ -198,7 +198,8 @@ def masks_of_codes(codes: Any) -> Any:
 
 def first_crowded(masks: Any) -> tuple[int, int, int] | None:
     """Row, group and non-zeros of the first group of masks [rows, groups] that has more than two, or None."""
-    crowded = _look_up(_OCCUPANCY, masks) == np.uint8(TOO_MANY)
+    rest = masks & (masks - np.uint8(1))  # without its lowest one
+    crowded = rest & (rest - np.uint8(1)) != 0
     if not bool(crowded.any()):
         return None
     row, group = divmod(int(crowded.argmax()), masks.shape[1])

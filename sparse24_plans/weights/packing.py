@@ -35,7 +35,7 @@ from ..device.devices import current_on
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
-from . import canonical
+from . import canonical, threads
 from .layouts import ROW_BYTES, TILE_M, VALUE_BYTES, TileLayout, layout_of
 from .on_device import short_forms
 from .weight import PackedWeight, Sparse24Weight
@@ -52,7 +52,7 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
     Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
     bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
     On a GPU the kernel of the plan that packs is queued on CuPy's current stream. Scratch memory on the
-    host: a few megabytes, or three times one row of tiles where that is more.
+    host: of each thread a few megabytes, or three times one row of tiles where that is more.
 
     Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
     """
@@ -65,9 +65,13 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
             return packed  # type: ignore[no-any-return]
         values, metadata = weight.values_view.bits(), weight.metadata
         tiles = canonical.array_module(values).empty(shape, np.uint8)
-        for step, rows in _steps(layout, weight.m, weight.k, weight.device):
-            tiles[step, :, :VALUE_BYTES] = _swizzled(values[rows], shape[1])
-            tiles[step, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
+
+        def fill(step: tuple[slice, slice]) -> None:
+            there, rows = step
+            tiles[there, :, :VALUE_BYTES] = _swizzled(values[rows], shape[1])
+            tiles[there, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
+
+        threads.for_each(fill, _steps(layout, weight.m, weight.k, weight.device))
         buffer = TensorView.of(tiles)
     return PackedWeight(layout.layout_id, weight.m, weight.k, weight.element, weight.device, (buffer,))
 
@@ -90,10 +94,14 @@ def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[
     m, k, xp = packed.m, packed.k, canonical.array_module(tiles)
     values = xp.empty((m, k // 2), packed.element.bits_dtype)
     metadata = xp.empty((m, k // 8), np.uint16)
-    for step, rows in _steps(layout, m, k, packed.device):
+
+    def fill(step: tuple[slice, slice]) -> None:
+        there, rows = step
         count = rows.stop - rows.start
-        values[rows] = _plain_values(tiles[step, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
-        metadata[rows] = _plain_metadata(tiles[step, :, VALUE_BYTES:], layout)[:count, : k // 8]
+        values[rows] = _plain_values(tiles[there, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
+        metadata[rows] = _plain_metadata(tiles[there, :, VALUE_BYTES:], layout)[:count, : k // 8]
+
+    threads.for_each(fill, _steps(layout, m, k, packed.device))
     return values, metadata
 
 
