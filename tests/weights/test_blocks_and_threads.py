@@ -183,21 +183,26 @@ def test_scratch_that_is_in_use_is_not_handed_out_again():
 # Speed: with room for a busy machine; the figures themselves are for `sparse24 bench` ---------
 
 
-def least(call: Callable[[], object], rounds: int = 5) -> float:
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """Of all threads: what else runs on the machine counts little."""
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
 
 
-def test_pruning_is_faster_than_numpys_partition():
-    """Which does less: it finds the two largest of every group, and moves nothing."""
+def test_pruning_takes_less_of_the_processor_than_numpys_partition():
+    """Half at most; quietly it is a sixth. The partition finds the two largest, and moves nothing."""
     dense = np.random.default_rng(0).standard_normal((1024, 4096), np.float32).astype(np.float16)
     keys = -np.abs(dense).reshape(-1, 4).view(np.int16)
-    theirs = least(lambda: np.argpartition(keys, 1, axis=1))
-    assert least(lambda: Sparse24Weight.prune_compress(dense)) < theirs / 2
+    pairs = [
+        (
+            cpu_seconds(lambda: Sparse24Weight.prune_compress(dense)),
+            cpu_seconds(lambda: np.argpartition(keys, 1, axis=1)),
+        )
+        for _ in range(8)
+    ]
+    ours, theirs = (min(times) for times in zip(*pairs, strict=True))
+    assert ours < theirs / 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the kernel's page faults")
