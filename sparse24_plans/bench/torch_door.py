@@ -1,0 +1,286 @@
+"""What a user of PyTorch gets: host time a call, and a decoder of Llama-3.1-8B's shapes, dense and sparse.
+
+The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
+cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
+one's weights are pruned. A step of ``n`` sequences adds a token to each; a prefill is one sequence. Each is
+checked against the dense one before it is timed. Contenders are interleaved; figures are medians.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..torch.linear import Sparse24Linear
+from ..torch.swap import Sparse24Recipe, to_sparse24
+from .record import Record, sources_of
+
+F = nn.functional
+STEPS = (1, 8, 16, 32, 64, 128)
+PREFILLS = (2048, 8192)
+_WORST_ERROR = 0.05
+"""Of a decoder's result, relative to its norm, in bfloat16 over all layers."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder; ``cache`` is the tokens that a decode step attends to."""
+
+    layers: int = 16
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    cache: int = 1024
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+LLAMA_8B = DecoderShape()
+
+
+# The decoder --------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward of one layer, Q, K and V in one product, gate and up in another."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.shape = shape
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+        kv = shape.kv_heads * shape.head_size
+        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * kv, **options)
+        self.out = nn.Linear(shape.hidden, shape.hidden, **options)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, **options)
+        self.down = nn.Linear(shape.ffn, shape.hidden, **options)
+
+    def forward(self, x: Tensor, keys: Tensor | None, values: Tensor | None) -> Tensor:
+        """x [sequences, tokens, hidden]; keys and values [sequences, kv heads, cache, head size], or None.
+
+        With a cache there is one token, which replaces the cache's last; without one attention is causal.
+        """
+        shape = self.shape
+        sequences, tokens, _ = x.shape
+        size, kv = shape.head_size, shape.kv_heads
+        qkv = self.qkv(F.rms_norm(x, (shape.hidden,)))
+        q, k, v = qkv.split((shape.hidden, kv * size, kv * size), dim=-1)
+        q = q.view(sequences, tokens, shape.heads, size).transpose(1, 2)
+        k = k.view(sequences, tokens, kv, size).transpose(1, 2)
+        v = v.view(sequences, tokens, kv, size).transpose(1, 2)
+        if keys is not None and values is not None:
+            keys[:, :, -1:] = k
+            values[:, :, -1:] = v
+            k, v = keys, values
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=keys is None, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(sequences, tokens, shape.hidden))
+        gate, up = self.gate_up(F.rms_norm(x, (shape.hidden,))).chunk(2, dim=-1)
+        mixed: Tensor = x + self.down(F.silu(gate) * up)
+        return mixed
+
+
+class Decoder(nn.Module):
+    """Layers with 2:4 weights held densely; ``sparse`` makes the contender."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(shape, dtype, device) for _ in range(shape.layers))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.ops.sparse24.prune(parameter.normal_(std=1 / math.sqrt(shape.hidden))))
+        self.requires_grad_(False).eval()
+
+    def forward(self, x: Tensor, cache: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, *(cache[index] if cache else (None, None)))
+        return x
+
+    def sparse(self, **require: bool) -> Decoder:
+        """The same decoder with sparse layers."""
+        other = copy.deepcopy(self)
+        to_sparse24(other, recipe=Sparse24Recipe("compress", require=require or None), progress=False)
+        return other
+
+
+def cache_of(
+    shape: DecoderShape, sequences: int, dtype: torch.dtype, device: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """A full KV cache, a pair a layer."""
+    sizes = (sequences, shape.kv_heads, shape.cache, shape.head_size)
+    return [
+        (torch.randn(sizes, dtype=dtype, device=device), torch.randn(sizes, dtype=dtype, device=device))
+        for _ in range(shape.layers)
+    ]
+
+
+# Timing -------------------------------------------------------------------------------------------
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _interleaved_ms(
+    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, float]:
+    """Median milliseconds from the call to its end on the device, by name."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _synchronize(device)
+            begin = time.perf_counter()
+            call()
+            _synchronize(device)
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: round(statistics.median(found), 4) for name, found in times.items()}
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of the call, which has run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def _checked(models: dict[str, Decoder], run: Callable[[Decoder], Tensor]) -> None:
+    """Raise UnsupportedError where a contender's result is wrong. Selects and compiles everything, too."""
+    wanted = run(models["dense"]).double()
+    for name, model in models.items():
+        error = ((run(model).double() - wanted).norm() / wanted.norm()).item()
+        if not error <= _WORST_ERROR:
+            raise UnsupportedError(
+                f"decoder {name}: expected a relative error of {_WORST_ERROR}, got {error}"
+            )
+
+
+def _row(
+    models: dict[str, Decoder], run: Callable[[Decoder], Tensor], device: torch.device, rounds: int
+) -> dict[str, float | None]:
+    with torch.inference_mode():
+        _checked(models, run)
+        eager = _interleaved_ms({name: lambda m=m: run(m) for name, m in models.items()}, device, rounds)  # type: ignore[misc]
+        row: dict[str, float | None] = {f"eager_{name}_ms": eager[name] for name in ("dense", "sparse")}
+        graphs: dict[str, float] = {}
+        if device.type == "cuda":
+            replays = {name: _captured(lambda m=m: run(m)) for name, m in models.items()}  # type: ignore[misc]
+            graphs = _interleaved_ms(replays, device, rounds)
+        return {**{f"graph_{name}_ms": graphs.get(name) for name in models}, **row}
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def measured(
+    shape: DecoderShape = LLAMA_8B,
+    *,
+    steps: Iterable[int] = STEPS,
+    prefills: Iterable[int] = PREFILLS,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 15,
+    host_calls: int = 200,
+    sources: set[str] | None = None,
+    on_step: Callable[[], None] = lambda: None,
+) -> Record:
+    """``host`` and ``decoder`` of the record; graphs are None without a GPU.
+
+    Adds to ``sources`` what was launched. Raises UnsupportedError for a wrong result.
+    """
+    place = torch.device(device)
+    torch.manual_seed(0)
+    dense = Decoder(shape, dtype, place)
+    models = {"dense": dense, "sparse": dense.sparse(), "invariant": dense.sparse(batch_invariant=True)}
+    rows: list[Record] = []
+    for kind, counts in (("decode", steps), ("prefill", prefills)):
+        for count in counts:
+            decodes = kind == "decode"
+            n, tokens = (count, 1) if decodes else (1, count)
+            x = torch.randn(n, tokens, shape.hidden, dtype=dtype, device=place)
+            cache = cache_of(shape, n, dtype, place) if decodes else None
+
+            def run(model: Decoder, x: Tensor = x, cache: Any = cache) -> Tensor:
+                result: Tensor = model(x, cache)
+                return result
+
+            times = _row(models, run, place, rounds)
+            rows.append({"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": 1, **times})
+            if sources is not None:
+                sources.update(launched(models.values(), n * tokens))
+            on_step()
+    return {"host": host_us(place, dtype, calls=host_calls, rounds=rounds), "decoder": rows}
+
+
+def launched(models: Iterable[nn.Module], n: int) -> set[str]:
+    """The kernel sources behind the models' sparse layers at ``n`` tokens."""
+    layers = (layer for model in models for layer in model.modules() if isinstance(layer, Sparse24Linear))
+    return {source for layer in layers for source in sources_of(layer.plan(n))}
+
+
+def host_us(device: torch.device, dtype: torch.dtype, *, calls: int, rounds: int) -> dict[str, Any]:
+    """Host microseconds a call of a small layer [256, 256] on 16 tokens, interleaved.
+
+    ``torch_sparse_us`` is None where PyTorch's own sparse tensor isn't served.
+    """
+    dense = nn.Linear(256, 256, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    dense.weight.copy_(torch.ops.sparse24.prune(dense.weight))
+    layer = Sparse24Linear.from_linear(dense, method="compress")
+    x = torch.randn(16, 256, device=device, dtype=dtype)
+    compiled_dense, compiled_sparse = torch.compile(dense), torch.compile(layer)
+    contenders: dict[str, Callable[[], object]] = {
+        "f_linear_us": lambda: F.linear(x, dense.weight),
+        "sparse_linear_us": lambda: layer(x),
+        "torch_sparse_us": _of_torch_sparse(dense.weight, x),
+        "compiled_dense_us": lambda: compiled_dense(x),
+        "compiled_sparse_us": lambda: compiled_sparse(x),
+    }
+    found: dict[str, Any] = {}
+    with torch.inference_mode():
+        for name, call in contenders.items():
+            try:
+                call()
+            except (RuntimeError, NotImplementedError):
+                if name != "torch_sparse_us":
+                    raise
+                found[name] = None
+        times: dict[str, list[float]] = {name: [] for name in contenders if name not in found}
+        for _ in range(rounds):
+            for name in times:
+                times[name].append(_host_us(contenders[name], calls, device))
+    found |= {name: round(statistics.median(each), 2) for name, each in times.items()}
+    return {name: found[name] for name in contenders}
+
+
+def _of_torch_sparse(weight: Tensor, x: Tensor) -> Callable[[], object]:
+    """F.linear with PyTorch's own semi-structured tensor; the call raises where it can't be made."""
+    try:
+        sparse = torch.sparse.to_sparse_semi_structured(weight)
+    except RuntimeError as error:
+        refusal = error
+
+        def refuse() -> object:
+            raise refusal
+
+        return refuse
+    return lambda: F.linear(x, sparse)
+
+
+def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls * 1e6
