@@ -282,14 +282,14 @@ _NAN_BITS = {ElementKind.F32: 0x7FFFFFFF, ElementKind.F16: 0x7FFF, ElementKind.B
 def _write(result: TensorView, value: Array) -> None:
     """Round to the result's element and store; every NaN becomes the one that the kernels write.
 
-    Integers are rounded to nearest even and saturate; NaN becomes 0.
+    Integers are rounded to nearest even and saturate; NaN becomes 0. ``value`` may be overwritten.
     """
     if result.element.is_integer:
         limits = np.iinfo(result.element.dtype)
         rounded = np.rint(np.nan_to_num(value.astype(np.float64), posinf=np.inf, neginf=-np.inf))
         result.array()[...] = np.clip(rounded, limits.min, limits.max).astype(result.element.dtype)
         return
-    bits = value.astype(result.element.dtype).view(result.element.bits_dtype)
+    bits = value.astype(result.element.dtype, copy=False).view(result.element.bits_dtype)
     nan = np.isnan(value)
     if nan.any():
         bits[nan] = _NAN_BITS[result.element]
