@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..device.files import StrPath
-from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..device.files import StrPath, path_of
+from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
+from .arguments import check_callback, check_flag
 from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
@@ -90,6 +91,9 @@ def convert_checkpoint(
     StorageError
         A file can't be read or written.
     """
+    source, destination = path_of("source", source), path_of("destination", destination)
+    check_flag("overwrite", overwrite)
+    check_callback("on_tensor", on_tensor)
     selection = Selection(include, exclude)
     _check_formats(from_format, to_format, selection)
     check_destination(source, destination, overwrite=overwrite)
@@ -153,8 +157,9 @@ class _Conversion(Rewrite[ConversionReport]):
 
 def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:
     for argument, name in (("from_format", from_format), ("to_format", to_format)):
-        if name not in (known := checkpoint_formats()):
-            raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {name!r}")
+        known = checkpoint_formats()
+        if not isinstance(name, str) or name not in known:
+            raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {shown(name)}")
     if from_format == to_format:
         raise InvalidProblemError(f"to_format: expected another format than {from_format}")
     if selection and from_format != DENSE:

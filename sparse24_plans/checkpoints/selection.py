@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..errors import InvalidProblemError
+from .arguments import patterns_of
 from .folder import ModelReader
 from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
 from .safetensors_file import TensorInfo, shown
@@ -24,10 +25,8 @@ class Selection:
     def __init__(
         self, include: Sequence[str], exclude: Sequence[str], dtypes: Container[str] = ELEMENTS
     ) -> None:
-        for argument, patterns in (("include", include), ("exclude", exclude)):
-            if isinstance(patterns, str):
-                raise InvalidProblemError(f"{argument}: expected a sequence of patterns, got {patterns!r}")
-        self._include, self._exclude, self._dtypes = tuple(include), tuple(exclude), dtypes
+        self._include, self._exclude = patterns_of("include", include), patterns_of("exclude", exclude)
+        self._dtypes = dtypes
 
     def __bool__(self) -> bool:
         """Whether there is any pattern."""

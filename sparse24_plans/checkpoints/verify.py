@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..device.devices import resolve
-from ..device.files import StrPath
+from ..device.files import StrPath, path_of
 from ..device.tensors import TensorView, import_cupy
 from ..errors import InvalidProblemError
+from ..errors import shown as shown_value
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
+from .arguments import check_callback
 from .compress import COMPRESSED_DTYPES
 from .folder import ModelReader
 from .layers import META_SUFFIX, VALUES_SUFFIX, compressed_layer, compressed_names, read_weight
@@ -100,7 +102,9 @@ def verify_checkpoint(
     """
     for argument, value, least, most in (("tokens", tokens, 1, MAX_TOKENS), ("seed", seed, 0, 2**63 - 1)):
         if type(value) is not int or not least <= value <= most:
-            raise InvalidProblemError(f"{argument}: expected {least} to {most}, got {value!r:.80}")
+            raise InvalidProblemError(f"{argument}: expected {least} to {most}, got {shown_value(value)}")
+    compressed, dense = path_of("compressed", compressed), path_of("dense", dense)
+    check_callback("on_layer", on_layer)
     layers: list[LayerResult] = []
     rng = np.random.default_rng(seed)
     place = str(resolve(device))

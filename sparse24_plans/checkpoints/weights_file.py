@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..device.files import StrPath
+from ..device.files import StrPath, path_of
 from ..errors import InvalidProblemError
+from ..errors import shown as shown_value
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
 from .layers import (
@@ -28,9 +29,14 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
     Raises InvalidProblemError for other types or unusable names; StorageError where the file can't be
     written: an existing one then stays as it was.
     """
+    path = path_of("path", path)
+    if not isinstance(weights, Mapping):
+        raise InvalidProblemError(f"weights: expected weights by name, got {shown_value(weights)}")
     outputs: list[TensorInfo] = []
     metadata = {FORMAT_KEY: FORMAT_VERSION}
     for name, weight in weights.items():
+        if not isinstance(name, str):
+            raise InvalidProblemError(f"weights: expected names as strings, got {shown_value(name)}")
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"{shown(name)}: expected Sparse24Weight, got {type(weight).__name__}")
         layer = Layer(name, weight.m, weight.k, weight.element, ())
@@ -47,11 +53,13 @@ def load_weight(path: StrPath, name: str) -> Sparse24Weight:
     Raises InvalidProblemError for a name that isn't there compressed; FormatError, naming file and tensor,
     where a file breaks the format; StorageError where it can't be read.
     """
+    path = path_of("path", path)
     with ModelReader(path) as model:
         names = compressed_names(model)
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise InvalidProblemError(
-                f"name: expected one of the {len(names)} compressed tensors of {path}, got {name!r}"
+                f"name: expected one of the {len(names)} compressed tensors of {path}, "
+                f"got {shown_value(name)}"
             )
         return read_weight(model, compressed_layer(model, names[name], name))
 
@@ -61,6 +69,6 @@ def iter_weights(path: StrPath) -> Iterator[tuple[str, Sparse24Weight]]:
 
     Raises what :func:`load_weight` raises, when it gets there.
     """
-    with ModelReader(path) as model:
+    with ModelReader(path_of("path", path)) as model:
         for name, shard in compressed_names(model).items():
             yield name, read_weight(model, compressed_layer(model, shard, name))

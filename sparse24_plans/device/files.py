@@ -124,13 +124,23 @@ class _NewFile(io.FileIO):
         return size
 
 
+def path_of(argument: str, path: Any) -> str:
+    """``path`` as a string. Raises InvalidProblemError, naming ``argument``, for what is none."""
+    try:
+        found: Any = os.fspath(path)
+    except Exception:  # noqa: BLE001 - whatever a broken object raises
+        found = None
+    if not isinstance(found, str):
+        raise InvalidProblemError(f"{argument}: expected a path, got {shown(path)}")
+    return found
+
+
 def _check_name(path: StrPath) -> None:
     """Raise InvalidProblemError for what is no path.
 
     Raises StorageError for a NUL, or a character that no name of the file system has.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidProblemError(f"path: expected a path, got {shown(path)}")
+    path = path_of("path", path)
     try:
         usable = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

@@ -36,6 +36,7 @@ class GemmSparse24Plan(Plan):
 
     @classmethod
     def args_type(cls, descriptor: GemmSparse24Descriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
         return GemmSparse24Args if descriptor.op is GemmOp.FORWARD else DgradSparse24Args
 
     @classmethod

@@ -69,13 +69,9 @@ class TuningTable:
         for name, value in (("gpu", gpu), ("driver", driver)):
             if not isinstance(value, str):
                 raise InvalidProblemError(f"{name}: expected a string, got {shown(value)}")
-        if not isinstance(entries, Iterable):
-            raise InvalidProblemError(f"entries: expected TunedKernels, got {shown(entries)}")
-        self.gpu, self.driver, self.entries = gpu, driver, tuple(entries)
+        self.gpu, self.driver, self.entries = gpu, driver, _checked(entries)
         self._by_problem: dict[GemmSparse24Descriptor, dict[str, TunedKernel]] = {}
         for entry in self.entries:
-            if type(entry) is not TunedKernel:
-                raise InvalidProblemError(f"entries: expected TunedKernels, got {shown(entry)}")
             kernels = self._by_problem.setdefault(entry.problem, {})
             if entry.kernel in kernels:
                 raise InvalidProblemError(
@@ -190,6 +186,19 @@ def _plain(entry: TunedKernel) -> dict[str, Any]:
     document = entry.model_dump(mode="json")
     document["problem"] = entry.problem.model_dump(mode="json", exclude_defaults=True)
     return document
+
+
+def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:
+    """The entries, one at a time: what isn't a sequence of them may have no end."""
+    found = []
+    try:
+        for entry in entries:
+            if type(entry) is not TunedKernel:
+                raise TypeError
+            found.append(entry)
+    except Exception:  # noqa: BLE001 - whatever a broken object raises
+        raise InvalidProblemError(f"entries: expected TunedKernels, got {shown(entries)}") from None
+    return tuple(found)
 
 
 EMPTY = TuningTable("", "", ())

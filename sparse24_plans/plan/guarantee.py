@@ -48,7 +48,7 @@ class PrecisionGuarantee(Model):
     """Relative error of one step of the accumulation; 0 where integers are summed exactly."""
     terms_per_k: Annotated[float, Number(above=0)]
     """Steps that can round, for each unit of the reduction length."""
-    promoted_every: Annotated[int, Integer(least=1)] | None = None
+    promoted_every: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
     """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
 
     def error_bound(self, k: int) -> float:
@@ -83,6 +83,10 @@ class PrecisionGuarantee(Model):
             _wide("abs_sum", abs_sum),
             float(_wide("alpha", alpha, 0)),
         )
+        try:
+            np.broadcast(exact, abs_sum)
+        except ValueError as error:
+            raise InvalidProblemError(f"abs_sum: expected the shape of exact: {error}") from error
         f32 = ElementKind.F32
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
         value: Float64s = np.abs(exact) + accumulated

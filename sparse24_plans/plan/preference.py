@@ -13,7 +13,7 @@ from .guarantee import GuaranteeRequirement
 class PlanPreference(Model):
     """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
 
-    max_workspace_bytes: Annotated[int, Integer()] | None = None
+    max_workspace_bytes: Annotated[int, Integer(most=2**64)] | None = None
     """No kernel that needs more; None: any."""
     allow_sm90a: Flag = True
     """Whether kernels may serve that run on compute capability 9.0 alone."""

@@ -55,6 +55,7 @@ class PreparePlan(Plan):
 
     @classmethod
     def args_type(cls, descriptor: PrepareDescriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
         return cls.args_types[descriptor.op]
 
     def _identity(self) -> dict[str, Any]:

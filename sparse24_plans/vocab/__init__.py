@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, SupportsIndex, TypeAlias
 
 import ml_dtypes
 import numpy as np
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from ..errors import InvalidProblemError, shown
 from .fields import INT64_MAX as INT64_MAX
@@ -30,6 +32,17 @@ Float64s: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 class _Word(str, Enum):
     def __str__(self) -> str:
         return str(self.value)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(cls._readable, handler(source))
+
+    @classmethod
+    def _readable(cls, value: object) -> object:
+        """What an enum may be asked for: it compares and prints all others, which may be broken."""
+        if isinstance(value, str):
+            return value
+        raise ValueError(f"expected one of {', '.join(cls)}, got {shown(value)}")
 
 
 class ElementKind(_Word):
@@ -51,6 +64,10 @@ class ElementKind(_Word):
     @classmethod
     def _missing_(cls, value: object) -> ElementKind | None:
         return _element_of_dtype(value)
+
+    @classmethod
+    def _readable(cls, value: object) -> object:
+        return super()._readable(value if isinstance(value, str) else _element_of_dtype(value) or value)
 
     @property
     def dtype(self) -> Dtype:
@@ -305,11 +322,11 @@ class DeviceProperties(Model):
     """
 
     kind: Literal["host", "cuda"]
-    ordinal: Annotated[int, Integer()] = 0
+    ordinal: Size = 0
     name: str = "host"
-    compute_capability: tuple[Annotated[int, Integer()], Annotated[int, Integer()]] = (0, 0)
+    compute_capability: tuple[Size, Size] = (0, 0)
     """(major, minor): (9, 0) for Hopper."""
-    multiprocessors: Annotated[int, Integer()] = 0
+    multiprocessors: Size = 0
     """Number of streaming multiprocessors."""
     cublaslt: str | None = None
     """Version of the cuBLASLt library that loads, or None."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..device.streams import stream_handle
 from ..device.tensors import TensorView, wrong
-from ..errors import InvalidProblemError, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
 from .layouts import TILE_M, TILES_8BIT, TILES_16BIT
@@ -124,7 +124,7 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
     _check_axis(axis)
     if isinstance(weights, (Sparse24Weight, PackedWeight)) or not isinstance(weights, Iterable):
         raise wrong("weights", "a sequence of weights", weights)
-    found = list(weights)
+    found = _checked(weights)
     if not found:
         raise InvalidProblemError("weights: expected at least one weight, got none")
     grids = [_grid_of(one, f"weights[{at}]") for at, one in enumerate(found)]
@@ -143,6 +143,20 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
             joined = xp.ascontiguousarray(xp.concatenate(blocks, axis=axis))  # which may choose another order
             buffers.append(grids[0].buffer(number, TensorView.of(joined), m, k))
     return _made(found[0], like, m, k, tuple(buffers))
+
+
+def _checked(weights: Iterable[W]) -> list[W]:
+    """The weights, one at a time: what isn't a sequence of them may have no end."""
+    found: list[W] = []
+    try:
+        for one in weights:
+            _grid_of(one, f"weights[{len(found)}]")
+            found.append(one)
+    except Sparse24Error:
+        raise
+    except Exception as error:  # whatever a broken object raises
+        raise wrong("weights", "a sequence of weights", weights) from error
+    return found
 
 
 # How layouts are cut ------------------------------------------------------------------------------

@@ -323,6 +323,8 @@ class PackedWeight:
     @classmethod
     def canonical(cls, weight: Sparse24Weight) -> PackedWeight:
         """The canonical weight under its layout's name, sharing its memory."""
+        if not isinstance(weight, Sparse24Weight):
+            raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
         buffers = (weight.values_view, weight.metadata_view)
         return cls(CANONICAL_LAYOUT, weight.m, weight.k, weight.element, weight.device, buffers)
 

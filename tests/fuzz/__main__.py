@@ -2,7 +2,9 @@
 
 Random problems of every family, element, order, stride, alignment, epilogue and preference, on poisoned
 memory between guard bytes. Each is held against float64 or a slow model, and against what its plan promises.
-A failure comes with the command that runs it alone. Exit code 1: there were failures.
+On the host every fourth case is a public call with hostile arguments (hostile.py): it works, or raises an
+error of ours, in a limited time. A failure comes with the command that runs it alone. Exit code 1: there
+were failures.
 """
 
 from __future__ import annotations

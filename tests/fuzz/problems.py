@@ -23,6 +23,7 @@ from sparse24_plans.prepare.table import PACKED_ELEMENTS
 from ..prepare.prepare_cases import ELEMENTS as PREPARED
 from ..prepare.prepare_cases import MOODS, PLANS
 from ..support import Data, random_data
+from .hostile import Attack, draw_attack
 
 
 class Limits(NamedTuple):
@@ -84,11 +85,13 @@ class Preparation:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-def draw(seed: int, case: int, device: int | str) -> Product | Preparation:
-    """The problem of this number."""
+def draw(seed: int, case: int, device: int | str) -> Product | Preparation | Attack:
+    """The problem of this number. On the host every fourth is a call with hostile arguments."""
     on_gpu = device != "host"
     key = (seed, case, int(on_gpu))
     rng = np.random.default_rng(key)
+    if not on_gpu and case % 4 == 3:
+        return draw_attack(rng)
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))

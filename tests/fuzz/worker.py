@@ -10,13 +10,17 @@ import os
 import traceback
 
 from .check import check
+from .hostile import Attack, check_attack
 from .problems import draw
 
 
 def outcome(seed: int, case: int, device: int | str) -> dict[str, object]:
     """``served`` or ``refused``, or an ``error`` with its ``trace``."""
     try:
-        return {"served": check(draw(seed, case, device), device)}
+        problem = draw(seed, case, device)
+        if isinstance(problem, Attack):
+            return {"served": check_attack(problem)}
+        return {"served": check(problem, device)}
     except Exception as error:  # noqa: BLE001 - whatever is wrong is what is looked for
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
 

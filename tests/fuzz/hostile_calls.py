@@ -1,0 +1,345 @@
+"""The public calls, each with arguments that are right: what hostile ones then take the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparse24_plans
+from sparse24_plans import (
+    Device,
+    DeviceProperties,
+    ElementKind,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    GuaranteeRequirement,
+    PackedWeight,
+    PlanPreference,
+    Sparse24Weight,
+    TensorView,
+    TuningTable,
+    Workspace,
+    compress_checkpoint,
+    save_weights,
+    to_foreign,
+)
+from sparse24_plans.vocab import Model
+
+from ..checkpoints.models import dense_file
+from ..plan.cases import PLANS, PROBLEMS, PlanCase, case_of
+from ..support import Guarded
+
+PATH_ARGUMENTS = {"path", "source", "destination", "compressed", "dense_path"}
+
+
+@dataclass
+class Prepared:
+    """A call that works with its ``arguments``; ``check`` looks at what it may have written."""
+
+    call: Callable[..., Any]
+    arguments: dict[str, Any]
+    check: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Call:
+    """How to prepare a call in a folder, and the names of its arguments."""
+
+    prepare: Callable[[Path], Prepared]
+    arguments: tuple[str, ...] = field(default=())
+
+
+PROBLEM = {"n": 4, "m": 16, "k": 32, "element": "f32"}
+DESC = GemmSparse24Descriptor(**PROBLEM)
+CALLS: dict[str, Call] = {}
+
+
+def _call(name: str, function: Callable[..., Any], /, **arguments: Any) -> None:
+    """A call whose arguments any number of calls may share."""
+    CALLS[name] = Call(lambda folder: Prepared(function, dict(arguments)), tuple(arguments))
+
+
+# Models -------------------------------------------------------------------------------------------
+
+
+def _model_calls(kind: type[Model], good: Mapping[str, Any]) -> None:
+    name = kind.__name__
+    made = kind(**good)
+    _call(name, kind, **good)
+    _call(f"{name}.model_construct", kind.model_construct, **good)
+    _call(f"{name}.model_validate", lambda obj: kind.model_validate(obj), obj=dict(good))
+    _call(f"{name}.model_validate_strings", lambda obj: kind.model_validate_strings(obj), obj={})
+    _call(
+        f"{name}.model_validate_json",
+        lambda text: kind.model_validate_json(text),
+        text=made.model_dump_json(),
+    )
+    for method in ("model_copy", "copy"):
+        for argument in good:
+            _call(f"{name}.{method}({argument})", _copier(made, method, argument), value=good[argument])
+        _call(f"{name}.{method}", getattr(made, method), update={})
+    hash(made)
+
+
+def _copier(made: Model, method: str, argument: str) -> Callable[..., Any]:
+    return lambda value: getattr(made, method)(update={argument: value})
+
+
+_HOST = GemmSparse24Plan.select(DESC, device="host")
+_MODELS: dict[type[Model], dict[str, Any]] = {
+    **{type(desc): desc.model_dump() for desc in PROBLEMS},
+    GemmSparse24Descriptor: DESC.model_dump(),
+    PlanPreference: PlanPreference().model_dump(),
+    GuaranteeRequirement: GuaranteeRequirement().model_dump(),
+    DeviceProperties: DeviceProperties(kind="host").model_dump(),
+    type(_HOST.guarantee): _HOST.guarantee.model_dump(),
+    type(_HOST.sku): _HOST.sku.model_dump(),
+    type(_HOST.explain()): _HOST.explain().model_dump(),
+}
+for _kind, _good in _MODELS.items():
+    _model_calls(_kind, _good)
+_call("PlanPreference.of", PlanPreference.of, given={"tier": "host"})
+_call("PrecisionGuarantee.error_bound", _HOST.guarantee.error_bound, k=32)
+_call(
+    "PrecisionGuarantee.tolerance",
+    _HOST.guarantee.tolerance,
+    k=32,
+    exact=np.ones(3),
+    abs_sum=np.ones(3),
+    out=ElementKind.F32,
+    alpha=1.0,
+)
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+_SPACE = np.zeros(64, np.uint8)
+
+
+def _plan_calls(kind: type[Any], desc: Any) -> None:
+    name = kind.__name__
+    chosen = {"descriptor": desc, "preference": None, "device": "host"}
+    tuned = {**chosen, "tuning": None} if kind is GemmSparse24Plan else chosen
+    _call(f"{name}.select", kind.select, **tuned)
+    _call(f"{name}.explain_choice", kind.explain_choice, **tuned)
+    _call("explain", sparse24_plans.explain, **tuned)
+    _call(f"{name}.compile", kind.compile, **tuned)
+    _call(f"{name}.args_type", kind.args_type, descriptor=desc)
+    for method in ("run", "bind", "can_implement", "caller", "check", "weight", "weights"):
+        if hasattr(kind, method):
+            _run_call(f"{name}.{method}({desc.op_name})", desc, method)
+
+
+def _run_call(name: str, desc: Any, method: str) -> None:
+    extra = {"run": {"workspace": None, "stream": None}, "bind": {"workspace": None}}.get(method, {})
+    if method == "check":
+        extra = {"stream": None}
+    operands = [one.name for one in fields(_args_type(desc)) if one.init]
+
+    def prepare(folder: Path) -> Prepared:
+        case = case_of(desc, "host")
+        given = {operand: getattr(case.args, operand) for operand in operands}
+        if method in ("check", "weight", "weights"):
+            case.run()
+
+        def call(args: Any = None, **given: Any) -> Any:
+            more = {name: given.pop(name) for name in extra}
+            whole = replace(case.args, **given) if args is None else args
+            found = getattr(case.plan, method)(whole, **more)
+            if method == "bind":
+                found.launch()
+            return found
+
+        return Prepared(call, {"args": None, **given, **extra}, lambda: _guards(case))
+
+    CALLS[name] = Call(prepare, ("args", *operands, *extra))
+
+
+def _args_type(desc: Any) -> Any:
+    return PLANS[type(desc)].args_type(desc)
+
+
+def _guards(case: PlanCase) -> None:
+    for memory in case.guarded.values():
+        memory.numpy()
+
+
+for _desc in PROBLEMS:
+    _plan_calls(PLANS[type(_desc)], _desc)
+
+
+# Weights and views --------------------------------------------------------------------------------
+
+
+def _guarded_dense() -> tuple[TensorView, Guarded]:
+    memory = Guarded((16 * 32,), ElementKind.F32, "host").fill(np.zeros(16 * 32, np.float32))
+    view = memory.view
+    return TensorView(view.address, (16, 32), view.element, view.device, owner=memory), memory
+
+
+def _on_dense(name: str, function: Callable[..., Any], /, **more: Any) -> None:
+    def prepare(folder: Path) -> Prepared:
+        dense, memory = _guarded_dense()
+        return Prepared(function, {"dense": dense, **more}, memory.numpy)
+
+    CALLS[name] = Call(prepare, ("dense", *more))
+
+
+WEIGHT = Sparse24Weight.compress(np.zeros((16, 32), np.float32))
+BITS16 = Sparse24Weight.compress(np.zeros((128, 128), np.float16))
+HOST = Device("host", 0)
+_RANKED = {"scores": None, "element": None, "stream": None}
+_on_dense("prune", sparse24_plans.prune, **_RANKED)
+_on_dense("Sparse24Weight.prune_compress", Sparse24Weight.prune_compress, **_RANKED)
+_on_dense("Sparse24Weight.compress", Sparse24Weight.compress, element=None, stream=None)
+_call(
+    "Sparse24Weight",
+    Sparse24Weight,
+    values=WEIGHT.values,
+    metadata=WEIGHT.metadata,
+    element=None,
+    validate=True,
+)
+_call("Sparse24Weight.decompress", WEIGHT.decompress, stream=None)
+_call("Sparse24Weight.validate", WEIGHT.validate, stream=None)
+_call("Sparse24Weight.to", WEIGHT.to, device="host", stream=None)
+_call("GemmSparse24Plan.pack", _HOST.pack, weight=WEIGHT, stream=None)
+_call(
+    "PackedWeight",
+    PackedWeight,
+    **{one.name: getattr(PackedWeight.canonical(WEIGHT), one.name) for one in fields(PackedWeight)},
+)
+_call("PackedWeight.canonical", PackedWeight.canonical, weight=WEIGHT)
+_call("concat_weights", sparse24_plans.concat_weights, weights=[WEIGHT, WEIGHT], axis=0, stream=None)
+_call(
+    "slice_weight",
+    sparse24_plans.slice_weight,
+    weight=WEIGHT,
+    start=0,
+    stop=8,
+    axis=0,
+    copy=None,
+    stream=None,
+)
+_call("split_weight", sparse24_plans.split_weight, weight=WEIGHT, sizes=2, axis=0, copy=None, stream=None)
+_call(
+    "TensorView",
+    TensorView,
+    address=_SPACE.ctypes.data,
+    shape=(4, 4),
+    element="f32",
+    device=HOST,
+    strides=(4, 1),
+    readonly=False,
+    owner=_SPACE,
+)
+_call("TensorView.of", TensorView.of, obj=_SPACE, element=None)
+_VIEW = TensorView.of(np.zeros((4, 8), np.float32))
+for _method in ("array", "bits", "owned_copy", "__copy__", "__dlpack_device__"):
+    _call(f"TensorView.{_method}", getattr(_VIEW, _method))
+_call("TensorView.__array__", _VIEW.__array__)
+_call("TensorView.__dlpack__", _VIEW.__dlpack__, stream=None, max_version=(1, 0))
+_call("Workspace", Workspace, address=_SPACE.ctypes.data, nbytes=64, device=HOST)
+_call("Workspace.of", Workspace.of, obj=_SPACE, device=HOST)
+_PARTS = to_foreign("baracuda", WEIGHT)
+_call("from_foreign", sparse24_plans.from_foreign, name="baracuda", parts=_PARTS, element=None, shape=None)
+for _format in (
+    "torch_cutlass",
+    "cutlass_sm90",
+    "tilelang",
+    "torch_tile",
+    "cusparselt_sm80",
+    "compressed_tensors",
+):
+    _given = to_foreign(_format, BITS16)
+
+    def _from(element: Any, shape: Any, tile_k: Any, _name: str = _format, **parts: Any) -> Any:
+        return sparse24_plans.from_foreign(_name, parts, element=element, shape=shape, tile_k=tile_k)
+
+    _shape = (
+        None if _format in ("torch_cutlass", "cutlass_sm90", "tilelang", "compressed_tensors") else (128, 128)
+    )
+    _given.pop("shape", None)
+    _call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
+_call("to_foreign", sparse24_plans.to_foreign, name="tilelang", weight=BITS16, word_bytes=2)
+_call(
+    "from_product",
+    sparse24_plans.from_product,
+    blob=np.zeros(16 * 24, np.float16),
+    shape=(16, 32),
+    multiply=lambda blob: np.tile(np.array([1, 2, 0, 0], np.float16), (16, 8)),
+    element=None,
+)
+
+
+# Tables and files ---------------------------------------------------------------------------------
+
+_TABLE = TuningTable("gpu", "1.0", ())
+_call("TuningTable", TuningTable, gpu="gpu", driver="1.0", entries=())
+_call("TuningTable.find", _TABLE.find, problem=DESC)
+_call("TuningTable.merged", _TABLE.merged, newer=_TABLE)
+_call("tune", sparse24_plans.tune, problems=[], kernels=None, device="host", on_trials=None)
+
+
+def _on_files(name: str, function: Callable[..., Any], arguments: Callable[[Path], dict[str, Any]]) -> None:
+    names = tuple(arguments(Path("/nowhere")))
+
+    def prepare(folder: Path) -> Prepared:
+        dense_file(folder / "dense.safetensors", {"layer.weight": np.ones((16, 32), np.float32)})
+        compress_checkpoint(folder / "dense.safetensors", folder / "sparse.safetensors", device="host")
+        save_weights(folder / "weights.safetensors", {"layer": WEIGHT})
+        _TABLE.save(folder / "table.json")
+        return Prepared(function, arguments(folder))
+
+    CALLS[name] = Call(prepare, names)
+
+
+_FILTERS: dict[str, Any] = {"include": (), "exclude": (), "overwrite": True, "on_tensor": None}
+_on_files(
+    "load_weight",
+    sparse24_plans.load_weight,
+    lambda at: {"path": at / "weights.safetensors", "name": "layer"},
+)
+_on_files("iter_weights", sparse24_plans.iter_weights, lambda at: {"path": at / "weights.safetensors"})
+_on_files("save_weights", save_weights, lambda at: {"path": at / "new", "weights": {"layer": WEIGHT}})
+_on_files(
+    "compress_checkpoint",
+    compress_checkpoint,
+    lambda at: {"source": at / "dense.safetensors", "destination": at / "new", "device": "host", **_FILTERS},
+)
+_on_files(
+    "convert_checkpoint",
+    sparse24_plans.convert_checkpoint,
+    lambda at: {
+        "source": at / "sparse.safetensors",
+        "destination": at / "new",
+        "from_format": "sparse24",
+        "to_format": "compressed_tensors",
+        "tile_k": None,
+        **_FILTERS,
+    },
+)
+
+
+def _verify(compressed: Any, dense_path: Any, **more: Any) -> Any:
+    return sparse24_plans.verify_checkpoint(compressed, dense_path, **more)
+
+
+_on_files(
+    "verify_checkpoint",
+    _verify,
+    lambda at: {
+        "compressed": at / "sparse.safetensors",
+        "dense_path": at / "dense.safetensors",
+        "device": "host",
+        "seed": 0,
+        "preference": None,
+        "on_layer": None,
+    },
+)
+_on_files("TuningTable.load", TuningTable.load, lambda at: {"path": at / "table.json"})
+_on_files("TuningTable.save", _TABLE.save, lambda at: {"path": at / "new.json"})

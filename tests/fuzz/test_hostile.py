@@ -1,0 +1,141 @@
+"""The hostile part of the fuzzer: every public call is attacked; what hangs or is untyped is found."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sparse24_plans
+from sparse24_plans import InvalidProblemError
+from sparse24_plans.device.tensors import contiguous_strides
+
+from . import hostile, worker
+from .hostile import Attack, check_attack, draw_attack
+from .hostile_calls import CALLS, Call, Prepared
+from .hostile_values import VALUES
+from .problems import draw
+
+REFUSED_HERE = {"tune", "CompressSparse24Plan.check(compress_sparse24)"}
+"""There is no GPU to tune for; random cells are not 2:4."""
+WITHOUT_ARGUMENTS = {
+    *("Bound", "Bound.launch", "Verdict", "Device", "Explanation", "KernelSku", "PrecisionGuarantee"),
+    *("operands", "unmet", "explain", "workspace_size", "configuration", "mismatch", "promises"),
+}
+"""Called with what plans give them, or with nothing. Arguments are attacked in ``run``."""
+
+
+def public_calls() -> set[str]:
+    """Names of the public functions, classes and methods."""
+    found = set()
+    for name in sparse24_plans.__all__:
+        thing = getattr(sparse24_plans, name)
+        if inspect.isclass(thing) and issubclass(thing, (enum.Enum, BaseException)):
+            continue
+        if callable(thing):
+            found.add(name)
+        for kind in thing.__mro__ if inspect.isclass(thing) else ():
+            if kind.__module__.startswith("sparse24_plans"):
+                found |= {
+                    f"{name}.{method}"
+                    for method, value in vars(kind).items()
+                    if not method.startswith("_")
+                    and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod)))
+                }
+    return found
+
+
+def test_every_public_call_is_attacked():
+    attacked = {name.partition("(")[0] for name in CALLS}
+    plain = {name for name in public_calls() if name.rpartition(".")[2] in WITHOUT_ARGUMENTS}
+    made = {name for name in public_calls() if name.endswith(("Sparse24Args", "Sparse24Plan"))}
+    assert public_calls() - attacked - plain - made - WITHOUT_ARGUMENTS == set()
+
+
+def works(name: str) -> bool:
+    return name not in REFUSED_HERE and not name.endswith("model_validate_strings")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if works(name)])
+def test_a_call_works_with_the_arguments_that_attacks_replace(name):
+    assert check_attack(Attack(name, ()))
+
+
+@pytest.mark.parametrize("case", range(60))
+def test_random_attacks(case):
+    found = worker.outcome(30_000, 4 * case + 3, "host")
+    assert isinstance(draw(30_000, 4 * case + 3, "host"), Attack)
+    assert "error" not in found, found["trace"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_every_value_where_an_operand_is_expected(value):
+    check_attack(Attack("GemmSparse24Plan.run(gemm_sparse24_forward)", (("x", value),)))
+    check_attack(Attack("GemmSparse24Plan.run(gemm_sparse24_forward)", (("y", value),)))
+    check_attack(Attack("TuningTable.load", (("path", value),)))
+
+
+def test_an_attack_follows_from_seed_and_number():
+    attacks = [draw_attack(np.random.default_rng(seed)) for seed in range(500)]
+    assert attacks == [draw_attack(np.random.default_rng(seed)) for seed in range(500)]
+    assert len({attack.call for attack in attacks}) > 150
+    assert len({value for attack in attacks for _, value in attack.wrong}) > 100
+
+
+# What is wrong is found ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A call that a test plays."""
+
+    def play(call, check=lambda: None) -> Attack:
+        monkeypatch.setitem(CALLS, "played", Call(lambda folder: Prepared(call, {"it": 1}, check), ("it",)))
+        return Attack("played", (("it", "text"),))
+
+    return play
+
+
+def test_an_untyped_error_is_found(played):
+    with pytest.raises(AssertionError, match=r"(?s)'played'.* raised ZeroDivisionError"):
+        check_attack(played(lambda it: 1 / 0))
+
+
+def test_an_untyped_typeerror_behind_the_call_is_found_and_one_at_it_is_pythons(played):
+    def pythons() -> None: ...
+
+    assert not check_attack(played(lambda it: pythons(it)))
+    with pytest.raises(AssertionError, match="TypeError"):
+        check_attack(played(lambda it: contiguous_strides(3)))
+
+
+def reads_a_pipe(it: object) -> None:
+    os.mkfifo("pipe")
+    Path("pipe").read_bytes()
+
+
+@pytest.mark.parametrize("hang", [lambda it: time.sleep(60), reads_a_pipe], ids=["sleep", "pipe"])
+def test_a_call_that_hangs_is_found(played, monkeypatch, hang):
+    monkeypatch.setattr(hostile, "LIMIT_S", 0.3)
+    with pytest.raises(AssertionError, match="takes longer than"):
+        check_attack(played(hang))
+
+
+def test_what_is_written_beyond_is_found(played):
+    def fail() -> None:
+        raise AssertionError("guard bytes were overwritten")
+
+    with pytest.raises(AssertionError, match="guard bytes"):
+        check_attack(played(lambda it: None, fail))
+
+
+def test_an_error_of_ours_is_a_refusal(played):
+    def refuse(it: object) -> None:
+        raise InvalidProblemError("it: expected another")
+
+    assert not check_attack(played(refuse))
