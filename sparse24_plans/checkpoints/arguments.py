@@ -31,7 +31,8 @@ def check_callback(argument: str, value: Any) -> None:
         raise InvalidProblemError(f"{argument}: expected a callable, got {shown(value)}")
 
 
-def check_flag(argument: str, value: object) -> None:
-    """Raise InvalidProblemError for anything but True or False."""
+def checked_flag(argument: str, value: object) -> bool:
+    """``value``. Raises InvalidProblemError for anything but True or False."""
     if type(value) is not bool:
         raise InvalidProblemError(f"{argument}: expected True or False, got {shown(value)}")
+    return value

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..device.devices import home_of, resolve
-from ..device.files import StrPath, path_of
+from ..device.files import StrPath
 from ..device.log import SELECT
 from ..device.tensors import HOST, Device, TensorView, import_cupy
 from ..errors import UnsupportedError
@@ -18,7 +18,7 @@ from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight
-from .arguments import check_callback, check_flag
+from .arguments import checked_flag
 from .checkpoint_format import Sparse24Checkpoint
 from .folder import ModelReader, check_destination
 from .layers import Layer, write_weight
@@ -105,11 +105,7 @@ def compress_checkpoint(
     UnsupportedError, BackendUnavailableError
         The device named can't be used.
     """
-    source, destination = path_of("source", source), path_of("destination", destination)
-    check_flag("overwrite", overwrite)
-    check_flag("dry_run", dry_run)
-    check_callback("on_tensor", on_tensor)
-    place = HOST if dry_run else _working_place(device)
+    place = HOST if checked_flag("dry_run", dry_run) else _working_place(device)
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..device.files import StrPath, path_of
+from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
-from .arguments import check_callback, check_flag
 from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
@@ -91,9 +90,6 @@ def convert_checkpoint(
     StorageError
         A file can't be read or written.
     """
-    source, destination = path_of("source", source), path_of("destination", destination)
-    check_flag("overwrite", overwrite)
-    check_callback("on_tensor", on_tensor)
     selection = Selection(include, exclude)
     _check_formats(from_format, to_format, selection)
     check_destination(source, destination, overwrite=overwrite)

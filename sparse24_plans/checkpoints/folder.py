@@ -18,8 +18,17 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..device.files import StrPath, new_target, open_regular, read_whole, storage_errors, written_whole
+from ..device.files import (
+    StrPath,
+    new_target,
+    open_regular,
+    path_of,
+    read_whole,
+    storage_errors,
+    written_whole,
+)
 from ..errors import FormatError, InvalidProblemError, StorageError
+from .arguments import checked_flag
 from .safetensors_file import Bytes, SafetensorsReader, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -143,9 +152,10 @@ def stored_bytes(path: StrPath) -> int:
 
 def check_destination(source: StrPath, destination: StrPath, *, overwrite: bool) -> None:
     """Raise InvalidProblemError where the destination is the source, or is there and must not be."""
+    source, destination = path_of("source", source), path_of("destination", destination)
     if os.path.exists(source) and os.path.exists(destination) and os.path.samefile(source, destination):
         raise InvalidProblemError(f"destination: expected another path than the source, got {destination}")
-    if not overwrite and os.path.isfile(destination):
+    if not checked_flag("overwrite", overwrite) and os.path.isfile(destination):
         raise InvalidProblemError(f"destination: expected a new file, {destination} exists")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ..device.files import StrPath
 from ..errors import InvalidProblemError
+from .arguments import check_callback
 from .checkpoint_format import CheckpointFormat
 from .folder import CONFIG_NAME, ModelReader, Shard, copy_file, new_folder, write_index, write_json
 from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
@@ -32,6 +33,7 @@ class Rewrite(ABC, Generic[Report]):
         layers: Iterable[Layer],
         on_tensor: Callable[[Report], None] | None,
     ) -> None:
+        check_callback("on_tensor", on_tensor)
         self.model, self.target = model, target
         self.layers = {layer.sources[0]: layer for layer in layers}
         self._parts = {name for layer in self.layers.values() for name in layer.sources}

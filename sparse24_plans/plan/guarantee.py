@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsFloat
 
 import numpy as np
 
+from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, shown
 from ..vocab import (
     INT64_MAX,
@@ -147,8 +148,13 @@ class GuaranteeRequirement(Model):
         return None
 
 
+_READ_BY_NUMPY = (np.ndarray, np.generic, int, float, list, tuple)
+
+
 def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
     try:
+        if not isinstance(value, _READ_BY_NUMPY):  # which trusts protocols that lie
+            value = TensorView.of(value, argument=argument).array()
         found = np.asarray(value, np.float64)
     except Exception as error:  # whatever a broken object raises
         raise InvalidProblemError(f"{argument}: expected numbers, got {shown(value)}") from error

@@ -27,6 +27,7 @@ from sparse24_plans import (
     save_weights,
     to_foreign,
 )
+from sparse24_plans.formats.table import FORMATS
 from sparse24_plans.vocab import Model
 
 from ..checkpoints.models import dense_file
@@ -265,6 +266,22 @@ for _format in (
     )
     _given.pop("shape", None)
     _call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
+_OWN_FORMATS = set(FORMATS)
+
+
+def _forget_formats() -> None:
+    for name in set(FORMATS) - _OWN_FORMATS:
+        del FORMATS[name]
+
+
+def _register(folder: Path) -> Prepared:
+    _forget_formats()
+    given = {"permutation": [1, 0], "encode": None, "decode": None, "tile": (2, 1), "word_bits": 16}
+    more = {"name": "mine", "elements": ("f16",), "origin": "here", "replace": False}
+    return Prepared(sparse24_plans.register_format, {**given, **more}, _forget_formats)
+
+
+CALLS["register_format"] = Call(_register, tuple(_register(Path()).arguments))
 _call("to_foreign", sparse24_plans.to_foreign, name="tilelang", weight=BITS16, word_bytes=2)
 _call(
     "from_product",

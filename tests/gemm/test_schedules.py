@@ -100,7 +100,9 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
             for cut in wgmma_choice.allowed_schedules(one, row):
                 parts.add(cut.slices * cut.parts)
             assert wgmma_choice.best_schedule(one, row) in wgmma_choice.allowed_schedules(one, row)
-        assert parts == {1 if row.promoted else wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])}
+        assert parts == {
+            1 if row.promoted else wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])
+        }
     assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
 
 
