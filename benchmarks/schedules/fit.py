@@ -23,12 +23,12 @@ NAMES = [field.name for field in fields(Fit)]
 LEAST = dict(
     launch=1, cluster=1e-3, stall=1, step=0.1, step_token=0.01, beside=1e-3, beside_token=1e-5, pair=1, alone=5e4, apart=3e4, together=2e4,
     memory=3e6, l2=5e6, copied=5e4, unaligned=1e-3, fold=1e-6, add=1e-6, stored=1e3, ragged=500, crowded=1,
-    again=0.05, refill=0.1, sharp=1.5,
+    again=0.05, refill=0.1, even=1.5, sharp=1.5,
 )  # fmt: skip
 MOST = dict(
     launch=4, cluster=1.5, stall=150, step=50, step_token=2, beside=1, beside_token=0.1, pair=1.5, alone=2e5, apart=1.2e5, together=8e4,
     memory=7e6, l2=4e7, copied=5e5, unaligned=2, fold=1e-2, add=1e-3, stored=1e6, ragged=1e5, crowded=4,
-    again=5, refill=6, sharp=8,
+    again=5, refill=6, even=12, sharp=8,
 )  # fmt: skip
 FOLDS = 4
 Problem = tuple[GemmSparse24Descriptor, dict[Schedule, float]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ _MEASURED = {
     **FORCED,
     "wgmma_sp_invariant": PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require=_INVARIANT),
 }
-_SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
+SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
 """What selection chose, and what it chose where batch invariance was required."""
 _MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
 """Past these they are nobody's choice, and take most of a record's time."""
@@ -72,7 +72,7 @@ class Cell(Problem):
         if names is not None:
             names.append(name)
         elif alone:
-            made = self._contender(name, plan)
+            made = self.contender(name, plan)
             self._errors[name] = error = self.rel_error(made.launches[0])
             if not error <= _WORST_ERROR[self.desc.element]:
                 raise UnsupportedError(f"{name} {self.desc}: relative error {error:.3g}, not recorded")
@@ -80,7 +80,8 @@ class Cell(Problem):
             self.contenders.append(made)
             self.sources.update(sources_of(plan))
 
-    def _contender(self, name: str, plan: GemmSparse24Plan) -> Contender:
+    def contender(self, name: str, plan: GemmSparse24Plan) -> Contender:
+        """The plan's launches, one for each copy of the weight."""
         space = self.workspace(plan)
         copies = self.matrix.packed(plan)
         return Contender(name, [plan.bind(self.arguments(one), workspace=space).launch for one in copies])
@@ -103,24 +104,35 @@ class Cell(Problem):
 
     def rows(self) -> list[Row]:
         """Time what has entered; one row a name."""
-        if not self._names:
-            return []
-        dense = peers.dense(self.x, self.y, self.matrix.dense, self.desc.element)
-        times = time_contenders([*([dense] if dense else []), *self.contenders], rounds=_ROUNDS)
+        times = self.times()
         cusparselt_us = times.get("cusparselt") if self._peer_is_tuned() else None
-        shared = {"m": self.desc.m, "k": self.desc.k, "n": self.desc.n, "element": self.desc.element.value}
-        beside = {"dense_us": _rounded(times.get("dense")), "cusparselt_us": _rounded(cusparselt_us)}
-        return [
-            {
-                **shared,
-                "backend": name,
-                "us": _rounded(times[names[0]]),
-                **beside,
-                "rel_error": float(f"{self._errors[names[0]]:.3g}"),
-            }
-            for names in self._names.values()
-            for name in names
-        ]
+        beside = {"dense_us": rounded(times.get("dense")), "cusparselt_us": rounded(cusparselt_us)}
+        return [self.row(name, times) | beside for name in self.names]
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """What has entered, and the row of the table that is its kernel's."""
+        return {name: row for (row, _), names in self._names.items() for name in names}
+
+    def times(self) -> dict[str, float]:
+        """Microseconds by contender: dense, and the first of the names that ask for a kernel."""
+        if not self.contenders:
+            return {}
+        dense = peers.dense(self.x, self.y, self.matrix.dense, self.desc.element)
+        return time_contenders([*([dense] if dense else []), *self.contenders], rounds=_ROUNDS)
+
+    def row(self, name: str, times: Mapping[str, float]) -> Row:
+        """What the record says of a name, but for its peers."""
+        first = next(names[0] for names in self._names.values() if name in names)
+        return {
+            "m": self.desc.m,
+            "k": self.desc.k,
+            "n": self.desc.n,
+            "element": self.desc.element.value,
+            "backend": name,
+            "us": rounded(times[first]),
+            "rel_error": float(f"{self._errors[first]:.3g}"),
+        }
 
     def _peer_is_tuned(self) -> bool:
         """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
@@ -133,7 +145,8 @@ class Cell(Problem):
         )
 
 
-def _rounded(us: float | None) -> float | None:
+def rounded(us: float | None) -> float | None:
+    """As records have it."""
     return None if us is None else round(us, 2)
 
 
@@ -143,7 +156,7 @@ def measured(matrix: Matrix, n: int, backends: Sequence[BackendKind], sources: s
     for name, preference in _MEASURED.items():
         if n <= _MOST_TOKENS.get(name, n) and (not backends or preference.prefer_backend in backends):
             cell.enter(name, preference)
-    for name, preference in _SELECTED.items():
+    for name, preference in SELECTED.items():
         cell.enter(name, preference, alone=not backends)
     sources |= cell.sources
     return cell.rows()

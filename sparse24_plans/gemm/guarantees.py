@@ -80,6 +80,10 @@ def wgmma_sp_fp8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     return wgmma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
 
 
+def wgmma_sp_fp8_invariant(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    return mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
+
+
 def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # That, for the 64 kept products of 128 columns; their sums are added in float32.
     return mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF, "promoted_every": 128})

@@ -114,6 +114,12 @@ ROWS: tuple[GemmRow, ...] = (
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
     replace(
         _WGMMA_SP_8BIT,
+        name="wgmma_sp_fp8_invariant",
+        guarantee=guarantees.wgmma_sp_fp8_invariant,
+        elements=(FP8,),
+    ),
+    replace(
+        _WGMMA_SP_8BIT,
         name="wgmma_sp_fp8_promoted",
         guarantee=guarantees.wgmma_sp_fp8_promoted,
         elements=(FP8,),

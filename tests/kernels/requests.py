@@ -15,7 +15,7 @@ import pytest
 from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import table as gemm_table
-from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.gemm.schedules.wgmma_choice import allowed_schedules
 from sparse24_plans.gemm.table import GemmRow
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.table import consider
@@ -54,13 +54,14 @@ SIZES = {
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
 }
-WGMMA_SCHEDULES = {
-    "wgmma_sp": {n: schedules.schedules_for(n) for n in (8, 24, 64, 128, 300, 1024, 8192)},
-    "wgmma_sp_invariant": {n: schedules.schedules_in(2, n) for n in (8, 64, 300, 1024)},
-    "wgmma_sp_s8": {n: schedules.schedules_for(n) for n in (48, 64, 400)},
-    "wgmma_sp_fp8": {n: schedules.schedules_for(n) for n in (8, 1024)},
-    "wgmma_sp_fp8_promoted": {n: schedules.narrow_schedules(n) for n in (64, 1024)},
+WGMMA_TOKENS = {
+    "wgmma_sp": (8, 24, 64, 128, 300, 1024, 8192),
+    "wgmma_sp_invariant": (8, 64, 300, 1024),
+    "wgmma_sp_s8": (48, 64, 400),
+    "wgmma_sp_fp8": (8, 1024),
+    "wgmma_sp_fp8_promoted": (64, 1024),
 }
+"""Every schedule of these n is compiled."""
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
@@ -119,9 +120,9 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
             considered = consider(gemm_table.ROWS, desc, preference, device)
             if any(one.row is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-        for n, tried in WGMMA_SCHEDULES.get(row.name, {}).items() if capability == HOPPER else ():
+        for n in WGMMA_TOKENS.get(row.name, ()) if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kinds[0])
-            for schedule in tried:
+            for schedule in allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
     return found
 

@@ -29,7 +29,12 @@ def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Sched
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
         return schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n)
-    return schedules_for(desc.n)
+    return tuple(one for one in schedules_for(desc.n) if _leaves_registers(one, desc))
+
+
+def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
+    """Whether a thread of three warpgroups can round its sums to s8 without spilling them."""
+    return schedule.warpgroups < 3 or schedule.tokens <= 128 or desc.out_element is not ElementKind.S8
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:

@@ -92,7 +92,8 @@ class Schedule(NamedTuple):
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
-        idle = 0 if self.cluster <= 2 else 12 if self.cluster % 4 == 0 else 15  # of the 132 of an H200
+        idle = 15 if self.cluster % 3 == 0 and self.blocks_per_sm < 4 else 12  # of the 132 of an H200
+        idle = idle if self.cluster > 2 else 0
         usable = multiprocessors * (132 - idle) // 132
         return max(1, usable * self.blocks_per_sm // self.cluster)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import FEW, Schedule
+
+Array = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Fit:
     """Microseconds to turn to a further item,"""
     refill: float
     """and to fill the pipeline of a further cluster."""
+    even: float
+    """How nearly multiplying hides copying, or the other way round (an exponent)."""
     sharp: float
     """How nearly the longest of the three is the whole time (an exponent)."""
 
@@ -78,25 +83,25 @@ _FITS = {
         launch=2.13, cluster=0.116, stall=42, step=6.46, step_token=0.12, beside=0.274, beside_token=0.00725,
         pair=1.08, alone=89.2e3, apart=73.9e3, together=41.7e3, memory=5.15e6, l2=40e6, copied=500e3,
         unaligned=2, fold=2.25e-4, add=2.08e-5, stored=28.9e3, ragged=4e3, crowded=1.47, again=0.436,
-        refill=1.88, sharp=5.39,
+        refill=1.88, even=4, sharp=5.39,
     ),
     (True, 1): Fit(
         launch=2.06, cluster=0.132, stall=38.5, step=6.61, step_token=0.129, beside=0.277,
         beside_token=0.00948, pair=1, alone=98.3e3, apart=77e3, together=43.7e3, memory=7e6, l2=40e6,
         copied=483e3, unaligned=2, fold=2.06e-4, add=7.86e-6, stored=31.8e3, ragged=4.71e3, crowded=1.87,
-        again=0.413, refill=1.81, sharp=2.17,
+        again=0.413, refill=1.81, even=4, sharp=2.17,
     ),
     (False, 2): Fit(
         launch=2.45, cluster=0.0789, stall=12.2, step=10, step_token=0.32, beside=0.05, beside_token=0.003,
         pair=1.09, alone=107e3, apart=85.7e3, together=56.6e3, memory=6.96e6, l2=16.3e6, copied=196e3,
         unaligned=0.489, fold=1.54e-4, add=6.23e-6, stored=1e6, ragged=5.18e3, crowded=1, again=1.1,
-        refill=2.38, sharp=2.61,
+        refill=2.38, even=4, sharp=2.61,
     ),
     (False, 1): Fit(
         launch=2.49, cluster=0.252, stall=3.51, step=14.9, step_token=0.332, beside=0.05,
         beside_token=0.00113, pair=1.09, alone=119e3, apart=96.7e3, together=54.6e3, memory=6.99e6, l2=17e6,
         copied=244e3, unaligned=1.18, fold=1.46e-4, add=7.50e-6, stored=87.1e3, ragged=5.55e3, crowded=1,
-        again=1.37, refill=1.74, sharp=2.35,
+        again=1.37, refill=1.74, even=4, sharp=2.35,
     ),
 }  # fmt: skip
 
@@ -140,7 +145,7 @@ class Work:
         self.usable = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
 
 
-def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> np.ndarray:
+def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Array:
     """Microseconds of one launch with each schedule, weights coming from memory."""
     return microseconds(Work([(one, desc) for one in schedules]), fit_of(desc))
 
@@ -150,7 +155,7 @@ def fit_of(desc: GemmSparse24Descriptor) -> Fit:
     return _FITS[desc.n <= FEW, desc.element.itemsize]
 
 
-def microseconds(work: Work, fit: Fit) -> np.ndarray:
+def microseconds(work: Work, fit: Fit) -> Array:
     """Predicted time of one launch of each."""
     terms = np.array([_of_one(work, fit), _of_l2(work, fit), _of_memory(work, fit)])
     longest = terms.max(axis=0)
@@ -158,7 +163,7 @@ def microseconds(work: Work, fit: Fit) -> np.ndarray:
     return fit.launch + fit.cluster * np.log2(work.cluster) + longest * shares ** (1 / fit.sharp)
 
 
-def _of_one(work: Work, fit: Fit) -> np.ndarray:
+def _of_one(work: Work, fit: Fit) -> Array:
     """Microseconds of the busiest multiprocessor."""
     multiply, copy = _multiplied(work, fit), _copied(work, fit)
     folds = work.slices > 1
@@ -167,18 +172,19 @@ def _of_one(work: Work, fit: Fit) -> np.ndarray:
     out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
     out = work.waves * out + work.in_turn * fit.add * (work.parts - 1) * work.sums
     again = (work.waves - 1) * (fit.again + fit.refill * folds)
-    return (multiply**4 + copy**4) ** 0.25 + out + again
+    both = (multiply**fit.even + copy**fit.even) ** (1 / fit.even)
+    return both * np.where(work.share > 1, fit.pair, 1.0) + out + again
 
 
-def _multiplied(work: Work, fit: Fit) -> np.ndarray:
+def _multiplied(work: Work, fit: Fit) -> Array:
     steps = work.depth * work.size / 64
     tiles = work.rows / TILE_M
     each = work.waves * fit.stall + work.in_turn * tiles * (fit.step + fit.step_token * work.width)
     beside = 1 + (work.per_sm - 1) * (fit.beside + fit.beside_token * work.width)
-    return 1e-3 * steps * each * beside * np.where(work.share > 1, fit.pair, 1.0)
+    return 1e-3 * steps * each * beside
 
 
-def _copied(work: Work, fit: Fit) -> np.ndarray:
+def _copied(work: Work, fit: Fit) -> Array:
     """Weights of the first tokens from memory, those of the others and X from L2."""
     weight = work.weight * work.rows
     full = work.full * np.maximum(work.per_sm / fit.together, work.resident * work.cluster / fit.memory)
@@ -193,16 +199,16 @@ def _copied(work: Work, fit: Fit) -> np.ndarray:
     )
 
 
-def _source(work: Work, fit: Fit) -> np.ndarray:
+def _source(work: Work, fit: Fit) -> Array:
     """Bytes of X of a block's tokens, as what they take, for a column."""
     return work.size * work.tokens * (1 + fit.unaligned * work.unaligned)
 
 
-def _of_l2(work: Work, fit: Fit) -> np.ndarray:
+def _of_l2(work: Work, fit: Fit) -> Array:
     each = work.weight * work.rows + _source(work, fit) / work.share
     return work.items * work.cluster * work.depth * each / fit.l2
 
 
-def _of_memory(work: Work, fit: Fit) -> np.ndarray:
+def _of_memory(work: Work, fit: Fit) -> Array:
     n, m, k = work.n, work.m, work.k
     return (work.weight * m * k + work.size * n * k + work.out_size * n * m) / fit.memory
