@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,9 @@ from .cases import DEVICE, S, close, integers, randn, weight
 from .test_ops import ACTIVATIONS
 
 F = torch.nn.functional
+needs_a_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler for CPUs"
+)
 
 
 def wanting(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,6 +289,7 @@ def test_compiled_mutation_of_out():
     assert torch.equal(result, out + 1)
 
 
+@needs_a_compiler
 def test_inductor_reduce_overhead():
     """The compiler that users get, and the mode that captures CUDA graphs where there is a GPU."""
     torch._dynamo.reset()
@@ -306,6 +311,7 @@ def test_export_keeps_the_op_and_the_symbolic_size(tmp_path: Path):
         assert torch.equal(loaded(randn(n, 64)), layer(randn(n, 64)))
 
 
+@needs_a_compiler
 def test_an_aot_inductor_package_runs_where_the_ops_are_registered(tmp_path: Path):
     """It calls the op through PyTorch's dispatcher, so its process must import sparse24_plans.torch."""
     layer = Layer().requires_grad_(False)
