@@ -7,9 +7,7 @@ through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 try:
     import torch as _torch
 except ImportError as error:
-    raise ImportError(
-        "sparse24_plans.torch needs PyTorch 2.6 or later: pip install 'sparse24_plans[torch]'"
-    ) from error
+    raise ImportError("sparse24_plans.torch needs PyTorch 2.6 or later: pip install 'torch>=2.6'") from error
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"sparse24_plans.torch needs PyTorch 2.6 or later, got {_torch.__version__}")
 
