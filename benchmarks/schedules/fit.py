@@ -20,16 +20,15 @@ from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for
 from sparse24_plans.gemm.schedules.wgmma_time import Fit, Work, fit_of, microseconds
 
 NAMES = [field.name for field in fields(Fit)]
-LEAST = dict(
-    launch=1, cluster=1e-3, stall=1, step=0.1, step_token=0.01, beside=1e-3, beside_token=1e-5, pair=1, alone=5e4, apart=3e4, together=2e4,
-    memory=3e6, l2=5e6, copied=5e4, unaligned=1e-3, fold=1e-6, add=1e-6, stored=1e3, ragged=500, crowded=1,
-    again=0.05, refill=0.1, even=1.5, sharp=1.5,
-)  # fmt: skip
-MOST = dict(
-    launch=4, cluster=1.5, stall=150, step=50, step_token=2, beside=1, beside_token=0.1, pair=1.5, alone=2e5, apart=1.2e5, together=8e4,
-    memory=7e6, l2=4e7, copied=5e5, unaligned=2, fold=1e-2, add=1e-3, stored=1e6, ragged=1e5, crowded=4,
-    again=5, refill=6, even=12, sharp=8,
-)  # fmt: skip
+BOUNDS = {
+    "launch": (1, 4), "cluster": (0.001, 1.5), "stall": (1, 150), "step": (0.1, 50), "step_token": (0.01,
+    2), "beside": (0.001, 1), "beside_token": (1e-5, 0.1), "pair": (1, 1.5), "alone": (50000, 200000),
+    "apart": (30000, 120000), "together": (20000, 80000), "memory": (3e6, 7e6), "l2": (5e6, 4e7),
+    "copied": (50000, 500000), "unaligned": (0.001, 2), "fold": (1e-6, 0.01), "add": (1e-6, 0.001),
+    "stored": (1000, 1e6), "ragged": (500, 100000), "crowded": (1, 4), "again": (0.05, 5), "refill": (0.1,
+    6), "even": (1.5, 12), "sharp": (1.5, 8),
+}  # fmt: skip
+"""Of each constant: the least and the most."""
 FOLDS = 4
 Problem = tuple[GemmSparse24Descriptor, dict[Schedule, float]]
 
@@ -55,7 +54,7 @@ def fitted(problems: list[Problem], start: Fit) -> Fit:
         fit = Fit(**dict(zip(NAMES, np.exp(logs).tolist(), strict=True)))
         return weights * (np.log(microseconds(work, fit)) - np.log(taken))
 
-    low, high = (np.log([bound[name] for name in NAMES]) for bound in (LEAST, MOST))
+    low, high = np.log([BOUNDS[name] for name in NAMES]).T
     begin = np.clip(np.log(astuple(start)), low + 1e-6, high - 1e-6)
     found = least_squares(residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=0.05, max_nfev=60)
     return Fit(**{name: float(f"{value:.4g}") for name, value in zip(NAMES, np.exp(found.x), strict=True)})

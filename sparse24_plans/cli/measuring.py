@@ -63,6 +63,14 @@ def bench(
             help=f"Only this part of the record; repeatable, all by default. {named(PARTS)}",
         ),
     ] = None,
+    random: Annotated[
+        int | None,
+        typer.Option(
+            "--random",
+            metavar="SEED",
+            help="Instead of the record's shapes, those of other models and ragged ones, with any N.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels beside dense cuBLAS and cuSPARSELt.
@@ -72,6 +80,12 @@ def bench(
     A record of this machine and of the same kernels that is there already gets what is measured added.
     PyTorch, where it is installed, gives the times of cuBLAS.
     """
+    if random is not None:
+        if n or backend or only or shapes != len(SHAPES):
+            raise typer.BadParameter("--random takes --element and --out alone")
+        with reported(as_json):
+            emit(_measure_random(random, element, out, quiet=as_json), times.show_random, as_json=as_json)
+        return
     scope = _scope(n, shapes, element, backend, only)
     with reported(as_json):
         emit(_measure(scope, out, quiet=as_json), times.show_benchmark, as_json=as_json)
@@ -117,6 +131,27 @@ def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
 
 def _tunable(name: str) -> str:
     return one_of(row.name for row in ROWS if row.kernel.tunable)(name)
+
+
+def _measure_random(seed: int, elements: list[ElementKind] | None, out: Path | None, *, quiet: bool) -> Json:
+    """Writes the record as it grows, in place of what was there."""
+    from ..bench import random_cells  # PyTorch comes with it
+
+    chosen = elements or tuple(random_cells.MATRICES)
+    if unknown := [one for one in chosen if one not in random_cells.MATRICES]:
+        known = ", ".join(random_cells.MATRICES)
+        raise InvalidProblemError(f"element: expected one of {known}, got {unknown[0]}")
+    if out is not None:
+        check_writable(out)
+    bench_record.machine()  # raises without a GPU, before anything is shown
+    with progress("measuring", len(random_cells.drawn(seed, chosen)), quiet) as advance:
+
+        def keep(found: Json) -> None:
+            if out is not None:
+                bench_record.save(found, out)
+
+        record: Json = random_cells.measure(seed, chosen, lambda: advance(1), keep)
+    return record
 
 
 def tune(

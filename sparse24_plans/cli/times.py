@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..bench.random_figures import random_summary
 from .tables import Column, Json, shape_text, show_line, show_table, time_text
 
 
@@ -19,6 +20,26 @@ def show_benchmark(record: Json) -> None:
     rows = [{"call": name, "time": value} for name, value in record["host"].items()]
     columns = Column("of the host", "call"), Column("time", "time", right=True)
     show_table(columns, rows, title="host: microseconds (_us) or seconds (_s) of a call")
+
+
+def show_random(record: Json) -> None:
+    """What the record says by element and number of tokens: means and the worst cell, then that cell."""
+    columns = (
+        Column("element", "element"),
+        Column("N", "tokens"),
+        Column("cells", "cells", right=True),
+        Column("over dense", partial(_ratio, "mean"), right=True),
+        Column("worst", partial(_ratio, "worst"), right=True),
+        Column("at", lambda row: row["at"] or "-"),
+        Column("invariant / auto", partial(_ratio, "invariant"), right=True),
+        Column("auto / best", partial(_ratio, "best"), right=True),
+    )
+    show_table(columns, random_summary(record))
+    show_line(f"seed {record['seed']}, {record['gpu']}")
+
+
+def _ratio(key: str, row: Json) -> str:
+    return "-" if row[key] is None else f"{row[key]:.2f}x"
 
 
 def _time(key: str, row: Json) -> str:

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from sparse24_plans import ElementKind
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules.mma_sp import slices_of
+from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_in
 
 from ..support import EPILOGUES, same_bits
@@ -71,12 +73,21 @@ def test_bit_stable_under_load_and_on_every_stream(row, element, op, epilogue):
 # Batches ------------------------------------------------------------------------------------------
 
 
+INVARIANT_SHAPES = [(8448, 1040), (4104, 1040), (20000, 1040), (2440, 4112), (1416, 4112), (264, 28688)]
+"""M, K."""
+
+
+def test_weights_of_all_numbers_of_slices_are_under_test():
+    for element in ("bf16", "fp8_e4m3"):
+        assert {invariant_slices(m, k, ElementKind(element)) for m, k in INVARIANT_SHAPES} >= {1, 3, 4, 8}
+
+
 @promising("batch_invariant")
-@pytest.mark.parametrize("m", [4104, 8448, 20000])
-def test_batch_invariant(row, element, op, epilogue, m):
+@pytest.mark.parametrize(("m", "k"), INVARIANT_SHAPES)
+def test_batch_invariant(row, element, op, epilogue, m, k):
     """A row's bits are the same alone, in any batch size and at any position, whatever cut n calls for."""
     most = 9 if on_host(row) else tokens(row, 1100 if op == "forward" else 300)
-    sizes = {"m": m // 100 // 8 * 8, "k": 64} if on_host(row) else {"m": m, "k": 1040}
+    sizes = {"m": m // 200 * 8, "k": 64} if on_host(row) else {"m": m, "k": k}
     more = {"epilogue": "bias_silu"} if op == "forward" else {}
     full = case_of(row, n=most, element=element, op=op, **more, **sizes)
     whole = full.run()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference, UnsupportedError
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
-from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
+from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.layouts import TILES_16BIT, layout_of
 
@@ -92,7 +92,7 @@ def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, 
 @settings(max_examples=200, deadline=None)
 @given(desc=shapes, tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=5))
 def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
-    for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_promoted"):
+    for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"):
         row = row_of(name)
         parts = set()
         for n in tokens:

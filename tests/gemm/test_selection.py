@@ -395,6 +395,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
         ("wgmma_sp_invariant", "f16", "tile64x128_16bit_v1", "sm90a"),
         ("wgmma_sp_s8", "s8", "tile64x256_8bit_v1", "sm90a"),
         ("wgmma_sp_fp8", "fp8_e4m3", "tile64x256_8bit_v1", "sm90a"),
+        ("wgmma_sp_fp8_invariant", "fp8_e4m3", "tile64x256_8bit_v1", "sm90a"),
         ("wgmma_sp_fp8_promoted", "fp8_e4m3", "tile64x256_8bit_v1", "sm90a"),
         ("cusparselt", "s8", "cusparselt_blob", "sm80"),
         ("inflate_cublas", "f32", "canonical", "any"),

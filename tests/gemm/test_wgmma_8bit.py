@@ -23,7 +23,7 @@ RESULTS = {"s8": ("i32", "s8", "f16", "bf16", "f32"), "fp8_e4m3": ("bf16", "f16"
 PAIRS = [(element, out) for element, results in RESULTS.items() for out in results]
 H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
 FIRST = {"s8": "wgmma_sp_s8", "fp8_e4m3": "wgmma_sp_fp8"}
-INVARIANT = {"s8": "wgmma_sp_s8", "fp8_e4m3": "wgmma_sp_fp8_promoted"}
+INVARIANT = {"s8": "wgmma_sp_s8", "fp8_e4m3": "wgmma_sp_fp8_invariant"}
 
 
 def descriptor(element: str, out: str | None = None, **change: object) -> GemmSparse24Descriptor:
@@ -44,7 +44,7 @@ def descriptor(element: str, out: str | None = None, **change: object) -> GemmSp
         ("s8", {"batch_invariant": True}, "wgmma_sp_s8"),
         ("s8", {"bit_stable_across_hardware": True}, "wgmma_sp_s8"),
         ("fp8_e4m3", {}, "wgmma_sp_fp8"),
-        ("fp8_e4m3", {"batch_invariant": True}, "wgmma_sp_fp8_promoted"),
+        ("fp8_e4m3", {"batch_invariant": True}, "wgmma_sp_fp8_invariant"),
         ("fp8_e4m3", {"max_error_bound": 0.01}, "wgmma_sp_fp8_promoted"),
     ],
 )

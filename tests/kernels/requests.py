@@ -59,6 +59,7 @@ WGMMA_TOKENS = {
     "wgmma_sp_invariant": (8, 64, 300, 1024),
     "wgmma_sp_s8": (48, 64, 400),
     "wgmma_sp_fp8": (8, 1024),
+    "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
 }
 """Every schedule of these n is compiled."""

@@ -37,7 +37,9 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
 
 
 @pytest.mark.parametrize("n", [16, 64, 200, 2048])
-@pytest.mark.parametrize("name", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_promoted"])
+@pytest.mark.parametrize(
+    "name", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"]
+)
 def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch, n, name):
     monkeypatch.setattr(wgmma_sp, "load", lambda *args, **options: None)
     row = find(name)

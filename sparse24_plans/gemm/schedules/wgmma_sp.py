@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...vocab import ElementKind
 from ...weights.layouts import TILE_M, TileLayout
-from ..descriptor import GemmSparse24Descriptor
 from ..limits import align_up
-from ..table import GemmRow
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 """The most a block can have, by how many share a multiprocessor."""

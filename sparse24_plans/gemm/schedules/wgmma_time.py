@@ -80,16 +80,16 @@ class Fit:
 # By whether the tokens are few, and the bytes of an element.
 _FITS = {
     (True, 2): Fit(
-        launch=2.13, cluster=0.116, stall=42, step=6.46, step_token=0.12, beside=0.274, beside_token=0.00725,
-        pair=1.08, alone=89.2e3, apart=73.9e3, together=41.7e3, memory=5.15e6, l2=40e6, copied=500e3,
-        unaligned=2, fold=2.25e-4, add=2.08e-5, stored=28.9e3, ragged=4e3, crowded=1.47, again=0.436,
-        refill=1.88, even=4, sharp=5.39,
+        launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
+        beside_token=0.00569, pair=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3, memory=5.41e6, l2=40e6,
+        copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, stored=29.6e3, ragged=3.72e3, crowded=1.66,
+        again=0.589, refill=1.82, even=8.96, sharp=3.7,
     ),
     (True, 1): Fit(
-        launch=2.06, cluster=0.132, stall=38.5, step=6.61, step_token=0.129, beside=0.277,
-        beside_token=0.00948, pair=1, alone=98.3e3, apart=77e3, together=43.7e3, memory=7e6, l2=40e6,
-        copied=483e3, unaligned=2, fold=2.06e-4, add=7.86e-6, stored=31.8e3, ragged=4.71e3, crowded=1.87,
-        again=0.413, refill=1.81, even=4, sharp=2.17,
+        launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
+        beside_token=0.00845, pair=1, alone=98.2e3, apart=79.2e3, together=45.1e3, memory=7e6, l2=40e6,
+        copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, stored=31.7e3, ragged=4.79e3, crowded=1.96,
+        again=0.475, refill=1.79, even=7.6, sharp=1.98,
     ),
     (False, 2): Fit(
         launch=2.45, cluster=0.0789, stall=12.2, step=10, step_token=0.32, beside=0.05, beside_token=0.003,
@@ -121,10 +121,9 @@ class Work:
             alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
             weight = layout.tile_bytes / (TILE_M * layout.tile_k)
             size, out_size = desc.element.itemsize, desc.out_element.itemsize
-            rows.append(
-                (*schedule, desc.n, desc.m, desc.k, size, out_size, weight, schedule.items(desc.n, desc.m))
-                + (most, alone, schedule.rows, schedule.cluster, -(-desc.n // schedule.tokens))
-            )
+            problem = desc.n, desc.m, desc.k, size, out_size, weight, schedule.items(desc.n, desc.m)
+            blocks = most, alone, schedule.rows, schedule.cluster, -(-desc.n // schedule.tokens)
+            rows.append((*schedule, *problem, *blocks))
         columns = np.array(rows, dtype=np.float64).T
         (_, _, self.width, self.share, self.slices, self.per_sm, self.parts) = columns[:7]
         (self.n, self.m, self.k, self.size, self.out_size, self.weight, self.items) = columns[7:14]

@@ -1,0 +1,65 @@
+"""What the record of random problems comes to, by element and number of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from .record import Record
+
+TOKENS = ((1, 64), (65, 512), (513, 8192))
+Cell = tuple[str, int, int, int, str]
+
+
+def cells(record: Record, backend: str = "auto") -> dict[Cell, dict[str, Any]]:
+    """Rows of a backend by shape's name, m, k, n and element."""
+    names = ("shape", "m", "k", "n", "element")
+    return {tuple(row[name] for name in names): row for row in record["gemm"] if row["backend"] == backend}
+
+
+def ratios(record: Record, over: str, element: str, tokens: tuple[int, int] = (1, 8192)) -> dict[Cell, float]:
+    """``over`` / microseconds of what select chose, where the record has both."""
+    return {
+        cell: row[over] / row["us"]
+        for cell, row in cells(record).items()
+        if row["element"] == element and tokens[0] <= row["n"] <= tokens[1] and row[over]
+    }
+
+
+def invariant_costs(record: Record, element: str, tokens: tuple[int, int] = (1, 8192)) -> dict[Cell, float]:
+    """Microseconds with batch invariance required over those without."""
+    auto = cells(record)
+    return {
+        cell: row["us"] / auto[cell]["us"]
+        for cell, row in cells(record, "invariant").items()
+        if row["element"] == element and tokens[0] <= row["n"] <= tokens[1]
+    }
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Geometric; None of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def random_summary(record: Record) -> list[dict[str, Any]]:
+    """A row an element and range of n: cells with a dense peer, mean and worst speed-up, other means."""
+    found = []
+    for element in dict.fromkeys(row["element"] for row in record["gemm"]):
+        for tokens in TOKENS:
+            dense = ratios(record, "dense_us", element, tokens)
+            worst = min(dense, key=dense.__getitem__, default=None)
+            found.append(
+                {
+                    "element": element,
+                    "tokens": f"{tokens[0]}-{tokens[1]}",
+                    "cells": len(dense),
+                    "mean": mean(dense.values()),
+                    "worst": dense[worst] if worst else None,
+                    "at": f"{worst[1]}x{worst[2]}, N {worst[3]}" if worst else None,
+                    "invariant": mean(invariant_costs(record, element, tokens).values()),
+                    "best": mean(1 / one for one in ratios(record, "best_us", element, tokens).values()),
+                }
+            )
+    return found
