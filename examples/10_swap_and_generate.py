@@ -30,7 +30,8 @@ config = LlamaConfig(
     tie_word_embeddings=False,
 )
 torch.manual_seed(0)
-model = LlamaForCausalLM(config).to(device).eval()
+with torch.device(device):
+    model = LlamaForCausalLM(config).eval()
 for parameter in model.parameters():  # not the rotary frequencies, which are buffers
     parameter.data = parameter.data.to(torch.bfloat16)
 prompt = torch.arange(8, device=device)[None]
