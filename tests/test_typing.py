@@ -32,7 +32,7 @@ allow_redefinition = true
 check_untyped_defs = true
 follow_imports = silent
 ignore_missing_imports = true
-[mypy-torch.*]
+[mypy-torch.*,transformers.*]
 follow_imports = skip
 """
 
