@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsFloat
 
 import numpy as np
@@ -74,7 +75,8 @@ class PrecisionGuarantee(Model):
     ) -> Float64s:
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
-        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64. Beyond
+        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64: NumPy's arrays,
+        or CuPy's, and then so is the result. Beyond
         ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
         the result to ``out``, and the underflow of every step. Raises InvalidProblemError.
         """
@@ -85,7 +87,7 @@ class PrecisionGuarantee(Model):
             float(_wide("alpha", alpha, 0)),
         )
         try:
-            np.broadcast(exact, abs_sum)
+            np.broadcast_shapes(exact.shape, abs_sum.shape)
         except ValueError as error:
             raise InvalidProblemError(f"abs_sum: expected the shape of exact: {error}") from error
         f32 = ElementKind.F32
@@ -152,6 +154,9 @@ _READ_BY_NUMPY = (np.ndarray, np.generic, int, float, list, tuple)
 
 
 def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
+    cupy = sys.modules.get("cupy")
+    if dimensions is None and cupy is not None and isinstance(value, cupy.ndarray):
+        return value.astype(np.float64, copy=False)  # stays on its device
     try:
         if not isinstance(value, _READ_BY_NUMPY):  # which trusts protocols that lie
             value = TensorView.of(value, argument=argument).array()

