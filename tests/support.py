@@ -342,7 +342,8 @@ def reference(
     w = dense.T if desc.op == "forward" else dense
     wide = x.astype(np.float64)
     exact = desc.alpha * product64(plan, wide, w) * scale
-    abs_sum = product64(plan, np.abs(wide), np.abs(w)) * scale
+    sizes = [plan.guarantee.magnitudes(values, desc.element) for values in (wide, w)]
+    abs_sum = product64(plan, *sizes) * scale
     f32, out = ElementKind.F32, desc.out_element
     scaling = np.abs(exact) * (4 * f32.unit_roundoff) * np.any(np.asarray(scale) != 1)
     if bias is None:

@@ -16,6 +16,7 @@ from ..errors import shown as shown_value
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
+from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
@@ -184,7 +185,7 @@ def _multiply(
     element, k = weight.element, weight.k
     x = _activations(weight, plan.descriptor.n, rng)
     y = _run(plan, weight, x).astype(np.float64)
-    exact, abs_sum = _reference(weight, x)
+    exact, abs_sum = _reference(weight, x, plan.guarantee)
     with np.errstate(all="ignore"):  # Inf and NaN in a weight are results here
         tolerance = plan.guarantee.tolerance(k, exact, abs_sum, element)
         equal = _equal_or_overflowed(y, exact, tolerance, element)
@@ -249,9 +250,10 @@ def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
     return fetched
 
 
-def _reference(weight: Sparse24Weight, x: Array) -> tuple[Array, Array]:
+def _reference(weight: Sparse24Weight, x: Array, promise: PrecisionGuarantee) -> tuple[Array, Array]:
     """The product and sum|x||w|, float64 [N, M]."""
     wide = x.astype(np.float64)
+    sizes = promise.magnitudes(wide, weight.element)
     exact, abs_sum = np.empty((2, x.shape[0], weight.m))
     rows = max(1, (1 << 20) // max(weight.k, 1))
     for start in range(0, weight.m, rows):
@@ -259,5 +261,5 @@ def _reference(weight: Sparse24Weight, x: Array) -> tuple[Array, Array]:
         dense = _rows_of(weight, block).astype(np.float64)
         with np.errstate(all="ignore"):
             exact[:, block] = wide @ dense.T
-            abs_sum[:, block] = np.abs(wide) @ np.abs(dense).T
+            abs_sum[:, block] = sizes @ promise.magnitudes(dense, weight.element).T
     return exact, abs_sum

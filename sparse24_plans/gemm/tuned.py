@@ -49,7 +49,9 @@ class TunedKernel(Model):
     kernel: str
     version: str
     problem: GemmSparse24Descriptor
-    configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX)]] = Field(default_factory=dict)
+    configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX, most=INT64_MAX)]] = Field(
+        default_factory=dict
+    )
     promises: tuple[Confirmable, ...] = ()
     microseconds: Annotated[float, Number(above=0)]
     default_microseconds: Annotated[float, Number(above=0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import Sparse24Error
-from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Model, OpCategory
+from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Model, OpCategory, Size
 from .guarantee import PrecisionGuarantee
 
 
@@ -41,7 +41,7 @@ class Explanation(Model):
     """Name of the chosen row; None where nothing can serve."""
     details: str
     """Of a plan: how its kernel cuts the problem. Else empty."""
-    workspace_size: int | None
+    workspace_size: Size | None
     """Of a plan: the bytes that it needs. Else None."""
     rows: tuple[tuple[str, str, str | None], ...]
     """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""

@@ -56,6 +56,7 @@ class PrecisionGuarantee(Model):
     def error_bound(self, k: int) -> float:
         """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
 
+        |x| and |w| are what :meth:`magnitudes` gives.
         k is K for ``forward`` and M for ``dgrad``. The bound is the standard gamma_n = n*u / (1 - n*u)
         (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); infinity where n*u >= 1.
 
@@ -70,13 +71,27 @@ class PrecisionGuarantee(Model):
             steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
         return steps / (1 - steps) if steps < 1 else float("inf")
 
+    def magnitudes(self, values: Float64s, element: ElementLike) -> Float64s:
+        """|values| as the bound counts them, float64; ``element``: what the values are stored as.
+
+        Tensor cores align the products of a step to the largest exponent that they find, and a subnormal
+        operand counts there as the smallest normal number (arXiv 2511.10909). So it does here, where the
+        products aren't float32's or integers'. CuPy's arrays stay on their device. Raises
+        InvalidProblemError.
+        """
+        kind, found = element_kind(element, "element"), np.abs(_wide("values", values))
+        if self.math_precision in (MathPrecision.F32, MathPrecision.INT8):
+            return found
+        raised: Float64s = np.maximum(found, kind.smallest_normal)
+        return np.where(found == 0, 0.0, raised)
+
     def tolerance(
         self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementLike, alpha: float = 1.0
     ) -> Float64s:
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
-        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w|, both float64: NumPy's arrays,
-        or CuPy's, and then so is the result. Beyond
+        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w| of what :meth:`magnitudes`
+        gives, both float64: NumPy's arrays, or CuPy's, and then so is the result. Beyond
         ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
         the result to ``out``, and the underflow of every step. Raises InvalidProblemError.
         """

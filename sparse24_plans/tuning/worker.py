@@ -107,8 +107,9 @@ class Experiment(Problem):
         if self._bounds is None:
             desc, w = self.desc, _wide(self.matrix)
             x = widened(self.x, desc.element)
-            exact = desc.alpha * (x @ w.T)
-            allowed = plan.guarantee.tolerance(desc.k, exact, abs(x) @ abs(w).T, desc.out_element, desc.alpha)
+            exact, promise = desc.alpha * (x @ w.T), plan.guarantee
+            abs_sum = promise.magnitudes(x, desc.element) @ promise.magnitudes(w, desc.element).T
+            allowed = promise.tolerance(desc.k, exact, abs_sum, desc.out_element, desc.alpha)
             low, high = exact - allowed, exact + allowed
             if desc.out_element.is_integer:
                 limits = np.iinfo(desc.out_element.dtype)

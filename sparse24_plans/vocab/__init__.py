@@ -97,6 +97,11 @@ class ElementKind(_Word):
         """Spacing of the values around zero (0 for integers)."""
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_subnormal
 
+    @property
+    def smallest_normal(self) -> float:
+        """The least positive value of full precision (0 for integers)."""
+        return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_normal
+
 
 _DTYPES: dict[ElementKind, Dtype] = {
     ElementKind.F32: np.dtype(np.float32),
@@ -117,12 +122,13 @@ _INTEGERS = frozenset({ElementKind.S8, ElementKind.I32, ElementKind.U16, Element
 class _FloatLimits(NamedTuple):
     eps: float
     smallest_subnormal: float
+    smallest_normal: float
 
 
 @cache
 def _finfo(dtype: Dtype) -> _FloatLimits:
     about: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    return _FloatLimits(float(about.eps), float(about.smallest_subnormal))
+    return _FloatLimits(float(about.eps), float(about.smallest_subnormal), float(about.smallest_normal))
 
 
 class TorchDtype(Protocol):

@@ -105,6 +105,7 @@ for _kind, _good in _MODELS.items():
     _model_calls(_kind, _good)
 _call("PlanPreference.of", PlanPreference.of, given={"tier": "host"})
 _call("PrecisionGuarantee.error_bound", _HOST.guarantee.error_bound, k=32)
+_call("PrecisionGuarantee.magnitudes", _HOST.guarantee.magnitudes, values=np.ones(3), element=ElementKind.F32)
 _call(
     "PrecisionGuarantee.tolerance",
     _HOST.guarantee.tolerance,

@@ -77,6 +77,33 @@ def test_bounds_that_are_none(field, value):
         promise(**{field: value})
 
 
+# Magnitudes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "fp8_e4m3"])
+def test_a_subnormal_operand_counts_as_the_smallest_normal_one_on_tensor_cores(element):
+    kind = ElementKind(element)
+    least = kind.smallest_normal
+    values = np.array([0.0, kind.smallest_subnormal, -least / 2, least, -3.0, np.inf])
+    on_cores = promise(math_precision=element).magnitudes(values, kind)
+    assert on_cores.tolist() == [0.0, least, least, least, 3.0, np.inf]
+    assert promise().magnitudes(values, kind).tolist() == np.abs(values).tolist()
+
+
+def test_without_that_the_bound_of_fp8_would_be_false():
+    """A step of Hopper's, as arXiv 2511.10909 has it: products cut to 13 bits below the largest exponent."""
+    x, w = np.full(32, 2.0**-6), np.full(32, 2.0**-6 * 1.875)
+    x[0], w[0] = 448.0, 2.0**-9  # a subnormal: its exponent counts as -6
+    unit = 2.0 ** (8 - 6 - 13)
+    got, exact = (np.trunc(x * w / unit) * unit).sum(), (x * w).sum()
+    cores = promise(math_precision="fp8_e4m3", unit_roundoff=2.0**-13, terms_per_k=0.5)
+    plain, raised = (
+        cores.tolerance(64, exact, sizes[0] @ sizes[1], ElementKind.F32)
+        for sizes in ((x, w), [cores.magnitudes(one, ElementKind.FP8_E4M3) for one in (x, w)])
+    )
+    assert plain < abs(got - exact) <= raised
+
+
 # Tolerances ---------------------------------------------------------------------------------------
 
 
