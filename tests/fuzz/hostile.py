@@ -87,14 +87,19 @@ def _own_folder() -> Iterator[Path]:
             os.chdir(before)
 
 
+def _new_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 def check_attack(attack: Attack) -> bool:
     """Whether the call worked; False: it was refused. Raises AssertionError for anything else."""
     with _own_folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prepared = CALLS[attack.call].prepare(folder)
-        values = folder / "values"
-        values.mkdir()
-        wrong = {name: VALUES[value](values) for name, value in attack.wrong}
+        given = {name: VALUES[value](_new_folder(folder / f"for {name}")) for name, value in attack.wrong}
+        # What a function of the caller's raises is the caller's.
+        wrong = {name: one for name, one in given.items() if not (name.startswith("on_") and callable(one))}
         served = _served(lambda: prepared.call(**{**prepared.arguments, **wrong}), attack)
         prepared.check()
         return served
