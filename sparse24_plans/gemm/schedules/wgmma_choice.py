@@ -33,8 +33,11 @@ def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Sched
 
 
 def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
-    """Whether a thread of three warpgroups can round its sums to s8 without spilling them."""
-    return schedule.warpgroups < 3 or schedule.tokens <= 128 or desc.out_element is not ElementKind.S8
+    """Whether a thread with little room for its sums can round them to s8 without spilling them."""
+    if desc.out_element is not ElementKind.S8:
+        return True
+    most = 128 if schedule.warpgroups == 3 else 32 if schedule.blocks_per_sm == 4 else schedule.tokens
+    return schedule.tokens <= most
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
