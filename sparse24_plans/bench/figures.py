@@ -14,11 +14,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from .random_figures import random_summary
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
-COMPILE_RECORD = "h200-compile.json"
+COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -183,6 +184,21 @@ def _compilation(record: Record) -> list[str]:
     )
 
 
+def _random(record: Record) -> list[str]:
+    """Problems off the grid, by element and number of tokens: means, and the worst cell."""
+    head = ("element", "N", "cells", "over dense", "worst cell", "batch-invariant: time", "over the best")
+    rows = []
+    for row in random_summary(record["records"][RANDOM_RECORD]):
+        ratios = [_ratio(row[name]) for name in ("mean", "worst", "invariant", "best")]
+        worst = f"{ratios[1]} ({row['at']})" if row["at"] else "-"
+        rows.append((row["element"], row["tokens"], row["cells"], ratios[0], worst, ratios[2], ratios[3]))
+    return _table(head, rows)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _seconds(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} s ({min(values):.1f} to {max(values):.1f})"
 
@@ -212,6 +228,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "host": _host,
     "systems": _systems,
     "compilation": _compilation,
+    "random": _random,
 }
 
 
