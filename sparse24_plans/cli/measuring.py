@@ -134,7 +134,7 @@ def _tunable(name: str) -> str:
 
 
 def _measure_random(seed: int, elements: list[ElementKind] | None, out: Path | None, *, quiet: bool) -> Json:
-    """Writes the record as it grows, in place of what was there."""
+    """Writes the record as it grows. A seed's record is whole: there is nothing to add to one."""
     from ..bench import random_cells  # PyTorch comes with it
 
     chosen = elements or tuple(random_cells.MATRICES)
@@ -142,6 +142,8 @@ def _measure_random(seed: int, elements: list[ElementKind] | None, out: Path | N
         known = ", ".join(random_cells.MATRICES)
         raise InvalidProblemError(f"element: expected one of {known}, got {unknown[0]}")
     if out is not None:
+        if out.exists():
+            raise InvalidProblemError(f"{out}: expected a new file, got one that is there; remove it first")
         check_writable(out)
     bench_record.machine()  # raises without a GPU, before anything is shown
     with progress("measuring", len(random_cells.drawn(seed, chosen)), quiet) as advance:

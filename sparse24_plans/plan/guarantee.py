@@ -171,7 +171,8 @@ _READ_BY_NUMPY = (np.ndarray, np.generic, int, float, list, tuple)
 def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
     cupy = sys.modules.get("cupy")
     if dimensions is None and cupy is not None and isinstance(value, cupy.ndarray):
-        return value.astype(np.float64, copy=False)  # stays on its device
+        on_device: Float64s = value.astype(np.float64, copy=False)
+        return on_device
     try:
         if not isinstance(value, _READ_BY_NUMPY):  # which trusts protocols that lie
             value = TensorView.of(value, argument=argument).array()
