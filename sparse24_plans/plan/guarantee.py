@@ -103,7 +103,7 @@ class PrecisionGuarantee(Model):
         )
         try:
             np.broadcast_shapes(exact.shape, abs_sum.shape)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise InvalidProblemError(f"abs_sum: expected the shape of exact: {error}") from error
         f32 = ElementKind.F32
         accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
