@@ -30,7 +30,7 @@ from ..plan.table import Row, consider
 from ..prepare import descriptor as prepare
 from ..prepare import table as prepare_table
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, TileRule
-from .record import SCHEMA, Record, files_of, kernels_sha256, machine, save
+from .record import SCHEMA, Record, files_of, machine, save, stamp
 
 _M, _K = 4096, 4096
 _TOKENS = (16, 4096)
@@ -127,17 +127,8 @@ def _empty_cache() -> Iterator[None]:
 
 def main(out: str) -> None:
     about, rows = machine(), measured(cuda_properties(0))
-    files = files_of({row["source"] for row in rows})
-    save(
-        {
-            "schema": SCHEMA,
-            **about,
-            "kernel_files": files,
-            "kernels_sha256": kernels_sha256(files),
-            "compile": rows,
-        },
-        out,
-    )
+    kernels = stamp(files_of({row["source"] for row in rows}))
+    save({"schema": SCHEMA, **about, **kernels, "compile": rows}, out)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
 from __future__ import annotations
 
 import json
-import math
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean, median
 
 from .random_figures import random_summary
 from .record import Record, load
@@ -43,11 +42,6 @@ _CALLS = {
 
 
 # Parts of a record --------------------------------------------------------------------------------
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 def times(record: Record, element: str, backend: str, key: str = "us") -> dict[tuple[int, int, int], float]:
@@ -174,8 +168,8 @@ def _compilation(record: Record) -> list[str]:
             f"`{source}`",
             len(several),
             _seconds([row["seconds"] for row in several]),
-            f"{statistics.median(row['cached_ms'] for row in several):.1f} ms",
-            f"{statistics.median(row['nbytes'] for row in several) / 1000:.0f} kB",
+            f"{median(row['cached_ms'] for row in several):.1f} ms",
+            f"{median(row['nbytes'] for row in several) / 1000:.0f} kB",
         )
         for (name, source), several in kernels.items()
     ]
@@ -200,7 +194,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _seconds(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} s ({min(values):.1f} to {max(values):.1f})"
+    return f"{median(values):.1f} s ({min(values):.1f} to {max(values):.1f})"
 
 
 def _duration(name: str, host: dict[str, float]) -> str:

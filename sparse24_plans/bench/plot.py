@@ -7,11 +7,12 @@ contender. Needs matplotlib only.
 from __future__ import annotations
 
 import sys
+from statistics import geometric_mean
 from typing import Any
 
 import matplotlib
 
-from .figures import geometric_mean, times
+from .figures import times
 from .record import Record, load
 
 matplotlib.use("svg")

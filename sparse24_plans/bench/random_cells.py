@@ -95,9 +95,7 @@ def measure(
             rows += _measured(one, matrix, n, sources)
         del matrix
         free_memory()
-        files = record.files_of(sources)
-        stamp = {"kernel_files": files, "kernels_sha256": record.kernels_sha256(files)}
-        found = {**about, **stamp, "gemm": rows}
+        found = {**about, **record.stamp(record.files_of(sources)), "gemm": rows}
         keep(found)
         on_step()
     return found
@@ -107,13 +105,11 @@ def _measured(one: Drawn, matrix: Matrix, n: int, sources: set[str]) -> list[Row
     cell = Cell(matrix, n)
     for name, preference in SELECTED.items():
         cell.enter(name, preference)
-    ours = [contender.name for contender in cell.contenders]
-    if one.with_all:
-        cell.contenders += _fastest(_schedules(cell), _FASTEST) + _fastest(_algorithms(cell), 1)
+    schedules = _fastest(_schedules(cell), _FASTEST) if one.with_all else []
+    peers = _fastest(_algorithms(cell), 1) if one.with_all else []
+    ours = [*cell.contenders, *schedules]
+    cell.contenders = [*ours, *peers]
     times = cell.times()
-    others = {name: us for name, us in times.items() if name not in (*ours, "dense")}
-    peers = [us for name, us in others.items() if name.startswith("cusparselt")]
-    best = [us for name, us in others.items() if not name.startswith("cusparselt")]
     sources |= cell.sources
     found = []
     for name, chosen in cell.names.items():
@@ -121,8 +117,8 @@ def _measured(one: Drawn, matrix: Matrix, n: int, sources: set[str]) -> list[Row
         beside: dict[str, Any] = {
             "row": chosen,
             "dense_us": rounded(times.get("dense")),
-            "best_us": rounded(min(best + [times[label] for label in ours])) if one.with_all else None,
-            "cusparselt_us": rounded(min(peers)) if peers else None,
+            "best_us": rounded(min(times[each.name] for each in ours)) if one.with_all else None,
+            "cusparselt_us": rounded(times[peers[0].name]) if peers else None,
         }
         found.append({"shape": one.shape, **row, **beside})
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from statistics import geometric_mean
 from typing import Any
 
 from .record import Record
@@ -39,8 +39,8 @@ def invariant_costs(record: Record, element: str, tokens: tuple[int, int] = (1, 
 
 def mean(values: Iterable[float]) -> float | None:
     """Geometric; None of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+    found = list(values)
+    return geometric_mean(found) if found else None
 
 
 def random_summary(record: Record) -> list[dict[str, Any]]:

@@ -66,6 +66,12 @@ def kernels_sha256(files: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+def stamp(files: Iterable[str]) -> Record:
+    """What ties a record to the kernels that it measured."""
+    names = sorted(files)
+    return {"kernel_files": names, "kernels_sha256": kernels_sha256(names)}
+
+
 # The machine --------------------------------------------------------------------------------------
 
 
@@ -121,8 +127,7 @@ def _torch() -> str | None:
 
 def empty(about: Mapping[str, Any]) -> Record:
     """A record of the machine, without figures."""
-    files: dict[str, Any] = {"kernel_files": [], "kernels_sha256": kernels_sha256(())}
-    return {"schema": SCHEMA, **about, **files, **{name: [] for name in _KEYS}, "host": {}}
+    return {"schema": SCHEMA, **about, **stamp(()), **{name: [] for name in _KEYS}, "host": {}}
 
 
 def load(path: str | Path) -> Record:
@@ -181,5 +186,4 @@ def merged(old: Record, new: Record) -> Record:
     for name, keys in _KEYS.items():
         rows = {tuple(row.get(key) for key in keys): row for row in (*old[name], *new[name])}
         both[name] = list(rows.values())
-    files = sorted({*old["kernel_files"], *new["kernel_files"]})
-    return {**both, "kernel_files": files, "kernels_sha256": kernels_sha256(files)}
+    return {**both, **stamp({*old["kernel_files"], *new["kernel_files"]})}

@@ -29,7 +29,7 @@ def measure(
     def add(**parts: object) -> None:
         for name, figures in parts.items():
             found[name] += figures
-        _stamp(found, sources)
+        found.update(record.stamp(record.files_of(sources)))
         keep(found)
 
     for element, (m, k) in product(scope.elements, scope.shapes if "gemm" in scope.parts else ()):
@@ -50,8 +50,3 @@ def measure(
         found["host"] = host.measured(sources)
         add()
     return found
-
-
-def _stamp(found: Record, sources: set[str]) -> None:
-    found["kernel_files"] = record.files_of(sources)
-    found["kernels_sha256"] = record.kernels_sha256(found["kernel_files"])

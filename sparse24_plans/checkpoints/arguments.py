@@ -29,10 +29,3 @@ def check_callback(argument: str, value: Any) -> None:
     """Raise InvalidProblemError for anything but a callable or None."""
     if value is not None and not callable(value):
         raise InvalidProblemError(f"{argument}: expected a callable, got {shown(value)}")
-
-
-def checked_flag(argument: str, value: object) -> bool:
-    """``value``. Raises InvalidProblemError for anything but True or False."""
-    if type(value) is not bool:
-        raise InvalidProblemError(f"{argument}: expected True or False, got {shown(value)}")
-    return value

@@ -16,9 +16,8 @@ from ..errors import UnsupportedError
 from ..prepare.args import PruneCompressSparse24Args
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
-from ..vocab import ElementKind
+from ..vocab import ElementKind, checked_flag
 from ..weights.weight import Sparse24Weight
-from .arguments import checked_flag
 from .checkpoint_format import Sparse24Checkpoint
 from .folder import ModelReader, check_destination
 from .layers import Layer, write_weight

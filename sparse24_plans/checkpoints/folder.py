@@ -28,7 +28,7 @@ from ..device.files import (
     written_whole,
 )
 from ..errors import FormatError, InvalidProblemError, StorageError
-from .arguments import checked_flag
+from ..vocab import checked_flag
 from .safetensors_file import Bytes, SafetensorsReader, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +17,8 @@ from .options import (
     BackendOption,
     DeviceOption,
     RequireOption,
-    named,
-    one_of,
     preference_of,
+    word_option,
 )
 from .output import emit, reported
 
@@ -39,30 +37,39 @@ def _size(name: str, meaning: str) -> Any:
     return typer.Option(name, min=0, metavar="N", help=meaning)
 
 
-def _word(name: str, known: Iterable[str], meaning: str, metavar: str = "NAME") -> Any:
-    return typer.Option(name, metavar=metavar, parser=one_of(known), help=f"{meaning} {named(known)}")
-
-
 Tokens = Annotated[int, _size("--n", "Tokens.")]
 OutFeatures = Annotated[int, _size("--m", "Out features.")]
 InFeatures = Annotated[int, _size("--k", "In features, a multiple of 8.")]
-Element = Annotated[Any, _word("--element", ELEMENTS, "Type of W and X.", "TYPE")]
+Element = Annotated[Any, word_option("--element", known=ELEMENTS, meaning="Type of W and X.", metavar="TYPE")]
 OutElement = Annotated[
     Any,
-    _word("--out-element", _RESULTS, "Type of the result; by default X's, i32 of s8, bf16 of fp8.", "TYPE"),
+    word_option(
+        "--out-element",
+        known=_RESULTS,
+        meaning="Type of the result; by default X's, i32 of s8, bf16 of fp8.",
+        metavar="TYPE",
+    ),
 ]
 BiasElement = Annotated[
-    Any, _word("--bias-element", ELEMENTS, "Type of the bias; by default the result's, or f32.", "TYPE")
+    Any,
+    word_option(
+        "--bias-element",
+        known=ELEMENTS,
+        meaning="Type of the bias; by default the result's, or f32.",
+        metavar="TYPE",
+    ),
 ]
-Epilogue = Annotated[Any, _word("--epilogue", EpilogueKind, "What follows the product.")]
-Op = Annotated[Any, _word("--op", GemmOp, "The product, or the gradient of X.")]
+Epilogue = Annotated[Any, word_option("--epilogue", known=EpilogueKind, meaning="What follows the product.")]
+Op = Annotated[Any, word_option("--op", known=GemmOp, meaning="The product, or the gradient of X.")]
 Alpha = Annotated[float, typer.Option("--alpha", metavar="X", help="Factor of the product.")]
-ScaleX = Annotated[Any, _word("--scale-x", ScaleKind, "Factors of X.")]
-ScaleW = Annotated[Any, _word("--scale-w", ScaleKind, "Factors of W.")]
-XOrder = Annotated[Any, _word("--x-order", MatrixOrder, "What is contiguous in X.")]
-YOrder = Annotated[Any, _word("--y-order", MatrixOrder, "What is contiguous in Y.")]
-Arch = Annotated[Any, _word("--arch", GPUS, "A GPU that needn't be here, instead of --device.")]
-TierOption = Annotated[Any, _word("--tier", Tier, "Force a kernel of this tier.")]
+ScaleX = Annotated[Any, word_option("--scale-x", known=ScaleKind, meaning="Factors of X.")]
+ScaleW = Annotated[Any, word_option("--scale-w", known=ScaleKind, meaning="Factors of W.")]
+XOrder = Annotated[Any, word_option("--x-order", known=MatrixOrder, meaning="What is contiguous in X.")]
+YOrder = Annotated[Any, word_option("--y-order", known=MatrixOrder, meaning="What is contiguous in Y.")]
+Arch = Annotated[
+    Any, word_option("--arch", known=GPUS, meaning="A GPU that needn't be here, instead of --device.")
+]
+TierOption = Annotated[Any, word_option("--tier", known=Tier, meaning="Force a kernel of this tier.")]
 MaxWorkspace = Annotated[
     int | None,
     typer.Option("--max-workspace", min=0, metavar="BYTES", help="The most workspace that there is."),

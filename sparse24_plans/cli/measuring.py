@@ -25,10 +25,10 @@ from .options import (
     AsJson,
     DeviceOption,
     ElementsOption,
-    named,
     one_of,
     shape_of,
     tokens_of,
+    word_option,
 )
 from .output import emit, progress, reported
 from .tables import Json, show_line
@@ -49,18 +49,12 @@ def bench(
     element: ElementsOption = None,
     backend: Annotated[
         list[BackendKind] | None,
-        typer.Option(
-            metavar="NAME",
-            parser=one_of(BACKENDS),
-            help=f"Only this backend; repeatable, all by default. {named(BACKENDS)}",
-        ),
+        word_option(known=BACKENDS, meaning="Only this backend; repeatable, all by default."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PART",
-            parser=one_of(PARTS),
-            help=f"Only this part of the record; repeatable, all by default. {named(PARTS)}",
+        word_option(
+            known=PARTS, meaning="Only this part of the record; repeatable, all by default.", metavar="PART"
         ),
     ] = None,
     random: Annotated[

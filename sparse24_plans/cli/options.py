@@ -53,6 +53,11 @@ def named(known: Iterable[str]) -> str:
     return f"One of {', '.join(known)}."
 
 
+def word_option(*names: str, known: Iterable[str], meaning: str, metavar: str = "NAME") -> Any:
+    """An option that takes one of the known words, and lists them in its help."""
+    return typer.Option(*names, metavar=metavar, parser=one_of(known), help=f"{meaning} {named(known)}")
+
+
 def device_of(text: str) -> int | str | None:
     """None for ``auto``, ``"host"``, or an ordinal."""
     if text == "auto":
@@ -93,17 +98,12 @@ RequireOption = Annotated[
 ]
 BackendOption = Annotated[
     BackendKind | None,
-    typer.Option(
-        "--backend", metavar="NAME", parser=one_of(BACKENDS), help=f"Force this backend. {named(BACKENDS)}"
-    ),
+    word_option("--backend", known=BACKENDS, meaning="Force this backend."),
 ]
 ElementsOption = Annotated[
     list[ElementKind] | None,
-    typer.Option(
-        "--element",
-        metavar="TYPE",
-        parser=one_of(ELEMENTS),
-        help=f"Type of W and X; repeatable, bf16 by default. {named(ELEMENTS)}",
+    word_option(
+        "--element", known=ELEMENTS, meaning="Type of W and X; repeatable, bf16 by default.", metavar="TYPE"
     ),
 ]
 TokensOption = Annotated[

@@ -28,11 +28,10 @@ from .options import (
     DeviceOption,
     ElementsOption,
     RequireOption,
-    named,
-    one_of,
     preference_of,
     shape_of,
     tokens_of,
+    word_option,
 )
 from .output import emit, progress, reported
 from .tables import Column, Json, show_line, show_table, size_text
@@ -53,18 +52,12 @@ def warmup(
     element: ElementsOption = None,
     epilogue: Annotated[
         list[EpilogueKind] | None,
-        typer.Option(
-            metavar="NAME",
-            parser=one_of(EpilogueKind),
-            help=f"What follows the product; repeatable, identity by default. {named(EpilogueKind)}",
-        ),
+        word_option(known=EpilogueKind, meaning="What follows the product; repeatable, identity by default."),
     ] = None,
     op: Annotated[
         list[GemmOp] | None,
-        typer.Option(
-            metavar="NAME",
-            parser=one_of(GemmOp),
-            help=f"The product, or the gradient of X; repeatable, forward by default. {named(GemmOp)}",
+        word_option(
+            known=GemmOp, meaning="The product, or the gradient of X; repeatable, forward by default."
         ),
     ] = None,
     prepare: Annotated[
@@ -73,11 +66,8 @@ def warmup(
     device: DeviceOption = "auto",
     arch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--arch",
-            metavar="NAME",
-            parser=one_of(GPUS),
-            help=f"A GPU that needn't be here, instead of --device; repeatable. {named(GPUS)}",
+        word_option(
+            "--arch", known=GPUS, meaning="A GPU that needn't be here, instead of --device; repeatable."
         ),
     ] = None,
     require: RequireOption = None,

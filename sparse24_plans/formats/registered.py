@@ -16,7 +16,7 @@ import numpy as np
 
 from .._vendor import nibbles as nibble_pairs
 from ..errors import InvalidProblemError, Sparse24Error, shown
-from ..vocab import ElementKind, ElementLike, element_kind, integer
+from ..vocab import ElementKind, ElementLike, checked_flag, element_kind, integer
 from ..weights import canonical
 from .base import ALL_ELEMENTS, ForeignFormat, Incoming, Layout, Outgoing, Parts, WeightShape, row_major
 from .positions import EVEN, ODD, codes_in, nibbles_out, packed_nibbles, unpacked_nibbles
@@ -291,9 +291,7 @@ def _check_name(name: object, replace: object) -> None:
         )
     if name in BUILT_IN or name in NO_FORMATS:
         raise InvalidProblemError(f"name: expected one that the package has no format of, got {name!r}")
-    if type(replace) is not bool:
-        raise InvalidProblemError(f"replace: expected True or False, got {shown(replace)}")
-    if name in FORMATS and not replace:
+    if not checked_flag("replace", replace) and name in FORMATS:
         raise InvalidProblemError(f"name: {name!r} is registered already; pass replace=True")
 
 

@@ -6,6 +6,7 @@ Every result is contiguous. Errors are those of the package, raised before anyth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from . import preparing, products
 from .elements import weight_sizes
 from .library import define
 from .preparing import kept_values
-from .products import Call, dgrad_call, fake_result, mm_call, scaled_call
+from .products import Call, dgrad_call, fake_result, mm_call, product_of, scaled_call
 
 _ops: Any = torch.ops.sparse24
 
@@ -60,33 +61,11 @@ def _fake_linear_out(
         raise InvalidProblemError(f"out: expected {list(wanted.shape)}, got {list(out.shape)}")
 
 
-def _fake_scaled(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-) -> Tensor:
-    return fake_result(
-        scaled_call(x, weight, meta, scale_x, scale_w, bias, m, activation, out_dtype, preference)
-    )
+def _fake_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        return fake_result(call(*args, **kwargs))
 
-
-def _fake_dgrad(
-    dy: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    m: int | None = None,
-    k: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-) -> Tensor:
-    return fake_result(dgrad_call(dy, weight, meta, m, k, out_dtype, preference))
+    return fake
 
 
 def _fake_mm(
@@ -346,14 +325,14 @@ define(
 define(
     "scaled_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
     f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}) -> Tensor",
-    products.scaled_linear,
-    _fake_scaled,
+    product_of(scaled_call),
+    _fake_of(scaled_call),
 )
 define(
     "dgrad(Tensor dy, Tensor weight, Tensor? meta=None, SymInt? m=None, SymInt? k=None, "
     'ScalarType? out_dtype=None, str preference="") -> Tensor',
-    products.dgrad,
-    _fake_dgrad,
+    product_of(dgrad_call),
+    _fake_of(dgrad_call),
     backward=_dgrad_backward,
     setup_context=_dgrad_context,
     autocast=_dgrad_autocast,

@@ -7,6 +7,7 @@ result with PyTorch's allocator and launch on PyTorch's current stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -347,6 +348,15 @@ def _key(call: Call, out: Tensor | None = None) -> tuple[Any, ...]:
 # The ops ------------------------------------------------------------------------------------------
 
 
+def product_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
+    """The op that runs what ``call`` makes of its arguments."""
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        return run(call(*args, **kwargs))
+
+    return product
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -376,7 +386,7 @@ def linear_out(
     )
 
 
-def scaled_linear(
+def scaled_call(
     x: Tensor,
     weight: Tensor,
     meta: Tensor | None,
@@ -387,21 +397,6 @@ def scaled_linear(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
-) -> Tensor:
-    return run(scaled_call(x, weight, meta, scale_x, scale_w, bias, m, activation, out_dtype, preference))
-
-
-def scaled_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scale_x: Tensor | None,
-    scale_w: Tensor | None,
-    bias: Tensor | None,
-    m: int | None,
-    activation: str,
-    out_dtype: torch.dtype | None,
-    preference: str,
 ) -> Call:
     """Raises InvalidProblemError for elements that have no scales."""
     if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
@@ -409,7 +404,7 @@ def scaled_call(
     return Call(x, weight, meta, bias, scale_x, scale_w, m, None, False, activation, out_dtype, preference)
 
 
-def dgrad(
+def dgrad_call(
     dy: Tensor,
     weight: Tensor,
     meta: Tensor | None = None,
@@ -417,18 +412,6 @@ def dgrad(
     k: int | None = None,
     out_dtype: torch.dtype | None = None,
     preference: str = "",
-) -> Tensor:
-    return run(dgrad_call(dy, weight, meta, m, k, out_dtype, preference))
-
-
-def dgrad_call(
-    dy: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    m: int | None,
-    k: int | None,
-    out_dtype: torch.dtype | None,
-    preference: str,
 ) -> Call:
     return Call(dy, weight, meta, m=m, k=k, dgrad=True, out_dtype=out_dtype, preference=preference)
 

@@ -22,6 +22,7 @@ from .fields import Flag as Flag
 from .fields import Integer as Integer
 from .fields import Number as Number
 from .fields import Size as Size
+from .fields import checked_flag as checked_flag
 from .fields import integer as integer
 from .model import Model as Model
 

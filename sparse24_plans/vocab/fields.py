@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
+from ..errors import InvalidProblemError, shown
+
 
 def integer(value: object) -> int | None:
     """``value`` as an int where it is one, of Python, NumPy or a tensor of one; else, or a bool, None."""
@@ -21,6 +23,13 @@ def integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - a tensor of several, or without data; a broken object
         return None
+
+
+def checked_flag(argument: str, value: object) -> bool:
+    """``value``. Raises InvalidProblemError for anything but True or False."""
+    if type(value) is not bool:
+        raise InvalidProblemError(f"{argument}: expected True or False, got {shown(value)}")
+    return value
 
 
 INT64_MAX = 2**63 - 1  # the largest size of a dimension

@@ -14,7 +14,15 @@ import numpy as np
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.tensors import HOST, Device, TensorView, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
-from ..vocab import CANONICAL_LAYOUT, INT64_MAX, ElementKind, ElementLike, element_kind, integer
+from ..vocab import (
+    CANONICAL_LAYOUT,
+    INT64_MAX,
+    ElementKind,
+    ElementLike,
+    checked_flag,
+    element_kind,
+    integer,
+)
 from . import canonical, threads
 from .layouts import buffer_bytes
 from .on_device import on_stream, short_forms
@@ -64,7 +72,7 @@ class Sparse24Weight:
                 raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
         self.m, self.k, self.element, self.device = m, k, v.element, v.device
         self.values_view, self.metadata_view = v, d
-        if validate:
+        if checked_flag("validate", validate):
             self.validate()
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -55,7 +57,10 @@ def invariant_slices(m: int, k: int, element: ElementKind) -> int:
     lost = dict.fromkeys(_SLICES, 0.0)
     for n in _JUDGED:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
-        least = predicted(schedules_for(n), desc).min()
-        for slices in _SLICES:
-            lost[slices] += float(np.log(predicted(schedules_in(slices, n), desc).min() / least) ** 2)
+        free, sliced = schedules_for(n), {slices: schedules_in(slices, n) for slices in _SLICES}
+        every = tuple(dict.fromkeys(chain(free, *sliced.values())))
+        us = dict(zip(every, predicted(every, desc).tolist(), strict=True))
+        least = min(us[one] for one in free)
+        for slices, tried in sliced.items():
+            lost[slices] += math.log(min(us[one] for one in tried) / least) ** 2
     return min(_SLICES, key=lost.__getitem__)
