@@ -60,14 +60,14 @@ def test_a_wrong_product_is_found(monkeypatch):
 
 
 def test_a_write_outside_of_the_result_is_found(monkeypatch):
-    right = host._write
+    right = host.write
 
     def beyond(result, value):
         right(result, value)
         memory = getattr(result.owner, "_memory", result.owner)
         memory[-1] ^= 1
 
-    monkeypatch.setattr(host, "_write", beyond)
+    monkeypatch.setattr(host, "write", beyond)
     assert any("guard bytes" in error for error in outcomes(60))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparse24_plans import EpilogueKind
 from sparse24_plans.device.jit import codes, compiler
-from sparse24_plans.gemm.backends import host
+from sparse24_plans.gemm.arithmetic import epilogue
 
 from .requests import GEMM_ROWS, REQUESTS, SOURCES, every_source
 
@@ -46,20 +46,20 @@ def test_every_kernel_file_belongs_to_some_kernel():
 def test_the_hosts_strict_constants_are_read_from_the_kernels_file(monkeypatch, tmp_path):
     v = np.linspace(-4, 4, 1000, dtype=np.float32)
     kinds = (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
-    before = {kind: host.apply_epilogue(v, 1.0, None, kind) for kind in kinds}
+    before = {kind: epilogue.apply_epilogue(v, 1.0, None, kind) for kind in kinds}
     text = (compiler.KERNEL_FOLDER / "common/strict_math.inc").read_text()
     # 1/3! becomes 1/4, in the exponential that both activations use.
     changed = text.replace("0x1.5555555555555p-3", "0x1.0000000000000p-2")
     assert changed != text
     (tmp_path / "common").mkdir()
     (tmp_path / "common/strict_math.inc").write_text(changed)
-    monkeypatch.setattr(host, "KERNEL_FOLDER", tmp_path)
-    host._constants.cache_clear()
+    monkeypatch.setattr(epilogue, "KERNEL_FOLDER", tmp_path)
+    epilogue._constants.cache_clear()
     try:
         for kind, values in before.items():
-            assert (host.apply_epilogue(v, 1.0, None, kind) != values).any()
+            assert (epilogue.apply_epilogue(v, 1.0, None, kind) != values).any()
     finally:
-        host._constants.cache_clear()
+        epilogue._constants.cache_clear()
 
 
 # Includes -----------------------------------------------------------------------------------------
