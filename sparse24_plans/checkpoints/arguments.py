@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from ..errors import InvalidProblemError, shown
 
 
-def patterns_of(argument: str, value: Iterable[str]) -> tuple[str, ...]:
+def patterns_of(argument: str, value: Collection[str]) -> tuple[str, ...]:
     """Shell patterns. Raises InvalidProblemError for anything but a sequence of strings."""
     found: list[str] = []
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
+        len(value)  # what has no end has none
         for pattern in value:
             if not isinstance(pattern, str):
                 raise TypeError

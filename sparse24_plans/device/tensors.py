@@ -87,7 +87,8 @@ def _check_memory(argument: str, address: Any, used: bool) -> int:
     return address
 
 
-def _check_device(argument: str, device: Any) -> Device:
+def check_device(argument: str, device: Any) -> Device:
+    """``device``. Raises InvalidProblemError for anything but a Device that there can be."""
     if type(device) is not Device or device[0] not in ("host", "cuda"):
         raise wrong(argument, "a Device of kind host or cuda", device)
     if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:
@@ -150,7 +151,7 @@ class TensorView:
         self.element: ElementKind = element
         self.readonly: bool = readonly
         self.owner = owner
-        self.device = _check_device(argument, device)
+        self.device = check_device(argument, device)
         self._end = -1
 
     @classmethod
@@ -433,7 +434,7 @@ class Workspace:
             raise wrong("workspace", "a size in bytes", nbytes)
         self.address = _check_memory("workspace", address, nbytes > 0)
         self.nbytes = nbytes
-        self.device = _check_device("workspace", device)
+        self.device = check_device("workspace", device)
         self.owner = owner
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +198,9 @@ class _Order:
 
 
 def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
-    try:
-        stored = [integer(one) for one in permutation]
-    except TypeError:
-        stored = [None]
+    stored: list[int | None] = [None]
+    with suppress(Exception):  # whatever a broken object raises, and what has no end has no length
+        stored = [integer(permutation[at]) for at in range(len(permutation))]
     bad = next((at for at, one in enumerate(stored) if one is None), None)
     if bad is not None or not stored:
         raise InvalidProblemError(f"permutation: expected integers, got {shown(permutation)}")

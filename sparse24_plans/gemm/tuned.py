@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from ..device.files import read_whole, written_whole
 from ..device.log import TUNING
@@ -52,7 +52,7 @@ class TunedKernel(Model):
     configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX, most=INT64_MAX)]] = Field(
         default_factory=dict
     )
-    promises: tuple[Confirmable, ...] = ()
+    promises: Annotated[tuple[Confirmable, ...], Strict()] = ()
     microseconds: Annotated[float, Number(above=0)]
     default_microseconds: Annotated[float, Number(above=0)]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Strict
 
 from ..errors import Sparse24Error
 from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Model, OpCategory, Size
@@ -43,7 +46,7 @@ class Explanation(Model):
     """Of a plan: how its kernel cuts the problem. Else empty."""
     workspace_size: Size | None
     """Of a plan: the bytes that it needs. Else None."""
-    rows: tuple[tuple[str, str, str | None], ...]
+    rows: Annotated[tuple[tuple[str, str, str | None], ...], Strict()]
     """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""
 
     def __str__(self) -> str:

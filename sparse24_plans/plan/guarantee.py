@@ -62,10 +62,7 @@ class PrecisionGuarantee(Model):
 
         Raises InvalidProblemError for anything but a size.
         """
-        length = integer(k)
-        if length is None or not 0 <= length <= INT64_MAX:
-            raise InvalidProblemError(f"k: expected an integer from 0 to 2^63 - 1, got {shown(k)}")
-        k = length
+        k = _length(k)
         steps = self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
         if self.promoted_every:
             steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
@@ -95,7 +92,7 @@ class PrecisionGuarantee(Model):
         ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
         the result to ``out``, and the underflow of every step. Raises InvalidProblemError.
         """
-        out = element_kind(out, "out")
+        k, out = _length(k), element_kind(out, "out")
         exact, abs_sum, alpha = (
             _wide("exact", exact),
             _wide("abs_sum", abs_sum),
@@ -112,6 +109,13 @@ class PrecisionGuarantee(Model):
         rounding = value * (2 * f32.unit_roundoff + of_alpha + 1.01 * out.unit_roundoff)
         to_integer = 0.5 if out.is_integer else 0.0
         return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
+
+
+def _length(k: object) -> int:
+    length = integer(k)
+    if length is None or not 0 <= length <= INT64_MAX:
+        raise InvalidProblemError(f"k: expected an integer from 0 to 2^63 - 1, got {shown(k)}")
+    return length
 
 
 class GuaranteeRequirement(Model):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..device.streams import stream_handle
 from ..device.tensors import TensorView, wrong
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
 from .layouts import TILE_M, TILES_8BIT, TILES_16BIT
@@ -66,7 +66,8 @@ def slice_weight(
     first, last = (_size(name, value) for name, value in (("start", start), ("stop", stop)))
     if not first <= last <= size:
         raise InvalidProblemError(
-            f"start, stop: expected 0 <= start <= stop <= {_AXES[axis]} = {size}, got {first}, {last}"
+            f"start, stop: expected 0 <= start <= stop <= {_AXES[axis]} = {size}, "
+            f"got {shown(first)}, {shown(last)}"
         )
     return _slice(weight, grid, (first, last), ("start", "stop"), axis, copy, stream)
 
@@ -307,12 +308,12 @@ def _widths(sizes: object, size: int, axis: str) -> list[int]:
     if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
         widths = [_size("sizes", one) for one in sizes]
         if sum(widths) != size:
-            raise InvalidProblemError(f"sizes: expected a sum of {axis} = {size}, got {sum(widths)}")
+            raise InvalidProblemError(f"sizes: expected a sum of {axis} = {size}, got {shown(sum(widths))}")
         return widths
     parts = _size("sizes", sizes)
     if not parts or size % parts:
         raise InvalidProblemError(
-            f"sizes: expected a number of parts that divides {axis} = {size}, got {parts}"
+            f"sizes: expected a number of parts that divides {axis} = {size}, got {shown(parts)}"
         )
     return [size // parts] * parts
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..device.devices import DeviceLike, home_of, resolve
-from ..device.tensors import HOST, Device, TensorView, import_cupy, wrong
+from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -314,8 +314,7 @@ class PackedWeight:
         if self.k % 8:
             raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
         object.__setattr__(self, "element", element_kind(self.element))
-        if type(self.device) is not Device:
-            raise wrong("device", "a Device", self.device)
+        check_device("device", self.device)
         if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
             raise wrong("buffers", "a tuple of TensorViews", self.buffers)
 

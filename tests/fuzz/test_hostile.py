@@ -80,6 +80,25 @@ def test_every_value_where_an_operand_is_expected(value):
     check_attack(Attack("TuningTable.load", (("path", value),)))
 
 
+@pytest.mark.parametrize(
+    ("call", "argument", "value"),
+    [
+        ("Explanation", "rows", "endless"),
+        ("PackedWeight", "device", "Device"),
+        ("PrecisionGuarantee.tolerance", "k", "mock"),
+        ("Sparse24Weight", "validate", "empty"),
+        ("from_product", "multiply", "broken"),
+        ("register_format", "permutation", "broken"),
+        ("register_format", "permutation", "endless"),
+        ("slice_weight", "start", "huge"),
+        ("slice_weight", "stop", "huge"),
+        ("split_weight", "sizes", "huge"),
+    ],
+)
+def test_what_attacks_found_stays_mended(call, argument, value):
+    check_attack(Attack(call, ((argument, value),)))
+
+
 def test_an_attack_follows_from_seed_and_number():
     attacks = [draw_attack(np.random.default_rng(seed)) for seed in range(500)]
     assert attacks == [draw_attack(np.random.default_rng(seed)) for seed in range(500)]
@@ -119,7 +138,23 @@ def reads_a_pipe(it: object) -> None:
     Path("pipe").read_bytes()
 
 
-@pytest.mark.parametrize("hang", [lambda it: time.sleep(60), reads_a_pipe], ids=["sleep", "pipe"])
+def swallows(it: object) -> None:
+    """Python drops what a finaliser raises."""
+
+    class Sleeper:
+        def __del__(self) -> None:
+            time.sleep(60)
+
+    Sleeper()
+    time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "hang",
+    [lambda it: time.sleep(60), reads_a_pipe, swallows],
+    ids=["sleep", "pipe", "swallows"],
+)
 def test_a_call_that_hangs_is_found(played, monkeypatch, hang):
     monkeypatch.setattr(hostile, "LIMIT_S", 0.3)
     with pytest.raises(AssertionError, match="takes longer than"):
@@ -139,3 +174,11 @@ def test_an_error_of_ours_is_a_refusal(played):
         raise InvalidProblemError("it: expected another")
 
     assert not check_attack(played(refuse))
+
+
+def test_an_error_of_the_callers_passes(monkeypatch):
+    def call(on_layer) -> None:
+        on_layer()
+
+    monkeypatch.setitem(CALLS, "played", Call(lambda at: Prepared(call, {}, lambda: None), ("on_layer",)))
+    assert not check_attack(Attack("played", (("on_layer", "broken"),)))
