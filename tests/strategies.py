@@ -108,6 +108,7 @@ preferences = st.builds(
     prefer_backend=st.none() | st.sampled_from(BackendKind),
     tier=st.none() | st.sampled_from(Tier),
     require=st.just(GuaranteeRequirement()) | requirements,
+    whole_m=st.none() | st.integers(1, 2**63 - 1),
 )
 devices = st.builds(
     DeviceProperties,

@@ -55,6 +55,15 @@ class GemmRow(Row):
             return "takes no scale_x or scale_w"
         return None
 
+    def shard_refusal(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> str | None:
+        if descriptor.op is not GemmOp.FORWARD:
+            return f"whole_m is for op forward: {descriptor.op} sums over M"
+        if descriptor.m > whole_m:
+            return f"m = {descriptor.m} exceeds whole_m = {whole_m}"
+        if not self.guarantee(descriptor).batch_invariant:
+            return "is not batch invariant, so its bits depend on M: whole_m asks for those of the whole"
+        return None
+
 
 # Any n: chosen where there is no wgmma and batch invariance is required.
 _MMA_SP_MANY = GemmRow(

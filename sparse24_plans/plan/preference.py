@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex
 
 from ..errors import InvalidProblemError
-from ..vocab import BackendKind, Flag, Integer, Model, Tier
+from ..vocab import INT64_MAX, BackendKind, Flag, Integer, Model, Tier
 from .guarantee import GuaranteeRequirement
 
 
@@ -23,6 +23,9 @@ class PlanPreference(Model):
     """The tier to use, or to fail."""
     require: GuaranteeRequirement = GuaranteeRequirement()
     """What the kernel has to promise."""
+    whole_m: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
+    """M of the weight that this one is a part of, cut along M. Results have the bits that the whole gives
+    where batch invariance is required; only kernels that are batch invariant serve."""
 
     if TYPE_CHECKING:
 
@@ -34,6 +37,7 @@ class PlanPreference(Model):
             prefer_backend: BackendKind | str | None = ...,
             tier: Tier | str | None = ...,
             require: GuaranteeRequirement | Mapping[str, Any] = ...,
+            whole_m: SupportsIndex | None = ...,
         ) -> None: ...
 
     @classmethod

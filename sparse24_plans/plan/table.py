@@ -78,6 +78,10 @@ class Row:
         """Why the row doesn't serve such a problem, in the family's own words; None: it does."""
         return None
 
+    def shard_refusal(self, descriptor: Any, whole_m: int) -> str | None:
+        """Why the row can't give rows of W the bits that they have among ``whole_m`` rows, or None."""
+        return None
+
     def promises(self, descriptor: Any, tested: Sequence[str] = ()) -> PrecisionGuarantee:
         """The row's guarantee; ``tested``: flags of it that a configuration's self-test has confirmed."""
         promised = self.guarantee(descriptor)
@@ -187,4 +191,6 @@ def _unwanted(row: Row, descriptor: Any, preference: PlanPreference, tested: Seq
     needed, allowed = row.min_workspace(descriptor), preference.max_workspace_bytes
     if allowed is not None and needed > allowed:
         return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
+    if preference.whole_m is not None and (cut := row.shard_refusal(descriptor, preference.whole_m)):
+        return cut
     return preference.require.unmet(row.promises(descriptor, tested), descriptor.reduction)

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sparse24_plans import ElementKind
+from sparse24_plans import ElementKind, GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules.mma_sp import slices_of
 from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_in
 
-from ..support import EPILOGUES, same_bits
+from ..support import EPILOGUES, make_case, same_bits
 from .rows import OWN, case_of, gpu, medium, on_host, promising, row_of, serves, tokens
 
 
@@ -102,6 +102,21 @@ def test_batch_invariant(row, element, op, epilogue, m, k):
         assert same_bits(part.run(), whole[rows])
 
 
+@promising("batch_invariant", ops=["forward"])
+@pytest.mark.parametrize(("m", "k"), INVARIANT_SHAPES)
+def test_a_part_of_a_weight_along_m_has_the_bits_of_the_whole(row, element, op, epilogue, m, k):
+    """With whole_m, wherever it is cut: at tiles, as a packed weight is, and elsewhere."""
+    n = 5 if on_host(row) else tokens(row, 80)
+    m, k = (m // 200 * 8 + 72, 64) if on_host(row) else (m, k)
+    whole = case_of(row, n=n, m=m, k=k, element=element)
+    y, dense = whole.run(), whole.dense.astype(whole.plan.descriptor.element.dtype)
+    of_a_part = PlanPreference(whole_m=m)
+    for start, stop in ((0, m // 2 // 64 * 64), (m // 2 // 64 * 64, m), (m // 3, m // 3 + 8)):
+        problem = GemmSparse24Descriptor(n=n, m=stop - start, k=k, element=element)
+        part = make_case(problem, row=row, preference=of_a_part, dense=dense[start:stop], x=whole.x)
+        assert same_bits(part.run(), y[:, start:stop])
+
+
 @gpu
 @pytest.mark.parametrize("element", ["f16", "bf16"])
 @pytest.mark.parametrize(("m", "k"), [(4096, 4096), (8448, 1032), (20000, 136), (200, 520)])
@@ -136,8 +151,6 @@ def test_bit_stable_across_hardware(row, element, op, epilogue):
 
 def test_every_row_is_under_test():
     """Each row has something that it is run for here; the rest is cuSPARSELt's."""
-    from sparse24_plans import GemmSparse24Descriptor
-
     for name in OWN:
         element = row_of(name).elements[0]
         assert serves(name, GemmSparse24Descriptor(n=1, m=8, k=16, element=element))

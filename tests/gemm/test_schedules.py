@@ -47,8 +47,10 @@ class Recorder:
         self.defines.append(defines)
         return SimpleNamespace()
 
-    def of(self, desc: GemmSparse24Descriptor, row: str, device: DeviceProperties) -> dict[str, int]:
-        self._module.Kernel(Choice(desc, device, row_of(row), PlanPreference(), {}))
+    def of(
+        self, desc: GemmSparse24Descriptor, row: str, device: DeviceProperties, **wishes: int
+    ) -> dict[str, int]:
+        self._module.Kernel(Choice(desc, device, row_of(row), PlanPreference(**wishes), {}))
         return self.defines[-1]
 
 
@@ -104,6 +106,49 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
             1 if row.promoted else wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])
         }
     assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
+
+
+@pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
+@settings(max_examples=60, deadline=None)
+@given(desc=shapes, shards=st.integers(1, 16))
+def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
+    """Whatever number of tokens comes to either."""
+    fields = {"m": desc.m, "k": desc.k, "element": row_of(row).elements[0]}
+    part = {**fields, "m": -(-desc.m // shards)}
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = Recorder(patch, wgmma_sp)
+        whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, hopper(132))
+        for n in (1, desc.n):
+            found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, hopper(132), whole_m=desc.m)
+            assert found["SLICES"] * found["PARTS"] == whole["SLICES"] * whole["PARTS"]
+
+
+@pytest.mark.parametrize("row", MMA_ROWS)
+@settings(max_examples=60, deadline=None)
+@given(desc=shapes, shards=st.integers(1, 16))
+def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
+    part = desc.model_copy(update={"m": -(-desc.m // shards)})
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = Recorder(patch, mma_sp)
+        for device in (hopper(132), DeviceProperties(kind="cuda", compute_capability=(8, 9))):
+            whole, found = compiled.of(desc, row, device), compiled.of(part, row, device, whole_m=desc.m)
+            assert found["SLICES"] == whole["SLICES"]
+
+
+def test_without_whole_m_a_part_of_a_weight_may_be_cut_otherwise():
+    """Which is why there is one."""
+    row = row_of("wgmma_sp_invariant")
+    slices = [wgmma_choice.invariant_slices(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
+    assert slices[0] != slices[1]
+    assert mma_schedules.slices_of(28672) != mma_schedules.slices_of(28672 // 8)
+
+
+def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
+    desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
+    other = mma_schedules.candidates(desc, hopper(132))[0]
+    free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
+    assert mma_schedules.schedule_of(desc, hopper(132), other, 28672) == free
+    assert free.slices == mma_schedules.slices_of(28672)
 
 
 # What a schedule must be ----------------------------------------------------------------------------

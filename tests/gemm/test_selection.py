@@ -141,6 +141,25 @@ def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
     assert chosen(AMPERE, desc, require=require) == "mma_sp"
 
 
+@pytest.mark.parametrize(
+    ("device", "element", "row"),
+    [
+        (HOPPER, "bf16", "wgmma_sp_invariant"),
+        (AMPERE, "bf16", "mma_sp"),
+        (HOPPER, "s8", "wgmma_sp_s8"),
+        (HOPPER, "fp8_e4m3", "wgmma_sp_fp8_invariant"),
+        (HOPPER, "f32", "inflate_strict"),
+        (HOST, "bf16", "host_strict"),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_weight_is_served_by_what_serves_the_whole_batch_invariantly(device, element, row):
+    part = GemmSparse24Descriptor(n=16, m=512, k=4096, element=element)
+    whole = part.model_copy(update={"m": 4096})
+    assert chosen(device, part, whole_m=4096) == row
+    assert chosen(device, whole, require={"batch_invariant": True}) == row
+
+
 # Reasons ------------------------------------------------------------------------------------------
 
 
@@ -167,6 +186,8 @@ def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
             ("math_precision is f32", "bf16"),
         ),
         (HOPPER, {"require": {"max_error_bound": 1e-9}}, "inflate_strict", ("error_bound(512)", "1e-09")),
+        (HOPPER, {"whole_m": 4096}, "inflate_cublas", ("not batch invariant", "whole_m")),
+        (HOPPER, {"whole_m": 8}, "inflate_strict", ("m = 256 exceeds whole_m = 8",)),
     ],
 )
 def test_a_reason_names_what_stood_in_the_way(device, preference, row, words):

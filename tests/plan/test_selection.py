@@ -135,6 +135,7 @@ def test_a_filter_never_adds_a_row(family, data, device):
         PlanPreference(max_workspace_bytes=0),
         PlanPreference(require={"deterministic": True}),
         PlanPreference(allow_sm90a=False),
+        PlanPreference(whole_m=4096),
     ):
         assert {name for name, reason in reasons(desc, preference, device).items() if reason is None} <= free
 

@@ -50,7 +50,9 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._folds = schedules.folds(device)
-        self._schedule = schedule = schedules.schedule_of(desc, device, choice.configuration)
+        self._schedule = schedule = schedules.schedule_of(
+            desc, device, choice.configuration, choice.preference.whole_m
+        )
         self.details = (
             f"{schedule.blocks} blocks of {TILE_M * schedule.block_tiles} rows x {8 * schedule.token_tiles} "
             f"tokens, {schedule.slices} slices of K, {schedule.stages} stages"

@@ -20,7 +20,7 @@ from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
-from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
+from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates, shard_schedule
 from ..schedules.wgmma_sp import Schedule
 from ..table import GemmRow
 
@@ -61,7 +61,12 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._schedule = schedule = _schedule_of(desc, self.row, choice.configuration)
+        whole_m = choice.preference.whole_m
+        if whole_m is None:
+            schedule = _schedule_of(desc, self.row, choice.configuration)
+        else:  # which a configuration doesn't know of
+            schedule = shard_schedule(desc, self.row, whole_m)
+        self._schedule = schedule
         items = schedule.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         resident = schedule.resident_clusters(device.multiprocessors)

@@ -45,16 +45,17 @@ def slices_of(m: int) -> int:
     return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
 
 
-def best_schedule(n: int, m: int, multiprocessors: int) -> Schedule:
-    """The schedule for n tokens and m out features, as measured on an H200.
+def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = None) -> Schedule:
+    """The schedule for n tokens and m out features (of ``whole_m``), as measured on an H200.
 
     The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
     deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
     """
-    shapes = _shapes_of(slices_of(m))
+    slices = slices_of(whole_m or m)
+    shapes = _shapes_of(slices)
     token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
     for block_tiles, per_sm in shapes[token_tiles]:
-        schedule = _schedule(n, m, token_tiles, block_tiles, per_sm)
+        schedule = _schedule(n, m, slices, token_tiles, block_tiles, per_sm)
         if per_sm == 1 and schedule.blocks <= multiprocessors:
             break
     return schedule
@@ -66,8 +67,9 @@ def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
     return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
 
 
-def _schedule(n: int, m: int, token_tiles: int, block_tiles: int, blocks_per_sm: int) -> Schedule:
-    slices = slices_of(m)
+def _schedule(
+    n: int, m: int, slices: int, token_tiles: int, block_tiles: int, blocks_per_sm: int
+) -> Schedule:
     token_blocks = -(-n // (8 * token_tiles))
     clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
     blocks = clusters * (slices * block_tiles // STREAMS)
@@ -109,17 +111,23 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
 
 
 def schedule_of(
-    desc: GemmSparse24Descriptor, device: DeviceProperties, configuration: Mapping[str, int]
+    desc: GemmSparse24Descriptor,
+    device: DeviceProperties,
+    configuration: Mapping[str, int],
+    whole_m: int | None = None,
 ) -> Schedule:
-    """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate."""
-    if configuration:
+    """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate.
+
+    Configurations know nothing of ``whole_m``, M of the weight that this one is a part of: none is applied.
+    """
+    if configuration and whole_m is None:
         if dict(configuration) not in candidates(desc, device):
             raise UnsupportedError(
                 f"configuration: mma_sp has no schedule {dict(configuration)} for the problem"
             )
-        return _schedule(desc.n, desc.m, **configuration)
+        return _schedule(desc.n, desc.m, slices_of(desc.m), **configuration)
     if folds(device):
-        return best_schedule(desc.n, desc.m, device.multiprocessors)
+        return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m)
     return schedule_in_block(desc.n, desc.m, device.compute_capability)
 
 

@@ -25,6 +25,14 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow) -> Schedule:
     return allowed[int(np.argmin(predicted(allowed, desc)))]
 
 
+def shard_schedule(desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int) -> Schedule:
+    """That of rows of a weight of ``whole_m`` rows: the row sums K as it does there."""
+    if row.promoted or desc.element is ElementKind.S8:
+        return best_schedule(desc, row)
+    allowed = schedules_in(invariant_slices(whole_m, desc.k, desc.element), desc.n)
+    return allowed[int(np.argmin(predicted(allowed, desc)))]
+
+
 def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
