@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from sparse24_plans.gemm.arithmetic import epilogue
 from sparse24_plans.gemm.backends import host
 from sparse24_plans.prepare.backends import host as prepare_host
 
@@ -54,31 +55,32 @@ def outcomes(cases: int) -> list[str]:
 
 
 def test_a_wrong_product_is_found(monkeypatch):
-    right = host.apply_epilogue
-    monkeypatch.setattr(host, "apply_epilogue", lambda *given: right(*given) * np.float32(1.01))
+    right = epilogue.apply_epilogue
+    monkeypatch.setattr(epilogue, "apply_epilogue", lambda *given: right(*given) * np.float32(1.01))
     assert sum("results are wrong" in error for error in outcomes(60)) > 5
 
 
 def test_a_write_outside_of_the_result_is_found(monkeypatch):
-    right = host.write
+    right = host.Kernel._finish_rows
 
-    def beyond(result, value):
-        right(result, value)
+    def beyond(kernel, product, tokens, views):
+        right(kernel, product, tokens, views)
+        result = views["result"]
         memory = getattr(result.owner, "_memory", result.owner)
         memory[-1] ^= 1
 
-    monkeypatch.setattr(host, "write", beyond)
+    monkeypatch.setattr(host.Kernel, "_finish_rows", beyond)
     assert any("guard bytes" in error for error in outcomes(60))
 
 
 def test_bits_that_change_are_found(monkeypatch):
-    right, calls = host.apply_epilogue, []
+    right, calls = epilogue.apply_epilogue, []
 
     def drifting(*given):
         calls.append(1)
         return right(*given) * np.float32(1 + 2.0**-23 * (len(calls) % 2))
 
-    monkeypatch.setattr(host, "apply_epilogue", drifting)
+    monkeypatch.setattr(epilogue, "apply_epilogue", drifting)
     assert any("other bits in a second run" in error for error in outcomes(300))
 
 

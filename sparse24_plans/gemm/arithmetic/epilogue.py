@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...device.jit.compiler import KERNEL_FOLDER
-from ...device.tensors import TensorView
 from ...vocab import ElementKind, EpilogueKind
+from ..descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
 
@@ -82,18 +82,39 @@ def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueK
 _NAN_BITS = {ElementKind.F32: 0x7FFFFFFF, ElementKind.F16: 0x7FFF, ElementKind.BF16: 0x7FFF}
 
 
-def write(result: TensorView, value: Array) -> None:
-    """Round to the result's element and store; every NaN becomes the one that the kernels write.
+def encoded(value: Array, element: ElementKind) -> Array:
+    """The bits of float32 values rounded to ``element``; every NaN is the one that the kernels write.
 
     Integers are rounded to nearest even and saturate; NaN becomes 0. ``value`` may be overwritten.
     """
-    if result.element.is_integer:
-        limits = np.iinfo(result.element.dtype)
+    if element.is_integer:
+        limits = np.iinfo(element.dtype)
         rounded = np.rint(np.nan_to_num(value.astype(np.float64), posinf=np.inf, neginf=-np.inf))
-        result.array()[...] = np.clip(rounded, limits.min, limits.max).astype(result.element.dtype)
-        return
-    bits = value.astype(result.element.dtype, copy=False).view(result.element.bits_dtype)
+        return np.clip(rounded, limits.min, limits.max).astype(element.dtype).view(element.bits_dtype)
+    bits = value.astype(element.dtype, copy=False).view(element.bits_dtype)
     nan = np.isnan(value)
     if nan.any():
-        bits[nan] = _NAN_BITS[result.element]
-    result.bits()[...] = bits
+        bits[nan] = _NAN_BITS[element]
+    return bits
+
+
+def finished(
+    sums: Array,
+    desc: GemmSparse24Descriptor,
+    scale_x: Array | None,
+    scale_w: Array | None,
+    bias: Array | None,
+) -> Array:
+    """The results' bits: all that follows the sums, which are float32, or of s8 exact in float64.
+
+    Scales and bias broadcast to the sums.
+    """
+    if desc.out_element is ElementKind.I32 and desc.is_plain:
+        limits = np.iinfo(np.int32)
+        return np.clip(sums, limits.min, limits.max).astype(np.int32).view(np.uint32)
+    v = sums.astype(np.float32, copy=False)
+    for scale in (scale_x, scale_w):
+        if scale is not None:
+            v = v * scale
+    wide = None if bias is None else bias.astype(np.float32)
+    return encoded(apply_epilogue(v, desc.alpha, wide, desc.epilogue), desc.out_element)

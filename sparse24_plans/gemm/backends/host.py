@@ -22,7 +22,7 @@ from ...plan.operands import Views
 from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
 from ...weights.weight import PackedWeight, Sparse24Weight
-from ..arithmetic.epilogue import apply_epilogue, write
+from ..arithmetic import epilogue
 from ..arithmetic.fma32 import fma_f32
 from ..kernel import GemmKernel
 
@@ -119,19 +119,13 @@ class Kernel(GemmKernel):
         threads.for_each(finish, canonical.row_steps(product.shape[0], product.shape[1], True))
 
     def _finish_rows(self, product: Array, tokens: slice, views: Views) -> None:
-        desc, result = self.descriptor, _lines(views["result"], tokens)
-        if desc.out_element is ElementKind.I32 and desc.is_plain:
-            limits = np.iinfo(np.int32)
-            result.array()[...] = np.clip(product, limits.min, limits.max)
-            return
-        product = product.astype(np.float32, copy=False)
+        desc, scale_x = self.descriptor, None
         if "scale_x" in views:
             scale = views["scale_x"].array()
-            product = product * (scale[tokens] if desc.scale_x is ScaleKind.ROW else scale)[:, None]
-        if "scale_w" in views:
-            product = product * views["scale_w"].array()
-        bias = views["bias"].array().astype(np.float32) if "bias" in views else None
-        write(result, apply_epilogue(product, desc.alpha, bias, desc.epilogue))
+            scale_x = (scale[tokens] if desc.scale_x is ScaleKind.ROW else scale)[:, None]
+        scale_w, bias = (views[name].array() if name in views else None for name in ("scale_w", "bias"))
+        result = _lines(views["result"], tokens)
+        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias)
 
 
 def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:

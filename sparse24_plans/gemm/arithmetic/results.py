@@ -1,0 +1,68 @@
+"""Results by a named arithmetic, those that are asked for: sums and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...device.tensors import TensorView
+from ...plan.arithmetic import Arithmetic
+from ...plan.operands import Views
+from ...vocab import ScaleKind
+from ..descriptor import GemmSparse24Descriptor
+from .epilogue import finished
+from .sums import AfterStep, Factors, sums
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 1024
+"""Results that are computed at a time: few enough that a step's products stay in the cache."""
+
+
+class Results:
+    """Computes results of checked operands, which lie on the host.
+
+    ``views`` are a plan's, with ``values`` and ``metadata``. Any number of threads may call it.
+    """
+
+    def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
+        self.desc, self.arithmetic = desc, arithmetic
+        self.factors = Factors.of(desc, views)
+        self._bias, self._scale_x, self._scale_w = (
+            _array(views.get(name)) for name in ("bias", "scale_x", "scale_w")
+        )
+
+    def at(self, tokens: Array, outputs: Array, after_step: AfterStep | None = None) -> Array:
+        """The bits of the results (tokens[i], outputs[i]), as unsigned integers [P]."""
+        desc = self.desc
+        with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here
+            found = sums(self.factors, self.arithmetic, tokens, outputs, after_step)
+            scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
+            scale_w = _chosen(self._scale_w, desc.scale_w, outputs)
+            bias = None if self._bias is None else self._bias[outputs]
+            return finished(found, desc, scale_x, scale_w, bias)
+
+
+def blocks_of(count: int) -> Iterator[slice]:
+    """``count`` results in blocks."""
+    for start in range(0, count, BLOCK):
+        yield slice(start, min(start + BLOCK, count))
+
+
+def places(flat: Array, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
+    """Tokens and outputs of the ``flat``-th results, where an output's tokens follow each other.
+
+    So neighbours share rows of W, which are decoded once for all of them.
+    """
+    outputs, tokens = np.divmod(flat, max(desc.n, 1))
+    return tokens, outputs
+
+
+def _array(view: TensorView | None) -> Array | None:
+    return None if view is None else view.array()
+
+
+def _chosen(scale: Array | None, kind: ScaleKind, at: Array) -> Array | None:
+    return scale if scale is None or kind is not ScaleKind.ROW else scale[at]

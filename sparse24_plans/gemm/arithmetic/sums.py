@@ -1,0 +1,208 @@
+"""The sums behind some results, by a named arithmetic: which products are added, in which order.
+
+``hopper_tc/slices=S``: K lies in tiles of 128 columns (8-bit elements: 256). Slice s of S begins with tile
+floor(tiles * s / S). Each slice is summed from +0 in increasing columns, one step of the tensor cores after
+the other (tensor_core.py); K is filled up with zeros, which change nothing. The slices' sums are added in
+float32, to nearest, from the first to the last. ``promoted=C``: the same with every C columns for a slice.
+``fma32_in_order``: one float32 fma a kept position, in increasing k (``dgrad``: m), from +0.
+``exact_sum``: the sum itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...plan.arithmetic import EXACT_SUM, Arithmetic
+from ...plan.operands import Views
+from ...vocab import ElementKind, GemmOp
+from ...weights import canonical, dense
+from ...weights.layouts import layout_of
+from ..descriptor import GemmSparse24Descriptor
+from . import tensor_core
+from .fma32 import fma_f32
+
+Array = np.ndarray[Any, Any]
+AfterStep = Callable[[int, Array], Array]
+"""The number of a step, from 0, and the accumulator after it, float64 -> what is put in its place."""
+
+_COLUMNS = 512
+"""Dense columns that are decoded at a time: whole steps of every instruction."""
+
+
+class Factors(NamedTuple):
+    """What is multiplied, as bits on the host."""
+
+    desc: GemmSparse24Descriptor
+    source: Array
+    """[N, reduction]"""
+    values: Array
+    """[M, K/2]"""
+    codes: Array
+    """[M, K/4], the bytes of the metadata."""
+
+    @classmethod
+    def of(cls, desc: GemmSparse24Descriptor, views: Views) -> Factors:
+        codes = canonical.from_metadata(views["metadata"].bits()).reshape(desc.m, desc.k // 4)
+        return cls(desc, views["source"].bits(), views["values"].bits(), codes)
+
+
+def sums(
+    factors: Factors,
+    arithmetic: Arithmetic,
+    tokens: Array,
+    outputs: Array,
+    after_step: AfterStep | None = None,
+) -> Array:
+    """The sums behind the results (tokens[i], outputs[i]): float32 [P]; of ``exact_sum`` float64, exact."""
+    if arithmetic.on_tensor_cores:
+        return _on_tensor_cores(factors, arithmetic, tokens, outputs, after_step)
+    terms = _forward_terms if factors.desc.op is GemmOp.FORWARD else _dgrad_terms
+    if arithmetic.kind == EXACT_SUM:
+        total = np.zeros(len(tokens), np.float64)
+        for x, w, kept in terms(factors, tokens, outputs):
+            total += np.where(kept, x.astype(np.float64) * w, 0.0).sum(axis=0)
+        return total
+    acc = np.zeros(len(tokens), np.float32)
+    for x, w, kept in terms(factors, tokens, outputs):
+        for j in range(len(x)):
+            acc = np.where(kept[j], fma_f32(x[j], w[j], acc), acc)
+    return acc
+
+
+class StepPlace(NamedTuple):
+    """Where a step of the tensor cores lies."""
+
+    slice: int
+    columns: tuple[int, int]
+    """From, and below."""
+
+
+def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[StepPlace, ...]:
+    """Of every step, in their order; slices are counted from 0, and so are promoted columns."""
+    width = tensor_core.STEPS[desc.element].columns
+    starts = _slice_starts(desc, arithmetic)
+    places, at = [], 0
+    for first in range(0, desc.k, width):
+        while at + 1 < len(starts) and first >= starts[at + 1]:
+            at += 1
+        places.append(StepPlace(at, (first, min(first + width, desc.k))))
+    return tuple(places)
+
+
+def _slice_starts(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> list[int]:
+    """First columns of the slices."""
+    if arithmetic.promoted_every:
+        return list(range(0, desc.k, arithmetic.promoted_every))
+    width = layout_of(desc.element).tile_k
+    tiles = -(-desc.k // width)
+    return [tiles * s // arithmetic.slices * width for s in range(arithmetic.slices)]
+
+
+# Tensor cores -------------------------------------------------------------------------------------
+
+
+def _on_tensor_cores(
+    factors: Factors,
+    arithmetic: Arithmetic,
+    tokens: Array,
+    outputs: Array,
+    after_step: AfterStep | None,
+) -> Array:
+    desc, step = factors.desc, tensor_core.STEPS[factors.desc.element]
+    total, acc = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float64)
+    columns, last = _Columns(factors, tokens, outputs), 0
+    for number, place in enumerate(step_places(desc, arithmetic)):
+        if place.slice != last:
+            total, acc, last = total + acc.astype(np.float32), np.zeros_like(acc), place.slice
+        acc = tensor_core.add_products(*columns.products(place.columns), acc, step)
+        if after_step is not None:
+            acc = after_step(number, acc)
+    folded: Array = total + acc.astype(np.float32)
+    return folded
+
+
+class _Columns:
+    """Products of some results, a step at a time; decodes each row and token once for _COLUMNS of them."""
+
+    def __init__(self, factors: Factors, tokens: Array, outputs: Array) -> None:
+        self._factors = factors
+        self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
+        self._rows, self._row_at = np.unique(outputs, return_inverse=True)
+        self._first = -1
+
+    def products(self, columns: tuple[int, int]) -> tuple[Array, Array]:
+        """Exact products float64 [kept, P], and the sums of their operands' exponents, int16."""
+        first = columns[0] // _COLUMNS * _COLUMNS
+        if first != self._first:
+            self._decode(first)
+        kept = slice((columns[0] - first) // 2, (columns[1] - first) // 2)
+        at = self._positions[kept].take(self._row_at, axis=1)
+        at += self._token_at * self._width
+        products = self._source.take(at)
+        products *= self._weights[kept].take(self._row_at, axis=1)
+        exponents = self._source_exponents.take(at)
+        exponents += self._weight_exponents[kept].take(self._row_at, axis=1)
+        return products, exponents
+
+    def _decode(self, first: int) -> None:
+        factors, element = self._factors, self._factors.desc.element
+        last = min(first + _COLUMNS, factors.desc.k)
+        self._first, self._width = first, last - first
+        source = _wide(factors.source[self._tokens, first:last], element).astype(np.float64)
+        self._source = source.reshape(-1)
+        self._source_exponents = tensor_core.exponents(source, element).reshape(-1)
+        weights = _wide(factors.values[self._rows, first // 2 : last // 2], element).astype(np.float64).T
+        self._weights = np.ascontiguousarray(weights)
+        self._weight_exponents = tensor_core.exponents(self._weights, element)
+        self._positions = np.ascontiguousarray(
+            _positions(factors.codes[self._rows, first // 4 : last // 4]).T
+        )
+
+
+def _positions(codes: Array) -> Array:
+    """Columns of the kept values, counted from the first group's: int64 [rows, 2 * groups]."""
+    pairs = np.stack([codes & 3, codes >> 2], axis=-1).astype(np.int64)
+    pairs += np.arange(codes.shape[1])[:, None] * 4
+    return pairs.reshape(codes.shape[0], -1)
+
+
+def _wide(bits: Array, element: ElementKind) -> Array:
+    """The values as float32."""
+    bits = np.ascontiguousarray(bits)
+    if element is ElementKind.F32:
+        return bits.view(np.float32)
+    wide = np.empty(bits.shape, np.float32)
+    dense.widen(bits, element, wide)
+    return wide
+
+
+# One product after the other ----------------------------------------------------------------------
+
+Terms = Iterator[tuple[Array, Array, Array]]
+"""Of the source and of W, float32 [some, P], in their order; and which of them are kept, [some, P]."""
+
+
+def _forward_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
+    desc = factors.desc
+    for first in range(0, desc.k, _COLUMNS):
+        last = min(first + _COLUMNS, desc.k)
+        source = _wide(factors.source[tokens, first:last], desc.element)
+        at = _positions(factors.codes[outputs, first // 4 : last // 4])
+        weights = _wide(factors.values[outputs, first // 2 : last // 2], desc.element)
+        yield np.take_along_axis(source, at, axis=1).T, weights.T, np.ones(weights.T.shape, bool)
+
+
+def _dgrad_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
+    desc = factors.desc
+    group, position = outputs // 4, (outputs % 4).astype(np.uint8)
+    for first in range(0, desc.m, _COLUMNS):
+        rows = slice(first, min(first + _COLUMNS, desc.m))
+        codes = factors.codes[rows][:, group]
+        second = codes >> 2 == position
+        kept = second | (codes & 3 == position)
+        at = 2 * group + second
+        weights = _wide(np.take_along_axis(factors.values[rows], at, axis=1), desc.element)
+        yield _wide(factors.source[tokens, rows].T, desc.element), weights, kept

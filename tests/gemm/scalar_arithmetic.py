@@ -1,0 +1,93 @@
+"""The tensor cores' arithmetics once more: one result at a time, in exact rational numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from sparse24_plans import ElementKind, Sparse24Weight
+
+LEAST_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6}
+PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32}
+ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13}
+RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13}
+TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256}
+
+
+def floor_log2(value: Fraction) -> int:
+    """Of a positive rational."""
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if value >= Fraction(2) ** guess else guess - 1
+
+
+def toward_zero(value: Fraction, unit_exponent: int) -> Fraction:
+    unit = Fraction(2) ** unit_exponent
+    return math.trunc(value / unit) * unit
+
+
+def exponent(value: float, least: int) -> int:
+    return max(floor_log2(abs(Fraction(value))), least)
+
+
+def step(a: Sequence[float], b: Sequence[float], c: float, element: str) -> float:
+    """One step: the products of ``a`` and ``b``, all the instruction takes, and the accumulator ``c``."""
+    assert len(a) == len(b) == PRODUCTS[element]
+    plain = [x * y for x, y in zip(a, b, strict=True)] + [c]
+    if not all(map(math.isfinite, plain)):
+        return math.fsum(plain) if not any(map(math.isnan, plain)) and one_sign(plain) else math.nan
+    addends = []
+    for x, y in zip(a, b, strict=True):
+        least = LEAST_EXPONENT[element]
+        if x == 0 or y == 0:
+            addends.append((Fraction(0), -133))
+        else:
+            addends.append((Fraction(x) * Fraction(y), exponent(x, least) + exponent(y, least)))
+    addends.append((Fraction(c), exponent(c, -126)) if c else (Fraction(0), -133))
+    largest = max(e for _, e in addends)
+    total = sum(toward_zero(value, largest - ALIGNED_BITS[element]) for value, _ in addends)
+    if total == 0:
+        return 0.0
+    total = toward_zero(total, exponent(total, -126) - RESULT_BITS[element])
+    return math.copysign(math.inf, total) if abs(total) >= Fraction(2) ** 128 else float(total)
+
+
+def one_sign(values: Sequence[float]) -> bool:
+    return len({math.copysign(1, value) for value in values if math.isinf(value)}) == 1
+
+
+def kept(weight: Sparse24Weight, row: int) -> tuple[list[float], list[int]]:
+    """Values and columns of a row's kept positions, in increasing columns."""
+    values = weight.values[row].astype(np.float32).tolist()
+    codes = weight.metadata[row : row + 1].view(np.uint8)[0].tolist()
+    columns = [4 * group + at for group, code in enumerate(codes) for at in (code & 3, code >> 2)]
+    return values, columns
+
+
+def slice_sum(w: list[float], x: list[float], element: str) -> np.float32:
+    width, acc = PRODUCTS[element], 0.0
+    for first in range(0, len(w), width):
+        a, b = w[first : first + width], x[first : first + width]
+        filled = [0.0] * (width - len(a))
+        acc = step(a + filled, b + filled, acc, element)
+    return np.float32(acc)
+
+
+def tensor_core_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name: str) -> np.float32:
+    """``name``: hopper_tc/slices=S, hopper_tc_fp8/slices=S or hopper_tc_fp8/promoted=C."""
+    element = str(ElementKind(weight.element))
+    values, columns = kept(weight, m)
+    source = [float(x[n, column]) for column in columns]
+    word, number = name.split("/")[1].split("=")
+    if word == "promoted":
+        bounds = list(range(0, weight.k, int(number)))
+    else:
+        tiles = -(-weight.k // TILE_COLUMNS[element])
+        bounds = [tiles * s // int(number) * TILE_COLUMNS[element] for s in range(int(number))]
+    total = np.float32(0)
+    for first, last in zip(bounds, [*bounds[1:], weight.k], strict=True):
+        part = slice(first // 2, last // 2)
+        total = np.float32(total + slice_sum(values[part], source[part], element))
+    return total

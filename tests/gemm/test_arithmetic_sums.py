@@ -1,0 +1,110 @@
+"""Sums by a named arithmetic: the order of the steps, against one result at a time in exact numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparse24_plans import ElementKind, GemmSparse24Descriptor, Sparse24Weight
+from sparse24_plans.gemm.arithmetic import sums as module
+from sparse24_plans.gemm.arithmetic.results import blocks_of, places
+from sparse24_plans.gemm.arithmetic.sums import Factors, step_places, sums
+from sparse24_plans.plan.arithmetic import MOST_SLICES, Arithmetic
+from sparse24_plans.weights import canonical
+
+from ..support import random_values
+from .scalar_arithmetic import TILE_COLUMNS, tensor_core_sum
+
+HOPPER = [(element, f"hopper_tc/slices={s}") for element in ("f16", "bf16") for s in (1, 3, 8)]
+FP8 = [("fp8_e4m3", f"hopper_tc_fp8/{how}") for how in ("slices=1", "slices=4", "promoted=128")]
+
+
+def factors_of(desc: GemmSparse24Descriptor, x: np.ndarray, weight: Sparse24Weight) -> Factors:
+    codes = canonical.from_metadata(weight.metadata).reshape(desc.m, desc.k // 4)
+    bits = desc.element.bits_dtype
+    return Factors(desc, x.view(bits), weight.values_view.bits(), codes)
+
+
+def wild(rng: np.random.Generator, shape: tuple[int, int], element: ElementKind) -> np.ndarray:
+    """Values of many magnitudes, zeros among them."""
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 4, shape)
+    values[rng.random(shape) < 0.2] = 0
+    return values.astype(np.float32).astype(element.dtype)
+
+
+@pytest.mark.parametrize(("element", "name"), HOPPER + FP8)
+@pytest.mark.parametrize("k", [8, 40, 264, 1544])
+def test_sums_of_the_tensor_cores(element, name, k):
+    """K of less than a step, of less than a slice, and that no tile divides."""
+    rng, kind = np.random.default_rng(k), ElementKind(element)
+    desc = GemmSparse24Descriptor(n=3, m=5, k=k, element=element)
+    weight = Sparse24Weight.prune_compress(wild(rng, (5, k), kind))
+    x = wild(rng, (3, k), kind)
+    tokens, outputs = places(np.arange(15), desc)
+    got = sums(factors_of(desc, x, weight), Arithmetic.of(name), tokens, outputs)
+    want = [tensor_core_sum(x, weight, n, m, name) for n, m in zip(tokens, outputs, strict=True)]
+    assert got.tobytes() == np.array(want, np.float32).tobytes()
+
+
+def test_the_names_differ_in_bits():
+    """So a kernel with another number of slices would be found."""
+    rng, kind = np.random.default_rng(1), ElementKind.BF16
+    desc = GemmSparse24Descriptor(n=8, m=16, k=2048, element=kind)
+    weight = Sparse24Weight.prune_compress(random_values(rng, (16, 2048), kind))
+    factors = factors_of(desc, random_values(rng, (8, 2048), kind), weight)
+    tokens, outputs = places(np.arange(128), desc)
+    found = {
+        sums(factors, Arithmetic.of(name), tokens, outputs).tobytes()
+        for name in ["fma32_in_order", *(f"hopper_tc/slices={s}" for s in range(1, MOST_SLICES + 1))]
+    }
+    assert len(found) == 1 + MOST_SLICES
+
+
+@pytest.mark.parametrize(("element", "name"), [("bf16", "hopper_tc/slices=4"), ("s8", "exact_sum")])
+def test_the_results_asked_for_and_no_others(element, name):
+    """In any order, any number of times; each is what it is alone."""
+    rng, kind = np.random.default_rng(2), ElementKind(element)
+    desc = GemmSparse24Descriptor(n=7, m=30, k=640, element=kind)
+    weight = Sparse24Weight.prune_compress(random_values(rng, (30, 640), kind))
+    factors = factors_of(desc, random_values(rng, (7, 640), kind), weight)
+    tokens, outputs = rng.integers(0, 7, 200), rng.integers(0, 30, 200)
+    got = sums(factors, Arithmetic.of(name), tokens, outputs)
+    for i in range(0, 200, 17):
+        alone = sums(factors, Arithmetic.of(name), tokens[i : i + 1], outputs[i : i + 1])
+        assert alone.tobytes() == got[i : i + 1].tobytes()
+
+
+@pytest.mark.parametrize("op", ["forward", "dgrad"])
+@pytest.mark.parametrize("k", [8, 520, 1032])
+def test_exact_sums_of_integers(op, k):
+    rng = np.random.default_rng(k)
+    desc = GemmSparse24Descriptor(n=4, m=24 if op == "forward" else 1040, k=k, element="s8", op=op)
+    weight = Sparse24Weight.prune_compress(random_values(rng, (desc.m, k), ElementKind.S8))
+    x = random_values(rng, (4, desc.reduction), ElementKind.S8)
+    dense = weight.decompress().astype(np.int64)
+    want = x.astype(np.int64) @ (dense.T if op == "forward" else dense)
+    tokens, outputs = places(np.arange(4 * desc.outputs), desc)
+    got = sums(factors_of(desc, x, weight), Arithmetic.of("exact_sum"), tokens, outputs)
+    np.testing.assert_array_equal(got, want[tokens, outputs])
+
+
+@pytest.mark.parametrize(("element", "name"), HOPPER + FP8)
+@pytest.mark.parametrize("k", [8, 128, 136, 1544, 4096])
+def test_steps_cover_every_column_once_and_slices_are_whole_tiles(element, name, k):
+    desc, arithmetic = GemmSparse24Descriptor(n=1, m=1, k=k, element=element), Arithmetic.of(name)
+    found = step_places(desc, arithmetic)
+    assert [c for place in found for c in range(*place.columns)] == list(range(k))
+    starts = [place.columns[0] for i, place in enumerate(found) if i == 0 or place.slice > found[i - 1].slice]
+    width = arithmetic.promoted_every or TILE_COLUMNS[element]
+    assert all(start % width == 0 for start in starts)
+
+
+def test_decoded_columns_are_whole_steps_and_slices_begin_with_one():
+    widths = [step.columns for step in module.tensor_core.STEPS.values()]
+    assert all(module._COLUMNS % width == 0 for width in widths)
+    assert all(columns % width == 0 for columns in (128, 256) for width in widths)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
+def test_blocks_cover_all_results_once(count):
+    assert [i for block in blocks_of(count) for i in range(block.start, block.stop)] == list(range(count))
