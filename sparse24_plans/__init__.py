@@ -11,6 +11,9 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
+    "blocksparse.layout": "BlockSparseLayout",
+    "blocksparse.shape": "BlockSparseShape",
+    "blocksparse.tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",
     "checkpoints.convert": "convert_checkpoint",
     "checkpoints.verify": "verify_checkpoint",

@@ -1,6 +1,9 @@
 """The public names, for type checkers; __init__.py loads each when it is first used."""
 
 from ._version import __version__ as __version__
+from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.shape import BlockSparseShape as BlockSparseShape
+from .blocksparse.tables import BlockSparseTables as BlockSparseTables
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
 from .checkpoints.convert import convert_checkpoint as convert_checkpoint
 from .checkpoints.verify import verify_checkpoint as verify_checkpoint

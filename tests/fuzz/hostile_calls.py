@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import sparse24_plans
 from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseShape,
+    BlockSparseTables,
     Device,
     DeviceProperties,
     ElementKind,
@@ -90,6 +94,7 @@ def _copier(made: Model, method: str, argument: str) -> Callable[..., Any]:
     return lambda value: getattr(made, method)(update={argument: value})
 
 
+LAYOUT = BlockSparseLayout([[[1, 0], [1, 1]]], 16)
 _HOST = GemmSparse24Plan.select(DESC, device="host")
 _MODELS: dict[type[Model], dict[str, Any]] = {
     **{type(desc): desc.model_dump() for desc in PROBLEMS},
@@ -97,6 +102,7 @@ _MODELS: dict[type[Model], dict[str, Any]] = {
     PlanPreference: PlanPreference().model_dump(),
     GuaranteeRequirement: GuaranteeRequirement().model_dump(),
     DeviceProperties: DeviceProperties(kind="host").model_dump(),
+    BlockSparseShape: LAYOUT.shape.model_dump(),
     type(_HOST.guarantee): _HOST.guarantee.model_dump(),
     type(_HOST.sku): _HOST.sku.model_dump(),
     type(_HOST.explain()): _HOST.explain().model_dump(),
@@ -292,6 +298,49 @@ _call(
     multiply=lambda blob: np.tile(np.array([1, 2, 0, 0], np.float16), (16, 8)),
     element=None,
 )
+
+
+# Layouts of blocks --------------------------------------------------------------------------------
+
+_BLOCKS = np.zeros((1, 3, 16, 16), np.float32)
+_CROW, _COL = LAYOUT.to_bsr()
+_call("BlockSparseLayout", BlockSparseLayout, bitmap=LAYOUT.bitmap, block=16)
+_call("BlockSparseLayout.transposed", LAYOUT.transposed)
+_call(
+    "BlockSparseLayout.from_bsr",
+    BlockSparseLayout.from_bsr,
+    crow_indices=_CROW,
+    col_indices=_COL,
+    cols=32,
+    block=16,
+)
+_call("BlockSparseLayout.to_bsr", LAYOUT.to_bsr)
+_call(
+    "BlockSparseLayout.from_torch_bsr",
+    BlockSparseLayout.from_torch_bsr,
+    tensor=SimpleNamespace(
+        layout="torch.sparse_bsr",
+        shape=(32, 32),
+        values=lambda: _BLOCKS[0],
+        crow_indices=lambda: _CROW[0],
+        col_indices=lambda: _COL,
+    ),
+)
+_call(
+    "BlockSparseLayout.from_coo",
+    BlockSparseLayout.from_coo,
+    indices=LAYOUT.to_coo(),
+    shape=(1, 32, 32),
+    block=16,
+)
+_call("BlockSparseLayout.to_coo", LAYOUT.to_coo)
+_call("BlockSparseLayout.from_dense", BlockSparseLayout.from_dense, dense=_BLOCKS[0, 0], block=16)
+_call("BlockSparseLayout.values_of", LAYOUT.values_of, dense=LAYOUT.to_dense(_BLOCKS))
+_call("BlockSparseLayout.to_dense", LAYOUT.to_dense, values=_BLOCKS)
+_call("BlockSparseLayout.to_json", LAYOUT.to_json)
+_call("BlockSparseLayout.from_json", BlockSparseLayout.from_json, text=LAYOUT.to_json())
+_call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
+_call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
 
 
 # Tables and files ---------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Look-up tables: what they say of a layout, and that an update moves nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from sparse24_plans import BlockSparseLayout, BlockSparseTables, InvalidProblemError
+
+from .layouts import EDGES, layouts, random_layout
+
+
+def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
+    """Against loops over the bitmap."""
+    found, (heads, rows, cols) = tables.lookup, layout.bitmap.shape
+    places = [tuple(map(int, at)) for at in np.argwhere(layout.bitmap)]
+    for at in range(heads * rows):
+        ours = places[found.row_pointers[at] : found.row_pointers[at + 1]]
+        assert ours == [one for one in places if (one[0], one[1]) == divmod(at, rows)]
+    assert found.columns.tolist() == [col for _, _, col in places]
+    assert found.rows.tolist() == [head * rows + row for head, row, _ in places]
+    for at in range(heads * cols):
+        part = slice(found.column_pointers[at], found.column_pointers[at + 1])
+        ours = [one for one in places if (one[0], one[2]) == divmod(at, cols)]
+        assert [places[i] for i in found.column_order[part]] == ours
+        assert found.column_rows[part].tolist() == [row for _, row, _ in ours]
+    assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
+
+
+@given(layouts())
+def test_tables_of_any_layout(layout):
+    check(BlockSparseTables(layout), layout)
+
+
+@pytest.mark.parametrize("layout", EDGES.values(), ids=EDGES)
+def test_tables_at_the_edges(layout):
+    check(BlockSparseTables(layout), layout)
+
+
+def test_tables_of_more_columns_than_16_bits_count():
+    bitmap = np.zeros((1, 2, 70_000), bool)
+    bitmap[0, [0, 1, 1], [69_999, 3, 69_999]] = True
+    found = BlockSparseTables(BlockSparseLayout(bitmap, 16)).lookup
+    assert found.column_order.tolist() == [1, 0, 2]
+    assert found.column_rows.tolist() == [1, 0, 1]
+
+
+def test_an_update_writes_in_place():
+    bitmap = np.zeros((2, 3, 4), bool)
+    bitmap[:, 0] = True
+    first, second = BlockSparseLayout(bitmap, 32), BlockSparseLayout(bitmap[:, ::-1], 32)
+    tables = BlockSparseTables(first)
+    address, columns = tables.view.address, tables.lookup.row_pointers
+    tables.update(second)
+    assert tables.view.address == address
+    assert tables.lookup.row_pointers is columns
+    check(tables, second)
+    assert np.array_equal(tables.view.array(), np.concatenate(tables.lookup))
+
+
+def test_an_update_takes_the_same_shape_alone():
+    tables = BlockSparseTables(random_layout())
+    before = tables.view.array().copy()
+    for other in (random_layout(block=32), random_layout(density=1.0), random_layout(heads=1)):
+        with pytest.raises(InvalidProblemError, match=r"layout: expected BlockSparseShape.*got"):
+            tables.update(other)
+    with pytest.raises(InvalidProblemError, match="layout: expected BlockSparseLayout, got ndarray"):
+        tables.update(np.ones((2, 3, 4), bool))
+    assert np.array_equal(tables.view.array(), before)
+
+
+def test_tables_are_for_reading_and_stay_where_they_are():
+    tables = BlockSparseTables(random_layout())
+    with pytest.raises(ValueError, match="read-only"):
+        tables.lookup.columns[0] = 0
+    assert tables.view.readonly
+    with pytest.raises(InvalidProblemError, match="no deep copy"):
+        copy.deepcopy(tables)
+    with pytest.raises(InvalidProblemError, match="no pickle; send the layout"):
+        pickle.dumps(tables)
+
+
+def test_tables_are_made_in_less_than_a_millisecond():
+    layout = random_layout(heads=1, rows=256, cols=256, block=64, density=0.2)  # 16,384 x 16,384
+    tables, times = BlockSparseTables(layout), []
+    for _ in range(100):
+        begin = time.perf_counter()
+        tables.update(layout)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 1e-3
