@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, SupportsFloat, SupportsIn
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from ..arithmetic.elements import biases_of, results_of
 from ..plan.descriptor import Descriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
@@ -22,23 +23,6 @@ from ..vocab import (
     ScaleKind,
     Size,
 )
-
-_F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
-# 8-bit elements: the results they may have, the default first. The others: the element or f32.
-_OUT_OF = {
-    ElementKind.S8: (ElementKind.I32, ElementKind.S8, _F16, _BF16, _F32),
-    ElementKind.FP8_E4M3: (_BF16, _F16, _F32),
-}
-
-
-def _results(element: ElementKind) -> tuple[ElementKind, ...]:
-    return _OUT_OF.get(element, (element, _F32))
-
-
-def _biases(element: ElementKind, out: ElementKind) -> tuple[ElementKind, ...]:
-    if element not in _OUT_OF:
-        return element, _F32
-    return (_F32, _F32) if out.is_integer else (out, _F32)
 
 
 class GemmSparse24Descriptor(Descriptor):
@@ -86,9 +70,9 @@ class GemmSparse24Descriptor(Descriptor):
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Annotated[float, Number(finite=True)] = 1.0
-    out_element: ElementKind = Field(default_factory=lambda data: _results(data["element"])[0])
+    out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
     bias_element: ElementKind = Field(
-        default_factory=lambda data: _biases(data["element"], data["out_element"])[0]
+        default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
     )
     x_order: MatrixOrder = MatrixOrder.ROW
     y_order: MatrixOrder = MatrixOrder.ROW
@@ -123,8 +107,8 @@ class GemmSparse24Descriptor(Descriptor):
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
         for name, allowed in (
-            ("out_element", _results(self.element)),
-            ("bias_element", _biases(self.element, self.out_element)),
+            ("out_element", results_of(self.element)),
+            ("bias_element", biases_of(self.element, self.out_element)),
         ):
             if getattr(self, name) not in allowed:
                 words = " or ".join(dict.fromkeys(allowed))

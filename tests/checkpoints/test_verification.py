@@ -151,7 +151,7 @@ def test_what_does_not_match_is_found_in_the_dense_file(pair, change, complaint)
 @pytest.mark.parametrize("wrong", [0.01, np.nan, np.inf])
 def test_a_kernel_outside_its_guarantee_is_found(pair, monkeypatch, wrong):
     dense, out = pair
-    from sparse24_plans.gemm.arithmetic import epilogue
+    from sparse24_plans.arithmetic import epilogue
 
     right = epilogue.apply_epilogue
     monkeypatch.setattr(epilogue, "apply_epilogue", lambda acc, *rest: right(acc + np.float32(wrong), *rest))

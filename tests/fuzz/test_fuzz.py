@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from sparse24_plans.gemm.arithmetic import epilogue
+from sparse24_plans.arithmetic import epilogue
 from sparse24_plans.gemm.backends import host
 from sparse24_plans.prepare.backends import host as prepare_host
 

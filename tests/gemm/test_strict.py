@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, Sparse24Weight
-from sparse24_plans.gemm.arithmetic.epilogue import apply_epilogue
-from sparse24_plans.gemm.arithmetic.fma32 import fma_f32
+from sparse24_plans.arithmetic.epilogue import apply_epilogue
+from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.vocab import EpilogueKind
 
 from ..support import ELEMENTS, EPILOGUES, activate, make_case, same_bits

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sparse24_plans import EpilogueKind
+from sparse24_plans.arithmetic import epilogue
 from sparse24_plans.device.jit import codes, compiler
-from sparse24_plans.gemm.arithmetic import epilogue
 
 from .requests import GEMM_ROWS, REQUESTS, SOURCES, every_source
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ...arithmetic.epilogue import finished
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.operands import Views
 from ...vocab import ScaleKind
 from ..descriptor import GemmSparse24Descriptor
-from .epilogue import finished
 from .sums import AfterStep, Factors, sums
 
 Array = np.ndarray[Any, Any]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arithmetic.fma32 import fma_f32
 from ...plan.arithmetic import EXACT_SUM, Arithmetic
 from ...plan.operands import Views
 from ...vocab import ElementKind, GemmOp
@@ -22,7 +23,6 @@ from ...weights import canonical, dense
 from ...weights.layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
 from . import tensor_core
-from .fma32 import fma_f32
 
 Array = np.ndarray[Any, Any]
 AfterStep = Callable[[int, Array], Array]

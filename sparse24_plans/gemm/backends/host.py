@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arithmetic import epilogue
+from ...arithmetic.fma32 import fma_f32
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
@@ -22,8 +24,6 @@ from ...plan.operands import Views
 from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
 from ...weights.weight import PackedWeight, Sparse24Weight
-from ..arithmetic import epilogue
-from ..arithmetic.fma32 import fma_f32
 from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]

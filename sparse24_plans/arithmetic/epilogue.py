@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ...device.jit.compiler import KERNEL_FOLDER
-from ...vocab import ElementKind, EpilogueKind
-from ..descriptor import GemmSparse24Descriptor
+from ..device.jit.compiler import KERNEL_FOLDER
+from ..vocab import ElementKind, EpilogueKind
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +29,8 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return result
 
 
-def _exponential(y: Array) -> Array:
+def exponential(y: Array) -> Array:
+    """exp of float64 values from -120 to 120, in float64 and to its last bits."""
     c = _constants()
     n = np.floor(y * c["LOG2E"][0] + 0.5)
     r = (y - n * c["LN2_HI"][0]) - n * c["LN2_LO"][0]
@@ -42,13 +42,13 @@ def _erfc(z: Array) -> Array:
     c = _constants()
     t = 2.0 / (2.0 + z)
     u = (t - c["ERFC_MIDDLE"][0]) / c["ERFC_HALF"][0]
-    return t * _exponential(_polynomial(c["ERFC_COEFFICIENTS"], u) - z * z)
+    return t * exponential(_polynomial(c["ERFC_COEFFICIENTS"], u) - z * z)
 
 
 def _silu(v: Array) -> Array:
     wide = v.astype(np.float64)
     bounded = np.nan_to_num(np.clip(wide, -120.0, 120.0))
-    result = (wide / (1.0 + _exponential(-bounded))).astype(np.float32)
+    result = (wide / (1.0 + exponential(-bounded))).astype(np.float32)
     return np.where(v < -120.0, np.float32(-0.0), result)
 
 
@@ -98,12 +98,25 @@ def encoded(value: Array, element: ElementKind) -> Array:
     return bits
 
 
+class Finish(Protocol):
+    """What a product's descriptor says of what follows its sums."""
+
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def epilogue(self) -> EpilogueKind: ...
+    @property
+    def out_element(self) -> ElementKind: ...
+    @property
+    def is_plain(self) -> bool: ...
+
+
 def finished(
     sums: Array,
-    desc: GemmSparse24Descriptor,
-    scale_x: Array | None,
-    scale_w: Array | None,
-    bias: Array | None,
+    desc: Finish,
+    scale_x: Array | None = None,
+    scale_w: Array | None = None,
+    bias: Array | None = None,
 ) -> Array:
     """The results' bits: all that follows the sums, which are float32, or of s8 exact in float64.
 

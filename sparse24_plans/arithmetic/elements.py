@@ -1,0 +1,24 @@
+"""The types that the result and the bias of a product may have, by the element that is multiplied."""
+
+from __future__ import annotations
+
+from ..vocab import ElementKind
+
+_F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
+# 8-bit elements: the results they may have, the default first. The others: the element or f32.
+_OUT_OF = {
+    ElementKind.S8: (ElementKind.I32, ElementKind.S8, _F16, _BF16, _F32),
+    ElementKind.FP8_E4M3: (_BF16, _F16, _F32),
+}
+
+
+def results_of(element: ElementKind) -> tuple[ElementKind, ...]:
+    """Types of the result, the default first."""
+    return _OUT_OF.get(element, (element, _F32))
+
+
+def biases_of(element: ElementKind, out: ElementKind) -> tuple[ElementKind, ...]:
+    """Types of the bias of a result of type ``out``, the default first."""
+    if element not in _OUT_OF:
+        return element, _F32
+    return (_F32, _F32) if out.is_integer else (out, _F32)
