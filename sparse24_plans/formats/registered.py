@@ -19,6 +19,7 @@ from .._vendor import nibbles as nibble_pairs
 from ..errors import InvalidProblemError, Sparse24Error, shown
 from ..vocab import ElementKind, ElementLike, checked_flag, element_kind, integer
 from ..weights import canonical
+from ..weights.codes import VALID_CODES
 from .base import ALL_ELEMENTS, ForeignFormat, Incoming, Layout, Outgoing, Parts, WeightShape, row_major
 from .positions import EVEN, ODD, codes_in, nibbles_out, packed_nibbles, unpacked_nibbles
 from .table import BUILT_IN, FORMATS, NO_FORMATS
@@ -181,7 +182,7 @@ class _Order:
     def check(self, element: ElementKind) -> None:
         """Raise InvalidProblemError with the first word that ``decode`` doesn't give back."""
         rng = np.random.default_rng(0)
-        valid = [EVEN, ODD] if element is ElementKind.F32 else canonical.VALID_CODES
+        valid = [EVEN, ODD] if element is ElementKind.F32 else VALID_CODES
         for down, across in _TRIED * _ROUNDS:
             m, count = down * self.rows, across * self.words
             groups = count * self.word_bits // 4

@@ -1,14 +1,12 @@
 """The canonical 2:4 format in array code: one implementation for NumPy and CuPy.
 
 All functions work on unsigned-integer views of the elements, [rows, K] with K a multiple of 8, so that
-every element type, present and future, takes the same path. A *code* is the low nibble of a metadata
-byte: bits 1:0 the first kept position of the group of four, bits 3:2 the second, strictly increasing.
+every element type, present and future, takes the same path. :mod:`codes` says what a *code* is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -16,49 +14,10 @@ import numpy as np
 from ..errors import FormatError
 from ..vocab import ElementKind
 from . import groups
+from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING, VALID_CODES
 
 # So many elements a step keep NumPy's temporaries inside a core's cache.
 _HOST_STEP = 1 << 17
-
-
-def _code(first: int, second: int) -> int:
-    return first | second << 2
-
-
-PAIRS = tuple(combinations(range(4), 2))
-VALID_CODES = tuple(_code(first, second) for first, second in PAIRS)
-
-
-def _ranking_table() -> np.ndarray:
-    """Six comparisons ``key[i] >= key[j]`` (i < j, bit order of PAIRS) -> code of the two largest.
-
-    ``>=`` for i < j breaks ties toward the lower index.
-    """
-    table = np.zeros(64, np.uint8)
-    for outcome in range(64):
-        wins = [0] * 4
-        for bit, (i, j) in enumerate(PAIRS):
-            wins[i if outcome >> bit & 1 else j] += 1
-        first, second = sorted(sorted(range(4), key=lambda i: (-wins[i], i))[:2])
-        table[outcome] = _code(first, second)
-    return table
-
-
-TOO_MANY = 0xFF
-"""Marks a group with more than two non-zeros in the occupancy table."""
-
-
-def _occupancy_table() -> np.ndarray:
-    """Bit mask of the non-zero positions of a group -> code; spare slots take the lowest free position."""
-    table = np.full(16, TOO_MANY, np.uint8)
-    for mask in range(16):
-        used = [i for i in range(4) if mask >> i & 1]
-        if len(used) <= 2:
-            spare = [i for i in range(4) if i not in used]
-            first, second = sorted((used + spare)[:2])
-            table[mask] = _code(first, second)
-    return table
-
 
 FIRST_NAN = {
     ElementKind.F32: 0x7F800001,
@@ -69,15 +28,6 @@ FIRST_NAN = {
 }
 """The smallest magnitude bits that are a NaN, of every element that has one."""
 
-
-def _lowest_bits(mask: int) -> list[int]:
-    return [1 << i for i in range(4) if mask >> i & 1]
-
-
-_RANKING = _ranking_table()
-_OCCUPANCY = _occupancy_table()
-_FIRST_TWO = np.array([_OCCUPANCY[sum(_lowest_bits(mask)[:2])] for mask in range(16)])
-_MASK_OF_CODE = np.array([(1 << (code & 3) | 1 << (code >> 2)) & 15 for code in range(16)], np.uint8)
 _IS_VALID = np.isin(np.arange(256), VALID_CODES)
 
 
@@ -105,16 +55,27 @@ def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
     On the host they may go to ``out``, of the same shape and type.
     """
     if element in (ElementKind.S8, ElementKind.I32):
+        if isinstance(bits, np.ndarray):  # the magnitude of the smallest is its bits, unsigned
+            return np.absolute(bits.view(element.dtype), out=_typed(out, element)).view(bits.dtype)
         sign = (bits.view(element.dtype) >> (8 * element.itemsize - 1)).view(bits.dtype)  # 0 or all ones
         return (bits ^ sign) - sign
     if element in (ElementKind.U8, ElementKind.U16):
         return bits
-    limit = bits.dtype.type((1 << 8 * element.itemsize - 1) - 1)
+    limit = _largest_magnitude(bits)
     magnitude = bits & limit if out is None else np.bitwise_and(bits, limit, out=out)
     if element in FIRST_NAN and _may_exceed(magnitude, FIRST_NAN[element]):
         # One rank for all NaNs: their payload is no magnitude.
         magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
     return magnitude
+
+
+def _typed(out: Any, element: ElementKind) -> Any:
+    return None if out is None else out.view(element.dtype)
+
+
+def _largest_magnitude(bits: Any) -> Any:
+    """All bits but the sign."""
+    return bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 
 def _may_exceed(magnitude: Any, limit: int) -> bool:
@@ -124,26 +85,28 @@ def _may_exceed(magnitude: Any, limit: int) -> bool:
     return True
 
 
-def _keys_in(space: groups.Scratch, bits: Any, element: ElementKind) -> Any:
-    return magnitude_keys(bits, element, space.array("keys", bits.size, bits.dtype).reshape(bits.shape))
-
-
 def value_keys(bits: Any, element: ElementKind) -> Any:
     """Unsigned keys that order as the values do, signed. NaN ranks above Inf; +0.0 and -0.0 are equal."""
     if element.dtype.kind in "iu":
         return bits ^ bits.dtype.type(1 << 8 * element.itemsize - 1) if element.dtype.kind == "i" else bits
-    with np.errstate(invalid="ignore"):  # widening a signalling NaN
-        return score_keys(bits.view(element.dtype))
+    return _signed_keys(bits, FIRST_NAN[element])
 
 
-def score_keys(scores: Any) -> Any:
-    """float64 ranks of a caller's scores, larger is kept. NaN ranks above +Inf."""
-    xp = array_module(scores)
-    wide = scores.astype(np.float64)
-    bits = (wide + 0.0).view(np.uint64)  # + 0.0 turns -0.0 into +0.0: they tie
-    sign = np.uint64(1 << 63)
-    keys = xp.where(bits & sign != 0, ~bits, bits | sign)
-    return xp.where(xp.isnan(wide), np.uint64(2**64 - 1), keys)
+def float64_keys(values: Any) -> Any:
+    """The same of NumPy's float64, which is no element."""
+    return _signed_keys(values.view(np.uint64), 0x7FF0_0000_0000_0001)
+
+
+def _signed_keys(bits: Any, first_nan: int) -> Any:
+    top_bit = 8 * bits.itemsize - 1
+    negative = (bits.view(f"i{bits.itemsize}") >> top_bit).view(bits.dtype)  # 0 or all ones
+    magnitude = bits & _largest_magnitude(bits)
+    keys = magnitude ^ negative
+    keys -= negative
+    keys ^= bits.dtype.type(1 << top_bit)
+    if _may_exceed(magnitude, first_nan - 1):
+        keys[magnitude >= bits.dtype.type(first_nan)] = bits.dtype.type(2 ** (top_bit + 1) - 1)
+    return keys
 
 
 def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
@@ -157,46 +120,49 @@ def rank_codes(keys: Any) -> Any:
     """Codes [groups] of the two largest keys in every group of ``keys`` [rows, K]."""
     if isinstance(keys, np.ndarray):
         with groups.scratch() as space:
-            return _RANKING[groups.outcomes(keys, space)]
+            return groups.largest(keys, space)
     xp = array_module(keys)
     column = [xp.ascontiguousarray(keys[:, i::4]).reshape(-1) for i in range(4)]
     outcome = xp.zeros(column[0].shape, np.uint8)
     for bit, (i, j) in enumerate(PAIRS):
         outcome |= (column[i] >= column[j]).view(np.uint8) << np.uint8(bit)
-    return xp.asarray(_RANKING)[outcome]
+    return xp.asarray(RANKING)[outcome]
 
 
 def magnitude_codes(bits: Any, element: ElementKind) -> Any:
     """Codes [groups] of the two largest of ``bits`` [rows, K] by |value|."""
     if isinstance(bits, np.ndarray):
         with groups.scratch() as space:
-            return _RANKING[groups.outcomes(_keys_in(space, bits, element), space)]
+            keys = space.array("keys", bits.size, bits.dtype).reshape(bits.shape)
+            return groups.largest(magnitude_keys(bits, element, keys), space)
     return rank_codes(magnitude_keys(bits, element))
 
 
-def occupancy(bits: Any, element: ElementKind) -> Any:
-    """Masks [rows, groups] of the non-zeros of ``bits`` [rows, K], cell i in bit i. -0.0 counts as zero."""
+def covering_codes(bits: Any, element: ElementKind) -> tuple[Any, tuple[int, int, int] | None]:
+    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K], where -0.0 counts as zero; of a group
+    with more than two its first two, and then the row, group and non-zeros of the first such group too."""
     if isinstance(bits, np.ndarray):
         with groups.scratch() as space:
-            return groups.masks(_keys_in(space, bits, element), space)
-    nonzero = magnitude_keys(bits, element) != 0
-    masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
-    for i in range(4):
-        masks |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
-    return masks
+            cells = bits
+            if element in FIRST_NAN:
+                cells = space.array("keys", bits.size, bits.dtype).reshape(bits.shape)
+                np.bitwise_and(bits, _largest_magnitude(bits), out=cells)
+            codes, masks = groups.covering(cells, space)
+    else:
+        nonzero = magnitude_keys(bits, element) != 0
+        masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
+        for i in range(4):
+            masks |= nonzero[:, i::4].view(np.uint8) << np.uint8(i)
+        codes = codes_of_masks(masks)
+    return codes, None if masks is None else _first_crowded(masks.reshape(bits.shape[0], -1))
 
 
 def codes_of_masks(masks: Any) -> Any:
     """Codes [groups] of the first two cells of every mask. Spare slots take the lowest free positions."""
-    return _look_up(_FIRST_TWO, masks.reshape(-1))
+    return _look_up(OCCUPANCY & np.uint8(15), masks.reshape(-1))
 
 
-def masks_of_codes(codes: Any) -> Any:
-    """Masks [groups] of the two positions of every code, cell i in bit i."""
-    return _look_up(_MASK_OF_CODE, codes)
-
-
-def first_crowded(masks: Any) -> tuple[int, int, int] | None:
+def _first_crowded(masks: Any) -> tuple[int, int, int] | None:
     """Row, group and non-zeros of the first group of masks [rows, groups] that has more than two, or None."""
     rest = masks & (masks - np.uint8(1))  # without its lowest one
     crowded = rest & (rest - np.uint8(1)) != 0
@@ -220,11 +186,11 @@ def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0) -> Any:
 
     Raises FormatError for the first group with more than two non-zeros; ``first_row`` is added to its row.
     """
-    masks = occupancy(bits, element)
-    if (found := first_crowded(masks)) is not None:
-        row, group, count = found
+    codes, crowded = covering_codes(bits, element)
+    if crowded is not None:
+        row, group, count = crowded
         raise crowded_error(first_row + row, group, count)
-    return codes_of_masks(masks)
+    return codes
 
 
 def _flat_positions(codes: Any) -> tuple[Any, Any]:
@@ -302,7 +268,7 @@ def _complaint(byte: int) -> str:
 
 IMPOSSIBLE = 0xFF
 """Marks, in a table of targets, the occupied positions that no target covers."""
-_LOWEST_FREE = np.where(_OCCUPANCY == TOO_MANY, np.uint8(IMPOSSIBLE), _OCCUPANCY)
+_LOWEST_FREE = np.where(OCCUPANCY & CROWDED, np.uint8(IMPOSSIBLE), OCCUPANCY)
 
 
 def normalise(values: Any, codes: Any, element: ElementKind, first_row: int = 0) -> tuple[Any, Any]:

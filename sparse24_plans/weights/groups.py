@@ -1,30 +1,34 @@
-"""Groups of four on the host, a group a machine word: what :mod:`canonical` does for NumPy's arrays.
+"""Eight cells at a time on the host: what :mod:`canonical` does for NumPy's arrays.
 
-The four cells of a group lie side by side, so a group of 8-bit cells is read as one uint32 and one of 16-bit
-cells as one uint64, the first cell in the lowest bits (hosts are little-endian, as CUDA's all are). Every
-step is a pass of NumPy over contiguous memory, or a look-up in a small table. Blocks should fit a core's
-cache: ``canonical.row_steps`` makes such. What lies between two passes is memory that a thread uses again for
-its next block, because fresh pages cost more than the passes.
+Eight cells are two groups of four, and what is kept of them is one word of metadata, uint16, whose two codes
+make a number below 4096. So nearly all that is done with a word is a look-up in a table with a row for every
+word. What remains are passes of NumPy over contiguous memory, whose flags ``packbits`` brings to one byte for
+eight cells. (Hosts are little-endian, as CUDA's all are.)
+
+Blocks should fit a core's cache: ``canonical.row_steps`` makes such. What lies between two passes is memory
+that a thread uses again for its next block, because fresh pages cost more than the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import local
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _WORD_OF_GROUP: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint32), 2: np.dtype(np.uint64)}
-"""Bytes of a cell -> a group in one word. Groups of wider cells are gathered cell by cell."""
-_LAST_BITS = np.uint32(0x00010307)
-"""Of a group's four bytes: the comparisons of its first three cells with later ones of the same group."""
-_TO_OUTCOME = np.uint32(1 << 16 | 1 << 11 | 1 << 5)
-_TO_MASK = np.uint32(1 << 24 | 1 << 17 | 1 << 10 | 1 << 3)
+"""Bytes of a cell -> a group in one machine word. Wider cells are gathered one by one."""
+_CODES = np.uint16(0x0F0F)
+"""A metadata word without its stray bits: what is looked up, so that unchecked ones do no harm."""
+_STRAY_IN_CROWDED = np.uint16(CROWDED << 8 | CROWDED)
 
 
 class Scratch:
@@ -32,6 +36,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: dict[str, Array] = {}
+        self._evens = np.empty(0, np.intp)
 
     def array(self, name: str, size: int, dtype: npt.DTypeLike) -> Array:
         nbytes = size * np.dtype(dtype).itemsize
@@ -40,9 +45,15 @@ class Scratch:
             found = self._memory[name] = np.empty(nbytes, np.uint8)
         return found[:nbytes].view(dtype)
 
+    def evens(self, size: int) -> Array:
+        """0, 2, 4 and so on, to be read."""
+        if self._evens.size < size:
+            self._evens = np.arange(0, 2 * size, 2, dtype=np.intp)
+        return self._evens[:size]
+
     @property
     def nbytes(self) -> int:
-        return sum(memory.size for memory in self._memory.values())
+        return self._evens.nbytes + sum(memory.size for memory in self._memory.values())
 
 
 _MOST_KEPT = 8 << 20
@@ -62,37 +73,68 @@ def scratch() -> Iterator[Scratch]:
         _threads.scratch = found if found.nbytes <= _MOST_KEPT else None
 
 
-def outcomes(keys: Array, space: Scratch) -> Array:
-    """Six comparisons ``key[i] >= key[j]`` of each group of ``keys``, bit by bit in the order of
-    ``canonical.PAIRS``: intp [groups], in scratch memory."""
+# Choosing what is kept ----------------------------------------------------------------------------
+
+
+def largest(keys: Array, space: Scratch) -> Array:
+    """Codes uint8 [groups] of the two largest of each group of ``keys`` [rows, K]; of equals the first."""
     flat = np.ascontiguousarray(keys).reshape(-1)
-    found, further = (space.array(name, flat.size // 4, np.uint32) for name in ("found", "further"))
     # Cells are compared with those 1, 2 and 3 further on, across groups as well: those flags are masked out.
-    found[-1:] = 0
-    np.greater_equal(flat[:-1], flat[1:], out=found.view(bool)[:-1])
-    for distance in (2, 3):
-        further[-1:] = 0
-        np.greater_equal(flat[:-distance], flat[distance:], out=further.view(bool)[:-distance])
-        np.left_shift(further, np.uint32(distance - 1), out=further)
-        np.bitwise_or(found, further, out=found)
-    np.bitwise_and(found, _LAST_BITS, out=found)
-    # Bits 0-2, 8-9 and 16 of a word become bits 16-21: no sum of the lower ones carries so far.
-    np.multiply(found, _TO_OUTCOME, out=found)
-    np.right_shift(found, np.uint32(16), out=found)
-    np.bitwise_and(found, np.uint32(63), out=found)
-    index = space.array("index", found.size, np.intp)
-    np.copyto(index, found, casting="unsafe")
-    return index
+    near, middle, far = (_compared(flat, distance, space) for distance in (1, 2, 3))
+    np.bitwise_and(near, np.uint8(0x77), out=near)
+    np.left_shift(far, np.uint8(3), out=far)
+    np.bitwise_and(far, np.uint8(0x88), out=far)
+    np.bitwise_or(near, far, out=near)
+    np.bitwise_and(middle, np.uint8(0x33), out=middle)
+    index = space.array("index", near.size, np.intp)
+    np.copyto(index, near)
+    np.copyto(index.view(np.uint8)[1 :: index.itemsize], middle)
+    return np.take(_words_of_comparisons(), index).view(np.uint8)
 
 
-def masks(cells: Array, space: Scratch) -> Array:
-    """Masks uint8 [rows, groups] of the cells [rows, K] that aren't 0, cell i in bit i."""
-    flags = space.array("flags", cells.size, bool).reshape(cells.shape)
-    np.not_equal(cells, 0, out=flags)
-    words = flags.reshape(-1).view(np.uint32)
-    np.multiply(words, _TO_MASK, out=words)
-    np.right_shift(words, np.uint32(24), out=words)
-    return words.astype(np.uint8).reshape(cells.shape[0], cells.shape[1] // 4)
+def _compared(flat: Array, distance: int, space: Scratch) -> Array:
+    """A bit for each cell: whether it is at least the one so far on. The last ones' are undefined."""
+    flags = space.array("flags", flat.size, bool)
+    np.greater_equal(flat[:-distance], flat[distance:], out=flags[:-distance])
+    return np.packbits(flags, bitorder="little")
+
+
+@cache
+def _words_of_comparisons() -> Array:
+    """Metadata words of what :func:`largest` looks up: the low byte has the cells' comparisons with those 1
+    further on, in bit 3 of each half those with 3 further on; the high byte those with 2 further on."""
+    index = np.arange(1 << 14)
+    place = {1: (0, 1, 2), 2: (8, 9), 3: (3,)}
+    codes = []
+    for half in (0, 4):
+        outcome = sum((index >> place[j - i][i] + half & 1) << bit for bit, (i, j) in enumerate(PAIRS))
+        codes.append(RANKING[outcome])
+    return np.stack(codes, axis=1).view(np.uint16).reshape(-1)
+
+
+def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
+    """Codes uint8 [groups] that cover the cells [rows, K] that aren't 0, of a crowded group its first two;
+    and where there is a crowded group, the masks uint8 [groups] of such cells, cell i in bit i."""
+    flags = space.array("flags", cells.size, bool)
+    np.not_equal(cells, 0, out=flags.reshape(cells.shape))
+    masks = np.packbits(flags, bitorder="little")
+    index = space.array("index", masks.size, np.intp)
+    np.copyto(index, masks)
+    words = np.take(_words_of_masks(), index)
+    if not bool(np.bitwise_and(words, _STRAY_IN_CROWDED).any()):
+        return words.view(np.uint8), None
+    np.bitwise_and(words, _CODES, out=words)
+    return words.view(np.uint8), np.stack([masks & 15, masks >> 4], axis=1).reshape(-1)
+
+
+@cache
+def _words_of_masks() -> Array:
+    """Metadata words of two masks, the first in the lower bits; CROWDED is set in a crowded group's byte."""
+    masks = np.arange(256)
+    return np.stack([OCCUPANCY[masks & 15], OCCUPANCY[masks >> 4]], axis=1).view(np.uint16).reshape(-1)
+
+
+# Moving it ----------------------------------------------------------------------------------------
 
 
 def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
@@ -100,19 +142,13 @@ def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
     flat = np.ascontiguousarray(bits).reshape(-1)
     values = np.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
     word = _WORD_OF_GROUP.get(flat.itemsize)
-    if word is None:
-        np.take(flat, _positions(codes), mode="clip", out=values.reshape(-1, 2))
-        return values
-    cell = word.type(8 * flat.itemsize)
     with scratch() as space:
-        low, high = _shifts(codes, word, space)
-        groups = flat.view(word)
-        np.right_shift(groups, low, out=low)
-        np.bitwise_and(low, _ones(word), out=low)
-        np.right_shift(groups, high, out=high)
-        np.left_shift(high, cell, out=high)
-        np.bitwise_or(low, high, out=low)
-        np.copyto(values.reshape(-1).view(f"u{2 * flat.itemsize}"), low, casting="unsafe")
+        if word is None:
+            np.take(flat, _positions(codes, space), out=values.reshape(-1), mode="clip")
+            return values
+        for slot, shift in enumerate(_shifts(codes, word, space)):
+            np.right_shift(flat.view(word), shift, out=shift)
+            np.copyto(values.reshape(-1)[slot::2], shift.view(flat.dtype)[::4])
     return values
 
 
@@ -121,18 +157,18 @@ def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
     flat = np.ascontiguousarray(values).reshape(-1)
     dense = np.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
     word = _WORD_OF_GROUP.get(flat.itemsize)
-    if word is None:
-        dense[...] = 0
-        dense.reshape(-1)[_positions(codes)] = flat.reshape(-1, 2)
-        return dense
-    cell = word.type(8 * flat.itemsize)
     with scratch() as space:
+        if word is None:
+            dense[...] = 0
+            dense.reshape(-1)[_positions(codes, space)] = flat
+            return dense
+        cell = 8 * flat.itemsize
         low, high = _shifts(codes, word, space)
         pairs, first = (space.array(name, codes.size, word) for name in ("pairs", "first"))
         np.copyto(pairs, flat.view(f"u{2 * flat.itemsize}"))
-        np.bitwise_and(pairs, _ones(word), out=first)
+        np.bitwise_and(pairs, word.type((1 << cell) - 1), out=first)
         np.left_shift(first, low, out=low)
-        np.right_shift(pairs, cell, out=pairs)
+        np.right_shift(pairs, word.type(cell), out=pairs)
         np.left_shift(pairs, high, out=high)
         np.bitwise_or(low, high, out=dense.reshape(-1).view(word))
     return dense
@@ -141,21 +177,15 @@ def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
 def keep(bits: Array, codes: Array, out: Array) -> None:
     """``bits`` [rows, K] to ``out``, contiguous, with zeros where the codes [groups] name no position."""
     flat = np.ascontiguousarray(bits).reshape(-1)
-    word = _WORD_OF_GROUP.get(flat.itemsize)
-    if word is None:
-        scatter(gather(bits, codes), codes, out)
-        return
     with scratch() as space:
-        low, high = _shifts(codes, word, space)
-        for shift in (low, high):
-            np.left_shift(_ones(word), shift, out=shift)
-        np.bitwise_or(low, high, out=low)
-        np.bitwise_and(flat.view(word), low, out=out.reshape(-1).view(word))
+        kept = _look_up(_kept(flat.itemsize), _index(codes, space), space, "kept")
+        np.bitwise_and(flat.view(np.uint64), kept, out=out.reshape(-1).view(np.uint64))
 
 
-def _ones(word: np.dtype[Any]) -> Any:
-    """A cell's bits in the lowest cell of a group of ``word``."""
-    return word.type((1 << 2 * word.itemsize) - 1)
+def mask_bytes(codes: Array) -> Array:
+    """What is kept of eight cells in a byte, uint8 [groups / 2], cell i in bit i."""
+    with scratch() as space:
+        return _look_up(_bytes_of_words(), _index(codes, space), space, "masks").copy()
 
 
 def _shifts(codes: Array, word: np.dtype[Any], space: Scratch) -> tuple[Array, Array]:
@@ -170,10 +200,58 @@ def _shifts(codes: Array, word: np.dtype[Any], space: Scratch) -> tuple[Array, A
     return low, high
 
 
-def _positions(codes: Array) -> Array:
-    """Index [groups, 2] of every kept value among the cells."""
-    index = np.empty((codes.size, 2), np.int64)
-    base = np.arange(0, 4 * codes.size, 4, dtype=np.int64)
-    np.add(base, codes & np.uint8(3), out=index[:, 0])
-    np.add(base, codes >> np.uint8(2) & np.uint8(3), out=index[:, 1])
+# Tables with a row for every word -----------------------------------------------------------------
+
+
+def _index(codes: Array, space: Scratch) -> Array:
+    """The words of the codes, as NumPy's own type of an index: that is looked up three times as fast."""
+    words = codes.reshape(-1).view(np.uint16)
+    sound = space.array("sound", words.size, np.uint16)
+    np.bitwise_and(words, _CODES, out=sound)
+    index = space.array("index", words.size, np.intp)
+    np.copyto(index, sound)
     return index
+
+
+def _look_up(table: Array, index: Array, space: Scratch, name: str) -> Array:
+    """Rows of the table, flat, in the scratch memory of that name."""
+    found = space.array(name, index.size * table[0].size, table.dtype)
+    np.take(table, index, axis=0, out=found.reshape(index.size, *table.shape[1:]), mode="clip")
+    return found
+
+
+@cache
+def _slots() -> Array:
+    """The two positions of both groups of every word, int [4096, 2, 2]."""
+    words = np.arange(4096)
+    return np.stack([words >> shift & 3 for shift in (0, 2, 8, 10)], axis=1).reshape(-1, 2, 2)
+
+
+@cache
+def _bytes_of_words() -> Array:
+    first, second = _slots()[..., 0], _slots()[..., 1]
+    masks = 1 << first | 1 << second
+    return (masks[:, 0] | masks[:, 1] << 4).astype(np.uint8)
+
+
+@cache
+def _kept(itemsize: int) -> Array:
+    """All ones in the kept cells of every word, of so many bytes: uint64 [4096, itemsize]."""
+    flags = np.unpackbits(_bytes_of_words()[:, None], axis=1, bitorder="little")
+    cells = np.repeat(flags * np.uint8(255), itemsize, axis=1)
+    return cells.view(np.uint64)
+
+
+@cache
+def _offsets() -> Array:
+    """Positions of a word's four values among its eight cells, less two for each value before: [4096, 4]."""
+    cells = _slots() + np.array([[0], [4]])
+    found: Array = (cells.reshape(-1, 4) - 2 * np.arange(4)).astype(np.intp)
+    return found
+
+
+def _positions(codes: Array, space: Scratch) -> Array:
+    """Index of every kept value among the cells, in scratch memory."""
+    found = _look_up(_offsets(), _index(codes, space), space, "positions")
+    np.add(found, space.evens(found.size), out=found)
+    return found

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..vocab import ElementKind, TileRule
 from . import canonical
+from .codes import PAIRS
 
 Array = np.ndarray[Any, Any]
 
@@ -78,7 +79,7 @@ def _causal(keys: Array) -> Array:
 PATTERNS = tuple(
     rows
     for rows in product(range(6), repeat=4)
-    if all(sum(column in canonical.PAIRS[row] for row in rows) == 2 for column in range(4))
+    if all(sum(column in PAIRS[row] for row in rows) == 2 for column in range(4))
 )
 """The 90 ways to keep two cells of each row and of each column: indices into PAIRS, a row each."""
 
@@ -92,7 +93,7 @@ def _weights(bits: Array, element: ElementKind) -> Array:
 
 def _optimal(weights: Array) -> Array:
     """The pattern of the largest sum, (row 0 + row 1) + (row 2 + row 3) in float64; of equals the first."""
-    first, second = np.array(canonical.PAIRS).T
+    first, second = np.array(PAIRS).T
     cells = weights.reshape(-1, 4, 4)
     pairs = cells[:, :, first] + cells[:, :, second]
     best = np.full(len(weights), -1.0)
@@ -108,7 +109,7 @@ def _optimal(weights: Array) -> Array:
 
 def mask_of(pattern: tuple[int, ...]) -> int:
     """The mask of one of PATTERNS."""
-    cells = (4 * row + column for row, pair in enumerate(pattern) for column in canonical.PAIRS[pair])
+    cells = (4 * row + column for row, pair in enumerate(pattern) for column in PAIRS[pair])
     return sum(1 << cell for cell in cells)
 
 

@@ -23,7 +23,7 @@ from ..vocab import (
     element_kind,
     integer,
 )
-from . import canonical, threads
+from . import canonical, groups, threads
 from .layouts import buffer_bytes
 from .on_device import on_stream, short_forms
 
@@ -234,16 +234,11 @@ def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
         return lambda bits, rows: canonical.magnitude_codes(bits, view.element)
     if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
-        ranks, shape, device = scores, scores.shape, HOST
-        _check_scores(view, shape, device)
-    else:
-        ranks = _scores_view(view, scores).array()
-
-    def codes(bits: Any, rows: slice) -> Any:
-        with np.errstate(invalid="ignore"):  # widening a signalling NaN
-            return canonical.rank_codes(canonical.score_keys(ranks[rows]))
-
-    return codes
+        _check_scores(view, scores.shape, HOST)
+        return lambda bits, rows: canonical.rank_codes(canonical.float64_keys(scores[rows]))
+    by = _scores_view(view, scores)
+    ranks = by.bits()
+    return lambda bits, rows: canonical.rank_codes(canonical.value_keys(ranks[rows], by.element))
 
 
 def _scores_view(view: TensorView, scores: Any) -> TensorView:
@@ -266,8 +261,18 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
     CuPy array of the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a
     matrix with K a multiple of 8.
     """
-    weight = Sparse24Weight.prune_compress(dense, scores=scores, element=element, stream=stream)
-    return weight.decompress(stream=stream)
+    view = _dense_view(dense, element)
+    if view.device != HOST:
+        weight = Sparse24Weight.prune_compress(view, scores=scores, stream=stream)
+        return weight.decompress(stream=stream)
+    with on_stream(HOST, stream):
+        bits, codes_of = view.bits(), _ranker(view, scores)
+        pruned = np.empty(view.shape, bits.dtype)
+        threads.for_each(
+            lambda rows: groups.keep(bits[rows], codes_of(bits[rows], rows), out=pruned[rows]),
+            canonical.row_steps(view.shape[0], view.shape[1], True),
+        )
+    return TensorView.of(pruned, element=view.element).array()
 
 
 @dataclass(frozen=True, slots=True)

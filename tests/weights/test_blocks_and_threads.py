@@ -43,7 +43,8 @@ def two_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canonical, "_HOST_STEP", 2 * K)
     monkeypatch.setattr(threads, "cores", lambda: 4)
     with groups.scratch() as space:  # what an earlier block may have left
-        for name in ("found", "further", "flags", "keys", "index", "low", "high", "pairs", "first"):
+        cells, words = ("keys", "flags", "kept", "low", "high", "pairs", "first"), ("index", "sound", "masks")
+        for name in (*cells, *words, "positions"):
             space.array(name, 8 * K, np.uint64)[:] = 2**64 - 1
 
 

@@ -54,9 +54,8 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
         """Codes [groups] of the cells to keep."""
         if "scores" in views:
-            with np.errstate(invalid="ignore"):  # widening a signalling NaN
-                keys = canonical.score_keys(views["scores"].array()[rows])
-            codes: Array = canonical.rank_codes(keys)
+            scores = views["scores"]
+            codes: Array = canonical.rank_codes(canonical.value_keys(scores.bits()[rows], scores.element))
         else:
             codes = canonical.magnitude_codes(bits, self.descriptor.element)
         return codes
@@ -67,9 +66,8 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         def prune(rows: slice) -> None:
             codes = self._codes(dense[rows], views, rows)
             if "mask" in views:
-                halves = canonical.masks_of_codes(codes).reshape(-1, 2)
                 mask = views["mask"].bits()[rows]
-                mask[...] = (halves[:, 0] | halves[:, 1] << 4).reshape(mask.shape)
+                mask[...] = groups.mask_bytes(codes).reshape(mask.shape)
             if "pruned" in views:
                 groups.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
 
@@ -86,10 +84,10 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         crowded: list[tuple[int, int, int]] = []
 
         def compress(rows: slice) -> None:
-            masks = canonical.occupancy(dense[rows], desc.element)
-            if (found := canonical.first_crowded(masks)) is not None:
+            codes, found = canonical.covering_codes(dense[rows], desc.element)
+            if found is not None:
                 crowded.append((rows.start + found[0], *found[1:]))
-            self._write(views, rows, dense[rows], canonical.codes_of_masks(masks))
+            self._write(views, rows, dense[rows], codes)
 
         self._on_rows(compress)
         write_status(views["status"], desc.k, min(crowded, default=None))
