@@ -4,6 +4,9 @@ Importing this registers the ops ``torch.ops.sparse24.*``. CPU tensors go throug
 through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 try:
     import torch as _torch
 except ImportError as error:
@@ -26,8 +29,14 @@ from .swap import to_sparse24 as to_sparse24
 from .tensor import SemiStructuredError as SemiStructuredError
 from .tensor import Sparse24Tensor as Sparse24Tensor
 
+if _TYPE_CHECKING:
+    from .parallel import ColwiseSparse24 as ColwiseSparse24
+    from .parallel import RowwiseSparse24 as RowwiseSparse24
+
 __all__ = [
+    "ColwiseSparse24",
     "LoadReport",
+    "RowwiseSparse24",
     "SemiStructuredError",
     "Sparse24Linear",
     "Sparse24Recipe",
@@ -41,3 +50,12 @@ __all__ = [
     "to_sparse24",
     "use_as_default",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """The styles are imported when they are first asked for: not every PyTorch has torch.distributed."""
+    if name not in ("ColwiseSparse24", "RowwiseSparse24"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import parallel
+
+    return getattr(parallel, name)

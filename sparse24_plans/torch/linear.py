@@ -25,6 +25,8 @@ METHODS = ("prune", "compress", "tiles")
 VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
 """In a state_dict, as in our checkpoints: the canonical weight of the layer's ``weight``."""
 _K_STEP = 8
+_EMPTY_WORD = 0x0404
+"""Metadata of two groups without a non-zero: positions 0 and 1."""
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
@@ -90,18 +92,14 @@ class Sparse24Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)
-        wishes = self.preference.model_dump_json(exclude_defaults=True)
-        # What the op is called with behind its tensors: each argument costs, so those at their defaults go.
-        self._options: tuple[Any, ...] = (out_features,)
-        if (activation, out_dtype, wishes) != ("none", None, "{}"):
-            self._options += (activation, out_dtype, "" if wishes == "{}" else wishes)
         self._padding = -in_features % _K_STEP
+        self._choose_options()
         k = in_features + self._padding
         self.values = nn.Parameter(
             torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
         )
         self.register_buffer(
-            "metadata", torch.full((out_features, k // 8), 0x0404, dtype=torch.int16, device=device)
+            "metadata", torch.full((out_features, k // 8), _EMPTY_WORD, dtype=torch.int16, device=device)
         )
         self.register_buffer("packed", None)
         where = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
@@ -152,6 +150,13 @@ class Sparse24Linear(nn.Module):
         layer.train(linear.training)
         return layer
 
+    def _choose_options(self) -> None:
+        """What the op is called with behind its tensors. Each argument costs: those at their defaults go."""
+        wishes = self.preference.model_dump_json(exclude_defaults=True)
+        self._options: tuple[Any, ...] = (self._shape[0],)
+        if (self.activation, self.out_dtype, wishes) != ("none", None, "{}"):
+            self._options += (self.activation, self.out_dtype, "" if wishes == "{}" else wishes)
+
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Take these tensors for the layer's own."""
         self.packed = None
@@ -175,16 +180,25 @@ class Sparse24Linear(nn.Module):
         return self.in_features + self._padding
 
     @property
+    def _shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight as it is held."""
+        return self.out_features, self.k
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that the weight takes as it is held."""
         return sum(t.nbytes for t in (self.values, self.metadata, self.packed) if t is not None)
 
     def canonical(self) -> tuple[Tensor, Tensor]:
         """Values [M, K/2] and metadata [M, K/8], int16; the layer's own where it holds them."""
+        return self._held()
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """The canonical form of the weight as it is held."""
         if self.values is not None and self.metadata is not None:
             return self.values, self.metadata
         with torch.no_grad():
-            values, meta = _ops.unpack(self.packed, self.out_features, self.k)
+            values, meta = _ops.unpack(self.packed, *self._shape)
         return values, meta
 
     def dense_weight(self) -> Tensor:
@@ -200,7 +214,7 @@ class Sparse24Linear(nn.Module):
         packs = weight.is_cuda and weight.element_size() == 2 and not self.trainable
         if packs == (self.packed is not None):
             return
-        values, meta = self.canonical()
+        values, meta = self._held()
         if packs:
             with torch.no_grad():
                 self.packed = _ops.pack(values.detach(), meta)
@@ -212,13 +226,26 @@ class Sparse24Linear(nn.Module):
         self.values = nn.Parameter(values, requires_grad=self.trainable)
         self.metadata, self.packed = meta, None
 
+    def _clear(self) -> None:
+        """Zero, as a fresh layer is."""
+        assert self.values is not None
+        assert self.metadata is not None
+        with torch.no_grad():
+            self.values.zero_()
+            self.metadata.fill_(_EMPTY_WORD)
+            if self.bias is not None:
+                self.bias.zero_()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24Linear:
         weight = self._weight
         probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
         _checked_dtype(probe.dtype)
         if self.packed is not None:
-            self._unpack(*self.canonical())
+            self._unpack(*self._held())
+        was_meta = weight.is_meta
         super()._apply(fn, recurse)
+        if was_meta and not probe.is_meta:  # to_empty: memory that holds anything, and no metadata
+            self._clear()
         self._settle()
         return self
 
@@ -230,11 +257,18 @@ class Sparse24Linear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         values, meta = self.canonical()
-        bias = self.bias
-        destination[prefix + VALUES_KEY] = values if keep_vars else values.detach()
-        destination[prefix + META_KEY] = meta.view(torch.uint16)
-        if bias is not None:
-            destination[prefix + "bias"] = bias if keep_vars else bias.detach()
+        held = {VALUES_KEY: values, META_KEY: meta.view(torch.uint16), "bias": self.bias}
+        for key, tensor in held.items():
+            if tensor is not None:
+                destination[prefix + key] = self._shown(key, tensor if keep_vars else tensor.detach())
+
+    def _shown(self, key: str, tensor: Tensor) -> Tensor:
+        """A tensor of the layer as a state_dict has it."""
+        return tensor
+
+    def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
+        """What the layer takes of a state_dict's tensor, in the place of ``own``."""
+        return given
 
     def _load_from_state_dict(
         self,
@@ -272,7 +306,7 @@ class Sparse24Linear(nn.Module):
         for key, own in held.items():
             if key not in found:
                 continue
-            given = found[key].detach()
+            given = self._taken(key, found[key].detach(), own)
             if own is None or given.shape != own.shape:
                 shape = None if own is None else list(own.shape)
                 raise InvalidProblemError(f"{key}: expected {shape}, got {list(given.shape)}")
@@ -308,8 +342,8 @@ class Sparse24Linear(nn.Module):
         weight = self._weight
         descriptor = GemmSparse24Descriptor(
             n=n,
-            m=self.out_features,
-            k=self.k,
+            m=self._shape[0],
+            k=self._shape[1],
             element=element_of(weight.dtype, "weight"),
             epilogue=EpilogueKind(_epilogue(self.activation, self.bias is not None)),
             out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),

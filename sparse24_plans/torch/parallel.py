@@ -1,0 +1,450 @@
+"""Sparse24Linear over several devices: two styles for ``parallelize_module``, on torch.distributed alone.
+
+A column-parallel layer has rows of W (out features) on each rank: nothing is summed over ranks. A
+row-parallel one has columns of W (in features): each rank's product is a float32 sum of its columns, and the
+ranks' sums are added in float32 pair by pair, neighbours first; then come bias, activation and rounding,
+once. So the order doesn't depend on the collective's algorithm. docs/pytorch.md says which bits are those of
+one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..errors import InvalidProblemError, UnsupportedError
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..vocab import ElementKind, integer
+from ..weights.layouts import TILE_M
+from .elements import element_of, plan_device
+from .linear import META_KEY, VALUES_KEY, Sparse24Linear
+
+_linear: Any = torch.ops.sparse24.linear.default
+_LEAST_K = 8
+_FLOAT_ACTIVATIONS: dict[str, Any] = {
+    "none": lambda v: v,
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda v: nn.functional.gelu(v, approximate="tanh"),
+    "silu": nn.functional.silu,
+}
+
+
+# The layers -----------------------------------------------------------------------------------------
+
+
+class _ShardedLinear(Sparse24Linear):
+    """A Sparse24Linear of which each rank of a mesh has a part.
+
+    ``in_features`` and ``out_features`` are those of the whole. Parameters are the rank's own plain tensors;
+    in a state_dict they are DTensors.
+    """
+
+    _mesh: DeviceMesh
+    _style: ColwiseSparse24 | RowwiseSparse24
+    _axis: int
+    """Of W: 0 is cut along M, 1 along K."""
+
+    def _be_sharded(self, style: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
+        """Hold the rank's part of these tensors."""
+        self._style, self._mesh = style, mesh
+        parts: Any = [None if t is None else self._part(key, t) for key, t in whole.items()]
+        self._choose_options()
+        self._hold(*parts)
+
+    def _placement(self, key: str) -> Placement:
+        if key == "bias" and self._axis == 1:
+            return Replicate()
+        return Shard(self._axis)
+
+    def _part(self, key: str, whole: Tensor) -> Tensor:
+        """The rank's, in memory of its own."""
+        placement = self._placement(key)
+        if isinstance(placement, Shard):
+            whole = whole.chunk(self._mesh.size(), placement.dim)[self._mesh.get_local_rank()]
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def _shown(self, key: str, tensor: Tensor) -> Tensor:
+        return _tensor(DTensor.from_local(tensor, self._mesh, [self._placement(key)], run_check=False))
+
+    def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
+        placement = self._placement(key)
+        if isinstance(given, DTensor):
+            if given.device_mesh != self._mesh:
+                raise InvalidProblemError(
+                    f"{key}: expected a DTensor on {self._mesh}, got one on {given.device_mesh}"
+                )
+            return _tensor(given.redistribute(placements=[placement]).to_local())
+        wanted = list(own.shape)
+        if isinstance(placement, Shard):
+            wanted[placement.dim] *= self._mesh.size()
+        if list(given.shape) != wanted:
+            raise InvalidProblemError(
+                f"{key}: expected a DTensor, or the whole {wanted}, got {list(given.shape)}"
+            )
+        return self._part(key, given)
+
+    def _incoming(self, x: Tensor, wanted: Placement, gradient: Placement | None) -> Tensor:
+        """The rank's part of x; ``gradient``: what its gradients on the ranks are, where not parts too."""
+        mesh, given = self._mesh, self._style.input_layouts
+        if not isinstance(x, DTensor):
+            no_gradient = gradient is None or not (torch.is_grad_enabled() and x.requires_grad)
+            if given == (wanted,) and no_gradient:
+                return x
+            x = DTensor.from_local(x, mesh, given, run_check=False)
+        elif x.device_mesh != mesh:
+            raise InvalidProblemError(f"x: expected a DTensor on {mesh}, got one on {x.device_mesh}")
+        if x.placements != (wanted,):
+            x = x.redistribute(placements=[wanted])
+        return _tensor(x.to_local(grad_placements=None if gradient is None else [gradient]))
+
+    def _outgoing(self, y: Tensor, given: Placement, wanted: Placement) -> Tensor:
+        style = self._style
+        if style.use_local_output and given == wanted:
+            return y
+        whole = DTensor.from_local(y, self._mesh, [given], run_check=False)
+        if given != wanted:
+            whole = whole.redistribute(placements=[wanted])
+        return _tensor(whole.to_local() if style.use_local_output else whole)
+
+    def extra_repr(self) -> str:
+        cut = ("out_features", "in_features")[self._axis]
+        return f"{super().extra_repr()}, {cut} on {self._mesh.size()} ranks"
+
+
+class ColwiseSparse24Linear(_ShardedLinear):
+    """What ``ColwiseSparse24`` makes of a Sparse24Linear: rows of W, and of the bias, on each rank."""
+
+    _axis = 0
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features // self._mesh.size(), self.k
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say."""
+        y = super().forward(self._incoming(x, Replicate(), Partial()))
+        (wanted,) = self._style.output_layouts
+        return self._outgoing(y, Shard(y.dim() - 1), _counted(wanted, y))
+
+
+class RowwiseSparse24Linear(_ShardedLinear):
+    """What ``RowwiseSparse24`` makes of a Sparse24Linear: columns of W on each rank, the bias on all.
+
+    Where a rank has several parts of K, their weights lie one below the other in the layer's tensors.
+    """
+
+    _axis = 1
+    _parts: int
+    """Of K on this rank."""
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features * self._parts, self.k // (self._mesh.size() * self._parts)
+
+    def canonical(self) -> tuple[Tensor, Tensor]:
+        """Values and metadata of the rank's columns, its parts side by side."""
+        values, meta = self._held()
+        return _beside(values, self._parts), _beside(meta, self._parts)
+
+    def _choose_options(self) -> None:
+        wishes = self.preference.model_dump_json(exclude_defaults=True)
+        self._options = (self.out_features, "none", torch.float32, "" if wishes == "{}" else wishes)
+
+    def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
+        super()._hold(_below(values, self._parts), _below(meta, self._parts), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say."""
+        partial = folded(self._products(self._incoming(x, Shard(x.dim() - 1), None)))
+        (wanted,) = self._style.output_layouts
+        placed = _counted(wanted, partial)
+        y: Tensor = _SumOverRanks.apply(partial, self._mesh, getattr(placed, "dim", None))
+        if self.bias is not None:
+            y = y + self._bias_of(placed, y.dim()).float()
+        y = _FLOAT_ACTIVATIONS[self.activation](y).to(self.out_dtype or self._weight.dtype)
+        return self._outgoing(y, placed, placed)
+
+    def _products(self, x: Tensor) -> list[Tensor]:
+        """The float32 product of each of the rank's parts of K."""
+        parts, weight, meta = self._parts, self._weight, self.metadata
+        metas = [None] * parts if meta is None else meta.chunk(parts)
+        return [
+            _linear(columns, w, words, None, *self._options)
+            for columns, w, words in zip(x.chunk(parts, -1), weight.chunk(parts), metas, strict=True)
+        ]
+
+    def _bias_of(self, placed: Placement, dims: int) -> Tensor:
+        """The bias of the rank's results; where they aren't all results, its gradient is all ranks'."""
+        bias: Any = self.bias
+        if not isinstance(placed, Shard):
+            return _tensor(bias)
+        whole = DTensor.from_local(bias, self._mesh, [Replicate()], run_check=False)
+        local = _tensor(whole.to_local(grad_placements=[Partial()]))
+        if placed.dim != dims - 1:
+            return local
+        return local.chunk(self._mesh.size())[self._mesh.get_local_rank()]
+
+    def plan(self, n: int = 1) -> GemmSparse24Plan:
+        """The plan of the product of one part of K, of ``n`` tokens."""
+        weight = self._weight
+        element = element_of(weight.dtype, "weight")
+        descriptor = GemmSparse24Descriptor(
+            n=n, m=self.out_features, k=self._shape[1], element=element, out_element=ElementKind.F32
+        )
+        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+
+
+def _tensor(value: Any) -> Tensor:
+    made: Tensor = value
+    return made
+
+
+def _below(matrix: Tensor, parts: int) -> Tensor:
+    """[M, parts * k] -> [parts * M, k]: parts side by side go one below the other."""
+    if parts == 1:
+        return matrix
+    m, columns = matrix.shape
+    return matrix.view(m, parts, columns // parts).transpose(0, 1).reshape(parts * m, columns // parts)
+
+
+def _beside(matrix: Tensor, parts: int) -> Tensor:
+    """What ``_below`` undoes."""
+    if parts == 1:
+        return matrix
+    rows, k = matrix.shape
+    return matrix.view(parts, rows // parts, k).transpose(0, 1).reshape(rows // parts, parts * k)
+
+
+def _counted(placement: Placement, tensor: Tensor) -> Placement:
+    """With dimensions counted from the front."""
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + tensor.dim())
+    return placement
+
+
+# Sums over ranks ------------------------------------------------------------------------------------
+
+
+def folded(parts: list[Tensor]) -> Tensor:
+    """The sum, pair by pair: (0 + 1) + (2 + 3) and so on; one without a neighbour waits a round."""
+    while len(parts) > 1:
+        pairs = [one + other for one, other in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The ranks' float32 tensors, folded in the order of ranks: the whole sum, or a part along a dim."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        ranks = mesh.size()
+        if ranks == 1:
+            return partial.clone()
+        if dim is not None:
+            if partial.shape[dim] % ranks:
+                raise InvalidProblemError(
+                    f"output_layouts: expected a dimension {dim} that {ranks} ranks divide, got a result "
+                    f"{list(partial.shape)}"
+                )
+            return _scattered(torch.stack(partial.chunk(ranks, dim)), mesh)
+        if ranks == 2:
+            return folded(list(_gathered(partial, mesh).unbind()))
+        # Each rank sums a part, so that no more is moved than a ring would move.
+        flat = partial.reshape(-1)
+        padded = nn.functional.pad(flat, (0, -flat.numel() % ranks))
+        whole = _gathered(_scattered(padded.view(ranks, -1), mesh), mesh)
+        return whole.view(-1)[: flat.numel()].view(partial.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        if ctx.dim is not None and ctx.mesh.size() > 1:
+            dy = torch.cat(_gathered(dy, ctx.mesh).unbind(), dim=ctx.dim)
+        return dy, None, None
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Every rank's tensor, [ranks, ...]."""
+    found = part.new_empty((mesh.size() * part.numel(),))
+    dist.all_gather_into_tensor(found, part.reshape(-1), group=mesh.get_group())
+    return found.view(mesh.size(), *part.shape)
+
+
+def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Part r of every rank's [ranks, ...], folded, on rank r."""
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts.contiguous(), group=mesh.get_group())
+    return folded(list(found.unbind()))
+
+
+# The styles -----------------------------------------------------------------------------------------
+
+
+class _Style(ParallelStyle):
+    """What both styles take, as PyTorch's ColwiseParallel and RowwiseParallel do."""
+
+    _default_input: Placement
+    _default_output: Placement
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        for name, layout in given.items():
+            if layout is not None and type(layout) not in (Shard, Replicate):
+                raise InvalidProblemError(f"{name}: expected Shard or Replicate, got {layout!r}")
+        self.input_layouts = (input_layouts or self._default_input,)
+        self.output_layouts = (output_layouts or self._default_output,)
+        self.use_local_output = use_local_output
+
+    def __repr__(self) -> str:
+        about = ", ".join(f"{name}={value}" for name, value in vars(self).items() if name != "src_data_rank")
+        return f"{type(self).__name__}({about})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not Sparse24Linear:
+            raise InvalidProblemError(
+                f"module: expected a Sparse24Linear (to_sparse24 makes them), got a {type(module).__name__}"
+            )
+        if device_mesh.ndim != 1:
+            raise InvalidProblemError(f"device_mesh: expected one dimension, got {device_mesh}")
+        self._check(module, device_mesh.size())
+        parts = _agreed(module, device_mesh, self.src_data_rank)
+        self._shard(module, device_mesh, parts)
+        return module
+
+    def _check(self, layer: Sparse24Linear, ranks: int) -> None:
+        raise NotImplementedError
+
+    def _shard(self, layer: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
+        raise NotImplementedError
+
+
+def _agreed(layer: Sparse24Linear, mesh: DeviceMesh, source: int | None) -> dict[str, Tensor | None]:
+    """The whole layer's canonical tensors, those of rank ``source`` of the mesh; None: each rank's own."""
+    with torch.no_grad():
+        values, meta = layer.canonical()
+        bias = None if layer.bias is None else layer.bias.detach()
+        found = {VALUES_KEY: values.detach(), META_KEY: meta, "bias": bias}
+        if source is None or mesh.size() == 1 or values.is_meta:
+            return found
+        group = mesh.get_group()
+        for name, tensor in found.items():
+            if tensor is not None:
+                own = tensor.clone(memory_format=torch.contiguous_format)
+                dist.broadcast(own.view(torch.uint8), dist.get_global_rank(group, source), group=group)
+                found[name] = own
+    return found
+
+
+class ColwiseSparse24(_Style):
+    """Rows of W (out features) on each rank of the mesh: ColwiseParallel for a Sparse24Linear.
+
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of PyTorch's ColwiseParallel: by
+    default x is replicated, and the result lies on the ranks along its last dimension, as a plain tensor.
+    out_features must be a multiple of the ranks.
+
+    Where the layer requires batch invariance (or bits that are stable across hardware), results have the bits
+    of one device: the ranks' plans sum K as the whole weight's does (``PlanPreference.whole_m``).
+
+    ``parallelize_module`` raises InvalidProblemError for other modules, meshes of more than one dimension,
+    and sizes that don't divide.
+    """
+
+    _default_input, _default_output = Replicate(), Shard(-1)
+
+    def _check(self, layer: Sparse24Linear, ranks: int) -> None:
+        if layer.out_features % ranks:
+            raise InvalidProblemError(
+                f"out_features: expected a multiple of {ranks} ranks, got {layer.out_features}"
+            )
+
+    def _shard(self, layer: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
+        if layer.preference.require.batch_invariant:
+            layer.preference = layer.preference.model_copy(update={"whole_m": layer.out_features})
+        layer.__class__ = ColwiseSparse24Linear
+        layer._be_sharded(self, mesh, whole)
+
+
+class RowwiseSparse24(_Style):
+    """Columns of W (in features) on each rank of the mesh: RowwiseParallel for a Sparse24Linear.
+
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of PyTorch's RowwiseParallel: by
+    default x lies on the ranks along its last dimension, and the result is replicated, as a plain tensor.
+    in_features must be a multiple of 8 times the ranks.
+
+    Each rank's product is in float32; the sums are added pair by pair in the order of ranks, then come bias,
+    activation and rounding. So another number of ranks gives other bits, unless ``parts`` says into how many
+    equal parts K is cut on every number of ranks: a power of two that the ranks divide. A rank multiplies
+    its parts one by one. The bits are then those of one rank with as many parts. Where a rank has several,
+    out_features must be a multiple of 64, the rows of a tile.
+
+    ``parallelize_module`` raises InvalidProblemError for other modules, meshes of more than one dimension,
+    and sizes that don't divide; UnsupportedError for a layer that requires batch invariance where ``parts``
+    is None, and for one that requires bits that are stable across hardware: those are of one sum over K.
+    """
+
+    _default_input, _default_output = Shard(-1), Replicate()
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        parts: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+        )
+        if parts is not None:
+            found = integer(parts)
+            if found is None or found < 1 or found & (found - 1):
+                raise InvalidProblemError(f"parts: expected a power of two, got {parts!r}")
+        self.parts = parts
+
+    def _check(self, layer: Sparse24Linear, ranks: int) -> None:
+        parts = self.parts or ranks
+        if parts % ranks:
+            raise InvalidProblemError(f"parts: expected a multiple of {ranks} ranks, got {parts}")
+        if layer.in_features % (_LEAST_K * parts):
+            raise InvalidProblemError(
+                f"in_features: expected a multiple of {_LEAST_K} times {parts} parts of K, got "
+                f"{layer.in_features}"
+            )
+        if parts > ranks and layer.out_features % TILE_M:
+            raise InvalidProblemError(
+                f"out_features: expected a multiple of {TILE_M} where a rank has several parts of K, got "
+                f"{layer.out_features}"
+            )
+        require = layer.preference.require
+        if require.bit_stable_across_hardware:
+            raise UnsupportedError(
+                "require: bit_stable_across_hardware is defined for one sum over K, and a row-parallel layer "
+                "adds up those of its ranks; use ColwiseSparse24"
+            )
+        if require.batch_invariant and self.parts is None:
+            raise UnsupportedError(
+                "require: batch_invariant asks for bits that depend on nothing but x and W, and those of a "
+                "row-parallel layer depend on the number of ranks; with RowwiseSparse24(parts=) they don't: "
+                f"say into how many parts K is cut on any number of ranks, a multiple of the {ranks} here"
+            )
+
+    def _shard(self, layer: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
+        layer.__class__ = RowwiseSparse24Linear
+        layer._parts = (self.parts or mesh.size()) // mesh.size()
+        layer._be_sharded(self, mesh, whole)

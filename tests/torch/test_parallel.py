@@ -1,0 +1,518 @@
+"""Layers over several ranks: what each holds, gives and saves, on processes that exchange through gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear
+
+from .worlds import World
+
+F = nn.functional
+INVARIANT = {"batch_invariant": True}
+K, M = 128, 192
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    """Of four ranks, which most checks use as two pairs."""
+    world = World(4, tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+def mesh_of(ranks: int) -> DeviceMesh:
+    """The mesh that this rank is in: of all ranks, or of a row of them."""
+    if ranks == dist.get_world_size():
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("rows", "tp"))[
+        "tp"
+    ]
+
+
+def layer(
+    dtype: torch.dtype = torch.float32, bias: bool = True, m: int = M, k: int = K, **options
+) -> Sparse24Linear:
+    torch.manual_seed(1)
+    return Sparse24Linear.from_linear(nn.Linear(k, m, bias, dtype=dtype), **options)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    assert type(one) is torch.Tensor
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def close(y: torch.Tensor, wanted: torch.Tensor) -> None:
+    loss = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[y.dtype]
+    torch.testing.assert_close(y.double(), wanted.double(), rtol=loss, atol=loss * 10)
+
+
+# Columns --------------------------------------------------------------------------------------------
+
+
+def columns_have_the_bits_of_one(ranks: int, dtype: torch.dtype, options: dict) -> None:
+    mesh = mesh_of(ranks)
+    whole = layer(dtype, require=INVARIANT, **options)
+    cut = parallelize_module(layer(dtype, require=INVARIANT, **options), mesh, ColwiseSparse24())
+    assert cut.values.shape == (M // ranks, K // 2)
+    assert cut.bias.shape == (M // ranks,)
+    assert cut.plan(5).guarantee.batch_invariant
+    for shape in ((5, K), (2, 3, K), (K,), (0, K)):
+        x = tokens(*shape, dtype=dtype)
+        assert same(cut(x), part(whole(x), mesh, -1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"out_dtype": torch.float32}], ids=str)
+def test_columns_have_the_bits_of_one_device_where_batch_invariance_is_required(world, ranks, dtype, options):
+    world.run(columns_have_the_bits_of_one, ranks, dtype, options)
+
+
+def columns_ask_for_the_whole() -> int | None:
+    mesh = mesh_of(2)
+    assert parallelize_module(layer(), mesh, ColwiseSparse24()).plan().preference.whole_m is None
+    return parallelize_module(layer(require=INVARIANT), mesh, ColwiseSparse24()).plan().preference.whole_m
+
+
+def test_plans_of_columns_sum_as_the_whole_weights_where_batch_invariance_is_required(world):
+    """On a GPU the slices of K depend on M: the rank's plans are told that of the whole."""
+    assert world.run(columns_ask_for_the_whole) == [M] * 4
+
+
+# Rows -----------------------------------------------------------------------------------------------
+
+
+def rows_are_right(dtype: torch.dtype, options: dict) -> None:
+    mesh = mesh_of(2)
+    cut = parallelize_module(layer(dtype, **options), mesh, RowwiseSparse24())
+    whole = layer(dtype, **options)
+    assert cut.dense_weight().shape == (M, K // 2)
+    for shape in ((5, K), (2, 3, K), (K,), (0, K)):
+        x = tokens(*shape, dtype=dtype)
+        y, wanted = cut(part(x, mesh, -1)), whole(x)
+        assert y.dtype == wanted.dtype
+        assert y.shape == wanted.shape
+        close(y, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"out_dtype": torch.float32}], ids=str)
+def test_rows_are_added_up_over_ranks_then_bias_activation_and_rounding(world, dtype, options):
+    world.run(rows_are_right, dtype, options)
+
+
+def rows_in_parts(ranks: int, parts: int | None, out: Shard | Replicate) -> torch.Tensor:
+    """A row-parallel layer's whole result, of bfloat16."""
+    mesh = mesh_of(ranks)
+    options = {"require": INVARIANT} if parts else {}
+    cut = parallelize_module(
+        layer(torch.bfloat16, **options), mesh, RowwiseSparse24(parts=parts, output_layouts=out)
+    )
+    x = tokens(8, K, dtype=torch.bfloat16)
+    y = cut(part(x, mesh, -1))
+    if isinstance(out, Shard):
+        y = DTensor.from_local(y, mesh, [out]).full_tensor()
+    return y.float()
+
+
+def one_after_the_other(parts: int) -> torch.Tensor:
+    """The same sums, from plain layers of columns: ((0 + 1) + (2 + 3)) and so on, in float32."""
+    whole = layer(torch.bfloat16, require=INVARIANT)
+    x, dense = tokens(8, K, dtype=torch.bfloat16), whole.dense_weight()
+    sums = []
+    for columns, w in zip(x.chunk(parts, 1), dense.chunk(parts, 1), strict=True):
+        linear = nn.Linear(K // parts, M, False, dtype=torch.bfloat16)
+        linear.weight.data = w.contiguous()
+        options = {"out_dtype": torch.float32, "require": INVARIANT}
+        sums.append(Sparse24Linear.from_linear(linear, method="compress", **options)(columns))
+    while len(sums) > 1:
+        sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+    return (sums[0] + whole.bias.float()).bfloat16().float()
+
+
+@pytest.mark.parametrize("parts", [4, 8])
+@pytest.mark.parametrize("out", [Replicate(), Shard(0), Shard(-1)], ids=str)
+def test_with_parts_the_bits_are_those_of_any_number_of_ranks_and_the_stated_order(world, parts, out):
+    wanted = one_after_the_other(parts)
+    for ranks in (1, 2, 4):
+        assert all(torch.equal(y, wanted) for y in world.run(rows_in_parts, ranks, parts, out))
+
+
+def test_without_parts_each_rank_is_one_part(world):
+    wanted = one_after_the_other(4)
+    assert all(torch.equal(y, wanted) for y in world.run(rows_in_parts, 4, None, Replicate()))
+
+
+def batches_of_rows() -> None:
+    mesh = mesh_of(2)
+    cut = parallelize_module(layer(torch.bfloat16, require=INVARIANT), mesh, RowwiseSparse24(parts=2))
+    x = part(tokens(9, K, dtype=torch.bfloat16), mesh, -1)
+    assert torch.equal(cut(x), torch.cat([cut(x[i : i + 1]) for i in range(9)]))
+
+
+def test_rows_are_batch_invariant_where_it_is_required(world):
+    world.run(batches_of_rows)
+
+
+# Packed, compiled -----------------------------------------------------------------------------------
+
+
+def pack(one: Sparse24Linear) -> Sparse24Linear:
+    """As a frozen layer of 16 bits is held on a GPU."""
+    values, meta = one._held()
+    one.packed = torch.ops.sparse24.pack(values.detach(), meta)
+    one.values = one.metadata = None
+    return one
+
+
+def packed_layers(style: ColwiseSparse24 | RowwiseSparse24) -> None:
+    mesh, x = mesh_of(2), tokens(5, K, dtype=torch.bfloat16)
+    want = parallelize_module(layer(torch.bfloat16, require=INVARIANT), mesh, style)
+    cut = pack(parallelize_module(pack(layer(torch.bfloat16, require=INVARIANT)), mesh, style))
+    own = x if isinstance(style, ColwiseSparse24) else part(x, mesh, -1)
+    assert same(cut(own), want(own))
+    assert all(
+        torch.equal(t.to_local(), want.state_dict()[key].to_local()) for key, t in cut.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    "style", [ColwiseSparse24(), RowwiseSparse24(parts=2), RowwiseSparse24(parts=8)], ids=repr
+)
+def test_packed_layers_are_cut_and_cut_layers_packed(world, style):
+    world.run(packed_layers, style)
+
+
+def compiled() -> None:
+    torch._dynamo.reset()
+    cut = parallelize_module(model(), mesh_of(2), PLAN)
+    whole = torch.compile(cut, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for n in (5, 3, 8):
+            x = tokens(n, K, dtype=torch.bfloat16)
+            assert same(whole(x), cut(x))
+
+
+def test_a_block_compiles_in_one_graph(world):
+    world.run(compiled)
+
+
+# Layouts --------------------------------------------------------------------------------------------
+
+
+def a_feed_forward(require: dict | None, local: bool) -> None:
+    """Gate-less: up by columns, down by rows; nothing is exchanged between them."""
+    mesh = mesh_of(2)
+    options = {"require": require} if require else {}
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(layer(activation="silu", **options), layer(m=64, k=M, **options))
+
+    plan = {
+        "0": ColwiseSparse24(use_local_output=local),
+        "1": RowwiseSparse24(use_local_output=local, parts=2 if require else None),
+    }
+    cut, x = parallelize_module(model(), mesh, plan), tokens(2, 6, K)
+    y = cut(x)
+    if not local:
+        assert isinstance(y, DTensor)
+        assert y.placements == (Replicate(),)
+        y = y.to_local()
+    close(y, model()(x))
+
+
+@pytest.mark.parametrize("require", [None, INVARIANT], ids=str)
+@pytest.mark.parametrize("local", [True, False])
+def test_a_block_of_columns_and_rows(world, require, local):
+    world.run(a_feed_forward, require, local)
+
+
+def layouts(given: Shard | Replicate, wanted: Shard | Replicate, as_dtensor: bool) -> None:
+    mesh = mesh_of(2)
+    x, whole = tokens(4, 6, K), layer(require=INVARIANT)
+    for style, exact in ((ColwiseSparse24, True), (RowwiseSparse24, False)):
+        options = {"parts": 2} if style is RowwiseSparse24 else {}
+        how = style(input_layouts=given, output_layouts=wanted, use_local_output=not as_dtensor, **options)
+        cut = parallelize_module(layer(require=INVARIANT), mesh, how)
+        placed = distribute_tensor(x, mesh, [given])
+        y = cut(placed if as_dtensor else placed.to_local())
+        if as_dtensor:
+            assert y.placements == (wanted if isinstance(wanted, Replicate) else Shard(wanted.dim % 3),)
+            found = y.full_tensor()
+        else:
+            found = DTensor.from_local(y, mesh, [wanted]).full_tensor()
+        assert same(found, whole(x)) if exact else close(found, whole(x)) is None
+
+
+@pytest.mark.parametrize("given", [Replicate(), Shard(0), Shard(1), Shard(-1)], ids=str)
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(1), Shard(-1)], ids=str)
+@pytest.mark.parametrize("as_dtensor", [False, True])
+def test_x_and_the_result_lie_as_the_layouts_say(world, given, wanted, as_dtensor):
+    world.run(layouts, given, wanted, as_dtensor)
+
+
+# Gradients ------------------------------------------------------------------------------------------
+
+
+def gradients(wanted: Shard | Replicate) -> None:
+    mesh = mesh_of(2)
+    x, dy = tokens(4, K), tokens(4, M, seed=5)
+    whole = layer(trainable=True)
+    x0 = x.clone().requires_grad_()
+    whole(x0).backward(dy)
+
+    cut = parallelize_module(layer(trainable=True), mesh, ColwiseSparse24())
+    x1 = x.clone().requires_grad_()
+    cut(x1).backward(part(dy, mesh, -1))
+    close(x1.grad, x0.grad)
+    close(cut.values.grad, part(whole.values.grad, mesh, 0))
+    close(cut.bias.grad, part(whole.bias.grad, mesh, 0))
+
+    cut = parallelize_module(layer(trainable=True), mesh, RowwiseSparse24(output_layouts=wanted))
+    x1 = part(x, mesh, -1).clone().requires_grad_()
+    cut(x1).backward(dy if isinstance(wanted, Replicate) else part(dy, mesh, wanted.dim))
+    close(x1.grad, part(x0.grad, mesh, -1))
+    close(cut.values.grad, part(whole.values.grad, mesh, 1))
+    close(cut.bias.grad, whole.bias.grad)
+
+
+@pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(-1)], ids=str)
+def test_gradients_are_those_of_one_device(world, wanted):
+    world.run(gradients, wanted)
+
+
+# State ----------------------------------------------------------------------------------------------
+
+PLAN = {"0": ColwiseSparse24(), "1": RowwiseSparse24(parts=4)}
+
+
+def model(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    linears = nn.Linear(K, M, dtype=dtype), nn.Linear(M, 64, dtype=dtype)
+    return nn.Sequential(*(Sparse24Linear.from_linear(linear, require=INVARIANT) for linear in linears))
+
+
+def parallel_model(ranks: int, seed: int = 1) -> nn.Module:
+    return parallelize_module(model(seed), mesh_of(ranks), PLAN)
+
+
+def equal_states(cut: nn.Module, whole: nn.Module) -> bool:
+    """Of whole tensors, not gathered: no backend of PyTorch's exchanges uint16."""
+    own, pairs = cut.state_dict(), []
+    assert own.keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        found = own[name]
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        pairs.append((found.to_local(), distribute_part(tensor, found)))
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def distribute_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    (placement,) = like.placements
+    return tensor if isinstance(placement, Replicate) else part(tensor, like.device_mesh, placement.dim)
+
+
+def saved(ranks: int, path: str) -> None:
+    cut = parallel_model(ranks)
+    assert equal_states(cut, model())
+    dcp.save(cut.state_dict(), checkpoint_id=path)
+
+
+def loaded(ranks: int, path: str) -> None:
+    """Into a model of other values, on a mesh of so many ranks."""
+    cut = parallel_model(ranks, seed=7)
+    assert not equal_states(cut, model())
+    state = cut.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    cut.load_state_dict(state)
+    assert equal_states(cut, model())
+    mesh = mesh_of(ranks)
+    x = tokens(5, K, dtype=torch.bfloat16)
+    want = parallelize_module(model(), mesh, PLAN)(x)
+    assert same(cut(x), want)
+
+
+def test_what_ranks_save_other_numbers_of_ranks_load(world, tmp_path):
+    """And one process, without a group."""
+    world.run(saved, 2, str(tmp_path / "of two"))
+    world.run(saved, 4, str(tmp_path / "of four"))
+    alone = model().state_dict()
+    dcp.save(alone, checkpoint_id=str(tmp_path / "of one"), no_dist=True)
+    for name in ("of one", "of two", "of four"):
+        world.run(loaded, 4, str(tmp_path / name))
+        world.run(loaded, 2, str(tmp_path / name))
+        whole = model(seed=7)
+        state = whole.state_dict()
+        dcp.load(state, checkpoint_id=str(tmp_path / name), no_dist=True)
+        whole.load_state_dict(state)
+        assert all(torch.equal(t, alone[key]) for key, t in whole.state_dict().items())
+
+
+def whole_states() -> None:
+    """A whole state is cut where it is loaded; one of other shapes is refused, and nothing changes."""
+    cut = parallel_model(2, seed=7)
+    cut.load_state_dict(model().state_dict())
+    assert equal_states(cut, model())
+    bad = model().state_dict()
+    bad["1.weight.values24"] = bad["1.weight.values24"][:, : M // 4]
+    with pytest.raises(RuntimeError, match=r"expected a DTensor, or the whole \[64, 96\], got \[64, 48\]"):
+        cut.load_state_dict(bad)
+    assert equal_states(cut, model())
+
+
+def test_a_whole_state_is_cut_where_it_is_loaded(world):
+    world.run(whole_states)
+
+
+def built_without_memory(path: str) -> None:
+    """On the meta device, cut there, then given memory and loaded: no rank ever holds the whole."""
+    torch.manual_seed(0)
+    linears = [
+        Sparse24Linear(a, b, device="meta", dtype=torch.bfloat16, require=INVARIANT)
+        for a, b in ((K, M), (M, 64))
+    ]
+    cut = parallelize_module(nn.Sequential(*linears), mesh_of(2), PLAN)
+    assert cut[0].values.is_meta
+    assert cut[0].values.shape == (M // 2, K // 2)
+    cut.to_empty(device="cpu")
+    assert not cut(tokens(3, K, dtype=torch.bfloat16)).any()
+    state = cut.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    cut.load_state_dict(state)
+    assert equal_states(cut, model())
+
+
+def test_a_model_is_cut_before_it_has_memory(world, tmp_path):
+    dcp.save(model().state_dict(), checkpoint_id=str(tmp_path / "whole"), no_dist=True)
+    world.run(built_without_memory, str(tmp_path / "whole"))
+
+
+def whose_weights(source: int | None) -> tuple[int, list[float]]:
+    """The rank in its mesh, and its part of the bias; each rank comes with another model."""
+    mesh = mesh_of(2)
+    cut = parallelize_module(
+        model(seed=mesh.get_local_rank()), mesh, {"0": ColwiseSparse24()}, src_data_rank=source
+    )
+    return mesh.get_local_rank(), cut[0].bias.tolist()
+
+
+@pytest.mark.parametrize("source", [0, 1, None])
+def test_the_ranks_take_the_weights_of_one_of_them(world, source):
+    """Or each its own, as of PyTorch's styles."""
+    for rank, bias in world.run(whose_weights, source):
+        torch.manual_seed(rank if source is None else source)
+        whole = nn.Linear(K, M, dtype=torch.bfloat16).bias
+        assert bias == whole.chunk(2)[rank].tolist()
+
+
+def moved() -> None:
+    cut = parallel_model(2).half()
+    assert cut[1].values.dtype == torch.float16
+    assert "in_features on 2 ranks" in repr(cut)
+    assert cut(tokens(3, K, dtype=torch.float16)).dtype == torch.float16
+
+
+def test_a_cut_layer_changes_its_dtype_as_a_whole_one(world):
+    world.run(moved)
+
+
+# Refusals -------------------------------------------------------------------------------------------
+
+STRICT = {"bit_stable_across_hardware": True}
+REFUSED = {
+    "module: expected a Sparse24Linear": (lambda: nn.Linear(K, M), ColwiseSparse24(), InvalidProblemError),
+    "out_features: expected a multiple of 2 ranks, got 97": (
+        lambda: layer(m=97),
+        ColwiseSparse24(),
+        InvalidProblemError,
+    ),
+    "in_features: expected a multiple of 8 times 2 parts of K, got 120": (
+        lambda: layer(k=120),
+        RowwiseSparse24(),
+        InvalidProblemError,
+    ),
+    "in_features: expected a multiple of 8 times 4 parts of K, got 48": (
+        lambda: layer(k=48),
+        RowwiseSparse24(parts=4),
+        InvalidProblemError,
+    ),
+    "parts: expected a multiple of 2 ranks, got 1": (
+        lambda: layer(),
+        RowwiseSparse24(parts=1),
+        InvalidProblemError,
+    ),
+    "out_features: expected a multiple of 64": (
+        lambda: layer(m=96),
+        RowwiseSparse24(parts=4),
+        InvalidProblemError,
+    ),
+    "depend on the number of ranks": (lambda: layer(require=INVARIANT), RowwiseSparse24(), UnsupportedError),
+    "one sum over K": (lambda: layer(require=STRICT), RowwiseSparse24(parts=2), UnsupportedError),
+}
+
+
+def refused(message: str) -> None:
+    make, style, kind = REFUSED[message]
+    module = make()
+    before = type(module)
+    with pytest.raises(kind, match=message):
+        parallelize_module(module, mesh_of(2), style)
+    assert type(module) is before
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(world, message):
+    world.run(refused, message)
+
+
+def refused_later() -> None:
+    mesh = mesh_of(2)
+    cut = parallelize_module(layer(), mesh, RowwiseSparse24(output_layouts=Shard(0)))
+    with pytest.raises(
+        InvalidProblemError, match="output_layouts: expected a dimension 0 that 2 ranks divide"
+    ):
+        cut(tokens(3, K // 2))
+    with pytest.raises(InvalidProblemError, match="module: expected a Sparse24Linear"):
+        parallelize_module(cut, mesh, ColwiseSparse24())
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    with pytest.raises(InvalidProblemError, match="device_mesh: expected one dimension"):
+        parallelize_module(layer(), grid, ColwiseSparse24())
+    with pytest.raises(InvalidProblemError, match="x: expected a DTensor on"):
+        cut(distribute_tensor(tokens(4, K), grid["a"], [Replicate()]))
+
+
+def test_calls_that_do_not_fit_are_refused(world):
+    world.run(refused_later)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RowwiseSparse24(parts=3), "parts: expected a power of two, got 3"),
+        (lambda: RowwiseSparse24(parts="two"), "parts: expected a power of two, got 'two'"),
+        (lambda: ColwiseSparse24(input_layouts=Partial()), "input_layouts: expected Shard or Replicate"),
+        (lambda: RowwiseSparse24(output_layouts="rows"), "output_layouts: expected Shard or Replicate"),
+    ],
+)
+def test_styles_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(InvalidProblemError, match=message):
+        make()
