@@ -1,7 +1,10 @@
 """The public names, for type checkers; __init__.py loads each when it is first used."""
 
 from ._version import __version__ as __version__
+from .blocksparse.args import BlockSparseMatmulArgs as BlockSparseMatmulArgs
+from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape
 from .blocksparse.tables import BlockSparseTables as BlockSparseTables
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
@@ -66,6 +69,7 @@ from .prepare.plan import TilePruneSparse24Plan as TilePruneSparse24Plan
 from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku
 from .vocab import BackendKind as BackendKind
+from .vocab import BlockSparseOp as BlockSparseOp
 from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind
 from .vocab import EpilogueKind as EpilogueKind

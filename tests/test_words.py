@@ -10,6 +10,7 @@ import pytest
 from sparse24_plans import (
     ArchSku,
     BackendKind,
+    BlockSparseOp,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -36,6 +37,7 @@ WORDS = {
     GemmOp: "forward dgrad",
     MatrixOrder: "row column",
     ScaleKind: "none tensor row",
+    BlockSparseOp: "sdd dsd dds",
     PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",

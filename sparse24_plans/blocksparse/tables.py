@@ -6,7 +6,7 @@ same blocks column by column.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,13 +67,16 @@ class BlockSparseTables:
 
     def __init__(self, layout: BlockSparseLayout) -> None:
         """In memory of their own, on the host. Raises InvalidProblemError for anything but a layout."""
-        self.shape = _checked(layout).shape
-        self._memory = np.empty(length(self.shape), np.int32)
-        shown = self._memory.view()
-        shown.flags.writeable = False
-        self.lookup = LookUp.of(shown, self.shape)
-        self._view = TensorView.of(shown)
+        shape = _checked(layout).shape
+        self._set(shape, np.empty(length(shape), np.int32))
         self.update(layout)
+
+    def _set(self, shape: BlockSparseShape, memory: Array) -> None:
+        self.shape, self._memory = shape, memory
+        shown = memory.view()
+        shown.flags.writeable = False
+        self.lookup = LookUp.of(shown, shape)
+        self._view = TensorView.of(shown)
 
     def update(self, layout: BlockSparseLayout) -> None:
         """Write the tables of ``layout``, which has the same shape, in place.
@@ -94,11 +97,17 @@ class BlockSparseTables:
     def __repr__(self) -> str:
         return f"BlockSparseTables({self.shape!r})"
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise InvalidProblemError("BlockSparseTables: expected no deep copy; make another of the layout")
+    def __deepcopy__(self, memo: object) -> BlockSparseTables:
+        return _restored(self.shape, self._memory.copy())
 
-    def __reduce__(self) -> NoReturn:
-        raise InvalidProblemError("BlockSparseTables: expected no pickle; send the layout")
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.shape, self._memory)
+
+
+def _restored(shape: BlockSparseShape, memory: Array) -> BlockSparseTables:
+    tables = object.__new__(BlockSparseTables)
+    tables._set(shape, memory)
+    return tables
 
 
 def _checked(layout: object) -> BlockSparseLayout:
@@ -122,3 +131,13 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     np.take(row, tables.column_order, out=tables.column_rows)
     tables.column_pointers[0] = 0
     np.cumsum(np.bincount(column, minlength=columns), out=tables.column_pointers[1:])
+
+
+def view_of(shape: BlockSparseShape, given: object) -> TensorView:
+    """The memory of tables of such layouts. Raises InvalidProblemError for anything else."""
+    if type(given) is not BlockSparseTables:
+        hint = "; call plan.pack(layout)" if type(given) is BlockSparseLayout else ""
+        raise InvalidProblemError(f"layout: expected BlockSparseTables, got {type(given).__name__}{hint}")
+    if given.shape != shape:
+        raise InvalidProblemError(f"layout: expected tables of {shape!r}, got those of {given.shape!r}")
+    return given.view

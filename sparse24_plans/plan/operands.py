@@ -24,11 +24,16 @@ Views: TypeAlias = dict[str, TensorView]
 
 
 class Role(Enum):
-    """What an operand is to a plan. ``WEIGHT``: a weight object, which is read."""
+    """What an operand is to a plan.
+
+    ``WEIGHT``: a weight object, which is read. ``TABLES``: an object of the family's own, whose look-up
+    tables are read and never move.
+    """
 
     IN = 0
     OUT = 1
     WEIGHT = 2
+    TABLES = 3
 
 
 class Alignment(NamedTuple):
@@ -56,6 +61,8 @@ class Operand:
     alignment: int = 1
     may_be: str | None = None
     """The operand whose memory this one may share, exactly."""
+    of: Callable[[Any], TensorView] | None = None
+    """Of tables: gives their memory, or raises InvalidProblemError for what are not such tables."""
 
     def __post_init__(self) -> None:
         if not self.argument:
@@ -96,8 +103,8 @@ def fields_of(args_type: type[Args]) -> tuple[str, ...]:
 
 def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable[[Args], tuple[Any, ...]]:
     """A function that takes out of arguments what may lie elsewhere the next time."""
-    weights = {operand.argument for operand in operands if operand.role is Role.WEIGHT}
-    names = [name for name in fields_of(args_type) if name not in weights]
+    fixed = {operand.argument for operand in operands if operand.role in (Role.WEIGHT, Role.TABLES)}
+    names = [name for name in fields_of(args_type) if name not in fixed]
     if len(names) == 1:
         one = attrgetter(names[0])
         return lambda args: (one(args),)
@@ -177,6 +184,8 @@ class _TensorCheck:
         operand = self._operand
         name = operand.argument
         given = getattr(args, name)
+        if operand.of is not None:
+            given = operand.of(given)
         if given is None:
             if operand.optional:
                 return

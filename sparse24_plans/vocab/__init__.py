@@ -258,6 +258,18 @@ class TileRule(_Word):
     OPTIMAL = "optimal"
 
 
+class BlockSparseOp(_Word):
+    """Products C = A @ B of which one matrix is block-sparse (S) and two are dense (D).
+
+    The first letter is C's, then A's and B's: ``sdd`` computes the kept blocks of a dense product, ``dsd``
+    multiplies a sparse matrix from the left, ``dds`` one from the right.
+    """
+
+    SDD = "sdd"
+    DSD = "dsd"
+    DDS = "dds"
+
+
 class MaskLayout(_Word):
     """How a mask of [M, K] cells is stored, one bit a cell, as uint8.
 
@@ -276,6 +288,7 @@ TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py, as the next
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
+BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
 
 
 class OpCategory(_Word):

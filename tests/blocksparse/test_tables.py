@@ -74,15 +74,23 @@ def test_an_update_takes_the_same_shape_alone():
     assert np.array_equal(tables.view.array(), before)
 
 
-def test_tables_are_for_reading_and_stay_where_they_are():
+def test_tables_are_for_reading():
     tables = BlockSparseTables(random_layout())
     with pytest.raises(ValueError, match="read-only"):
         tables.lookup.columns[0] = 0
     assert tables.view.readonly
-    with pytest.raises(InvalidProblemError, match="no deep copy"):
-        copy.deepcopy(tables)
-    with pytest.raises(InvalidProblemError, match="no pickle; send the layout"):
-        pickle.dumps(tables)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_memory_of_its_own(copied):
+    layout = random_layout()
+    tables = BlockSparseTables(layout)
+    made = copied(tables)
+    assert made.view.address != tables.view.address
+    tables.update(BlockSparseLayout(layout.bitmap[:, ::-1], 16))
+    check(made, layout)
+    with pytest.raises(ValueError, match="read-only"):
+        made.lookup.columns[0] = 0
 
 
 def test_tables_are_made_in_less_than_a_millisecond():

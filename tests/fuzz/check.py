@@ -30,11 +30,14 @@ from ..plan.cases import equal, matrix, parts_of
 from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits
-from .problems import Preparation, Product
+from .check_blocks import check_block_problem
+from .problems import BlockProblem, Preparation, Problem, Product
 
 
-def check(problem: Product | Preparation, device: int | str) -> bool:
+def check(problem: Problem, device: int | str) -> bool:
     """Whether the problem was served; False: refused. Raises AssertionError, or whatever went wrong."""
+    if isinstance(problem, BlockProblem):
+        return check_block_problem(problem, device)
     if isinstance(problem, Preparation):
         return _check_preparation(problem, device)
     return _check_product(problem, device)

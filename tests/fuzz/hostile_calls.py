@@ -13,6 +13,7 @@ import numpy as np
 import sparse24_plans
 from sparse24_plans import (
     BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
     BlockSparseShape,
     BlockSparseTables,
     Device,
@@ -35,7 +36,7 @@ from sparse24_plans.formats.table import FORMATS
 from sparse24_plans.vocab import Model
 
 from ..checkpoints.models import dense_file
-from ..plan.cases import PLANS, PROBLEMS, PlanCase, case_of
+from ..plan.cases import PLANS, PROBLEMS, PlanCase, case_of, select
 from ..support import Guarded
 
 PATH_ARGUMENTS = {"path", "source", "destination", "compressed", "dense_path"}
@@ -340,6 +341,8 @@ _call("BlockSparseLayout.to_dense", LAYOUT.to_dense, values=_BLOCKS)
 _call("BlockSparseLayout.to_json", LAYOUT.to_json)
 _call("BlockSparseLayout.from_json", BlockSparseLayout.from_json, text=LAYOUT.to_json())
 _call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
+_MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32")
+_call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)
 _call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
 
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from sparse24_plans import (
     BackendKind,
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    BlockSparseOp,
     ElementKind,
     EpilogueKind,
     GemmSparse24Descriptor,
@@ -85,13 +88,31 @@ class Preparation:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-def draw(seed: int, case: int, device: int | str) -> Product | Preparation | Attack:
-    """The problem of this number. On the host every fourth is a call with hostile arguments."""
+@dataclass(frozen=True)
+class BlockProblem:
+    """Something computed with a block-sparse matrix."""
+
+    desc: Any
+    layout: BlockSparseLayout
+    preference: PlanPreference
+    data_seed: tuple[int, ...] = field(repr=False)
+
+
+Problem = Product | Preparation | BlockProblem
+
+
+def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
+    """The problem of this number. On the host every fourth is a call with hostile arguments.
+
+    There every eighth is block-sparse too: no GPU has kernels for these yet.
+    """
     on_gpu = device != "host"
     key = (seed, case, int(on_gpu))
     rng = np.random.default_rng(key)
     if not on_gpu and case % 4 == 3:
         return draw_attack(rng)
+    if not on_gpu and case % 8 == 5:
+        return _block_problem(rng, (*key, 1))
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
@@ -219,6 +240,29 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
     m = _size(rng, min(limits.side, limits.cells // 8), 8 if squares else 1)
     k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 8)
     return Preparation(kind(m=m, k=k, **fields), str(_pick(rng, MOODS)), without, data_seed)
+
+
+def _layout(rng: np.random.Generator, cells: int) -> BlockSparseLayout:
+    """Of at most so many cells, unless that is less than a block."""
+    block = int(_pick(rng, (16, 16, 32, 64, 128)))
+    heads = int(rng.integers(1, 4)) if rng.random() < 0.95 else 0
+    most = max(1, cells // (max(heads, 1) * block * block))
+    rows = _size(rng, min(most, 8))
+    cols = _size(rng, max(1, min(most // max(rows, 1), 8)))
+    kept = rng.random((heads, rows, cols)) < _pick(rng, (0.0, 0.1, 0.3, 0.6, 1.0))
+    return BlockSparseLayout(kept, block)
+
+
+def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
+    layout, preference = _layout(rng, 1 << 15), _preference(rng, host=True)
+    element = _pick(rng, _RESULTS)
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng), "n": _size(rng, 40)}
+    fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
+    if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
+        fields |= {"epilogue": _pick(rng, EpilogueKind), "bias_element": _default_bias(fields)}
+    desc = BlockSparseMatmulDescriptor(layout=layout, batch=_pick(rng, (1, 1, 2, 3, 0)), **fields)
+    return BlockProblem(desc, layout, preference, data_seed)
 
 
 # Data ---------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from sparse24_plans.arithmetic import epilogue
+from sparse24_plans.blocksparse.backends import host as blocksparse_host
 from sparse24_plans.gemm.backends import host
 from sparse24_plans.prepare.backends import host as prepare_host
 
 from . import __main__ as fuzz
 from . import worker
-from .problems import Preparation, Product, draw
+from .problems import BlockProblem, Preparation, Product, draw
 
 
 def test_a_case_follows_from_seed_and_number():
@@ -32,6 +33,9 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     problems = [draw(1, case, "host") for case in range(3000)]
     products = [one.desc for one in problems if isinstance(one, Product)]
     prepared = [one.desc for one in problems if isinstance(one, Preparation)]
+    blocks = [one.desc for one in problems if isinstance(one, BlockProblem)]
+    assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds"}
+    assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}
     assert len({(type(one), one.element) for one in prepared}) == 6 * 7 + 4
@@ -82,6 +86,15 @@ def test_bits_that_change_are_found(monkeypatch):
 
     monkeypatch.setattr(epilogue, "apply_epilogue", drifting)
     assert any("other bits in a second run" in error for error in outcomes(300))
+
+
+def test_a_wrong_block_product_is_found(monkeypatch):
+    right = blocksparse_host.finished
+    monkeypatch.setattr(
+        blocksparse_host, "finished", lambda *given, **more: right(*given, **more) ^ np.uint8(8)
+    )
+    found = [worker.outcome(1, case, "host").get("error") for case in range(5, 200, 8)]
+    assert sum("results are wrong" in str(error) for error in found) > 5
 
 
 def test_a_wrong_preparation_is_found(monkeypatch):

@@ -31,6 +31,8 @@ def test_a_caller_launches_what_run_runs(desc, device):
     if hasattr(case.args, "weight") and "values" not in views:
         names = [name for name in caller.operands if name in ("values", "metadata", "packed")]
         views |= dict(zip(names, getattr(case.args.weight, "buffers", ()), strict=False))
+    if hasattr(case.args, "layout"):
+        views["layout"] = case.args.layout.view
     addresses = tuple(views.get(name, views.get(renamed(name, case))).address for name in caller.operands)
     space = 0 if case.space is None else case.space.address
     for _ in range(3):

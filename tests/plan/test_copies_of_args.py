@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparse24_plans import GemmSparse24Args, InvalidProblemError, TensorView, UnsupportedError
+from sparse24_plans import (
+    BlockSparseTables,
+    GemmSparse24Args,
+    InvalidProblemError,
+    TensorView,
+    UnsupportedError,
+)
 
 from .cases import PROBLEMS, PlanCase, case_of, name_of
 
@@ -37,6 +43,8 @@ def memory_of(args: Any) -> list[TensorView]:
             found.append(TensorView.of(value))
         elif hasattr(value, "buffers"):
             found += value.buffers
+        elif isinstance(value, BlockSparseTables):
+            found.append(value.view)
         elif hasattr(value, "values_view"):
             found += [value.values_view, value.metadata_view]
     return found

@@ -10,7 +10,7 @@ import pytest
 
 from sparse24_plans import Bound, GemmSparse24Args, GemmSparse24Descriptor, InvalidProblemError
 
-from .cases import KERNELS, PROBLEMS, case_of, equal, kernel_case, name_of, select
+from .cases import KERNELS, PROBLEMS, case_of, equal, kernel_case, name_of, random_inputs, select
 from .toy import ToyArgs, ToyDescriptor, ToyPlan
 
 every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
@@ -40,6 +40,8 @@ def test_a_launch_reads_what_the_operands_hold_then(desc):
     if hasattr(first.args, "weight") and "values" not in first.guarded:  # what plan.pack made
         for ours, theirs in zip(first.args.weight.buffers, second.args.weight.buffers, strict=True):
             ours.bits()[...] = theirs.bits()
+    if hasattr(first.args, "layout"):  # tables, in place
+        first.args.layout.update(random_inputs(desc, seed=2)["layout"])
     bound.launch()
     assert equal(first.fetch(), want)
 

@@ -29,7 +29,7 @@ from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
 
 from ..places import AMPERE, HOPPER, HOST, PLACES, TURING
 from ..strategies import gemm_descriptors, preferences, prepare_descriptors
-from .cases import PLANS, PROBLEMS, name_of, select
+from .cases import BLOCKSPARSE, GEMM, PLANS, PREPARE, PROBLEMS, name_of, select
 
 
 @dataclass(frozen=True)
@@ -282,11 +282,19 @@ def test_an_absent_gpu_that_is_too_old(desc):
             or f"runs on the host, the plan is for {TURING}" in line
             or "does not serve" in line
         )
-    with pytest.raises(UnsupportedError, match="needs compute capability"):
+    words = "runs on the host" if desc in BLOCKSPARSE else "needs compute capability"
+    with pytest.raises(UnsupportedError, match=words):
         choose(consider(PLANS[type(desc)].table, desc, PlanPreference(), TURING))
 
 
-@every_problem
+@pytest.mark.parametrize("desc", BLOCKSPARSE, ids=name_of)
+def test_no_gpu_serves_block_sparse_problems_yet(desc):
+    answer = explain(desc, device=HOPPER)
+    assert answer.chosen is None
+    assert all("runs on the host" in reason for _, _, reason in answer.rows)
+
+
+@pytest.mark.parametrize("desc", [*GEMM, *PREPARE], ids=name_of)
 def test_an_absent_gpu_that_serves(desc):
     answer = explain(desc, device=HOPPER)
     rows = {name: (backend, reason) for name, backend, reason in answer.rows}

@@ -1,0 +1,86 @@
+"""Products with block-sparse matrices in NumPy, a line of blocks at a time.
+
+A line is a row of blocks of op(S). Its blocks side by side are a dense strip, and so are the rows of the
+other matrix that they meet: one product of two dense matrices, whose sums run over kept blocks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arithmetic.fma32 import fma_f32
+from ..shape import BlockSparseShape
+from ..tables import LookUp
+
+Array = np.ndarray[Any, Any]
+Multiply = Callable[[Array, Array], Array]
+"""[Z, m, k], [Z, k, n], float32 -> their product [Z, m, n], float32; of integers float64, exact."""
+
+
+class Line(NamedTuple):
+    """A row of blocks of op(S)."""
+
+    head: int
+    cells: slice
+    """The rows of op(S) that it stands for."""
+    across: Array
+    """Its blocks' columns in op(S), rising."""
+    places: Array
+    """Its blocks among the values."""
+
+
+def lines(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Iterator[Line]:
+    """Those of S, or of S transposed."""
+    pointers, inner, count = tables.row_pointers, tables.columns, shape.block_rows
+    order: Array = np.arange(shape.blocks)
+    if transposed:
+        pointers, inner, count = tables.column_pointers, tables.column_rows, shape.block_cols
+        order = tables.column_order
+    for at in range(shape.heads * count):
+        head, line = divmod(at, count)
+        part = slice(pointers[at], pointers[at + 1])
+        cells = slice(line * shape.block, (line + 1) * shape.block)
+        yield Line(head, cells, inner[part], order[part])
+
+
+def blas(left: Array, right: Array) -> Array:
+    """In whatever order BLAS likes."""
+    product: Array = left @ right
+    return product
+
+
+def exact(left: Array, right: Array) -> Array:
+    """Of 8-bit integers: float64 holds every sum of fewer than 2^39 products."""
+    product: Array = left.astype(np.float64) @ right.astype(np.float64)
+    return product
+
+
+def in_order(left: Array, right: Array) -> Array:
+    """One float32 fma a product, in increasing k, from +0."""
+    acc = np.zeros((left.shape[0], left.shape[1], right.shape[2]), np.float32)
+    for k in range(left.shape[2]):
+        acc = fma_f32(left[:, :, k, None], right[:, k, None, :], acc)
+    return acc
+
+
+def sparse_times_dense(
+    line: Line, values: Array, dense: Array, multiply: Multiply, *, transposed: bool
+) -> Array:
+    """The sums [Z, block, n] of one line of op(S) [Z, ...] times ``dense`` [Z, H, K, n]."""
+    tiles = values[:, line.places]
+    if transposed:
+        tiles = tiles.swapaxes(2, 3)
+    batch, count, block, _ = tiles.shape
+    strip = tiles.swapaxes(1, 2).reshape(batch, block, count * block)
+    met = (line.across[:, None] * block + np.arange(block)).reshape(-1)
+    return multiply(strip, dense[:, line.head][:, met])
+
+
+def dense_times_dense(line: Line, left: Array, right: Array, multiply: Multiply, block: int) -> Array:
+    """The line's blocks [Z, ..., block, block] of ``left`` [Z, H, M, n] @ ``right`` [Z, H, n, N]."""
+    met = (line.across[:, None] * block + np.arange(block)).reshape(-1)
+    found = multiply(left[:, line.head, line.cells], right[:, line.head][:, :, met])
+    return found.reshape(found.shape[0], block, line.across.size, block).swapaxes(1, 2)

@@ -1,0 +1,80 @@
+"""The host tier: NumPy. ``host_blas`` calls BLAS; ``host_strict`` is the oracle.
+
+What the strict mode computes, bit for bit, is in docs/blocksparse.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...arithmetic.epilogue import finished
+from ...device.streams import Launch
+from ...device.tensors import TensorView
+from ...plan.kernel import Choice
+from ...plan.kernel import Kernel as BaseKernel
+from ...plan.operands import Views
+from ...vocab import BlockSparseOp, ElementKind
+from ...weights import dense
+from ..arithmetic import products
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..tables import LookUp
+
+Array = np.ndarray[Any, Any]
+
+
+class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        strict = choice.row.strict
+        self.details = "NumPy, emulated float32 fma" if strict else "NumPy, BLAS"
+        self._multiply = products.in_order if strict else products.blas
+        if self.descriptor.element is ElementKind.S8:
+            self._multiply = products.exact
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        return lambda stream: self._run(views)
+
+    def _run(self, views: Views) -> None:
+        tables = LookUp.of(views["layout"].array(), self.descriptor.layout)  # as they are now
+        with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
+            if self.descriptor.op is BlockSparseOp.SDD:
+                self._sdd(views, tables)
+            else:
+                self._one_sparse(views, tables)
+
+    def _sdd(self, views: Views, tables: LookUp) -> None:
+        desc, c = self.descriptor, views["c"].bits()
+        left, right = _turned(widened(views["a"]), desc.trans_a), _turned(widened(views["b"]), desc.trans_b)
+        for line in products.lines(desc.layout, tables, transposed=False):
+            sums = products.dense_times_dense(line, left, right, self._multiply, desc.layout.block)
+            c[:, line.places] = finished(sums, desc)
+
+    def _one_sparse(self, views: Views, tables: LookUp) -> None:
+        """``dds`` is ``dsd`` with everything transposed: C^T = op(S)^T op(A)^T."""
+        desc, on_the_right = self.descriptor, self.descriptor.op is BlockSparseOp.DDS
+        sparse, other = ("b", "a") if on_the_right else ("a", "b")
+        turned = desc.trans_a if on_the_right else desc.trans_b
+        values, matrix = widened(views[sparse]), _turned(widened(views[other]), turned != on_the_right)
+        c = _turned(views["c"].bits(), on_the_right)
+        bias = views["bias"].array()[:, :, None] if "bias" in views else None
+        transposed = desc.trans_sparse != on_the_right
+        for line in products.lines(desc.layout, tables, transposed=transposed):
+            sums = products.sparse_times_dense(line, values, matrix, self._multiply, transposed=transposed)
+            added = None if bias is None else bias[line.head, line.cells]
+            c[:, line.head, line.cells] = finished(sums, desc, bias=added)
+
+
+def widened(view: TensorView) -> Array:
+    """An operand as float32: itself where it is that."""
+    if view.element is ElementKind.F32:
+        own: Array = view.array()
+        return own
+    wide = np.empty(view.shape, np.float32)
+    dense.widen(view.bits(), view.element, wide)
+    return wide
+
+
+def _turned(matrices: Array, turn: bool) -> Array:
+    return matrices.swapaxes(-1, -2) if turn else matrices

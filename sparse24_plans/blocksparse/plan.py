@@ -1,0 +1,45 @@
+"""Plans of block-sparse matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan.operands import Args
+from ..plan.plan import Plan
+from .args import BlockSparseMatmulArgs
+from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from .layout import BlockSparseLayout
+from .table import MATMUL_ROWS
+from .tables import BlockSparseTables, view_of
+
+
+class BlockSparsePlan(Plan):
+    """What the plans of this family share."""
+
+    descriptor: BlockSparseDescriptor
+
+    def pack(self, layout: BlockSparseLayout) -> BlockSparseTables:
+        """The layout's look-up tables, on the plan's device. They serve every plan of the layout's shape.
+
+        Raises InvalidProblemError where the shape isn't the descriptor's.
+        """
+        tables = BlockSparseTables(layout)
+        view_of(self.descriptor.layout, tables)
+        return tables
+
+
+class BlockSparseMatmulPlan(BlockSparsePlan):
+    """A kernel chosen for a product with a block-sparse matrix. Its arguments are BlockSparseMatmulArgs."""
+
+    descriptor_type = BlockSparseMatmulDescriptor
+    table = MATMUL_ROWS
+    descriptor: BlockSparseMatmulDescriptor
+
+    @classmethod
+    def args_type(cls, descriptor: BlockSparseMatmulDescriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
+        return BlockSparseMatmulArgs
+
+    def _identity(self) -> dict[str, Any]:
+        desc = self.descriptor
+        return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
