@@ -99,6 +99,7 @@ requirements = st.builds(
     nonfinite=st.sampled_from([None, "skips_pruned", "propagates"]),
     math_precision=st.none() | st.sampled_from(MathPrecision),
     accumulator=st.none() | st.sampled_from(ElementKind),
+    arithmetic=st.none() | st.sampled_from(["fma32_in_order", "exact_sum", "hopper_tc/slices=4"]),
     max_error_bound=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
 )
 preferences = st.builds(

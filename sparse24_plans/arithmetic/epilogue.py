@@ -13,6 +13,9 @@ from ..vocab import ElementKind, EpilogueKind
 
 Array = np.ndarray[Any, Any]
 
+IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
+"""What kernels that aren't strict round step by step as here; their GELU and SiLU are CUDA's functions."""
+
 
 @lru_cache(maxsize=1)
 def _constants() -> dict[str, tuple[float, ...]]:

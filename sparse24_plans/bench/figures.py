@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from .guarantee_table import guarantee_table
 from .random_figures import random_summary
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
@@ -223,6 +224,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "systems": _systems,
     "compilation": _compilation,
     "random": _random,
+    "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 
 

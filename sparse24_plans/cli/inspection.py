@@ -18,6 +18,8 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..gemm.table import ROWS, GemmRow
 from ..gemm.tuned import TuningTable
+from ..plan.arithmetic import Arithmetic
+from ..plan.kernel import Choice
 from ..plan.plan import explain
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, ElementKind
@@ -82,13 +84,13 @@ def _availability(spec: GemmRow, gpus: list[DeviceProperties], obstacle: str | N
 def _obstacle_on(spec: GemmRow, places: list[DeviceProperties]) -> str | None:
     """None where the kernel serves some problem on one of the places; else the first reason found."""
     reasons: list[str] = []
+    first = spec.elements[0]
+    require = {"arithmetic": str(Arithmetic.hopper(first, 1))} if spec.on_request else {}
     for place in places:
         for n in _PROBE_TOKENS:
-            desc = GemmSparse24Descriptor(
-                n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=spec.elements[0], op=spec.ops[0]
-            )
-            rows = {name: reason for name, _, reason in explain(desc, device=place).rows}
-            reason = rows[spec.name]
+            desc = GemmSparse24Descriptor(n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=first, op=spec.ops[0])
+            rows = explain(desc, preference={"require": require}, device=place).rows
+            reason = next(why for name, _, why in rows if name == spec.name)
             if reason is None:
                 return None
             reasons.append(reason)
@@ -122,7 +124,7 @@ def explain_problem(
         return answer
     if isinstance(device, DeviceProperties):
         row = next(row for row in ROWS if row.name == about.chosen)
-        guarantee = row.guarantee(desc)
+        guarantee = row.promises(Choice(desc, device, row, preference, {}))
         answer["workspace_size"] = row.min_workspace(desc)
     else:
         plan = GemmSparse24Plan.select(desc, preference=preference, device=device, tuning=tuning)

@@ -139,6 +139,7 @@ def _facts(answer: Json) -> list[Json]:
     """What the chosen kernel promises and needs, as people read it."""
     guarantee = answer["guarantee"]
     facts = {name: _words(value) for name, value in guarantee.items() if name not in _SHOWN_APART}
+    facts["arithmetic"] = guarantee["arithmetic"] or "has no name"
     if answer["error_bound"] == 0:
         facts["error"] = "none but rounding y: the sum is exact"
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..plan.arithmetic import PROMOTED_EVERY
 from ..plan.guarantee import PrecisionGuarantee
-from ..vocab import ElementKind, EpilogueKind, GemmOp, MathPrecision
+from ..vocab import ElementKind, GemmOp, MathPrecision
+from .arithmetic import names
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32
@@ -27,6 +29,7 @@ def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
         nonfinite="skips_pruned",
         unit_roundoff=0.0 if integer else 2.0**-24,
         terms_per_k=0.5 if problem.op is GemmOp.FORWARD else 1.0,
+        arithmetic=names.strict(problem),
     )
 
 
@@ -71,8 +74,9 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
 def wgmma_sp_s8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # Sums of integers are exact in any order. The other steps are rounded one by one, as the host does; only
     # the activations of CUDA's math library differ from it.
-    same = problem.epilogue not in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)
-    return strict(problem).model_copy(update={"bit_stable_across_hardware": same})
+    named = names.exact_sum(problem)
+    same = {"bit_stable_across_hardware": named is not None, "arithmetic": named}
+    return strict(problem).model_copy(update=same)
 
 
 def wgmma_sp_fp8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
@@ -86,7 +90,18 @@ def wgmma_sp_fp8_invariant(problem: GemmSparse24Descriptor) -> PrecisionGuarante
 
 def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # That, for the 64 kept products of 128 columns; their sums are added in float32.
-    return mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF, "promoted_every": 128})
+    return mma_sp(problem).model_copy(
+        update={
+            "unit_roundoff": FP8_ROUNDOFF,
+            "promoted_every": PROMOTED_EVERY,
+            "arithmetic": names.promoted(problem),
+        }
+    )
+
+
+def host_tensor_core(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Whichever of the tensor cores' arithmetics it runs: the bound of the weakest.
+    return wgmma_sp_fp8_invariant(problem) if problem.element is FP8 else mma_sp(problem)
 
 
 def cublas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:

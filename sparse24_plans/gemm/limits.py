@@ -15,7 +15,8 @@ F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
-WGMMA = (9, 0), (9, 1)
+HOPPER = (9, 0)
+WGMMA = HOPPER, (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""

@@ -21,6 +21,7 @@ from ..vocab import (
     Tier,
 )
 from . import guarantees, limits
+from .arithmetic.epilogue import IN_STEPS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, F16, F32, FP8, S8
 
@@ -178,6 +179,19 @@ ROWS: tuple[GemmRow, ...] = (
         elements=_HOST_ELEMENTS,
         column_order=True,
         scales=True,
+    ),
+    # The tensor cores' bits, for audits: chosen where their arithmetic is required by name.
+    GemmRow(
+        name="host_tensor_core",
+        backend=BackendKind.HOST_TENSOR_CORE,
+        tier=Tier.HOST,
+        guarantee=guarantees.host_tensor_core,
+        elements=(F16, BF16, FP8),
+        ops=(GemmOp.FORWARD,),
+        epilogues=IN_STEPS,
+        column_order=True,
+        scales=True,
+        on_request=True,
     ),
 )
 

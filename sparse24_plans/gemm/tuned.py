@@ -134,10 +134,22 @@ class TuningTable:
         self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
         """Row -> what the self-test of its configuration confirmed, where that applies on the device."""
+        return {name: entry.promises for name, entry in self._applicable(descriptor, rows, device).items()}
+
+    def configurations(
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+    ) -> dict[str, Mapping[str, int]]:
+        """Row -> its configuration, where that applies on the device."""
+        found = self._applicable(descriptor, rows, device)
+        return {name: entry.configuration for name, entry in found.items()}
+
+    def _applicable(
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+    ) -> dict[str, TunedKernel]:
         entries = self.find(descriptor)
         named = {row.name: row for row in rows if row.name in entries}
         return {
-            name: entries[name].promises
+            name: entries[name]
             for name, row in named.items()
             if self.mismatch(entries[name], device, row.kernel.tuning_version(device)) is None
         }

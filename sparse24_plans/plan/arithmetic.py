@@ -49,11 +49,9 @@ class Arithmetic(NamedTuple):
     @classmethod
     def of(cls, name: object) -> Arithmetic:
         """What ``name`` means. Raises InvalidProblemError."""
-        if isinstance(name, str):
-            found = _KNOWN.get(name)
-            if found is not None:
-                return found
-        raise InvalidProblemError(f"arithmetic: expected one of {', '.join(FORMS)}, got {shown(name)}")
+        if (complaint := complaint_of(name)) is not None:
+            raise InvalidProblemError(f"arithmetic: {complaint}")
+        return _KNOWN[str(name)]
 
     @classmethod
     def hopper(cls, element: ElementKind, slices: int) -> Arithmetic:
@@ -88,3 +86,10 @@ _KNOWN = {
         Arithmetic.promoted(),
     )
 }
+
+
+def complaint_of(name: object) -> str | None:
+    """What is wrong with a name, in words, or None."""
+    if isinstance(name, str) and name in _KNOWN:
+        return None
+    return f"expected one of {', '.join(FORMS)}, got {shown(name)}"

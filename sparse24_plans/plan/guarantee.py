@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsFloat
 
 import numpy as np
+from pydantic import AfterValidator
 
 from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, shown
@@ -22,6 +23,17 @@ from ..vocab import (
     element_kind,
     integer,
 )
+from .arithmetic import complaint_of
+
+
+def _arithmetics_name(name: str) -> str:
+    if (complaint := complaint_of(name)) is not None:
+        raise ValueError(complaint)
+    return name
+
+
+ArithmeticName = Annotated[str, AfterValidator(_arithmetics_name)]
+"""One of :mod:`sparse24_plans.plan.arithmetic`."""
 
 
 class PrecisionGuarantee(Model):
@@ -52,6 +64,9 @@ class PrecisionGuarantee(Model):
     """Steps that can round, for each unit of the reduction length."""
     promoted_every: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
     """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
+    arithmetic: ArithmeticName | None = None
+    """Name of the exact sequence of roundings behind every result (docs/guarantees.md defines them); None:
+    it isn't known. With the same problem and operands, the same name means the same bits on any device."""
 
     def error_bound(self, k: int) -> float:
         """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
@@ -123,7 +138,7 @@ class GuaranteeRequirement(Model):
 
     ``deterministic``, ``bit_stable_on_same_hardware``, ``batch_invariant``, ``bit_stable_across_hardware``:
     True asks for the promise of that name. ``subnormals``, ``nonfinite``, ``math_precision``,
-    ``accumulator``: the value that the guarantee's field must have; None takes any.
+    ``accumulator``, ``arithmetic``: the value that the guarantee's field must have; None takes any.
     """
 
     deterministic: Flag = False
@@ -134,6 +149,7 @@ class GuaranteeRequirement(Model):
     nonfinite: Literal["skips_pruned", "propagates"] | None = None
     math_precision: MathPrecision | None = None
     accumulator: ElementKind | None = None
+    arithmetic: ArithmeticName | None = None
     max_error_bound: Annotated[float, Number(above=0)] | None = None
     """Upper limit of ``error_bound`` for the descriptor's reduction length."""
 
@@ -150,6 +166,7 @@ class GuaranteeRequirement(Model):
             nonfinite: str | None = ...,
             math_precision: MathPrecision | str | None = ...,
             accumulator: ElementLike | None = ...,
+            arithmetic: str | None = ...,
             max_error_bound: SupportsFloat | None = ...,
         ) -> None: ...
 
@@ -189,4 +206,4 @@ def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
 
 
 _FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
-_VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator")
+_VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator", "arithmetic")

@@ -70,6 +70,12 @@ class Kernel(Generic[D]):
         return found
 
     @classmethod
+    def arithmetic(cls, choice: Choice) -> str | None:
+        """The guarantee's ``arithmetic``: more than the row says where it depends on the problem's cut."""
+        named: str | None = choice.row.guarantee(choice.descriptor).arithmetic
+        return named
+
+    @classmethod
     def alignment_of(cls, operand: str) -> Alignment:
         return cls.alignments.get(operand, cls.default_alignment)
 

@@ -44,6 +44,12 @@ class Tuning(Protocol):
         """Row -> flags of the guarantee that the self-test of its configuration has confirmed."""
         ...
 
+    def configurations(
+        self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
+    ) -> dict[str, Mapping[str, int]]:
+        """Row -> its configuration, where it has one that applies."""
+        ...
+
     def configuration(self, descriptor: Any, row: Any, device: DeviceProperties) -> Mapping[str, int]:
         """That of the row; empty where there is none, or (with a warning) where it is for another machine."""
         ...
@@ -68,7 +74,7 @@ class Plan:
     def __init__(
         self, choice: Choice, considered: tuple[Considered[Any], ...], tested: Sequence[str] = ()
     ) -> None:
-        self.descriptor = choice.descriptor
+        self._choice, self.descriptor = choice, choice.descriptor
         self.preference = choice.preference
         self.device = choice.device
         self._row: Any = choice.row
@@ -170,7 +176,10 @@ class Plan:
         tuning: Tuning | None,
     ) -> tuple[Considered[Any], ...]:
         tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
-        return consider(cls.table, descriptor, preference, device, tested)
+        cuts = None
+        if tuning and preference.require.arithmetic is not None:  # which depends on them
+            cuts = tuning.configurations(descriptor, cls.table, device)
+        return consider(cls.table, descriptor, preference, device, tested, cuts)
 
     # What it is -------------------------------------------------------------------------------------
 
@@ -196,7 +205,7 @@ class Plan:
             "epilogue": EpilogueKind.IDENTITY,
             "arch": row.arch,
             "backend": row.backend,
-            "precision_guarantee": row.promises(desc, self._tested),
+            "precision_guarantee": row.promises(self._choice, self._tested),
         }
 
     @property

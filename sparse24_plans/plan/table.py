@@ -17,7 +17,7 @@ from ..device.log import SELECT
 from ..errors import BackendUnavailableError, UnsupportedError
 from ..vocab import CANONICAL_LAYOUT, ArchSku, BackendKind, DeviceProperties, ElementKind, Tier
 from .guarantee import PrecisionGuarantee
-from .kernel import Kernel
+from .kernel import Choice, Kernel
 from .preference import PlanPreference
 
 GRID_BLOCKS = 2**31 - 1
@@ -52,6 +52,8 @@ class Row:
     limits: Callable[[Any], str | None] = lambda descriptor: None
     missing: Callable[[DeviceProperties], str | None] = lambda device: None
     min_workspace: Callable[[Any], int] = lambda descriptor: 0
+    on_request: bool = False
+    """Whether it serves only where an arithmetic is required by name."""
 
     kernel_type: ClassVar[type[Kernel[Any]] | None] = None
     """Where a family has one kernel and no ``backends/``."""
@@ -82,10 +84,19 @@ class Row:
         """Why the row can't give rows of W the bits that they have among ``whole_m`` rows, or None."""
         return None
 
-    def promises(self, descriptor: Any, tested: Sequence[str] = ()) -> PrecisionGuarantee:
-        """The row's guarantee; ``tested``: flags of it that a configuration's self-test has confirmed."""
-        promised = self.guarantee(descriptor)
-        return promised.model_copy(update=dict.fromkeys(tested, True)) if tested else promised
+    def promises(
+        self, choice: Choice, tested: Sequence[str] = (), *, named: bool = True
+    ) -> PrecisionGuarantee:
+        """The whole guarantee of the row's kernel for a choice.
+
+        ``tested``: flags that a configuration's self-test has confirmed. Not ``named``: without an arithmetic
+        that follows from how the problem is cut, which takes its time to work out.
+        """
+        promised = self.guarantee(choice.descriptor)
+        more: dict[str, Any] = dict.fromkeys(tested, True)
+        if named:
+            more["arithmetic"] = self.kernel.arithmetic(choice)
+        return promised.model_copy(update=more) if more else promised
 
 
 R = TypeVar("R", bound=Row)
@@ -106,13 +117,16 @@ def consider(
     preference: PlanPreference,
     device: DeviceProperties,
     tested: Mapping[str, Sequence[str]] | None = None,
+    configured: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[Considered[R], ...]:
     """Every row, in order, with the reason why it can't serve.
 
-    ``tested``: row -> flags of its guarantee that a self-test of the configuration at hand has confirmed.
+    ``tested``: row -> flags of its guarantee that a self-test of the configuration at hand has confirmed;
+    ``configured``: row -> that configuration.
     """
-    flags = tested or {}
-    return tuple(_judge(row, descriptor, preference, device, flags.get(row.name, ())) for row in rows)
+    flags, cuts = tested or {}, configured or {}
+    choices = [Choice(descriptor, device, row, preference, cuts.get(row.name, {})) for row in rows]
+    return tuple(_judge(choice, flags.get(choice.row.name, ())) for choice in choices)
 
 
 def choose(considered: Sequence[Considered[R]]) -> R:
@@ -142,15 +156,14 @@ def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[C
         SELECT.log(level, "not %s: %s", one.row.name, one.reason)
 
 
-def _judge(
-    row: R, descriptor: Any, preference: PlanPreference, device: DeviceProperties, tested: Sequence[str]
-) -> Considered[R]:
+def _judge(choice: Choice, tested: Sequence[str]) -> Considered[Any]:
+    row: Row = choice.row
     reason = (
-        _misplaced(row, preference, device)
-        or _unserved(row, descriptor)
-        or _unwanted(row, descriptor, preference, tested)
+        _misplaced(row, choice.preference, choice.device)
+        or _unserved(row, choice.descriptor)
+        or _unwanted(choice, tested)
     )
-    if reason is None and (absent := row.missing(device)) is not None:
+    if reason is None and (absent := row.missing(choice.device)) is not None:
         return Considered(row, absent, unavailable=True)
     return Considered(row, reason)
 
@@ -186,11 +199,16 @@ def _unserved(row: Row, descriptor: Any) -> str | None:
     return row.refusal(descriptor) or row.limits(descriptor)
 
 
-def _unwanted(row: Row, descriptor: Any, preference: PlanPreference, tested: Sequence[str]) -> str | None:
+def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
     """Which of the caller's conditions the row fails."""
+    row: Row = choice.row
+    descriptor, preference, require = choice.descriptor, choice.preference, choice.preference.require
     needed, allowed = row.min_workspace(descriptor), preference.max_workspace_bytes
     if allowed is not None and needed > allowed:
         return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
     if preference.whole_m is not None and (cut := row.shard_refusal(descriptor, preference.whole_m)):
         return cut
-    return preference.require.unmet(row.promises(descriptor, tested), descriptor.reduction)
+    if row.on_request and require.arithmetic is None:
+        return "runs the arithmetic that require names, and only that"
+    promised = row.promises(choice, tested, named=require.arithmetic is not None)
+    return require.unmet(promised, descriptor.reduction)

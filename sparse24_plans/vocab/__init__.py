@@ -316,6 +316,7 @@ class BackendKind(_Word):
     """One kernel source and its launcher; also the name of its module under a family's ``backends/``."""
 
     HOST = "host"
+    HOST_TENSOR_CORE = "host_tensor_core"
     INFLATE_STRICT = "inflate_strict"
     INFLATE_CUBLAS = "inflate_cublas"
     MMA_SP = "mma_sp"

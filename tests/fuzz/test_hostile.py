@@ -25,7 +25,8 @@ REFUSED_HERE = {"tune", "CompressSparse24Plan.check(compress_sparse24)"}
 """There is no GPU to tune for; random cells are not 2:4."""
 WITHOUT_ARGUMENTS = {
     *("Bound", "Bound.launch", "Verdict", "Device", "Explanation", "KernelSku", "PrecisionGuarantee"),
-    *("operands", "unmet", "explain", "workspace_size", "configuration", "mismatch", "promises"),
+    *("operands", "unmet", "explain", "workspace_size", "configuration", "configurations"),
+    *("mismatch", "promises"),
 }
 """Called with what plans give them, or with nothing. Arguments are attacked in ``run``."""
 

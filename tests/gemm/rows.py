@@ -13,8 +13,9 @@ from sparse24_plans.gemm.table import ROWS, GemmRow
 from ..support import Case, device_of_row, make_case
 
 gpu = pytest.mark.gpu
-OWN = tuple(row.name for row in ROWS if row.backend is not BackendKind.CUSPARSELT)
-"""The package's own kernels. The library's have sizes of their own: test_cusparselt.py."""
+OWN = tuple(row.name for row in ROWS if row.backend is not BackendKind.CUSPARSELT and not row.on_request)
+"""The package's own kernels. The library's have sizes of their own: test_cusparselt.py; what runs on
+request has test_named_arithmetics.py."""
 MOST_TOKENS = {"mma_sp": 128}
 """Of the rows that leave more of them to others."""
 BOTH_OPS = ("forward", "dgrad")

@@ -208,7 +208,27 @@ def test_a_configuration_that_would_change_the_bits_is_refused():
     assert cuts
     for cut in cuts:
         with pytest.raises(UnsupportedError, match="can't keep its promises"):
-            wgmma_sp._schedule_of(desc, row, cut._asdict())
+            wgmma_sp._schedule_of(Choice(desc, hopper(132), row, PlanPreference(), cut._asdict()))
+
+
+@pytest.mark.parametrize("row", [*WGMMA_ROWS, *MMA_ROWS])
+@settings(max_examples=30, deadline=None)
+@given(desc=shapes, whole=st.booleans())
+def test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for(row, desc, whole):
+    element = desc.element if desc.element in row_of(row).elements else row_of(row).elements[0]
+    desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element)
+    invariant = row_of(row).guarantee(desc).batch_invariant
+    preference = PlanPreference(whole_m=4 * desc.m if whole and invariant else None)
+    module = wgmma_sp if row in WGMMA_ROWS else mma_sp
+    choice = Choice(desc, hopper(132), row_of(row), preference, {})
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = Recorder(patch, module)
+        module.Kernel(choice)
+    made = compiled.defines[-1]
+    slices = made["SLICES"] * made.get("PARTS", 1)
+    want = {"wgmma_sp_s8": "exact_sum", "wgmma_sp_fp8_promoted": "hopper_tc_fp8/promoted=128"}.get(row)
+    sliced = "hopper_tc_fp8" if element == "fp8_e4m3" else "hopper_tc"
+    assert module.Kernel.arithmetic(choice) == (want or f"{sliced}/slices={slices}")
 
 
 def test_where_blocks_dont_fold_there_is_nothing_to_tune():

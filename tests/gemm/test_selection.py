@@ -26,6 +26,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm import table
 from sparse24_plans.plan import table as plan_table
+from sparse24_plans.plan.arithmetic import Arithmetic
 
 from ..places import AMPERE, HOPPER, HOST, PLACES, TURING, gpu_of
 from .rows import MOST_TOKENS
@@ -393,6 +394,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
         "unit_roundoff": 0 if integer else 2.0**-24,
         "terms_per_k": 0.5 if strict and op is GemmOp.FORWARD else 1,
         "promoted_every": None,
+        "arithmetic": ("exact_sum" if integer else "fma32_in_order") if strict else None,
         **dict.fromkeys(
             (
                 "deterministic",
@@ -472,6 +474,7 @@ def test_a_row_serves_somewhere_and_guarantees_for_all_it_serves(spec):
     for element in spec.elements:
         for op in spec.ops:
             desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element, op=op)
-            rows = explain(desc, device=device).rows
+            require = {"arithmetic": str(Arithmetic.hopper(element, 2))} if spec.on_request else {}
+            rows = explain(desc, preference={"require": require}, device=device).rows
             assert (spec.name, spec.backend, None) in rows
             assert spec.guarantee(desc).error_bound(desc.reduction) < 1

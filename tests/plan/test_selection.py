@@ -24,6 +24,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.gemm.table import ROWS as GEMM_ROWS
+from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.table import Row, choose, consider
 from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
 
@@ -89,7 +90,8 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
     for row in family.rows:
         if row.name not in able:
             continue
-        guarantee, require = row.guarantee(desc), preference.require
+        require = preference.require
+        guarantee = row.promises(Choice(desc, device, row, preference, {}))
         assert preference.prefer_backend in (None, row.backend)
         assert preference.tier in (None, row.tier)
         assert (row.tier == "host") == (device.kind == "host")

@@ -12,8 +12,10 @@ from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
 from ...weights.layouts import TILE_M, TILES_16BIT
+from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
+from ..limits import HOPPER
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import Schedule
 
@@ -50,9 +52,7 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._folds = schedules.folds(device)
-        self._schedule = schedule = schedules.schedule_of(
-            desc, device, choice.configuration, choice.preference.whole_m
-        )
+        self._schedule = schedule = _schedule(choice)
         self.details = (
             f"{schedule.blocks} blocks of {TILE_M * schedule.block_tiles} rows x {8 * schedule.token_tiles} "
             f"tokens, {schedule.slices} slices of K, {schedule.stages} stages"
@@ -90,12 +90,24 @@ class Kernel(GemmKernel):
         )
 
     @classmethod
+    def arithmetic(cls, choice: Choice) -> str | None:
+        if choice.device.compute_capability != HOPPER:
+            return None  # whose tensor cores add in other steps
+        return names.sliced(choice.descriptor, _schedule(choice).slices)
+
+    @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
         return schedules.candidates(descriptor, device)
 
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
         return f"sources {digest(_SOURCE)}"
+
+
+def _schedule(choice: Choice) -> Schedule:
+    return schedules.schedule_of(
+        choice.descriptor, choice.device, choice.configuration, choice.preference.whole_m
+    )
 
 
 def defines(desc: GemmSparse24Descriptor, schedule: Schedule) -> dict[str, int]:

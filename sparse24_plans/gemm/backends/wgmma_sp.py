@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 
 from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
@@ -17,12 +16,12 @@ from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, ElementKind, ScaleKind
 from ...weights.layouts import TILE_M, layout_of
+from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates, shard_schedule
 from ..schedules.wgmma_sp import Schedule
-from ..table import GemmRow
 
 _SOURCE = "gemm/wgmma_sp.cu"
 
@@ -61,12 +60,7 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        whole_m = choice.preference.whole_m
-        if whole_m is None:
-            schedule = _schedule_of(desc, self.row, choice.configuration)
-        else:  # which a configuration doesn't know of
-            schedule = shard_schedule(desc, self.row, whole_m)
-        self._schedule = schedule
+        self._schedule = schedule = _schedule_of(choice)
         items = schedule.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         resident = schedule.resident_clusters(device.multiprocessors)
@@ -129,6 +123,13 @@ class Kernel(GemmKernel):
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
     @classmethod
+    def arithmetic(cls, choice: Choice) -> str | None:
+        if choice.row.promoted or choice.descriptor.element is ElementKind.S8:
+            return super().arithmetic(choice)  # where the cut doesn't show
+        schedule = _schedule_of(choice)
+        return names.sliced(choice.descriptor, schedule.slices * schedule.parts)
+
+    @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
         return candidates(descriptor)
 
@@ -137,10 +138,13 @@ class Kernel(GemmKernel):
         return f"sources {digest(_SOURCE)}"
 
 
-def _schedule_of(desc: GemmSparse24Descriptor, row: GemmRow, configuration: Mapping[str, int]) -> Schedule:
-    if not configuration:
+def _schedule_of(choice: Choice) -> Schedule:
+    desc, row, whole_m = choice.descriptor, choice.row, choice.preference.whole_m
+    if whole_m is not None:  # which a configuration doesn't know of
+        return shard_schedule(desc, row, whole_m)
+    if not choice.configuration:
         return best_schedule(desc, row)
-    schedule = Schedule(**configuration)
+    schedule = Schedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")
     return schedule

@@ -1,0 +1,28 @@
+"""Which arithmetic a kernel of products names."""
+
+from __future__ import annotations
+
+from ...plan.arithmetic import EXACT_SUM, FMA32, Arithmetic
+from ...vocab import ElementKind
+from ..descriptor import GemmSparse24Descriptor
+from .epilogue import IN_STEPS
+
+
+def strict(desc: GemmSparse24Descriptor) -> str:
+    """Of the strict rows, which define every epilogue that they serve."""
+    return EXACT_SUM if desc.element is ElementKind.S8 else FMA32
+
+
+def exact_sum(desc: GemmSparse24Descriptor) -> str | None:
+    """Of tensor cores that add products of s8."""
+    return EXACT_SUM if desc.epilogue in IN_STEPS else None
+
+
+def sliced(desc: GemmSparse24Descriptor, slices: int) -> str | None:
+    """Of Hopper's tensor cores, K in so many slices."""
+    return str(Arithmetic.hopper(desc.element, slices)) if desc.epilogue in IN_STEPS else None
+
+
+def promoted(desc: GemmSparse24Descriptor) -> str | None:
+    """Of Hopper's tensor cores, with sums of fp8 products that leave them."""
+    return str(Arithmetic.promoted()) if desc.epilogue in IN_STEPS else None

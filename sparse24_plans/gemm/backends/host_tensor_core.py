@@ -1,0 +1,41 @@
+"""The tensor cores' arithmetics on the host, bit for bit; for audits and tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...device.streams import Launch
+from ...plan.arithmetic import Arithmetic
+from ...plan.kernel import Choice
+from ...plan.operands import Views
+from ...weights import threads
+from ..arithmetic.results import Results, blocks_of, places
+from ..kernel import GemmKernel
+
+
+class Kernel(GemmKernel):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self._arithmetic = Arithmetic.of(self.arithmetic(choice))
+        self.details = f"NumPy, {self._arithmetic}"
+
+    @classmethod
+    def arithmetic(cls, choice: Choice) -> str | None:
+        """The one that is required, where it is one of the tensor cores and defined for the problem."""
+        required, desc = choice.preference.require.arithmetic, choice.descriptor
+        if required is None:
+            return None
+        named = Arithmetic.of(required)
+        return required if named.on_tensor_cores and named.takes(desc.element) else None
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        return lambda stream: self._run(views)
+
+    def _run(self, views: Views) -> None:
+        results, out = Results(self.descriptor, views, self._arithmetic), views["result"].bits()
+
+        def fill(block: slice) -> None:
+            tokens, outputs = places(np.arange(block.start, block.stop), self.descriptor)
+            out[tokens, outputs] = results.at(tokens, outputs)
+
+        threads.for_each(fill, blocks_of(out.size))
