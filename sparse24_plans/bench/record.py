@@ -29,12 +29,14 @@ _PREFIX = "kernels_cu/"
 """Of paths in a record: relative to the repository."""
 _MAX_BYTES = 100_000_000
 _MACHINE = ("schema", "gpu", "driver", "cuda", "versions")
-# Lists of a record -> what names one of their rows.
-_KEYS = {
+Lists = Mapping[str, tuple[str, ...]]
+"""Of a record -> what names one of their rows."""
+_KEYS: Lists = {
     "gemm": ("m", "k", "n", "element", "weight_element", "group", "backend"),
     "prepare": ("op", "m", "k", "element"),
     "prepare_peers": ("op", "m", "k", "element", "peer"),
 }
+TORCH_KEYS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
 
 
 # The kernels --------------------------------------------------------------------------------------
@@ -125,18 +127,18 @@ def _torch() -> str | None:
 # Records ------------------------------------------------------------------------------------------
 
 
-def empty(about: Mapping[str, Any]) -> Record:
+def empty(about: Mapping[str, Any], lists: Lists = _KEYS) -> Record:
     """A record of the machine, without figures."""
-    return {"schema": SCHEMA, **about, **stamp(()), **{name: [] for name in _KEYS}, "host": {}}
+    return {"schema": SCHEMA, **about, **stamp(()), **{name: [] for name in lists}, "host": {}}
 
 
-def load(path: str | Path) -> Record:
+def load(path: str | Path, lists: Lists = _KEYS) -> Record:
     """Read what :func:`save` wrote. Raises StorageError, or FormatError for anything else."""
     try:
         found = json.loads(read_whole(path, _MAX_BYTES))
         if found["schema"] != SCHEMA:
             raise ValueError(f"expected schema {SCHEMA}, got {found['schema']}")
-        for name in _KEYS:
+        for name in lists:
             if not all(isinstance(row, dict) for row in found[name]):
                 raise ValueError(f"{name}: expected a list of rows")
         found["kernels_sha256"], found["gpu"], dict(found["host"])
@@ -157,7 +159,7 @@ def is_current(record: Record) -> bool:
     return set(files) <= set(kernel_files()) and kernels_sha256(files) == record["kernels_sha256"]
 
 
-def to_extend(path: Path) -> Record | None:
+def to_extend(path: Path, lists: Lists = _KEYS) -> Record | None:
     """What a run that is to be written to ``path`` adds to; None where there is nothing yet.
 
     Raises StorageError or FormatError for what is no record, InvalidProblemError for one of other kernels or
@@ -165,14 +167,14 @@ def to_extend(path: Path) -> Record | None:
     """
     if not path.exists():
         return None
-    found = load(path)
+    found = load(path, lists)
     if not is_current(found):
         raise InvalidProblemError(f"{path}: expected a record of these kernels, got others; remove it first")
-    merged(found, empty(machine()))
+    merged(found, empty(machine(), lists), lists)
     return found
 
 
-def merged(old: Record, new: Record) -> Record:
+def merged(old: Record, new: Record, lists: Lists = _KEYS) -> Record:
     """Both records' rows; where both have one, the newer; the system is the newer's.
 
     Raises InvalidProblemError for two machines.
@@ -183,7 +185,7 @@ def merged(old: Record, new: Record) -> Record:
     both = {**old, "host": {**old["host"], **new["host"]}}
     if "system" in new:
         both["system"] = new["system"]
-    for name, keys in _KEYS.items():
+    for name, keys in lists.items():
         rows = {tuple(row.get(key) for key in keys): row for row in (*old[name], *new[name])}
         both[name] = list(rows.values())
     return {**both, **stamp({*old["kernel_files"], *new["kernel_files"]})}

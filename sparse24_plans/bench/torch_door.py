@@ -3,7 +3,8 @@
 The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
 one's weights are pruned. A step of ``n`` sequences adds a token to each; a prefill is one sequence. Each is
-checked against the dense one before it is timed. Contenders are interleaved; figures are medians.
+checked against the dense one before it is timed. Contenders are interleaved; figures are medians. On several
+GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's features.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
@@ -27,6 +29,8 @@ from .record import Record, sources_of
 F = nn.functional
 STEPS = (1, 8, 16, 32, 64, 128)
 PREFILLS = (2048, 8192)
+ROUNDS = 15
+HOST_CALLS = 200
 _WORST_ERROR = 0.05
 """Of a decoder's result, relative to its norm, in bfloat16 over all layers."""
 
@@ -41,10 +45,17 @@ class DecoderShape:
     kv_heads: int = 8
     ffn: int = 14336
     cache: int = 1024
+    ranks: int = 1
+    """GPUs that share heads and features evenly; the sizes above are those of the whole."""
 
     @property
     def head_size(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """Of a rank: for queries, and for keys and values."""
+        return self.heads // self.ranks, self.kv_heads // self.ranks
 
 
 LLAMA_8B = DecoderShape()
@@ -53,18 +64,32 @@ LLAMA_8B = DecoderShape()
 # The decoder --------------------------------------------------------------------------------------
 
 
+class SummedLinear(nn.Linear):
+    """A dense row-parallel layer as runtimes have it: the ranks' products, all-reduced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        dist.all_reduce(y)
+        return y
+
+
 class Layer(nn.Module):
-    """Attention and feed-forward of one layer, Q, K and V in one product, gate and up in another."""
+    """Attention and feed-forward of one layer, Q, K and V in one product, gate and up in another.
+
+    On several ranks ``qkv`` and ``gate_up`` are column-parallel, ``out`` and ``down`` row-parallel.
+    """
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.shape = shape
         options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
-        kv = shape.kv_heads * shape.head_size
-        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * kv, **options)
-        self.out = nn.Linear(shape.hidden, shape.hidden, **options)
-        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, **options)
-        self.down = nn.Linear(shape.ffn, shape.hidden, **options)
+        q, kv = (heads * shape.head_size for heads in shape.own_heads)
+        ffn = shape.ffn // shape.ranks
+        rows = nn.Linear if shape.ranks == 1 else SummedLinear
+        self.qkv = nn.Linear(shape.hidden, q + 2 * kv, **options)
+        self.out = rows(q, shape.hidden, **options)
+        self.gate_up = nn.Linear(shape.hidden, 2 * ffn, **options)
+        self.down = rows(ffn, shape.hidden, **options)
 
     def forward(self, x: Tensor, keys: Tensor | None, values: Tensor | None) -> Tensor:
         """x [sequences, tokens, hidden]; keys and values [sequences, kv heads, cache, head size], or None.
@@ -73,10 +98,10 @@ class Layer(nn.Module):
         """
         shape = self.shape
         sequences, tokens, _ = x.shape
-        size, kv = shape.head_size, shape.kv_heads
+        size, (heads, kv) = shape.head_size, shape.own_heads
         qkv = self.qkv(F.rms_norm(x, (shape.hidden,)))
-        q, k, v = qkv.split((shape.hidden, kv * size, kv * size), dim=-1)
-        q = q.view(sequences, tokens, shape.heads, size).transpose(1, 2)
+        q, k, v = qkv.split((heads * size, kv * size, kv * size), dim=-1)
+        q = q.view(sequences, tokens, heads, size).transpose(1, 2)
         k = k.view(sequences, tokens, kv, size).transpose(1, 2)
         v = v.view(sequences, tokens, kv, size).transpose(1, 2)
         if keys is not None and values is not None:
@@ -84,7 +109,7 @@ class Layer(nn.Module):
             values[:, :, -1:] = v
             k, v = keys, values
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=keys is None, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(sequences, tokens, shape.hidden))
+        x = x + self.out(attended.transpose(1, 2).reshape(sequences, tokens, heads * size))
         gate, up = self.gate_up(F.rms_norm(x, (shape.hidden,))).chunk(2, dim=-1)
         mixed: Tensor = x + self.down(F.silu(gate) * up)
         return mixed
@@ -95,6 +120,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
+        self.shape = shape
         self.layers = nn.ModuleList(Layer(shape, dtype, device) for _ in range(shape.layers))
         with torch.no_grad():
             for parameter in self.parameters():
@@ -117,7 +143,7 @@ def cache_of(
     shape: DecoderShape, sequences: int, dtype: torch.dtype, device: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """A full KV cache, a pair a layer."""
-    sizes = (sequences, shape.kv_heads, shape.cache, shape.head_size)
+    sizes = (sequences, shape.own_heads[1], shape.cache, shape.head_size)
     return [
         (torch.randn(sizes, dtype=dtype, device=device), torch.randn(sizes, dtype=dtype, device=device))
         for _ in range(shape.layers)
@@ -132,6 +158,14 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _all_ready(device: torch.device) -> None:
+    """This rank, and all others where there are any."""
+    _synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+        _synchronize(device)
+
+
 def _interleaved_ms(
     calls: dict[str, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[str, float]:
@@ -139,7 +173,7 @@ def _interleaved_ms(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            _synchronize(device)
+            _all_ready(device)
             begin = time.perf_counter()
             call()
             _synchronize(device)
@@ -150,7 +184,7 @@ def _interleaved_ms(
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
     """A CUDA graph of the call, which has run before."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
         call()
     replay: Callable[[], object] = graph.replay
     return replay
@@ -184,44 +218,50 @@ def _row(
 # The record ---------------------------------------------------------------------------------------
 
 
-def measured(
-    shape: DecoderShape = LLAMA_8B,
+Keep = Callable[[Record], None]
+
+
+def contenders(
+    shape: DecoderShape, dtype: torch.dtype, device: torch.device, kind: type[Decoder] = Decoder
+) -> dict[str, Decoder]:
+    """The dense decoder, the sparse one, and that of batch-invariant kernels."""
+    torch.manual_seed(0)
+    dense = kind(shape, dtype, device)
+    return {"dense": dense, "sparse": dense.sparse(), "invariant": dense.sparse(batch_invariant=True)}
+
+
+def decoder_rows(
+    models: dict[str, Decoder],
+    device: torch.device,
+    keep: Keep,
     *,
     steps: Iterable[int] = STEPS,
     prefills: Iterable[int] = PREFILLS,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 15,
-    host_calls: int = 200,
+    rounds: int = ROUNDS,
     sources: set[str] | None = None,
-    on_step: Callable[[], None] = lambda: None,
-) -> Record:
-    """``host`` and ``decoder`` of the record; graphs are None without a GPU.
+) -> None:
+    """Hand the rows of ``decoder`` to ``keep``, each when it is measured; graphs are None without a GPU.
 
-    Adds to ``sources`` what was launched. Raises UnsupportedError for a wrong result.
+    Adds to ``sources`` what was launched, before. Raises UnsupportedError for a wrong result.
     """
-    place = torch.device(device)
-    torch.manual_seed(0)
-    dense = Decoder(shape, dtype, place)
-    models = {"dense": dense, "sparse": dense.sparse(), "invariant": dense.sparse(batch_invariant=True)}
-    rows: list[Record] = []
+    dense = models["dense"]
+    shape, dtype = dense.shape, next(dense.parameters()).dtype
     for kind, counts in (("decode", steps), ("prefill", prefills)):
         for count in counts:
             decodes = kind == "decode"
             n, tokens = (count, 1) if decodes else (1, count)
-            x = torch.randn(n, tokens, shape.hidden, dtype=dtype, device=place)
-            cache = cache_of(shape, n, dtype, place) if decodes else None
+            x = torch.randn(n, tokens, shape.hidden, dtype=dtype, device=device)
+            cache = cache_of(shape, n, dtype, device) if decodes else None
 
             def run(model: Decoder, x: Tensor = x, cache: Any = cache) -> Tensor:
                 result: Tensor = model(x, cache)
                 return result
 
-            times = _row(models, run, place, rounds)
-            rows.append({"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": 1, **times})
+            times = _row(models, run, device, rounds)
             if sources is not None:
                 sources.update(launched(models.values(), n * tokens))
-            on_step()
-    return {"host": host_us(place, dtype, calls=host_calls, rounds=rounds), "decoder": rows}
+            about = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": shape.ranks}
+            keep({**about, **times})
 
 
 def launched(models: Iterable[nn.Module], n: int) -> set[str]:
@@ -230,7 +270,9 @@ def launched(models: Iterable[nn.Module], n: int) -> set[str]:
     return {source for layer in layers for source in sources_of(layer.plan(n))}
 
 
-def host_us(device: torch.device, dtype: torch.dtype, *, calls: int, rounds: int) -> dict[str, Any]:
+def host_us(
+    device: torch.device, dtype: torch.dtype, *, calls: int = HOST_CALLS, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Host microseconds a call of a small layer [256, 256] on 16 tokens, interleaved.
 
     ``torch_sparse_us`` is None where PyTorch's own sparse tensor isn't served.

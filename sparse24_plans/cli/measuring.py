@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import record as bench_record
+from ..bench.record import TORCH_KEYS
 from ..bench.scope import BACKENDS, PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
 from ..device.files import check_writable
-from ..errors import InvalidProblemError
+from ..errors import BackendUnavailableError, InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.table import ROWS
 from ..gemm.tuned import TuningTable
@@ -33,38 +34,59 @@ from .options import (
 from .output import emit, progress, reported
 from .tables import Json, show_line
 
+_ALL_SHAPES = len(SHAPES)
+_SHARES = (1, 2, 4, 8)
+"""GPUs that the decoder's 8 heads of keys and values can be shared by."""
+
+RecordOption = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="The record (JSON) to write, or to add to."),
+]
+TokensOption = Annotated[
+    str, typer.Option("--n", metavar="N,N,...", help="Tokens; all of the record's by default.")
+]
+ShapesOption = Annotated[
+    int, typer.Option("--shapes", min=1, max=_ALL_SHAPES, metavar="N", help="How many of the Llama shapes.")
+]
+BackendsOption = Annotated[
+    list[BackendKind] | None,
+    word_option(known=BACKENDS, meaning="Only this backend; repeatable, all by default."),
+]
+PartsOption = Annotated[
+    list[str] | None,
+    word_option(
+        known=PARTS, meaning="Only this part of the record; repeatable, all by default.", metavar="PART"
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--random",
+        metavar="SEED",
+        help="Instead of the record's shapes, those of other models and ragged ones, with any N.",
+    ),
+]
+TorchOption = Annotated[
+    bool,
+    typer.Option(
+        "--torch", help="Instead, what a user of PyTorch gets: host time a call, and a Llama-3.1-8B decoder."
+    ),
+]
+GpusOption = Annotated[
+    int, typer.Option("--gpus", metavar="N", help=f"With --torch: GPUs that share the decoder, of {_SHARES}.")
+]
+
 
 def bench(
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="The record (JSON) to write, or to add to."),
-    ] = None,
-    n: Annotated[
-        str, typer.Option("--n", metavar="N,N,...", help="Tokens; all of the record's by default.")
-    ] = "",
-    shapes: Annotated[
-        int,
-        typer.Option("--shapes", min=1, max=len(SHAPES), metavar="N", help="How many of the Llama shapes."),
-    ] = len(SHAPES),
+    out: RecordOption = None,
+    n: TokensOption = "",
+    shapes: ShapesOption = _ALL_SHAPES,
     element: ElementsOption = None,
-    backend: Annotated[
-        list[BackendKind] | None,
-        word_option(known=BACKENDS, meaning="Only this backend; repeatable, all by default."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        word_option(
-            known=PARTS, meaning="Only this part of the record; repeatable, all by default.", metavar="PART"
-        ),
-    ] = None,
-    random: Annotated[
-        int | None,
-        typer.Option(
-            "--random",
-            metavar="SEED",
-            help="Instead of the record's shapes, those of other models and ragged ones, with any N.",
-        ),
-    ] = None,
+    backend: BackendsOption = None,
+    only: PartsOption = None,
+    random: SeedOption = None,
+    with_torch: TorchOption = False,
+    gpus: GpusOption = 1,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels beside dense cuBLAS and cuSPARSELt.
@@ -74,8 +96,17 @@ def bench(
     A record of this machine and of the same kernels that is there already gets what is measured added.
     PyTorch, where it is installed, gives the times of cuBLAS.
     """
+    of_the_grid = bool(n or backend or only or shapes != _ALL_SHAPES)
+    if gpus not in _SHARES or (gpus > 1 and not with_torch):
+        raise typer.BadParameter(f"--gpus: expected one of {_SHARES}, with --torch, got {gpus}")
+    if with_torch:
+        if of_the_grid or element or random is not None:
+            raise typer.BadParameter("--torch takes --gpus and --out alone")
+        with reported(as_json):
+            emit(_measure_torch(gpus, out, quiet=as_json), times.show_torch, as_json=as_json)
+        return
     if random is not None:
-        if n or backend or only or shapes != len(SHAPES):
+        if of_the_grid:
             raise typer.BadParameter("--random takes --element and --out alone")
         with reported(as_json):
             emit(_measure_random(random, element, out, quiet=as_json), times.show_random, as_json=as_json)
@@ -120,6 +151,28 @@ def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
                 bench_record.save(bench_record.merged(before, found) if before else found, out)
 
         record: Json = run.measure(scope, lambda: advance(1), keep)
+    return record
+
+
+def _measure_torch(gpus: int, out: Path | None, *, quiet: bool) -> Json:
+    """Writes the record as it grows: an interrupted run leaves what it has."""
+    before = None
+    if out is not None:
+        check_writable(out)
+        before = bench_record.to_extend(out, TORCH_KEYS)
+    bench_record.machine()  # raises without a GPU, before anything is shown
+    try:
+        from ..bench import torch_run
+    except ImportError as error:
+        raise BackendUnavailableError(str(error)) from error
+    torch_run.check_gpus(gpus)
+    with progress("measuring", torch_run.STEPS, quiet) as advance:
+
+        def keep(found: Json) -> None:
+            if out is not None:
+                bench_record.save(bench_record.merged(before, found, TORCH_KEYS) if before else found, out)
+
+        record: Json = torch_run.measure(gpus, lambda: advance(1), keep)
     return record
 
 

@@ -38,6 +38,33 @@ def show_random(record: Json) -> None:
     show_line(f"seed {record['seed']}, {record['gpu']}")
 
 
+def show_torch(record: Json) -> None:
+    """What the record says of the decoder, over the dense one, and of the host's time a call."""
+    columns = (
+        Column("", lambda row: f"{row['kind']} of {row['n'] if row['tokens'] == 1 else row['tokens']}"),
+        Column("GPUs", "gpus", right=True),
+        Column("dense", partial(_ms, "graph_dense_ms"), right=True),
+        Column("sparse", partial(_ms, "graph_sparse_ms"), right=True),
+        Column("over dense", partial(_of_dense, "graph", "sparse"), right=True),
+        Column("invariant", partial(_of_dense, "graph", "invariant"), right=True),
+        Column("eager", partial(_of_dense, "eager", "sparse"), right=True),
+    )
+    title = "Llama-3.1-8B's shapes, 16 layers: ms in a CUDA graph, and the speed over dense"
+    show_table(columns, record["decoder"], title=title)
+    rows = [{"call": name, "time": value} for name, value in record["host"].items()]
+    if rows:
+        show_table((Column("host", "call"), Column("us a call", "time", right=True)), rows)
+
+
+def _ms(key: str, row: Json) -> str:
+    return "-" if row[key] is None else f"{row[key]:.2f}"
+
+
+def _of_dense(mode: str, name: str, row: Json) -> str:
+    dense, ours = (row[f"{mode}_{one}_ms"] for one in ("dense", name))
+    return "-" if dense is None or ours is None else f"{dense / ours:.2f}x"
+
+
 def _ratio(key: str, row: Json) -> str:
     return "-" if row[key] is None else f"{row[key]:.2f}x"
 

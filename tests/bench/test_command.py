@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
-from sparse24_plans import BackendUnavailableError, InvalidProblemError
+from sparse24_plans import BackendUnavailableError, InvalidProblemError, bench
 from sparse24_plans.bench import gemm, host, prepare, record, run
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, TOKENS, Scope
 from sparse24_plans.cli.app import app
@@ -40,6 +42,12 @@ def no_gpu(monkeypatch):
         ("--shapes", "0"),
         ("--shapes", "9"),
         ("--only", "typo"),
+        ("--gpus", "2"),
+        ("--torch", "--gpus", "3"),
+        ("--torch", "--gpus", "0"),
+        ("--torch", "--n", "1"),
+        ("--torch", "--element", "f16"),
+        ("--torch", "--random", "1"),
     ],
     ids=" ".join,
 )
@@ -140,3 +148,77 @@ def test_every_step_is_reported(played):
 def test_a_scope_refuses_what_no_record_has(change, words):
     with pytest.raises(InvalidProblemError, match=words):
         Scope(**change)
+
+
+# PyTorch's door ------------------------------------------------------------------------------------
+
+
+def decoder_row(n: int, gpus: int) -> dict:
+    ms = {"graph_dense_ms": 2.0, "graph_sparse_ms": 1.0, "graph_invariant_ms": 1.25}
+    about = {"kind": "decode", "n": n, "tokens": 1, "weights": "bf16", "gpus": gpus}
+    return {**about, **ms, "eager_dense_ms": 4.0, "eager_sparse_ms": 5.0}
+
+
+@pytest.fixture
+def torch_played(monkeypatch):
+    """Stands for what needs PyTorch: a module of that name, which measures nothing."""
+    played = ModuleType("sparse24_plans.bench.torch_run")
+
+    def check_gpus(gpus: int) -> None:
+        if gpus > 2:
+            raise BackendUnavailableError(f"PyTorch sees 2 CUDA devices, {gpus} are needed")
+
+    def measure(gpus, on_step, keep):
+        found = record.empty(ABOUT, record.TORCH_KEYS)
+        for n in (1, 8):
+            found["decoder"].append(decoder_row(n, gpus))
+            found |= {"host": {"f_linear_us": 15.0} if gpus == 1 else {}}
+            found |= record.stamp(record.files_of(["gemm/wgmma_sp.cu" if gpus == 1 else "gemm/mma_sp.cu"]))
+            keep(found)
+            on_step()
+        return found
+
+    played.STEPS, played.check_gpus, played.measure = 2, check_gpus, measure
+    monkeypatch.setitem(sys.modules, "sparse24_plans.bench.torch_run", played)
+    monkeypatch.setattr(bench, "torch_run", played, raising=False)
+    monkeypatch.setattr(record, "machine", lambda: ABOUT)
+
+
+def test_the_record_of_pytorchs_door_grows_by_numbers_of_gpus(torch_played, tmp_path):
+    out = tmp_path / "h200-torch.json"
+    for words in ((), ("--gpus", "2")):
+        result = invoke("--torch", "-o", str(out), *words)
+        assert result.exit_code == 0, result.output
+        assert "2.00x" in result.stdout
+        assert "0.80x" in result.stdout
+    found = json.loads(out.read_text())
+    assert found["decoder"] == [decoder_row(n, gpus) for gpus in (1, 2) for n in (1, 8)]
+    assert found["host"] == {"f_linear_us": 15.0}
+    assert found["kernel_files"] == record.files_of(["gemm/wgmma_sp.cu", "gemm/mma_sp.cu"])
+    assert record.is_current(found)
+    assert found["schema"] == 1
+    assert {name: found[name] for name in ABOUT} == ABOUT
+    assert "gemm" not in found
+
+
+def test_too_few_gpus_are_an_error(torch_played, tmp_path):
+    result = invoke("--torch", "--gpus", "4", "-o", str(tmp_path / "r.json"), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["type"] == "BackendUnavailableError"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_of_another_kind_is_not_added_to(torch_played, tmp_path):
+    out = tmp_path / "r.json"
+    record.save(record.empty(ABOUT), out)
+    result = invoke("--torch", "-o", str(out), "--json")
+    assert json.loads(result.stdout)["error"]["type"] == "FormatError"
+
+
+def test_without_pytorch_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "machine", lambda: ABOUT)
+    monkeypatch.delattr(bench, "torch_run", raising=False)
+    monkeypatch.setitem(sys.modules, "sparse24_plans.bench.torch_run", None)
+    result = invoke("--torch", "-o", str(tmp_path / "r.json"), "--json")
+    assert json.loads(result.stdout)["error"]["type"] == "BackendUnavailableError"
+    assert not list(tmp_path.iterdir())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from sparse24_plans import UnsupportedError
-from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, measured
+from sparse24_plans.bench import record, torch_door
+from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, contenders, decoder_rows
+from sparse24_plans.bench.torch_run import measure
 from sparse24_plans.torch import Sparse24Linear
 
 from .cases import DEVICE
@@ -16,29 +20,53 @@ SMALL = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, cache=8)
 
 @pytest.fixture(autouse=True)
 def quick_host(monkeypatch):
-    """Compilers are slow; what is compiled here is eager."""
+    """Compilers are slow; what is compiled here is eager. And a few calls will do."""
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    monkeypatch.setattr(torch_door, "host_us", partial(torch_door.host_us, calls=3, rounds=3))
 
 
-def test_a_record_has_the_contracts_fields():
-    sources: set[str] = set()
-    found = measured(
-        SMALL, steps=(1, 3), prefills=(5,), device=DEVICE, rounds=3, host_calls=3, sources=sources
+ABOUT = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "versions": {}}
+HOST = ("f_linear_us", "sparse_linear_us", "torch_sparse_us", "compiled_dense_us", "compiled_sparse_us")
+FIELDS = {"kind", "n", "tokens", "weights", "gpus", "eager_dense_ms", "eager_sparse_ms"}
+FIELDS |= {"graph_dense_ms", "graph_sparse_ms", "graph_invariant_ms"}
+
+
+def measured(monkeypatch, gpus: int, device: str) -> dict:
+    """The record of a small decoder, which has been kept row by row."""
+    monkeypatch.setattr(record, "machine", lambda: ABOUT)
+    kept, steps = [], []
+    found = measure(
+        gpus,
+        lambda: steps.append(1),
+        lambda now: kept.append(len(now["decoder"])),
+        shape=SMALL,
+        device=device,
+        steps=(1, 3),
+        prefills=(5,),
+        rounds=3,
     )
-    assert set(found["host"]) == {
-        "f_linear_us",
-        "sparse_linear_us",
-        "torch_sparse_us",
-        "compiled_dense_us",
-        "compiled_sparse_us",
-    }
+    assert kept == [1, 2, 3]
+    assert len(steps) == 3
+    assert {name: found[name] for name in ABOUT} == ABOUT
+    assert record.is_current(found)
+    assert all(row.keys() == FIELDS for row in found["decoder"])
+    assert all(row["eager_dense_ms"] > 0 and row["eager_sparse_ms"] > 0 for row in found["decoder"])
+    where = [(row["kind"], row["n"], row["tokens"], row["gpus"]) for row in found["decoder"]]
+    assert where == [("decode", 1, 1, gpus), ("decode", 3, 1, gpus), ("prefill", 1, 5, gpus)]
+    return found
+
+
+def test_a_record_has_the_contracts_fields(monkeypatch):
+    found = measured(monkeypatch, 1, DEVICE)
+    assert tuple(found["host"]) == HOST
     assert all(value is None or value > 0 for value in found["host"].values())
-    names = {"kind", "n", "tokens", "weights", "gpus", "eager_dense_ms", "eager_sparse_ms"}
-    names |= {"graph_dense_ms", "graph_sparse_ms", "graph_invariant_ms"}
-    assert all(set(row) == names for row in found["decoder"])
-    where = [(row["kind"], row["n"], row["tokens"]) for row in found["decoder"]]
-    assert where == [("decode", 1, 1), ("decode", 3, 1), ("prefill", 1, 5)]
-    assert bool(sources) == (DEVICE == "cuda")
+    assert bool(found["kernel_files"]) == (DEVICE == "cuda")
+
+
+def test_two_processes_share_a_decoder(monkeypatch):
+    """Here on gloo; on GPUs over nccl. The host's times are those of one."""
+    found = measured(monkeypatch, 2, "cpu")
+    assert found["host"] == {}
 
 
 def test_a_decode_step_is_the_last_token_of_a_prefill():
@@ -79,5 +107,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         return model
 
     monkeypatch.setattr(Decoder, "sparse", wrong)
+    models = contenders(SMALL, torch.bfloat16, torch.device(DEVICE))
     with pytest.raises(UnsupportedError, match="relative error"):
-        measured(SMALL, steps=(1,), prefills=(), device=DEVICE, rounds=1)
+        decoder_rows(models, torch.device(DEVICE), lambda row: None, steps=(1,), prefills=(), rounds=1)

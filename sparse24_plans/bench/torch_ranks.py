@@ -1,0 +1,103 @@
+"""The decoder of torch_door.py on several GPUs of one host: a process each, collectives between them.
+
+Dense layers are all-reduced as runtimes do it. Sparse ones are those of ``parallelize_module``, cut from the
+ranks' dense parts, so both contenders hold the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ..torch.linear import Sparse24Linear
+from ..torch.parallel import ColwiseSparse24, RowwiseSparse24
+from .torch_door import Decoder, DecoderShape, Keep, contenders, decoder_rows
+
+_LIMIT = timedelta(minutes=5)
+_POLL_S = 0.2
+
+
+class RankedDecoder(Decoder):
+    """A rank's share of a decoder."""
+
+    def sparse(self, **require: bool) -> RankedDecoder:
+        """The same decoder with sparse layers."""
+        ranks = self.shape.ranks
+        mesh = init_device_mesh(next(self.parameters()).device.type, (ranks,))
+        other = copy.deepcopy(self)
+        styles: dict[str, Any] = {
+            "qkv": ColwiseSparse24(),
+            "out": RowwiseSparse24(parts=ranks),
+            "gate_up": ColwiseSparse24(),
+            "down": RowwiseSparse24(parts=ranks),
+        }
+        for layer in other.layers:
+            for name, style in styles.items():
+                columns = isinstance(style, ColwiseSparse24)
+                weight = _whole(getattr(layer, name).weight.detach(), ranks, dim=0 if columns else 1)
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                sparse = Sparse24Linear.from_linear(linear, method="compress", require=require or None)
+                setattr(layer, name, parallelize_module(sparse, mesh, style, src_data_rank=None))
+        return other
+
+
+def _whole(part: Tensor, ranks: int, dim: int) -> Tensor:
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts, dim)
+
+
+def measure_on(
+    shape: DecoderShape, keep: Keep, sources: set[str], device: str = "cuda", **options: Any
+) -> None:
+    """``decoder_rows`` on ``shape.ranks`` devices; ``options`` are that function's.
+
+    Adds to ``sources``. Raises what a rank raised, as torch.multiprocessing tells it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes: Any = multiprocessing
+        found = processes.get_context("spawn").SimpleQueue()
+        arguments = (shape, device, str(Path(folder, "store")), options, found)
+        ranks = processes.spawn(_rank, arguments, nprocs=shape.ranks, join=False)
+        done = False
+        while not done:
+            done = ranks.join(timeout=_POLL_S)
+            while not found.empty():
+                row, used = found.get()
+                sources.update(used)
+                keep(row)
+
+
+def _rank(rank: int, shape: DecoderShape, kind: str, store: str, options: dict[str, Any], found: Any) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    group: Any = dist
+    group.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=group.FileStore(store, shape.ranks),
+        rank=rank,
+        world_size=shape.ranks,
+        timeout=_LIMIT,
+    )
+    try:
+        used: set[str] = set()
+        models = contenders(shape, torch.bfloat16, device, RankedDecoder)
+
+        def keep(row: dict[str, Any]) -> None:
+            if rank == 0:
+                found.put((row, sorted(used)))
+
+        decoder_rows(models, device, keep, sources=used, **options)
+    finally:
+        dist.destroy_process_group()
