@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..arithmetic.epilogue import IN_STEPS
 from ..plan.table import Row
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -21,7 +22,6 @@ from ..vocab import (
     Tier,
 )
 from . import guarantees, limits
-from .arithmetic.epilogue import IN_STEPS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, F16, F32, FP8, S8
 

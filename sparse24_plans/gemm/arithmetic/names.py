@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...arithmetic.epilogue import IN_STEPS
 from ...plan.arithmetic import EXACT_SUM, FMA32, Arithmetic
 from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
-from .epilogue import IN_STEPS
 
 
 def strict(desc: GemmSparse24Descriptor) -> str:
