@@ -11,10 +11,10 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
-    "blocksparse.args": "BlockSparseMatmulArgs",
-    "blocksparse.descriptor": "BlockSparseMatmulDescriptor",
+    "blocksparse.args": "BlockSparseMatmulArgs BlockSparseSoftmaxArgs BlockSparseSoftmaxBackwardArgs",
+    "blocksparse.descriptor": "BlockSparseMatmulDescriptor BlockSparseSoftmaxDescriptor",
     "blocksparse.layout": "BlockSparseLayout",
-    "blocksparse.plan": "BlockSparseMatmulPlan",
+    "blocksparse.plan": "BlockSparseMatmulPlan BlockSparseSoftmaxPlan",
     "blocksparse.shape": "BlockSparseShape",
     "blocksparse.tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",
@@ -44,8 +44,8 @@ _HOME = {
     "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
     "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "vocab": "ArchSku BackendKind BlockSparseOp DeviceProperties ElementKind EpilogueKind GemmOp "
-    "MaskLayout MathPrecision MatrixOrder OpCategory PrepareOp ScaleKind Tier TileRule",
+    "vocab": "ArchSku AttentionMask BackendKind BlockSparseOp BlockSparsePass DeviceProperties ElementKind "
+    "EpilogueKind GemmOp MaskLayout MathPrecision MatrixOrder OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",
     "weights.weight": "PackedWeight Sparse24Weight prune",
 }

@@ -2,9 +2,13 @@
 
 from ._version import __version__ as __version__
 from .blocksparse.args import BlockSparseMatmulArgs as BlockSparseMatmulArgs
+from .blocksparse.args import BlockSparseSoftmaxArgs as BlockSparseSoftmaxArgs
+from .blocksparse.args import BlockSparseSoftmaxBackwardArgs as BlockSparseSoftmaxBackwardArgs
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
+from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
+from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape
 from .blocksparse.tables import BlockSparseTables as BlockSparseTables
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
@@ -68,8 +72,10 @@ from .prepare.plan import PruneSparse24Plan as PruneSparse24Plan
 from .prepare.plan import TilePruneSparse24Plan as TilePruneSparse24Plan
 from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku
+from .vocab import AttentionMask as AttentionMask
 from .vocab import BackendKind as BackendKind
 from .vocab import BlockSparseOp as BlockSparseOp
+from .vocab import BlockSparsePass as BlockSparsePass
 from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind
 from .vocab import EpilogueKind as EpilogueKind

@@ -9,8 +9,10 @@ import pytest
 
 from sparse24_plans import (
     ArchSku,
+    AttentionMask,
     BackendKind,
     BlockSparseOp,
+    BlockSparsePass,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -38,10 +40,12 @@ WORDS = {
     MatrixOrder: "row column",
     ScaleKind: "none tensor row",
     BlockSparseOp: "sdd dsd dds",
+    BlockSparsePass: "forward backward",
+    AttentionMask: "none add mul",
     PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
-    OpCategory: "gemm prune compress decompress pack",
+    OpCategory: "gemm prune compress decompress pack softmax attention",
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate sparse_tensor_core",
     BackendKind: "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp cusparselt prune "

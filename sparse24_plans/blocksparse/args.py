@@ -24,3 +24,33 @@ class BlockSparseMatmulArgs(Args):
     b: Any
     c: Any
     bias: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseSoftmaxArgs(Args):
+    """Operands of a ``forward`` softmax; ``layout`` is what ``plan.pack`` returned.
+
+    Tensors of any framework, contiguous, on the plan's device, all of the element. ``x`` [Z, blocks, block,
+    block] is read, ``y`` like it is written and may be x itself. ``rpe`` [H, rows, cols],
+    ``key_padding_mask`` [Z, cols] and ``attn_mask`` [rows, cols] exactly when the descriptor has them.
+    """
+
+    layout: BlockSparseTables
+    x: Any
+    y: Any
+    rpe: Any = None
+    key_padding_mask: Any = None
+    attn_mask: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseSoftmaxBackwardArgs(Args):
+    """Operands of a ``backward`` softmax: ``y`` and ``dy`` are read, ``dx`` is written and may be dy itself.
+
+    All are [Z, blocks, block, block] of the element; ``layout`` is what ``plan.pack`` returned.
+    """
+
+    layout: BlockSparseTables
+    y: Any
+    dy: Any
+    dx: Any

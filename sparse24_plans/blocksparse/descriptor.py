@@ -13,7 +13,9 @@ from ..plan.descriptor import Descriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
+    AttentionMask,
     BlockSparseOp,
+    BlockSparsePass,
     ElementKind,
     ElementLike,
     EpilogueKind,
@@ -35,6 +37,9 @@ MATMUL_ELEMENTS = (
 )
 """The elements that can be multiplied."""
 
+FLOATS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
+"""The elements of softmax."""
+
 
 def _shape_of(given: Any) -> Any:
     return given.shape if type(given) is BlockSparseLayout else given
@@ -54,6 +59,18 @@ class BlockSparseDescriptor(Descriptor):
 
     category: ClassVar[OpCategory] = OpCategory.GEMM
 
+    def _expect(self, name: str, allowed: tuple[Any, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            words = " or ".join(dict.fromkeys(map(str, allowed)))
+            raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
+
+    def _check_sizes(self, width: int) -> None:
+        """``width``: the largest side of a dense operand that the layout doesn't give."""
+        one = self.layout
+        most = max(one.blocks * one.block**2, one.heads * max(one.rows, one.cols) * width)
+        if self.batch * most > INT64_MAX // 8:
+            raise ValueError("layout, batch: expected operands of fewer than 2^60 elements")
+
     def _tables(self) -> Operand:
         size = (length(self.layout),)
         return Operand("layout", Role.TABLES, size, ElementKind.I32, of=partial(view_of, self.layout))
@@ -67,6 +84,11 @@ class BlockSparseDescriptor(Descriptor):
     ) -> Operand:
         sides = (cols, rows) if transposed else (rows, cols)
         return Operand(name, role, (self.batch, self.layout.heads, *sides), element)
+
+
+def _check_finite(name: str, value: float) -> None:
+    if abs(value) > float(np.finfo(np.float32).max):
+        raise ValueError(f"{name}: expected a value finite in float32, got {value}")
 
 
 class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
@@ -134,22 +156,13 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
 
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
-        for name, allowed in (
-            ("element", MATMUL_ELEMENTS),
-            ("out_element", results_of(self.element)),
-            ("bias_element", biases_of(self.element, self.out_element)),
-        ):
-            if getattr(self, name) not in allowed:
-                words = " or ".join(dict.fromkeys(allowed))
-                raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
-        if abs(self.alpha) > float(np.finfo(np.float32).max):
-            raise ValueError(f"alpha: expected a value finite in float32, got {self.alpha}")
+        self._expect("element", MATMUL_ELEMENTS)
+        self._expect("out_element", results_of(self.element))
+        self._expect("bias_element", biases_of(self.element, self.out_element))
+        _check_finite("alpha", self.alpha)
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
-        one = self.layout
-        side = max(one.rows, one.cols)
-        if self.batch * max(one.blocks * one.block**2, one.heads * side * self.n) > INT64_MAX // 8:
-            raise ValueError("layout, n, batch: expected operands of fewer than 2^60 elements")
+        self._check_sizes(self.n)
         return self
 
     @property
@@ -196,3 +209,99 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
             return tables, *found
         width = rows if self.op is BlockSparseOp.DSD else cols
         return tables, *found, Operand("bias", Role.IN, (self.layout.heads, width), self.bias_element)
+
+
+class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
+    """The softmax of each row over its kept cells, for Z batches of H heads; or its gradient.
+
+    ``forward``: v = scale * x + rpe + key_padding_mask + attn_mask, y = exp(v) / sum(exp(v)) over the kept
+    cells of the row. A row whose every v is -Inf is zeros. ``backward``: dx = scale * y * (dy - sum(y * dy)).
+
+    Parameters
+    ----------
+    layout : BlockSparseShape or BlockSparseLayout
+        Of x and y.
+    batch : int
+        Z, 1 by default; may be 0.
+    element : ElementKind
+        Type of every tensor: ``f32``, ``f16`` or ``bf16``. All is computed in float32.
+    op : BlockSparsePass
+        ``forward`` (default) or ``backward``, which takes nothing but ``scale`` of what follows: where masks
+        have dropped a cell, y is 0.
+    scale : float
+        Finite in float32; 1 by default.
+    rpe : bool
+        Whether there is a relative position embedding: the same for every batch.
+    key_padding_mask, attn_mask : AttentionMask
+        ``none`` (default), ``add`` or ``mul``: of each batch's columns, and of each cell.
+    causal : bool
+        Whether cells whose column is beyond their row are dropped.
+
+    Raises
+    ------
+    InvalidProblemError
+        Naming the field.
+    """
+
+    category: ClassVar[OpCategory] = OpCategory.SOFTMAX
+
+    op: BlockSparsePass = BlockSparsePass.FORWARD
+    scale: Annotated[float, Number(finite=True)] = 1.0
+    rpe: Flag = False
+    key_padding_mask: AttentionMask = AttentionMask.NONE
+    attn_mask: AttentionMask = AttentionMask.NONE
+    causal: Flag = False
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            layout: LayoutLike,
+            element: ElementLike,
+            batch: SupportsIndex = ...,
+            op: BlockSparsePass | str = ...,
+            scale: SupportsFloat = ...,
+            rpe: bool = ...,
+            key_padding_mask: AttentionMask | str = ...,
+            attn_mask: AttentionMask | str = ...,
+            causal: bool = ...,
+        ) -> None: ...
+
+    @field_validator("scale")
+    @classmethod
+    def _one_zero(cls, scale: float) -> float:
+        return scale + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BlockSparseSoftmaxDescriptor:
+        self._expect("element", FLOATS)
+        _check_finite("scale", self.scale)
+        for name in ("rpe", "key_padding_mask", "attn_mask", "causal"):
+            if self.op is BlockSparsePass.BACKWARD and getattr(self, name) not in (False, AttentionMask.NONE):
+                raise ValueError(f"{name}: expected none for op backward, got {getattr(self, name)}")
+        self._check_sizes(max(self.layout.rows, self.layout.cols))
+        return self
+
+    @property
+    def op_name(self) -> str:
+        return f"softmax_blocksparse_{self.op}"
+
+    @property
+    def reduction(self) -> int:
+        """The most cells of a row."""
+        return self.layout.cols
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The layout's tables; ``x``, ``y`` and what is added to x; or ``y``, ``dy``, ``dx``."""
+        one, element = self.layout, self.element
+        read, written = (partial(self._blocks, role=role, element=element) for role in (Role.IN, Role.OUT))
+        if self.op is BlockSparsePass.BACKWARD:
+            return self._tables(), read("y"), read("dy"), written("dx", may_be="dy")
+        added = {
+            "rpe": (self.rpe, (one.heads, one.rows, one.cols)),
+            "key_padding_mask": (self.key_padding_mask is not AttentionMask.NONE, (self.batch, one.cols)),
+            "attn_mask": (self.attn_mask is not AttentionMask.NONE, (one.rows, one.cols)),
+        }
+        masks = [Operand(name, Role.IN, shape, element) for name, (asked, shape) in added.items() if asked]
+        return self._tables(), read("x"), written("y", may_be="x"), *masks

@@ -6,10 +6,11 @@ from typing import Any
 
 from ..plan.operands import Args
 from ..plan.plan import Plan
-from .args import BlockSparseMatmulArgs
-from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from ..vocab import BlockSparsePass
+from .args import BlockSparseMatmulArgs, BlockSparseSoftmaxArgs, BlockSparseSoftmaxBackwardArgs
+from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor, BlockSparseSoftmaxDescriptor
 from .layout import BlockSparseLayout
-from .table import MATMUL_ROWS
+from .table import MATMUL_ROWS, SOFTMAX_ROWS
 from .tables import BlockSparseTables, view_of
 
 
@@ -43,3 +44,20 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
     def _identity(self) -> dict[str, Any]:
         desc = self.descriptor
         return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
+
+
+class BlockSparseSoftmaxPlan(BlockSparsePlan):
+    """A kernel chosen for a softmax over kept cells, or for its gradient.
+
+    Its arguments are BlockSparseSoftmaxArgs, for the op ``backward`` BlockSparseSoftmaxBackwardArgs.
+    """
+
+    descriptor_type = BlockSparseSoftmaxDescriptor
+    table = SOFTMAX_ROWS
+    descriptor: BlockSparseSoftmaxDescriptor
+
+    @classmethod
+    def args_type(cls, descriptor: BlockSparseSoftmaxDescriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
+        forward = descriptor.op is BlockSparsePass.FORWARD
+        return BlockSparseSoftmaxArgs if forward else BlockSparseSoftmaxBackwardArgs

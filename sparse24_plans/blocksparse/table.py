@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from ..plan.table import Row
 from ..vocab import BLOCKS_LAYOUT, BackendKind, EpilogueKind, Tier
 from . import guarantees
-from .descriptor import MATMUL_ELEMENTS, BlockSparseMatmulDescriptor
+from .descriptor import FLOATS, MATMUL_ELEMENTS, BlockSparseMatmulDescriptor
 
 
 @dataclass(frozen=True)
-class MatmulRow(Row):
-    """A row of products."""
+class BlockSparseRow(Row):
+    """A row of the family."""
 
+    layout: str = BLOCKS_LAYOUT
     strict: bool = False
-    """Of the host: fma by fma in a defined order; else BLAS."""
+    """Of the host: every step in a defined order; else BLAS multiplies."""
+
+
+@dataclass(frozen=True)
+class MatmulRow(BlockSparseRow):
+    """A row of products."""
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
         if self.strict and descriptor.epilogue is EpilogueKind.BIAS_GELU_TANH:
@@ -23,22 +29,11 @@ class MatmulRow(Row):
         return None
 
 
+_HOST = (BackendKind.HOST, Tier.HOST)
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
-    MatmulRow(
-        "host_blas",
-        BackendKind.HOST,
-        Tier.HOST,
-        guarantees.host_blas,
-        MATMUL_ELEMENTS,
-        layout=BLOCKS_LAYOUT,
-    ),
-    MatmulRow(
-        "host_strict",
-        BackendKind.HOST,
-        Tier.HOST,
-        guarantees.strict,
-        MATMUL_ELEMENTS,
-        layout=BLOCKS_LAYOUT,
-        strict=True,
-    ),
+    MatmulRow("host_blas", *_HOST, guarantees.host_blas, MATMUL_ELEMENTS),
+    MatmulRow("host_strict", *_HOST, guarantees.strict, MATMUL_ELEMENTS, strict=True),
+)
+SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
+    BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )

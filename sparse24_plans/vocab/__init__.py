@@ -270,6 +270,25 @@ class BlockSparseOp(_Word):
     DDS = "dds"
 
 
+class BlockSparsePass(_Word):
+    """The function itself, or the gradients of its operands."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class AttentionMask(_Word):
+    """What an attention mask does to scores.
+
+    ``none``: there is none. ``add``: it is added. ``mul``: scores are dropped where it is 0, and stay
+    elsewhere.
+    """
+
+    NONE = "none"
+    ADD = "add"
+    MUL = "mul"
+
+
 class MaskLayout(_Word):
     """How a mask of [M, K] cells is stored, one bit a cell, as uint8.
 
@@ -299,6 +318,8 @@ class OpCategory(_Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     PACK = "pack"
+    SOFTMAX = "softmax"
+    ATTENTION = "attention"
 
 
 class ArchSku(_Word):

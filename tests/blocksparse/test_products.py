@@ -107,7 +107,7 @@ def test_a_row_without_blocks_is_the_epilogue_of_zero(row):
     plan = plan_of(row, layout=layout, op="dsd", epilogue="bias_relu", batch=1)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
     got = check(plan, operands)
-    bias = np.maximum(operands.bias[0, 16:], 0)
+    bias = np.maximum(operands["bias"][0, 16:], 0)
     assert np.array_equal(got[0, 0, 16:], np.repeat(bias[:, None], 24, axis=1))
 
 
@@ -127,12 +127,10 @@ def test_any_product(layout, op, turned, element, n, alpha):
 
 def test_sums_of_8_bit_integers_are_exact():
     layout = BlockSparseLayout(np.ones((1, 1, 40), bool), 128)
-    ones = Operands(
-        layout, np.full((1, 40, 128, 128), -128, np.int8), np.full((1, 1, 5120, 3), -128, np.int8), None
-    )
+    ones = {"a": np.full((1, 40, 128, 128), -128, np.int8), "b": np.full((1, 1, 5120, 3), -128, np.int8)}
     for row in ROWS:
         plan = plan_of(row, layout=layout, op="dsd", element="s8", n=3, batch=1)
-        assert (check(plan, ones) == 5120 * 2**14).all()
+        assert (check(plan, Operands(layout, ones)) == 5120 * 2**14).all()
 
 
 @every_row
@@ -142,14 +140,14 @@ def test_what_meets_no_kept_block_is_not_read(row, op):
     plan = plan_of(row, layout=layout, op=op, batch=1, n=16)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
     if op == "sdd":
-        operands.b[:, :, :, 16:] = np.nan  # columns that are not kept
+        operands["b"][:, :, :, 16:] = np.nan  # columns that are not kept
     elif op == "dsd":
-        operands.b[:, :, 16:] = np.inf
+        operands["b"][:, :, 16:] = np.inf
     else:
         layout = layout.transposed()
-        operands = operands._replace(layout=layout)
+        operands = replace(operands, layout=layout)
         plan = plan_of(row, layout=layout, op=op, batch=1, n=16)
-        operands.a[:, :, :, 16:] = np.nan
+        operands["a"][:, :, :, 16:] = np.nan
     got = case_of(plan, operands).run()["c"].view(np.float32)
     assert np.isfinite(got).all()
 
@@ -165,7 +163,7 @@ def test_strict_is_one_fma_a_kept_product_in_increasing_k(op, turned):
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(1))
     got = case_of(plan, operands).run()["c"].view(np.float32)
     kept = np.kron(layout.bitmap, np.ones((16, 16), bool))
-    a, b = operands.a, operands.b
+    a, b = operands["a"], operands["b"]
     used_a = used_b = None
     if op == "dsd":
         a, used_a = layout.to_dense(a), kept
@@ -191,14 +189,14 @@ def test_strict_results_depend_on_their_own_operands_alone(op):
     plan = plan_of("host_strict", layout=layout, op=op, batch=3, element="bf16", n=24)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(1))
     whole = case_of(plan, operands).run()["c"]
-    alone = operands._replace(a=operands.a[1:2].copy(), b=operands.b[1:2].copy())
+    alone = operands.with_(a=operands["a"][1:2].copy(), b=operands["b"][1:2].copy())
     small = plan_of("host_strict", layout=layout, op=op, batch=1, element="bf16", n=24)
     assert np.array_equal(case_of(small, alone).run()["c"][0], whole[1])
     if op != "sdd":
         name, axis = ("b", 3) if op == "dsd" else ("a", 2)
-        few = np.ascontiguousarray(np.take(getattr(operands, name), [20, 3], axis))
+        few = np.ascontiguousarray(np.take(operands[name], [20, 3], axis))
         narrow = plan_of("host_strict", layout=layout, op=op, batch=3, element="bf16", n=2)
-        part = case_of(narrow, operands._replace(**{name: few})).run()["c"]
+        part = case_of(narrow, operands.with_(**{name: few})).run()["c"]
         assert np.array_equal(part, np.take(whole, [20, 3], axis))
 
 

@@ -15,6 +15,7 @@ from sparse24_plans import (
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
     BlockSparseTables,
     Device,
     DeviceProperties,
@@ -343,6 +344,8 @@ _call("BlockSparseLayout.from_json", BlockSparseLayout.from_json, text=LAYOUT.to
 _call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
 _MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32")
 _call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)
+_SOFTMAX = BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32")
+_call("BlockSparseSoftmaxPlan.pack", select(_SOFTMAX, "host").pack, layout=LAYOUT)
 _call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
 
 

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparse24_plans import (
+    AttentionMask,
     BackendKind,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseOp,
+    BlockSparsePass,
+    BlockSparseSoftmaxDescriptor,
     ElementKind,
     EpilogueKind,
     GemmSparse24Descriptor,
@@ -255,14 +258,29 @@ def _layout(rng: np.random.Generator, cells: int) -> BlockSparseLayout:
 
 def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
     layout, preference = _layout(rng, 1 << 15), _preference(rng, host=True)
+    batch = int(_pick(rng, (1, 1, 2, 3, 0)))
+    if rng.random() < 0.4:
+        return BlockProblem(_softmax(rng, layout, batch), layout, preference, data_seed)
     element = _pick(rng, _RESULTS)
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng), "n": _size(rng, 40)}
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
         fields |= {"epilogue": _pick(rng, EpilogueKind), "bias_element": _default_bias(fields)}
-    desc = BlockSparseMatmulDescriptor(layout=layout, batch=_pick(rng, (1, 1, 2, 3, 0)), **fields)
+    desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
+
+
+def _softmax(rng: np.random.Generator, layout: BlockSparseLayout, batch: int) -> BlockSparseSoftmaxDescriptor:
+    fields: dict[str, Any] = {
+        "element": _pick(rng, ("f32", "f16", "bf16")),
+        "op": _pick(rng, BlockSparsePass),
+    }
+    fields["scale"] = float(_pick(rng, (1.0, 0.125, 0.0, -3.0, rng.standard_normal())))
+    if fields["op"] is BlockSparsePass.FORWARD:
+        fields |= {name: rng.random() < 0.5 for name in ("rpe", "causal")}
+        fields |= {name: _pick(rng, AttentionMask) for name in ("key_padding_mask", "attn_mask")}
+    return BlockSparseSoftmaxDescriptor(layout=layout, batch=batch, **fields)
 
 
 # Data ---------------------------------------------------------------------------------------------

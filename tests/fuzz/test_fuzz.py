@@ -34,7 +34,7 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     products = [one.desc for one in problems if isinstance(one, Product)]
     prepared = [one.desc for one in problems if isinstance(one, Preparation)]
     blocks = [one.desc for one in problems if isinstance(one, BlockProblem)]
-    assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds"}
+    assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds", "forward", "backward"}
     assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}
@@ -93,7 +93,7 @@ def test_a_wrong_block_product_is_found(monkeypatch):
     monkeypatch.setattr(
         blocksparse_host, "finished", lambda *given, **more: right(*given, **more) ^ np.uint8(8)
     )
-    found = [worker.outcome(1, case, "host").get("error") for case in range(5, 200, 8)]
+    found = [worker.outcome(1, case, "host").get("error") for case in range(5, 400, 8)]
     assert sum("results are wrong" in str(error) for error in found) > 5
 
 

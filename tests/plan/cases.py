@@ -14,6 +14,8 @@ from sparse24_plans import (
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
     BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
+    BlockSparseSoftmaxPlan,
     CompressSparse24Descriptor,
     CompressSparse24Plan,
     DecompressSparse24Descriptor,
@@ -56,6 +58,7 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     TilePruneSparse24Descriptor: TilePruneSparse24Plan,
     MaskSparse24Descriptor: MaskSparse24Plan,
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
+    BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
 }
 
 M, K = 16, 32
@@ -81,6 +84,10 @@ BLOCKSPARSE = (
     BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=5, batch=2, element="f32", alpha=0.5),
     BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=5, element="bf16", trans_a=True, epilogue="bias"),
     BlockSparseMatmulDescriptor(op="dds", layout=SHAPE, n=5, element="s8", out_element="f16", trans_a=True),
+    BlockSparseSoftmaxDescriptor(
+        layout=SHAPE, element="f32", batch=2, rpe=True, key_padding_mask="add", attn_mask="mul", causal=True
+    ),
+    BlockSparseSoftmaxDescriptor(layout=SHAPE, element="f16", op="backward", scale=0.5),
 )
 """Served on the host alone: a test that is given a GPU skips them."""
 PROBLEMS: tuple[Any, ...] = (*GEMM, *PREPARE, *BLOCKSPARSE)

@@ -31,6 +31,11 @@ class Line(NamedTuple):
     places: Array
     """Its blocks among the values."""
 
+    def met(self, block: int) -> Array:
+        """The columns of op(S), in cells, that its blocks cover."""
+        cells: Array = self.across[:, None] * block + np.arange(block)
+        return cells.reshape(-1)
+
 
 def lines(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Iterator[Line]:
     """Those of S, or of S transposed."""
@@ -71,16 +76,22 @@ def sparse_times_dense(
 ) -> Array:
     """The sums [Z, block, n] of one line of op(S) [Z, ...] times ``dense`` [Z, H, K, n]."""
     tiles = values[:, line.places]
-    if transposed:
-        tiles = tiles.swapaxes(2, 3)
-    batch, count, block, _ = tiles.shape
-    strip = tiles.swapaxes(1, 2).reshape(batch, block, count * block)
-    met = (line.across[:, None] * block + np.arange(block)).reshape(-1)
-    return multiply(strip, dense[:, line.head][:, met])
+    strip = side_by_side(tiles.swapaxes(2, 3) if transposed else tiles)
+    return multiply(strip, dense[:, line.head][:, line.met(tiles.shape[2])])
 
 
 def dense_times_dense(line: Line, left: Array, right: Array, multiply: Multiply, block: int) -> Array:
     """The line's blocks [Z, ..., block, block] of ``left`` [Z, H, M, n] @ ``right`` [Z, H, n, N]."""
-    met = (line.across[:, None] * block + np.arange(block)).reshape(-1)
-    found = multiply(left[:, line.head, line.cells], right[:, line.head][:, :, met])
-    return found.reshape(found.shape[0], block, line.across.size, block).swapaxes(1, 2)
+    return in_blocks(multiply(left[:, line.head, line.cells], right[:, line.head][:, :, line.met(block)]))
+
+
+def side_by_side(tiles: Array) -> Array:
+    """The blocks [Z, count, block, block] of a line as a strip [Z, block, count * block]."""
+    batch, count, block, _ = tiles.shape
+    return tiles.swapaxes(1, 2).reshape(batch, block, count * block)
+
+
+def in_blocks(strip: Array) -> Array:
+    """What :func:`side_by_side` was made of."""
+    batch, block, width = strip.shape
+    return strip.reshape(batch, block, width // block, block).swapaxes(1, 2)

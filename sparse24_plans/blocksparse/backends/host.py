@@ -9,29 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from ...arithmetic.epilogue import finished
+from ...arithmetic.epilogue import encoded, finished
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import BlockSparseOp, ElementKind
+from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind
 from ...weights import dense
-from ..arithmetic import products
-from ..descriptor import BlockSparseMatmulDescriptor
+from ..arithmetic import products, softmax
+from ..descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor, BlockSparseSoftmaxDescriptor
 from ..tables import LookUp
 
 Array = np.ndarray[Any, Any]
 
 
-class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+class Kernel(BaseKernel[BlockSparseDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        strict = choice.row.strict
-        self.details = "NumPy, emulated float32 fma" if strict else "NumPy, BLAS"
-        self._multiply = products.in_order if strict else products.blas
-        if self.descriptor.element is ElementKind.S8:
-            self._multiply = products.exact
+        self._work = _WORK[type(choice.descriptor)](choice)
+        self.details = self._work.details
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._run(views)
@@ -39,10 +36,35 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def _run(self, views: Views) -> None:
         tables = LookUp.of(views["layout"].array(), self.descriptor.layout)  # as they are now
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
-            if self.descriptor.op is BlockSparseOp.SDD:
-                self._sdd(views, tables)
-            else:
-                self._one_sparse(views, tables)
+            self._work.run(views, tables)
+
+
+class _Work:
+    """What a plan does on the host."""
+
+    details = "NumPy"
+
+    def __init__(self, choice: Choice) -> None:
+        raise NotImplementedError
+
+    def run(self, views: Views, tables: LookUp) -> None:
+        raise NotImplementedError
+
+
+class _Matmul(_Work):
+    def __init__(self, choice: Choice) -> None:
+        self.descriptor: BlockSparseMatmulDescriptor = choice.descriptor
+        strict = choice.row.strict
+        self.details = "NumPy, emulated float32 fma" if strict else "NumPy, BLAS"
+        self._multiply = products.in_order if strict else products.blas
+        if self.descriptor.element is ElementKind.S8:
+            self._multiply = products.exact
+
+    def run(self, views: Views, tables: LookUp) -> None:
+        if self.descriptor.op is BlockSparseOp.SDD:
+            self._sdd(views, tables)
+        else:
+            self._one_sparse(views, tables)
 
     def _sdd(self, views: Views, tables: LookUp) -> None:
         desc, c = self.descriptor, views["c"].bits()
@@ -64,6 +86,45 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             sums = products.sparse_times_dense(line, values, matrix, self._multiply, transposed=transposed)
             added = None if bias is None else bias[line.head, line.cells]
             c[:, line.head, line.cells] = finished(sums, desc, bias=added)
+
+
+class _Softmax(_Work):
+    def __init__(self, choice: Choice) -> None:
+        self.descriptor: BlockSparseSoftmaxDescriptor = choice.descriptor
+
+    def run(self, views: Views, tables: LookUp) -> None:
+        desc = self.descriptor
+        forward = desc.op is BlockSparsePass.FORWARD
+        result = "y" if forward else "dx"
+        out = views[result].bits()
+        read = {name: widened(view) for name, view in views.items() if name not in ("layout", result)}
+        for line in products.lines(desc.layout, tables, transposed=False):
+            if forward:
+                found = softmax.softmax(self._scores(read, line))
+            else:
+                y, dy = (products.side_by_side(read[name][:, line.places]) for name in ("y", "dy"))
+                found = softmax.gradient(y, dy, desc.scale)
+            out[:, line.places] = products.in_blocks(encoded(found, desc.element))
+
+    def _scores(self, read: dict[str, Array], line: products.Line) -> Array:
+        desc, met = self.descriptor, line.met(self.descriptor.layout.block)
+        v = products.side_by_side(read["x"][:, line.places]) * np.float32(desc.scale)
+        if desc.rpe:
+            v = v + read["rpe"][line.head, line.cells][:, met]
+        if desc.key_padding_mask is not AttentionMask.NONE:
+            v = v + softmax.added(read["key_padding_mask"][:, None, met], desc.key_padding_mask)
+        if desc.attn_mask is not AttentionMask.NONE:
+            v = v + softmax.added(read["attn_mask"][line.cells][:, met], desc.attn_mask)
+        if desc.causal:
+            rows = np.arange(line.cells.start, line.cells.stop)
+            v = np.where(met > rows[:, None], np.float32(-np.inf), v)
+        return v
+
+
+_WORK: dict[type[BlockSparseDescriptor], type[_Work]] = {
+    BlockSparseMatmulDescriptor: _Matmul,
+    BlockSparseSoftmaxDescriptor: _Softmax,
+}
 
 
 def widened(view: TensorView) -> Array:
