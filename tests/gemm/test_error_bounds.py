@@ -1,7 +1,6 @@
 """Error bounds hold for inputs that are made to break them, and are all but reached by some.
 
-Terms are chosen at the kept positions, so that nothing of them is pruned away. Subnormal operands are not
-among them.
+Terms are chosen at the kept positions, so that nothing of them is pruned away.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ HALF_RANGE = {"f16": 12, "fp8_e4m3": 8, "bf16": 40, "f32": 40}
 LEAST = {"f16": -12, "fp8_e4m3": -5, "bf16": -40, "f32": -40}
 STEPS = {"fp8_e4m3": 13}
 """Bits below the largest addend that an accumulator keeps, about; 24 where nothing is said."""
+LARGE = {"f16": 15, "bf16": 100, "fp8_e4m3": 8, "f32": 100}
+"""Exponents of operands that meet subnormal ones."""
 
 
 def normal(rng, n, outputs, r, element) -> Terms:
@@ -101,6 +102,25 @@ def alternating(rng, n, outputs, r, element) -> Terms:
     return a, b
 
 
+def subnormal_first(rng, n, outputs, r, element) -> Terms:
+    """Its product is small, but tensor cores align to it as to that of the smallest normal number; then many
+    that they cut away, the largest that they do."""
+    kind = ElementKind(element)
+    a, b = np.empty((n, r)), np.empty((outputs, r))
+    least = LARGE[element] + int(np.log2(kind.smallest_normal)) - STEPS.get(element, 25)
+    a[:], b[:] = 2.0 ** (least // 2), 2.0 ** (least - 1 - least // 2) * (2 - 2 * kind.unit_roundoff)
+    a[:, 0], b[:, 0] = 2.0 ** LARGE[element], kind.smallest_subnormal
+    return a, b
+
+
+def subnormal(rng, n, outputs, r, element) -> Terms:
+    """Of a weight that is subnormal but for a few."""
+    kind = ElementKind(element)
+    a, b = mixed(rng, n, outputs, r, element)
+    small = rng.integers(-8, 9, (outputs, r)) * kind.smallest_subnormal
+    return a, np.where(rng.random((outputs, r)) < 0.9, small, b)
+
+
 KINDS: dict[str, Callable[..., Terms]] = {
     "normal": normal,
     "one sign": one_sign,
@@ -114,6 +134,8 @@ KINDS: dict[str, Callable[..., Terms]] = {
     "rising magnitudes": rising,
     "falling magnitudes": falling,
     "alternating": alternating,
+    "a subnormal first": subnormal_first,
+    "subnormal": subnormal,
 }
 KEPT = np.array([0, 1])
 """Of every group of four."""
