@@ -9,17 +9,17 @@ from sparse24_plans import ElementKind
 
 from .rows import ELEMENTS, FLOATS, case_of, promising
 
-ALL_BUT_FP8 = [element for element in FLOATS if element.itemsize > 1]
+SCALES = {"f16": (1e-4, 1e-33), "fp8_e4m3": (2.0**-6, 2.0**-120)}
+"""Of the operands, and alpha."""
 
 
-@promising("subnormals", "preserved", elements=ALL_BUT_FP8)
+@promising("subnormals", "preserved", elements=FLOATS)
 def test_subnormals_are_preserved(row, element, op, epilogue):
-    """Inputs whose every product and sum is a subnormal float32."""
+    """Results that are subnormal float32; so is every product and sum, or of narrow elements the operands."""
     dtype = ElementKind(element).dtype
     rng = np.random.default_rng(1)
-    scale = 1e-4 if element == "f16" else 1e-21
+    scale, alpha = SCALES.get(element, (1e-21, 1.0))
     x, dense = ((rng.uniform(0.5, 1.0, (rows, 16)) * scale).astype(dtype) for rows in (4, 16))
-    alpha = 1e-33 if element == "f16" else 1.0
     problem = {"n": 4, "m": 16, "k": 16, "element": element, "op": op, "out_element": "f32"}
     case = case_of(row, **problem, alpha=alpha, x=x, dense=dense)
     got = case.run()

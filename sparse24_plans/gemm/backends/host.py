@@ -17,6 +17,7 @@ import numpy as np
 
 from ...arithmetic import epilogue
 from ...arithmetic.fma32 import fma_f32
+from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
@@ -53,6 +54,7 @@ class Kernel(GemmKernel):
         return lambda stream: self._run(views)
 
     def _run(self, views: Views) -> None:
+        check_subnormals()
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
             product_of = self._product_of(views)
             for tokens in self._token_steps():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
 from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
@@ -32,6 +33,7 @@ class Kernel(GemmKernel):
         return lambda stream: self._run(views)
 
     def _run(self, views: Views) -> None:
+        check_subnormals()
         results, out = Results(self.descriptor, views, self._arithmetic), views["result"].bits()
 
         def fill(block: slice) -> None:
