@@ -114,7 +114,8 @@ def test_code_is_loaded_from_the_package_alone(module):
 IMPORTS = """
 import sys
 import sparse24_plans
-print(sorted({"cupy", "cuda", "torch", "jax", "typer", "rich", "numpy", "pydantic"} & sys.modules.keys()))
+heavy = {"cupy", "cuda", "torch", "jax", "numba", "typer", "rich", "numpy", "pydantic"}
+print(sorted(heavy & sys.modules.keys()))
 """
 
 

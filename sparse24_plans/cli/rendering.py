@@ -57,7 +57,8 @@ def _grouped(rows: Iterable[Json], key: str) -> dict[Any, list[Json]]:
 
 def show_environment(about: Json) -> None:
     cupy = about["cupy"] or "not installed"
-    versions = f"python {about['python']}, numpy {about['numpy']}, cupy {cupy}"
+    numba = f"numba {about['numba']}" if about["numba"] else about["no_numba"]
+    versions = f"python {about['python']}, numpy {about['numpy']}, cupy {cupy}, {numba}"
     show_line(f"sparse24_plans {about['version']} ({versions})")
     for gpu in about["devices"]:
         major, minor = gpu["compute_capability"]

@@ -15,6 +15,7 @@ from ..errors import FormatError
 from ..vocab import ElementKind
 from . import groups
 from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING, VALID_CODES
+from .host_code import HostCode
 
 # So many elements a step keep NumPy's temporaries inside a core's cache.
 _HOST_STEP = 1 << 17
@@ -116,11 +117,14 @@ def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def rank_codes(keys: Any) -> Any:
+# ``by`` below: the code that works on the host. On a GPU it means nothing.
+
+
+def rank_codes(keys: Any, by: HostCode = groups) -> Any:
     """Codes [groups] of the two largest keys in every group of ``keys`` [rows, K]."""
     if isinstance(keys, np.ndarray):
         with groups.scratch() as space:
-            return groups.largest(keys, space)
+            return by.largest(keys, space)
     xp = array_module(keys)
     column = [xp.ascontiguousarray(keys[:, i::4]).reshape(-1) for i in range(4)]
     outcome = xp.zeros(column[0].shape, np.uint8)
@@ -129,16 +133,18 @@ def rank_codes(keys: Any) -> Any:
     return xp.asarray(RANKING)[outcome]
 
 
-def magnitude_codes(bits: Any, element: ElementKind) -> Any:
+def magnitude_codes(bits: Any, element: ElementKind, by: HostCode = groups) -> Any:
     """Codes [groups] of the two largest of ``bits`` [rows, K] by |value|."""
     if isinstance(bits, np.ndarray):
         with groups.scratch() as space:
             keys = space.array("keys", bits.size, bits.dtype).reshape(bits.shape)
-            return groups.largest(magnitude_keys(bits, element, keys), space)
+            return by.largest(magnitude_keys(bits, element, keys), space)
     return rank_codes(magnitude_keys(bits, element))
 
 
-def covering_codes(bits: Any, element: ElementKind) -> tuple[Any, tuple[int, int, int] | None]:
+def covering_codes(
+    bits: Any, element: ElementKind, by: HostCode = groups
+) -> tuple[Any, tuple[int, int, int] | None]:
     """Codes [groups] that cover the non-zeros of ``bits`` [rows, K], where -0.0 counts as zero; of a group
     with more than two its first two, and then the row, group and non-zeros of the first such group too."""
     if isinstance(bits, np.ndarray):
@@ -147,7 +153,7 @@ def covering_codes(bits: Any, element: ElementKind) -> tuple[Any, tuple[int, int
             if element in FIRST_NAN:
                 cells = space.array("keys", bits.size, bits.dtype).reshape(bits.shape)
                 np.bitwise_and(bits, _largest_magnitude(bits), out=cells)
-            codes, masks = groups.covering(cells, space)
+            codes, masks = by.covering(cells, space)
     else:
         nonzero = magnitude_keys(bits, element) != 0
         masks = array_module(bits).zeros((bits.shape[0], bits.shape[1] // 4), np.uint8)
@@ -181,12 +187,12 @@ def crowded_error(row: int, group: int, count: int) -> FormatError:
     )
 
 
-def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0) -> Any:
+def occupancy_codes(bits: Any, element: ElementKind, first_row: int = 0, by: HostCode = groups) -> Any:
     """Codes [groups] that cover the non-zeros of ``bits`` [rows, K].
 
     Raises FormatError for the first group with more than two non-zeros; ``first_row`` is added to its row.
     """
-    codes, crowded = covering_codes(bits, element)
+    codes, crowded = covering_codes(bits, element, by)
     if crowded is not None:
         row, group, count = crowded
         raise crowded_error(first_row + row, group, count)
@@ -199,10 +205,10 @@ def _flat_positions(codes: Any) -> tuple[Any, Any]:
     return base + (codes & np.uint8(3)), base + (codes >> np.uint8(2))
 
 
-def gather(bits: Any, codes: Any, out: Any = None) -> Any:
+def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The kept values [rows, K/2] of ``bits`` [rows, K]; to ``out``, contiguous, where it is given."""
     if isinstance(bits, np.ndarray):
-        return groups.gather(bits, codes, out)
+        return by.gather(bits, codes, out)
     xp = array_module(bits)
     flat = xp.ascontiguousarray(bits).reshape(-1)
     values = xp.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
@@ -211,10 +217,10 @@ def gather(bits: Any, codes: Any, out: Any = None) -> Any:
     return values
 
 
-def scatter(values: Any, codes: Any, out: Any = None) -> Any:
+def scatter(values: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
     if isinstance(values, np.ndarray):
-        return groups.scatter(values, codes, out)
+        return by.scatter(values, codes, out)
     xp = array_module(values)
     dense = xp.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
     dense[...] = 0

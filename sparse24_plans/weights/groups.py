@@ -73,6 +73,15 @@ def scratch() -> Iterator[Scratch]:
         _threads.scratch = found if found.nbytes <= _MOST_KEPT else None
 
 
+def title() -> str:
+    """For ``explain``."""
+    return "NumPy"
+
+
+def ready(itemsize: int, *names: str) -> None:
+    """Nothing is to be done before a function's first use."""
+
+
 # Choosing what is kept ----------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from ..vocab import (
     element_kind,
     integer,
 )
-from . import canonical, groups, threads
+from . import canonical, host_code, threads
 from .layouts import buffer_bytes
 from .on_device import on_stream, short_forms
 
@@ -116,7 +116,7 @@ class Sparse24Weight:
             if made := view.device != HOST and short_forms().compress(view):
                 return cls(*made, element=view.element, validate=False)
             return cls._build(
-                view, lambda bits, rows: canonical.occupancy_codes(bits, view.element, rows.start)
+                view, lambda bits, rows, by: canonical.occupancy_codes(bits, view.element, rows.start, by)
             )
 
     @classmethod
@@ -144,11 +144,12 @@ class Sparse24Weight:
         m, k = view.shape
         values = xp.empty((m, k // 2), bits.dtype)
         metadata = xp.empty((m, k // 8), np.uint16)
+        by = host_code.best(m * k)
 
         def fill(rows: slice) -> None:
             part = bits[rows]
-            codes = codes_of(part, rows)
-            canonical.gather(part, codes, out=values[rows])
+            codes = codes_of(part, rows, by)
+            canonical.gather(part, codes, values[rows], by)
             metadata[rows] = canonical.to_metadata(codes, *part.shape)
 
         threads.for_each(fill, canonical.row_steps(m, k, view.device == HOST))
@@ -167,9 +168,10 @@ class Sparse24Weight:
         values, metadata = self.values_view.bits(), self.metadata
         xp = canonical.array_module(values)
         dense = xp.empty((self.m, self.k), values.dtype)
+        by = host_code.best(self.m * self.k)
 
         def fill(rows: slice) -> None:
-            canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]), out=dense[rows])
+            canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]), dense[rows], by)
 
         threads.for_each(fill, canonical.row_steps(self.m, self.k, self.device == HOST))
         return TensorView.of(dense, element=self.element)
@@ -232,13 +234,13 @@ def _copy_to(view: TensorView, target: Device) -> Any:
 
 def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
-        return lambda bits, rows: canonical.magnitude_codes(bits, view.element)
+        return lambda bits, rows, by: canonical.magnitude_codes(bits, view.element, by)
     if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
         _check_scores(view, scores.shape, HOST)
-        return lambda bits, rows: canonical.rank_codes(canonical.float64_keys(scores[rows]))
-    by = _scores_view(view, scores)
-    ranks = by.bits()
-    return lambda bits, rows: canonical.rank_codes(canonical.value_keys(ranks[rows], by.element))
+        return lambda bits, rows, by: canonical.rank_codes(canonical.float64_keys(scores[rows]), by)
+    ranked = _scores_view(view, scores)
+    ranks = ranked.bits()
+    return lambda bits, rows, by: canonical.rank_codes(canonical.value_keys(ranks[rows], ranked.element), by)
 
 
 def _scores_view(view: TensorView, scores: Any) -> TensorView:
@@ -268,8 +270,9 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
     with on_stream(HOST, stream):
         bits, codes_of = view.bits(), _ranker(view, scores)
         pruned = np.empty(view.shape, bits.dtype)
+        by = host_code.best(bits.size)
         threads.for_each(
-            lambda rows: groups.keep(bits[rows], codes_of(bits[rows], rows), out=pruned[rows]),
+            lambda rows: by.keep(bits[rows], codes_of(bits[rows], rows, by), out=pruned[rows]),
             canonical.row_steps(view.shape[0], view.shape[1], True),
         )
     return TensorView.of(pruned, element=view.element).array()

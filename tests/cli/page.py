@@ -24,6 +24,7 @@ from sparse24_plans import BackendUnavailableError, DeviceProperties, ElementKin
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import inspection
 from sparse24_plans.cli.app import app
+from sparse24_plans.weights import host_code
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 COLUMNS = 80
@@ -96,6 +97,7 @@ def _on(place: str) -> Iterator[None]:
             (platform, "python_version", lambda: "3.12.8"),
             (np, "__version__", "2.3.5"),
             (inspection, "import_cupy", lambda: SimpleNamespace(__version__="14.2.0")),
+            (host_code, "versions", lambda: {"numba": "0.63.1", "no_numba": None}),
             (inspection, "cuda_device_count", lambda: len(gpus)),
             (inspection, "cuda_properties", properties),
         ):

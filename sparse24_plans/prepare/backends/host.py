@@ -1,4 +1,4 @@
-"""Preparing weights on the host, in NumPy: the array code of weights/ behind plans."""
+"""Preparing weights on the host: the array code of weights/ behind plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...device.tensors import HOST, TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import MaskLayout, PrepareOp
-from ...weights import canonical, groups, packing, threads, tiles
+from ...vocab import ElementKind, MaskLayout, PrepareOp
+from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.layouts import layout_of
 from ...weights.weight import PackedWeight, Sparse24Weight
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
@@ -28,11 +28,25 @@ def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None)
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
 
 
-class Kernel(BaseKernel[PrepareDescriptor]):
-    details = "NumPy"
+_CHOOSES = {
+    PrepareOp.PRUNE: "largest",
+    PrepareOp.PRUNE_COMPRESS: "largest",
+    PrepareOp.COMPRESS: "covering",
+}
+_MOVES = {
+    PrepareOp.PRUNE: "keep",
+    PrepareOp.PRUNE_COMPRESS: "gather",
+    PrepareOp.COMPRESS: "gather",
+    PrepareOp.DECOMPRESS: "scatter",
+}
+"""The functions of host_code.HostCode that an op calls: on keys, and on cells. The others use NumPy."""
 
+
+class Kernel(BaseKernel[PrepareDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
+        self._code = self._compiled_code()
+        self.details = self._code.title()
         self._act: Callable[[Views], None] = {
             PrepareOp.PRUNE: self._prune,
             PrepareOp.COMPRESS: self._compress,
@@ -43,6 +57,18 @@ class Kernel(BaseKernel[PrepareDescriptor]):
             PrepareOp.TILE_PRUNE: self._tile_prune,
             PrepareOp.MASK: self._mask,
         }[self.descriptor.op]
+
+    def _compiled_code(self) -> host_code.HostCode:
+        """The code that works, compiled: ``run`` doesn't compile."""
+        desc = self.descriptor
+        if desc.op not in _MOVES:
+            return groups
+        code = host_code.best(desc.m * desc.k)
+        code.ready(desc.element.itemsize, _MOVES[desc.op])
+        if desc.op in _CHOOSES:
+            ranked: ElementKind = getattr(desc, "scores", None) or desc.element
+            code.ready(ranked.itemsize, _CHOOSES[desc.op])
+        return code
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._act(views)
@@ -55,9 +81,11 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         """Codes [groups] of the cells to keep."""
         if "scores" in views:
             scores = views["scores"]
-            codes: Array = canonical.rank_codes(canonical.value_keys(scores.bits()[rows], scores.element))
+            codes: Array = canonical.rank_codes(
+                canonical.value_keys(scores.bits()[rows], scores.element), self._code
+            )
         else:
-            codes = canonical.magnitude_codes(bits, self.descriptor.element)
+            codes = canonical.magnitude_codes(bits, self.descriptor.element, self._code)
         return codes
 
     def _prune(self, views: Views) -> None:
@@ -69,7 +97,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
                 mask = views["mask"].bits()[rows]
                 mask[...] = groups.mask_bytes(codes).reshape(mask.shape)
             if "pruned" in views:
-                groups.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
+                self._code.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
 
         self._on_rows(prune)
 
@@ -84,7 +112,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         crowded: list[tuple[int, int, int]] = []
 
         def compress(rows: slice) -> None:
-            codes, found = canonical.covering_codes(dense[rows], desc.element)
+            codes, found = canonical.covering_codes(dense[rows], desc.element, self._code)
             if found is not None:
                 crowded.append((rows.start + found[0], *found[1:]))
             self._write(views, rows, dense[rows], codes)
@@ -93,7 +121,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         write_status(views["status"], desc.k, min(crowded, default=None))
 
     def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
-        groups.gather(bits, codes, out=views["values"].bits()[rows])
+        self._code.gather(bits, codes, out=views["values"].bits()[rows])
         views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self.descriptor.k)
 
     def _decompress(self, views: Views) -> None:
@@ -101,7 +129,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
 
         def decompress(rows: slice) -> None:
             codes = canonical.from_metadata(metadata[rows])
-            groups.scatter(values[rows], codes, out=views["dense"].bits()[rows])
+            self._code.scatter(values[rows], codes, out=views["dense"].bits()[rows])
 
         self._on_rows(decompress)
 
