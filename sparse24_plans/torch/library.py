@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
 
@@ -62,12 +63,23 @@ def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: K
     grad_enabled, wanted = torch.is_grad_enabled, torch._C._any_requires_grad
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args)
         wants_gradient = grad_enabled() and wanted(*args)
         if not wants_gradient and (keyset & _below_views).highestPriorityTypeId() in _BACKENDS:
             return kernel(*args, **kwargs)
         return full(keyset, *args, **kwargs)
 
     return call
+
+
+def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
+    """Forward-mode differentiation has begun: what isn't differentiated must not pass for a constant."""
+    tensors = (one for one in args if isinstance(one, torch.Tensor))
+    if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+        raise UnsupportedError(
+            f"{op.name()} has no forward-mode derivative (torch.func.jvp, make_dual); backward works"
+        )
 
 
 def _without_gradient(op: Any) -> Kernel:

@@ -32,6 +32,39 @@ PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
 
 
+class LayerWeight:
+    """What stands where a linear layer has its ``weight``, for code that looks at it: no dense matrix."""
+
+    def __init__(self, layer: Sparse24Linear) -> None:
+        self._layer = layer
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out_features, in_features]"""
+        return torch.Size((self._layer.out_features, self._layer.in_features))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layer._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layer._weight.device
+
+    @property
+    def values24(self) -> Tensor:
+        """[M, K/2], as of a state_dict."""
+        return self._layer.canonical()[0]
+
+    @property
+    def meta24(self) -> Tensor:
+        """uint16 [M, K/8], as of a state_dict."""
+        return self._layer.canonical()[1].view(torch.uint16)
+
+    def __repr__(self) -> str:
+        return f"LayerWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
 class Sparse24Linear(nn.Module):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4; x may have any leading dimensions.
 
@@ -173,6 +206,11 @@ class Sparse24Linear(nn.Module):
         weight = self.packed if self.values is None else self.values
         assert weight is not None
         return weight
+
+    @property
+    def weight(self) -> LayerWeight:
+        """Its shape, dtype and device, and the two tensors that a state_dict has under this name."""
+        return LayerWeight(self)
 
     @property
     def k(self) -> int:

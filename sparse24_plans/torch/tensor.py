@@ -408,10 +408,14 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
         )
+    if out in (None, _FP8):  # which no kernel writes: the scaled sum in float32, rounded once
+        wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
+        most = torch.finfo(_FP8).max
+        return wide.clamp(-most, most).to(_FP8)
     if out not in (torch.bfloat16, torch.float16, torch.float32):
         raise UnsupportedError(
-            f"`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16 or float32, "
-            f"got {out}"
+            "`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16, float32 or "
+            f"float8_e4m3fn, got {out}"
         )
     if isinstance(a, Sparse24Tensor):
         values, meta = _part(a, "packed"), _part(a, "meta")

@@ -184,6 +184,20 @@ def test_ops_without_a_gradient_say_so():
         y.sum().backward()
 
 
+def test_forward_mode_is_refused_instead_of_giving_no_tangent():
+    values, meta, _ = weight()
+    x, tangent = randn(5, 64), randn(5, 64, seed=3)
+    with pytest.raises(UnsupportedError, match="sparse24::linear has no forward-mode derivative"):
+        torch.func.jvp(lambda v: S.linear(v, values, meta), (x,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        S.linear(x, values, meta)  # of constants
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        with pytest.raises(UnsupportedError, match="no forward-mode"):
+            S.linear(dual, values, meta)
+        with pytest.raises(UnsupportedError, match="no forward-mode"):
+            S.prune(dual)
+
+
 # Modes --------------------------------------------------------------------------------------------
 
 

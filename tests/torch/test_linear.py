@@ -100,6 +100,34 @@ def test_the_state_is_that_of_our_checkpoints():
     }
 
 
+def test_weight_says_what_it_is_and_has_the_tensors_of_the_state():
+    """Models ask a layer's weight for its dtype and device; torch.distributed walks the names of a state."""
+    layer = Sparse24Linear.from_linear(dense_layer(60, 96, dtype=torch.bfloat16))
+    weight, found = layer.weight, layer.state_dict()
+    assert (weight.shape, weight.dtype, weight.device.type) == ((96, 60), torch.bfloat16, DEVICE)
+    assert torch.equal(weight.values24, found["weight.values24"])
+    assert torch.equal(weight.meta24.view(torch.int16), found["weight.meta24"].view(torch.int16))
+    assert repr(weight).startswith("LayerWeight(shape=[96, 60]")
+
+
+def test_torch_distributeds_own_state_functions():
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    layers = [nn.Sequential(Sparse24Linear.from_linear(dense_layer())), nn.Sequential(Sparse24Linear(64, 96))]
+    found = get_model_state_dict(layers[0])
+    assert found.keys() == layers[0].state_dict().keys()
+    set_model_state_dict(layers[1].to(DEVICE), found)
+    assert same(layers[0][0], layers[1][0])
+
+
+def test_memory_that_to_empty_gives_holds_a_fresh_layer():
+    """There is no metadata in it that could be packed, or unpacked for a load."""
+    layer = Sparse24Linear(64, 96, device="meta", dtype=torch.bfloat16).to_empty(device=DEVICE)
+    assert not layer(randn(5, 64, dtype=torch.bfloat16)).any()
+    layer.load_state_dict(Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)).state_dict())
+    assert same(layer, Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)))
+
+
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),

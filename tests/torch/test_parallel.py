@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -341,9 +342,9 @@ def loaded(ranks: int, path: str) -> None:
     """Into a model of other values, on a mesh of so many ranks."""
     cut = parallel_model(ranks, seed=7)
     assert not equal_states(cut, model())
-    state = cut.state_dict()
+    state = get_model_state_dict(cut)
     dcp.load(state, checkpoint_id=path)
-    cut.load_state_dict(state)
+    set_model_state_dict(cut, state)
     assert equal_states(cut, model())
     mesh = mesh_of(ranks)
     x = tokens(5, K, dtype=torch.bfloat16)

@@ -161,7 +161,21 @@ def test_scaled_mm_of_float8(out):
     z = torch._scaled_mm(b.t(), a.t(), scale_a=scales[1], scale_b=scales[0], out_dtype=out)
     close(z, y.t().double(), torch.bfloat16)
     with pytest.raises(UnsupportedError, match="out_dtype"):
-        torch._scaled_mm(a, b, scale_a=scales[0], scale_b=scales[1])
+        torch._scaled_mm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("out", [None, torch.float8_e4m3fn], ids=str)
+def test_scaled_mm_into_float8_saturates(out):
+    """By default the result is of the operands' dtype, as of torch._scaled_mm."""
+    matrix = pruned(integers(64, 128)).to(torch.float8_e4m3fn)
+    a, b = Sparse24Tensor.from_dense(matrix), integers(16, 128).to(torch.float8_e4m3fn).t()
+    y = torch._scaled_mm(
+        a, b, torch.tensor(1.0, device=DEVICE), torch.tensor(1.0, device=DEVICE), out_dtype=out
+    )
+    exact = (matrix.double() @ b.double()).clamp(-448, 448)
+    assert exact.abs().max() == 448
+    assert y.dtype == torch.float8_e4m3fn
+    assert torch.equal(y.double(), exact.float().to(torch.float8_e4m3fn).double())
 
 
 UNSERVED = {
