@@ -25,8 +25,8 @@ METHODS = ("prune", "compress", "tiles")
 VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
 """In a state_dict, as in our checkpoints: the canonical weight of the layer's ``weight``."""
 _K_STEP = 8
-_EMPTY_WORD = 0x0404
-"""Metadata of two groups without a non-zero: positions 0 and 1."""
+_EMPTY_GROUP = 0x04
+"""Metadata of a group without a non-zero: positions 0 and 1."""
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
@@ -68,10 +68,11 @@ class LayerWeight:
 class Sparse24Linear(nn.Module):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4; x may have any leading dimensions.
 
-    The layer holds the canonical weight, ``values`` and ``metadata``; on a CUDA device, where it has 16 bits
-    and isn't ``trainable``, the packed one alone, from which the canonical one can be had bit for bit. Its
-    ``state_dict`` is always canonical, under the names of our checkpoints: ``weight.values24``,
-    ``weight.meta24`` (uint16) and ``bias``. So it loads on any device. A fresh layer is zero.
+    The layer holds the canonical weight, ``values`` [M, K/2] and ``metadata`` (uint8 [M, K/4], a byte a
+    group); on a CUDA device, where it has 16 bits and isn't ``trainable``, the packed one alone, from which
+    the canonical one can be had bit for bit. Its ``state_dict`` is always canonical, under the names of our
+    checkpoints: ``weight.values24``, ``weight.meta24`` (uint16) and ``bias``. So it loads on any device. A
+    fresh layer is zero.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ class Sparse24Linear(nn.Module):
             torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
         )
         self.register_buffer(
-            "metadata", torch.full((out_features, k // 8), _EMPTY_WORD, dtype=torch.int16, device=device)
+            "metadata", torch.full((out_features, k // 4), _EMPTY_GROUP, dtype=torch.uint8, device=device)
         )
         self.register_buffer("packed", None)
         where = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
@@ -192,12 +193,25 @@ class Sparse24Linear(nn.Module):
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Take these tensors for the layer's own."""
-        self.packed = None
-        self.values = nn.Parameter(values, requires_grad=self.trainable)
-        self.metadata = meta.view(torch.int16)
+        self._unpack(*self._as_held(values, meta))
         if bias is not None:
             self.bias = nn.Parameter(bias, requires_grad=self.trainable)
         self._settle()
+
+    def _copy(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
+        """Take these tensors' values in place, so that an optimizer goes on with the layer's own."""
+        assert self.values is not None
+        assert self.metadata is not None
+        values, meta = self._as_held(values, meta)
+        with torch.no_grad():
+            self.values.copy_(values)
+            self.metadata.copy_(meta.view(torch.uint8))
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+
+    def _as_held(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+        """The canonical form as the layer's own tensors lie."""
+        return values, meta
 
     # Forms ------------------------------------------------------------------------------------------
 
@@ -234,7 +248,7 @@ class Sparse24Linear(nn.Module):
     def _held(self) -> tuple[Tensor, Tensor]:
         """The canonical form of the weight as it is held."""
         if self.values is not None and self.metadata is not None:
-            return self.values, self.metadata
+            return self.values, self.metadata.view(torch.int16)
         with torch.no_grad():
             values, meta = _ops.unpack(self.packed, *self._shape)
         return values, meta
@@ -262,7 +276,7 @@ class Sparse24Linear(nn.Module):
 
     def _unpack(self, values: Tensor, meta: Tensor) -> None:
         self.values = nn.Parameter(values, requires_grad=self.trainable)
-        self.metadata, self.packed = meta, None
+        self.metadata, self.packed = meta.contiguous().view(torch.uint8), None
 
     def _clear(self) -> None:
         """Zero, as a fresh layer is."""
@@ -270,7 +284,7 @@ class Sparse24Linear(nn.Module):
         assert self.metadata is not None
         with torch.no_grad():
             self.values.zero_()
-            self.metadata.fill_(_EMPTY_WORD)
+            self.metadata.fill_(_EMPTY_GROUP)
             if self.bias is not None:
                 self.bias.zero_()
 
@@ -354,11 +368,14 @@ class Sparse24Linear(nn.Module):
                 given = given.view(torch.int16)
             else:
                 _checked_dtype(given.dtype)
-            held[key] = given if assign else given.to(own.device, own.dtype, copy=True)
+            held[key] = given if assign else given.to(own.device, own.dtype, copy=self.values is None)
         values, meta, bias = held.values()
         if META_KEY in found and meta.device.type != "meta":
             check_metadata(values, meta)
-        self._hold(values, meta, bias)
+        if assign or self.values is None:
+            self._hold(values, meta, bias)
+        else:
+            self._copy(values, meta, bias)
 
     # Use ----------------------------------------------------------------------------------------------
 
@@ -366,10 +383,11 @@ class Sparse24Linear(nn.Module):
         """x [..., in_features] -> [..., out_features]."""
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
-        weight = self._buffers["packed"]
+        weight, meta = self._buffers["packed"], None
         if weight is None:
-            weight = self._parameters["values"]
-        y: Tensor = _linear(x, weight, self._buffers["metadata"], self._parameters["bias"], *self._options)
+            words: Any = self._buffers["metadata"]
+            weight, meta = self._parameters["values"], words.view(torch.int16)
+        y: Tensor = _linear(x, weight, meta, self._parameters["bias"], *self._options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:
@@ -433,6 +451,8 @@ def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPre
 
 def check_metadata(values: Tensor, meta: Tensor) -> None:
     """Raises FormatError, with row and group, for bytes that name no two positions."""
+    if type(values) not in (Tensor, nn.Parameter):  # a DTensor's: they aren't looked at
+        values = torch.empty(values.shape, dtype=torch.int8, device=meta.device)
     with cupy_on_torch_stream(values):
         try:
             canonical_weight(values, meta, validate=True)

@@ -158,8 +158,8 @@ class RowwiseSparse24Linear(_ShardedLinear):
         wishes = self.preference.model_dump_json(exclude_defaults=True)
         self._options = (self.out_features, "none", torch.float32, "" if wishes == "{}" else wishes)
 
-    def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
-        super()._hold(_below(values, self._parts), _below(meta, self._parts), bias)
+    def _as_held(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+        return _below(values, self._parts), _below(meta, self._parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say."""
@@ -174,8 +174,8 @@ class RowwiseSparse24Linear(_ShardedLinear):
 
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""
-        parts, weight, meta = self._parts, self._weight, self.metadata
-        metas = [None] * parts if meta is None else meta.chunk(parts)
+        parts, weight = self._parts, self._weight
+        metas = [None] * parts if self.metadata is None else self.metadata.view(torch.int16).chunk(parts)
         return [
             _linear(columns, w, words, None, *self._options)
             for columns, w, words in zip(x.chunk(parts, -1), weight.chunk(parts), metas, strict=True)

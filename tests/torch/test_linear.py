@@ -169,6 +169,18 @@ def test_a_state_of_another_dtype_is_converted():
     assert torch.equal(half.dense_weight(), layer.dense_weight().bfloat16())
 
 
+def test_an_optimizer_goes_on_with_a_layer_that_loads_a_state():
+    """The layer's own tensors take the values, as those of nn.Linear do."""
+    layer = Sparse24Linear.from_linear(dense_layer(), trainable=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    torch.manual_seed(9)
+    layer.load_state_dict(Sparse24Linear.from_linear(nn.Linear(64, 96, device=DEVICE)).state_dict())
+    before = layer.dense_weight()
+    layer(randn(5, 64)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.dense_weight(), before)
+
+
 BROKEN = {
     "a dense weight": lambda s: {"weight": torch.zeros(96, 64), "bias": s["bias"]},
     "expected \\[96, 32\\]": lambda s: {**s, "weight.values24": torch.zeros(96, 30)},

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -434,6 +435,44 @@ def moved() -> None:
 
 def test_a_cut_layer_changes_its_dtype_as_a_whole_one(world):
     world.run(moved)
+
+
+# Beside PyTorch's other ways ------------------------------------------------------------------------
+
+
+def trained(wrap) -> torch.Tensor:
+    """The weight after a step on this rank's share of the tokens, which an average of gradients made."""
+    torch.manual_seed(1)
+    linear = nn.Linear(K, M)
+    block = nn.Sequential(Sparse24Linear.from_linear(linear, trainable=True))
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    share = tokens(8, K).chunk(ranks)[rank]
+    module = wrap(block)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module(share).square().mean().backward()
+    optimizer.step()
+    values = block.state_dict()["0.weight.values24"]
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def fully_sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module[0], mesh=mesh_of(4))
+    module.load_state_dict(module.state_dict())
+    return fully_shard(module, mesh=mesh_of(4))
+
+
+def data_parallel() -> None:
+    wanted = trained(nn.parallel.DistributedDataParallel)
+    torch.manual_seed(1)
+    whole = Sparse24Linear.from_linear(nn.Linear(K, M), trainable=True)
+    whole(tokens(8, K)).square().mean().backward()
+    close(wanted, (whole.values - whole.values.grad).detach())
+    close(trained(fully_sharded), wanted)
+
+
+def test_layers_train_under_ddp_and_fsdp(world):
+    """What the ranks exchange there are the layer's own tensors, of dtypes that every backend knows."""
+    world.run(data_parallel)
 
 
 # Refusals -------------------------------------------------------------------------------------------
