@@ -116,7 +116,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was shown so far. What one read gives may end within a character, or within a line's end."""
+        """All that was shown so far. One read may end within a character, or within the end of a line."""
         return self._shown.decode(errors="replace").replace("\r\n", "\n")
 
     def read(self, until: str | None = None) -> str:
