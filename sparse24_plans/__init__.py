@@ -11,10 +11,12 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
-    "blocksparse.args": "BlockSparseMatmulArgs BlockSparseSoftmaxArgs BlockSparseSoftmaxBackwardArgs",
-    "blocksparse.descriptor": "BlockSparseMatmulDescriptor BlockSparseSoftmaxDescriptor",
+    "blocksparse.args": "BlockSparseAttentionArgs BlockSparseAttentionBackwardArgs BlockSparseMatmulArgs "
+    "BlockSparseSoftmaxArgs BlockSparseSoftmaxBackwardArgs",
+    "blocksparse.descriptor": "BlockSparseAttentionDescriptor BlockSparseMatmulDescriptor "
+    "BlockSparseSoftmaxDescriptor",
     "blocksparse.layout": "BlockSparseLayout",
-    "blocksparse.plan": "BlockSparseMatmulPlan BlockSparseSoftmaxPlan",
+    "blocksparse.plan": "BlockSparseAttentionPlan BlockSparseMatmulPlan BlockSparseSoftmaxPlan",
     "blocksparse.shape": "BlockSparseShape",
     "blocksparse.tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",

@@ -1,12 +1,16 @@
 """The public names, for type checkers; __init__.py loads each when it is first used."""
 
 from ._version import __version__ as __version__
+from .blocksparse.args import BlockSparseAttentionArgs as BlockSparseAttentionArgs
+from .blocksparse.args import BlockSparseAttentionBackwardArgs as BlockSparseAttentionBackwardArgs
 from .blocksparse.args import BlockSparseMatmulArgs as BlockSparseMatmulArgs
 from .blocksparse.args import BlockSparseSoftmaxArgs as BlockSparseSoftmaxArgs
 from .blocksparse.args import BlockSparseSoftmaxBackwardArgs as BlockSparseSoftmaxBackwardArgs
+from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSparseAttentionDescriptor
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.plan import BlockSparseAttentionPlan as BlockSparseAttentionPlan
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape

@@ -54,3 +54,44 @@ class BlockSparseSoftmaxBackwardArgs(Args):
     y: Any
     dy: Any
     dx: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseAttentionArgs(Args):
+    """Operands of a ``forward`` attention; ``layout`` is what ``plan.pack`` returned.
+
+    Tensors of any framework, contiguous, on the plan's device. Read: ``q`` [Z, H, rows, head_size], ``k`` and
+    ``v`` [Z, kv_heads, cols, head_size] of the element. Written: ``o`` like q, and ``lse`` [Z, H, rows] in
+    float32. ``q_lengths`` and ``kv_lengths`` [Z] in int32, exactly when the descriptor has lengths.
+    """
+
+    layout: BlockSparseTables
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    q_lengths: Any = None
+    kv_lengths: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseAttentionBackwardArgs(Args):
+    """Operands of a ``backward`` attention; ``layout`` is what ``plan.pack`` returned.
+
+    Read: ``q``, ``k``, ``v``, ``q_lengths`` and ``kv_lengths`` of the forward pass, its results ``o`` and
+    ``lse``, and ``do`` like o. Written: ``dq`` like q, ``dk`` and ``dv`` like k.
+    """
+
+    layout: BlockSparseTables
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    do: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    q_lengths: Any = None
+    kv_lengths: Any = None

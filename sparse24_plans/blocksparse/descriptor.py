@@ -38,7 +38,7 @@ MATMUL_ELEMENTS = (
 """The elements that can be multiplied."""
 
 FLOATS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
-"""The elements of softmax."""
+"""The elements of softmax and attention."""
 
 
 def _shape_of(given: Any) -> Any:
@@ -84,6 +84,10 @@ class BlockSparseDescriptor(Descriptor):
     ) -> Operand:
         sides = (cols, rows) if transposed else (rows, cols)
         return Operand(name, role, (self.batch, self.layout.heads, *sides), element)
+
+
+def _without_sign_of_zero(value: float) -> float:
+    return value + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
 
 
 def _check_finite(name: str, value: float) -> None:
@@ -149,10 +153,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
             bias_element: ElementLike = ...,
         ) -> None: ...
 
-    @field_validator("alpha")
-    @classmethod
-    def _one_zero(cls, alpha: float) -> float:
-        return alpha + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
+    _one_zero = field_validator("alpha")(_without_sign_of_zero)
 
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
@@ -268,10 +269,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
             causal: bool = ...,
         ) -> None: ...
 
-    @field_validator("scale")
-    @classmethod
-    def _one_zero(cls, scale: float) -> float:
-        return scale + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
+    _one_zero = field_validator("scale")(_without_sign_of_zero)
 
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseSoftmaxDescriptor:
@@ -305,3 +303,117 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
         }
         masks = [Operand(name, Role.IN, shape, element) for name, (asked, shape) in added.items() if asked]
         return self._tables(), read("x"), written("y", may_be="x"), *masks
+
+
+class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
+    """Attention over the kept cells of each head, for Z batches of H heads; or its gradients.
+
+    ``forward``: O = softmax(scale * Q @ K^T) @ V, with the scores' kept cells alone, and the logarithm of the
+    sum of each row's exponentials, which ``backward`` reads. ``backward``: dQ, dK and dV of dO.
+
+    Parameters
+    ----------
+    layout : BlockSparseShape or BlockSparseLayout
+        Of the scores: heads are those of Q, rows its tokens, cols those of K and V.
+    batch : int
+        Z, 1 by default; may be 0.
+    element : ElementKind
+        Type of Q, K, V, O and their gradients: ``f32``, ``f16`` or ``bf16``.
+    op : BlockSparsePass
+        ``forward`` (default) or ``backward``.
+    head_size : int
+        Columns of Q, K, V and O, at least 1.
+    kv_heads : int, optional
+        Heads of K and V, H by default. H is a multiple of it: H / kv_heads neighbouring heads share theirs.
+    scale : float, optional
+        Finite in float32; 1 / sqrt(head_size) by default.
+    causal : bool
+        Whether cells whose column is beyond their row are dropped, inside of blocks too.
+    lengths : bool
+        Whether each batch has lengths of its own: rows and columns beyond them are dropped and not read.
+
+    Raises
+    ------
+    InvalidProblemError
+        Naming the field.
+    """
+
+    category: ClassVar[OpCategory] = OpCategory.ATTENTION
+
+    head_size: Annotated[int, Integer(least=1, most=MOST)]
+    op: BlockSparsePass = BlockSparsePass.FORWARD
+    kv_heads: Count = Field(default_factory=lambda data: data["layout"].heads)
+    scale: Annotated[float, Number(finite=True)] = Field(
+        default_factory=lambda data: float(data["head_size"]) ** -0.5
+    )
+    causal: Flag = False
+    lengths: Flag = False
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            layout: LayoutLike,
+            head_size: SupportsIndex,
+            element: ElementLike,
+            batch: SupportsIndex = ...,
+            op: BlockSparsePass | str = ...,
+            kv_heads: SupportsIndex = ...,
+            scale: SupportsFloat = ...,
+            causal: bool = ...,
+            lengths: bool = ...,
+        ) -> None: ...
+
+    _one_zero = field_validator("scale")(_without_sign_of_zero)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BlockSparseAttentionDescriptor:
+        self._expect("element", FLOATS)
+        _check_finite("scale", self.scale)
+        heads = self.layout.heads
+        if heads % self.kv_heads if self.kv_heads else heads:
+            raise ValueError(
+                f"kv_heads: expected a divisor of the layout's {heads} heads, got {self.kv_heads}"
+            )
+        self._check_sizes(self.head_size)
+        return self
+
+    @property
+    def op_name(self) -> str:
+        return f"attention_blocksparse_{self.op}"
+
+    @property
+    def group(self) -> int:
+        """Heads of Q that share one of K and V."""
+        return self.layout.heads // max(self.kv_heads, 1)
+
+    @property
+    def reduction(self) -> int:
+        """The most cells of a row; scores are sums of ``head_size`` products."""
+        return self.layout.cols
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The tables; ``q``, ``k``, ``v``, ``o``, ``lse``; of ``backward`` the gradients; the lengths."""
+        one, read, written = self.layout, Role.IN, Role.OUT
+        queries = (self.batch, one.heads, one.rows, self.head_size)
+        keys = (self.batch, self.kv_heads, one.cols, self.head_size)
+        backward = self.op is BlockSparsePass.BACKWARD
+        made = read if backward else written
+        found = [
+            Operand("q", read, queries, self.element),
+            Operand("k", read, keys, self.element),
+            Operand("v", read, keys, self.element),
+            Operand("o", made, queries, self.element),
+            Operand("lse", made, queries[:3], ElementKind.F32),
+        ]
+        if backward:
+            found.append(Operand("do", read, queries, self.element))
+            found += [
+                Operand(name, written, shape, self.element)
+                for name, shape in (("dq", queries), ("dk", keys), ("dv", keys))
+            ]
+        if self.lengths:
+            names = ("q_lengths", "kv_lengths")
+            found += [Operand(name, read, (self.batch,), ElementKind.I32) for name in names]
+        return self._tables(), *found

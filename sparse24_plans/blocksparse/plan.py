@@ -7,10 +7,21 @@ from typing import Any
 from ..plan.operands import Args
 from ..plan.plan import Plan
 from ..vocab import BlockSparsePass
-from .args import BlockSparseMatmulArgs, BlockSparseSoftmaxArgs, BlockSparseSoftmaxBackwardArgs
-from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor, BlockSparseSoftmaxDescriptor
+from .args import (
+    BlockSparseAttentionArgs,
+    BlockSparseAttentionBackwardArgs,
+    BlockSparseMatmulArgs,
+    BlockSparseSoftmaxArgs,
+    BlockSparseSoftmaxBackwardArgs,
+)
+from .descriptor import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseSoftmaxDescriptor,
+)
 from .layout import BlockSparseLayout
-from .table import MATMUL_ROWS, SOFTMAX_ROWS
+from .table import ATTENTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
 from .tables import BlockSparseTables, view_of
 
 
@@ -61,3 +72,20 @@ class BlockSparseSoftmaxPlan(BlockSparsePlan):
         cls._check_descriptor(descriptor)
         forward = descriptor.op is BlockSparsePass.FORWARD
         return BlockSparseSoftmaxArgs if forward else BlockSparseSoftmaxBackwardArgs
+
+
+class BlockSparseAttentionPlan(BlockSparsePlan):
+    """A kernel chosen for attention over kept cells, or for its gradients.
+
+    Its arguments are BlockSparseAttentionArgs, for the op ``backward`` BlockSparseAttentionBackwardArgs.
+    """
+
+    descriptor_type = BlockSparseAttentionDescriptor
+    table = ATTENTION_ROWS
+    descriptor: BlockSparseAttentionDescriptor
+
+    @classmethod
+    def args_type(cls, descriptor: BlockSparseAttentionDescriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
+        forward = descriptor.op is BlockSparsePass.FORWARD
+        return BlockSparseAttentionArgs if forward else BlockSparseAttentionBackwardArgs

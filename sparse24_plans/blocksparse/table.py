@@ -37,3 +37,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
+ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
+    BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
+    BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
+)

@@ -9,6 +9,8 @@ import numpy as np
 
 from sparse24_plans import (
     AttentionMask,
+    BlockSparseAttentionDescriptor,
+    BlockSparseAttentionPlan,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
@@ -64,7 +66,15 @@ def random_operands(desc: Any, layout: BlockSparseLayout, rng: np.random.Generat
     for name in ("key_padding_mask", "attn_mask"):
         if name in made:
             made[name] = _mask(getattr(desc, name), made[name], rng)
-    return Operands(layout, made)
+    one = desc.layout
+    for name, most in (("q_lengths", one.rows), ("kv_lengths", one.cols)):
+        if name in made:
+            made[name] = rng.integers(-1, most + 2, made[name].shape).astype(np.int32)
+    operands = Operands(layout, made)
+    if "lse" not in made:
+        return operands
+    o, lse = forward64(desc, operands)[:2]  # what a forward pass would have given
+    return operands.with_(o=o.astype(np.float32).astype(made["o"].dtype), lse=lse.astype(np.float32))
 
 
 def _mask(kind: AttentionMask, values: Array, rng: np.random.Generator) -> Array:
@@ -83,8 +93,10 @@ def reference(plan: Any, operands: Operands) -> Expected:
     desc = plan.descriptor
     if isinstance(desc, BlockSparseMatmulDescriptor):
         return _matmul(plan, operands)
-    assert isinstance(desc, BlockSparseSoftmaxDescriptor)
     with np.errstate(all="ignore"):
+        if isinstance(desc, BlockSparseAttentionDescriptor):
+            return (_attention if desc.op == "forward" else _attention_backward)(plan, operands)
+        assert isinstance(desc, BlockSparseSoftmaxDescriptor)
         return (_softmax if desc.op == "forward" else _softmax_backward)(plan, operands)
 
 
@@ -194,3 +206,112 @@ def _softmax_backward(plan: BlockSparseSoftmaxPlan, operands: Operands) -> Expec
     allowed = abs(desc.scale) * (np.abs(y) * inner + F32.smallest_subnormal) + 4 * u * np.abs(exact)
     allowed = allowed + _rounding(exact, allowed, desc.element)
     return {"dx": (kept_of(layout, exact), kept_of(layout, allowed))}
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+def heads_of(desc: BlockSparseAttentionDescriptor) -> Array:
+    """Of every head of Q that of K and V."""
+    return np.arange(desc.layout.heads) // max(desc.group, 1)
+
+
+def within(desc: BlockSparseAttentionDescriptor, operands: Operands, name: str) -> Array:
+    """An operand by head of Q, with zeros where it doesn't count."""
+    found, lengths = operands.wide(name), "kv_lengths" if name in "kv" else "q_lengths"
+    if name in "kv":
+        found = found[:, heads_of(desc)]
+    if not desc.lengths:
+        return found
+    beyond = np.arange(found.shape[2]) >= operands[lengths][:, None]
+    return np.where(beyond[:, None, :, None], 0.0, found)
+
+
+def attention_scores(desc: BlockSparseAttentionDescriptor, operands: Operands) -> tuple[Array, Array]:
+    """Scores [Z, H, rows, cols], -Inf where nothing is kept; and |scale| * |Q| @ |K|^T."""
+    q, k = (within(desc, operands, name) for name in "qk")
+    k = k.swapaxes(-1, -2)
+    hidden = np.broadcast_to(~kept_cells(operands.layout), (desc.batch, *kept_cells(operands.layout).shape))
+    rows, cols = np.arange(hidden.shape[2])[:, None], np.arange(hidden.shape[3])
+    if desc.causal:
+        hidden = hidden | (cols > rows)
+    if desc.lengths:
+        ends = (operands[name][:, None, None, None] for name in ("q_lengths", "kv_lengths"))
+        hidden = hidden | (rows >= next(ends)) | (cols >= next(ends))
+    return np.where(hidden, -np.inf, desc.scale * (q @ k)), abs(desc.scale) * (np.abs(q) @ np.abs(k))
+
+
+def forward64(desc: BlockSparseAttentionDescriptor, operands: Operands) -> tuple[Array, Array, Array]:
+    """O, logsumexp, probabilities."""
+    v, _ = attention_scores(desc, operands)
+    p, top = softmax64(v)
+    with np.errstate(divide="ignore"):
+        lse = top[..., 0] + np.log(np.exp(v - top).sum(axis=-1))
+    return p @ within(desc, operands, "v"), lse, p
+
+
+def _moved(plan: BlockSparseAttentionPlan, v: Array, size: Array, base: Array) -> Array:
+    """By how much rounding moves the exponents v - base; 0 where nothing is kept."""
+    u, depth = F32.unit_roundoff, plan.descriptor.head_size
+    of_scores = (plan.guarantee.error_bound(depth) + 3 * u) * size + depth * F32.smallest_subnormal
+    return np.where(np.isfinite(v), of_scores + u * np.abs(v - base), 0.0)
+
+
+def _attention(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:
+    desc, u = plan.descriptor, F32.unit_roundoff
+    v, size = attention_scores(desc, operands)
+    o, lse, p = forward64(desc, operands)
+    _, top = softmax64(v)
+    moved = _moved(plan, v, size, top)
+    most = moved.max(axis=-1, keepdims=True, initial=0.0)
+    bound = plan.guarantee.error_bound(desc.reduction)
+    relative = np.expm1(2 * (moved + most)) + bound + 6 * u
+    values = np.abs(within(desc, operands, "v"))
+    lost = (p * (relative + bound + u)) @ values + values.sum(axis=-2, keepdims=True) * F32.smallest_subnormal
+    allowed = lost + desc.reduction * F32.smallest_subnormal
+    of_lse = 2 * most[..., 0] + bound + 4 * u * (1 + np.abs(np.where(np.isfinite(lse), lse, 0.0)))
+    return {"o": (o, allowed + _rounding(o, allowed, desc.element)), "lse": (lse, of_lse)}
+
+
+def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:
+    desc, u, tiny = plan.descriptor, F32.unit_roundoff, F32.smallest_subnormal
+    q, k, v, o, do = (within(desc, operands, name) for name in ("q", "k", "v", "o", "do"))
+    s, size = attention_scores(desc, operands)
+    lse = operands.wide("lse")[..., None]
+    base = np.where(np.isneginf(lse), 0.0, lse)
+    p = np.exp(s - base)
+    gamma = plan.guarantee.error_bound
+    depth, rows, cols = desc.head_size, desc.layout.rows, desc.layout.cols
+    # exp is cut at 1, which lse's own rounding may exceed.
+    of_p = p * (np.expm1(2 * (_moved(plan, s, size, base) + u * np.abs(base))) + 2 * u) + tiny
+    of_p = of_p + np.maximum(p - 1, 0)
+    dp, delta = do @ v.swapaxes(-1, -2), (do * o).sum(axis=-1, keepdims=True)
+    of_dp = gamma(depth) * (np.abs(do) @ np.abs(v).swapaxes(-1, -2)) + depth * tiny
+    of_delta = (gamma(depth) + u) * np.abs(do * o).sum(axis=-1, keepdims=True) + depth * tiny
+    ds, inner = p * (dp - delta), np.abs(dp - delta)
+    of_inner = of_dp + of_delta + u * inner
+    of_ds = of_p * (inner + of_inner) + p * of_inner + u * np.abs(ds) + tiny
+
+    def product(left: Array, lost: Array, right: Array, terms: int) -> tuple[Array, Array]:
+        sums = (np.abs(left) + lost) @ np.abs(right)
+        return left @ right, lost @ np.abs(right) + gamma(terms) * sums + terms * tiny
+
+    def grouped(exact: Array, lost: Array) -> tuple[Array, Array]:
+        batch, _, *rest = exact.shape
+        shape = (batch, desc.kv_heads, desc.group, *rest)
+        steps = desc.group * u
+        exact, lost = exact.reshape(shape), lost.reshape(shape)
+        return exact.sum(axis=2), lost.sum(axis=2) + steps * (np.abs(exact) + lost).sum(axis=2)
+
+    turned, of_turned = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2)
+    found = {
+        "dq": (desc.scale, product(ds, of_ds, k, cols)),
+        "dk": (desc.scale, grouped(*product(turned, of_turned, q, rows))),
+        "dv": (1.0, grouped(*product(p.swapaxes(-1, -2), of_p.swapaxes(-1, -2), do, rows))),
+    }
+    expected: Expected = {}
+    for name, (scale, (exact, lost)) in found.items():
+        exact, lost = scale * exact, abs(scale) * lost
+        allowed = lost + 2 * u * (np.abs(exact) + lost)
+        expected[name] = (exact, allowed + _rounding(exact, allowed, desc.element))
+    return expected

@@ -12,6 +12,7 @@ import numpy as np
 
 import sparse24_plans
 from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
@@ -346,6 +347,8 @@ _MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32
 _call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)
 _SOFTMAX = BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32")
 _call("BlockSparseSoftmaxPlan.pack", select(_SOFTMAX, "host").pack, layout=LAYOUT)
+_ATTENTION = BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4)
+_call("BlockSparseAttentionPlan.pack", select(_ATTENTION, "host").pack, layout=LAYOUT)
 _call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from sparse24_plans import (
     AttentionMask,
     BackendKind,
+    BlockSparseAttentionDescriptor,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseOp,
@@ -259,8 +260,10 @@ def _layout(rng: np.random.Generator, cells: int) -> BlockSparseLayout:
 def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
     layout, preference = _layout(rng, 1 << 15), _preference(rng, host=True)
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
-    if rng.random() < 0.4:
-        return BlockProblem(_softmax(rng, layout, batch), layout, preference, data_seed)
+    kind = rng.random()
+    if kind < 0.5:
+        make = _softmax if kind < 0.25 else _attention
+        return BlockProblem(make(rng, layout, batch), layout, preference, data_seed)
     element = _pick(rng, _RESULTS)
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng), "n": _size(rng, 40)}
@@ -281,6 +284,24 @@ def _softmax(rng: np.random.Generator, layout: BlockSparseLayout, batch: int) ->
         fields |= {name: rng.random() < 0.5 for name in ("rpe", "causal")}
         fields |= {name: _pick(rng, AttentionMask) for name in ("key_padding_mask", "attn_mask")}
     return BlockSparseSoftmaxDescriptor(layout=layout, batch=batch, **fields)
+
+
+def _attention(
+    rng: np.random.Generator, layout: BlockSparseLayout, batch: int
+) -> BlockSparseAttentionDescriptor:
+    heads = layout.shape.heads
+    fields: dict[str, Any] = {
+        "element": _pick(rng, ("f32", "f16", "bf16")),
+        "op": _pick(rng, BlockSparsePass),
+    }
+    fields["kv_heads"] = int(
+        _pick(rng, [count for count in range(1, heads + 1) if heads % count == 0] or [0])
+    )
+    if rng.random() < 0.5:
+        fields["scale"] = float(_pick(rng, (1.0, 0.0, -0.5)))
+    fields |= {name: rng.random() < 0.5 for name in ("causal", "lengths")}
+    size = max(1, _size(rng, 40))
+    return BlockSparseAttentionDescriptor(layout=layout, batch=batch, head_size=size, **fields)
 
 
 # Data ---------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     prepared = [one.desc for one in problems if isinstance(one, Preparation)]
     blocks = [one.desc for one in problems if isinstance(one, BlockProblem)]
     assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds", "forward", "backward"}
+    assert len({type(one) for one in blocks}) == 3
     assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseAttentionPlan,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
@@ -59,6 +61,7 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     MaskSparse24Descriptor: MaskSparse24Plan,
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
     BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
+    BlockSparseAttentionDescriptor: BlockSparseAttentionPlan,
 }
 
 M, K = 16, 32
@@ -88,6 +91,10 @@ BLOCKSPARSE = (
         layout=SHAPE, element="f32", batch=2, rpe=True, key_padding_mask="add", attn_mask="mul", causal=True
     ),
     BlockSparseSoftmaxDescriptor(layout=SHAPE, element="f16", op="backward", scale=0.5),
+    BlockSparseAttentionDescriptor(
+        layout=SHAPE, element="bf16", head_size=8, batch=2, kv_heads=1, causal=True, lengths=True
+    ),
+    BlockSparseAttentionDescriptor(layout=SHAPE, element="f32", head_size=4, op="backward"),
 )
 """Served on the host alone: a test that is given a GPU skips them."""
 PROBLEMS: tuple[Any, ...] = (*GEMM, *PREPARE, *BLOCKSPARSE)

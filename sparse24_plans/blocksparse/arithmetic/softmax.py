@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,13 +22,22 @@ def added(mask: Array, kind: AttentionMask) -> Array:
     return np.where(mask == 0, np.float32(-np.inf), np.float32(0))
 
 
-def softmax(scores: Array) -> Array:
-    """Of float32 [..., cells of a row], float32. A row of -Inf alone, or without cells, is zeros."""
+class Softmax(NamedTuple):
+    """Of float32 rows [..., cells]. One of -Inf alone, or without cells, is zeros."""
+
+    probabilities: Array
+    logsumexp: Array
+    """[..., 1]: the logarithm of the sum of the exponentials; -Inf of a row of zeros."""
+
+
+def softmax(scores: Array) -> Softmax:
+    """All in float32; the logarithm in float64, rounded once."""
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     nothing = top == -np.inf
     powers = exp32(scores - np.where(nothing, np.float32(0), top))
-    found: Array = powers / in_order(powers)
-    return np.where(nothing, np.float32(0), found)
+    total = in_order(powers)
+    probabilities = np.where(nothing, np.float32(0), powers / total)
+    return Softmax(probabilities, np.where(nothing, top, (top + _log(total)).astype(np.float32)))
 
 
 def gradient(y: Array, dy: Array, scale: float) -> Array:
@@ -49,3 +58,22 @@ def exp32(exponents: Array) -> Array:
     """exp of float32 that aren't positive: float64's, rounded once."""
     wide = np.clip(np.nan_to_num(exponents.astype(np.float64)), _LEAST, 0.0)
     return np.where(np.isnan(exponents), exponents, exponential(wide).astype(np.float32))
+
+
+_LN2, _SQRT_HALF = 0.6931471805599453, 0.7071067811865476
+
+
+def _log(values: Array) -> Array:
+    """The logarithm of float32 from 1, as float64: e * ln 2 + 2 * atanh((m - 1) / (m + 1)) of m * 2^e.
+
+    m lies between sqrt(1/2) and sqrt(2); atanh is its series in odd powers, to the 23rd.
+    """
+    mantissa, exponent = np.frexp(values.astype(np.float64))
+    low = mantissa < _SQRT_HALF
+    mantissa, exponent = np.where(low, 2 * mantissa, mantissa), exponent - low
+    z = (mantissa - 1) / (mantissa + 1)
+    square, series = z * z, np.zeros_like(z)
+    for power in range(23, 0, -2):
+        series = series * square + 1 / power
+    found: Array = exponent * _LN2 + 2 * z * series
+    return found

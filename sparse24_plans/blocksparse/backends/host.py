@@ -18,7 +18,13 @@ from ...plan.operands import Views
 from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind
 from ...weights import dense
 from ..arithmetic import products, softmax
-from ..descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor, BlockSparseSoftmaxDescriptor
+from ..arithmetic.attention import Attention
+from ..descriptor import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseSoftmaxDescriptor,
+)
 from ..tables import LookUp
 
 Array = np.ndarray[Any, Any]
@@ -54,9 +60,7 @@ class _Work:
 class _Matmul(_Work):
     def __init__(self, choice: Choice) -> None:
         self.descriptor: BlockSparseMatmulDescriptor = choice.descriptor
-        strict = choice.row.strict
-        self.details = "NumPy, emulated float32 fma" if strict else "NumPy, BLAS"
-        self._multiply = products.in_order if strict else products.blas
+        self.details, self._multiply = _multiplication(choice)
         if self.descriptor.element is ElementKind.S8:
             self._multiply = products.exact
 
@@ -100,7 +104,7 @@ class _Softmax(_Work):
         read = {name: widened(view) for name, view in views.items() if name not in ("layout", result)}
         for line in products.lines(desc.layout, tables, transposed=False):
             if forward:
-                found = softmax.softmax(self._scores(read, line))
+                found = softmax.softmax(self._scores(read, line)).probabilities
             else:
                 y, dy = (products.side_by_side(read[name][:, line.places]) for name in ("y", "dy"))
                 found = softmax.gradient(y, dy, desc.scale)
@@ -121,9 +125,35 @@ class _Softmax(_Work):
         return v
 
 
+class _Attention(_Work):
+    def __init__(self, choice: Choice) -> None:
+        self.descriptor: BlockSparseAttentionDescriptor = choice.descriptor
+        self.details, self._multiply = _multiplication(choice)
+
+    def run(self, views: Views, tables: LookUp) -> None:
+        forward = self.descriptor.op is BlockSparsePass.FORWARD
+        results = ("o", "lse") if forward else ("dq", "dk", "dv")
+        read = {
+            name: view.array() if view.element is ElementKind.I32 else widened(view)
+            for name, view in views.items()
+            if name not in results
+        }
+        work = Attention(self.descriptor, tables, self._multiply, read)
+        for name, found in zip(results, work.forward() if forward else work.backward(), strict=True):
+            views[name].bits()[...] = encoded(found, views[name].element)
+
+
+def _multiplication(choice: Choice) -> tuple[str, products.Multiply]:
+    """Of a row, with a line for ``explain``."""
+    if choice.row.strict:
+        return "NumPy, emulated float32 fma", products.in_order
+    return "NumPy, BLAS", products.blas
+
+
 _WORK: dict[type[BlockSparseDescriptor], type[_Work]] = {
     BlockSparseMatmulDescriptor: _Matmul,
     BlockSparseSoftmaxDescriptor: _Softmax,
+    BlockSparseAttentionDescriptor: _Attention,
 }
 
 

@@ -1,0 +1,121 @@
+"""Attention over kept cells in NumPy, in float32, a row of blocks at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..descriptor import BlockSparseAttentionDescriptor
+from ..tables import LookUp
+from . import products
+from .products import Line, Multiply
+from .softmax import exp32, in_order, softmax
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One run. ``read``: operands in float32 by name, lengths as they are."""
+
+    desc: BlockSparseAttentionDescriptor
+    tables: LookUp
+    multiply: Multiply
+    read: dict[str, Array]
+
+    def forward(self) -> tuple[Array, Array]:
+        """O [Z, H, rows, head_size] and the rows' logsumexp [Z, H, rows]."""
+        q, k, v = self._of_queries("q"), self._of_keys("k"), self._of_keys("v")
+        out, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
+        for line in self._lines():
+            scores, dropped = self._scores(line, q, k)
+            found = softmax(np.where(dropped, np.float32(-np.inf), scores))
+            out[:, line.head, line.cells] = self.multiply(
+                found.probabilities, v[:, line.head][:, self._met(line)]
+            )
+            lse[:, line.head, line.cells] = found.logsumexp[..., 0]
+        return out, lse
+
+    def backward(self) -> tuple[Array, Array, Array]:
+        """dQ, dK and dV. The probabilities come back from the scores and ``lse``."""
+        desc, one = self.desc, self.desc.layout
+        q, k, v = self._of_queries("q"), self._of_keys("k"), self._of_keys("v")
+        out_gradient = self._of_queries("do")
+        deltas = in_order(out_gradient * self._of_queries("o"))
+        shape = (desc.batch, one.blocks, one.block, one.block)
+        probabilities, score_gradients = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        for line in self._lines():
+            scores, dropped = self._scores(line, q, k)
+            lse = self.read["lse"][:, line.head, line.cells, None]
+            p = np.where(
+                dropped, np.float32(0), exp32(scores - np.where(np.isneginf(lse), np.float32(0), lse))
+            )
+            dp = self.multiply(
+                out_gradient[:, line.head, line.cells], v[:, line.head][:, self._met(line)].swapaxes(1, 2)
+            )
+            ds = p * (dp - deltas[:, line.head, line.cells])
+            probabilities[:, line.places] = products.in_blocks(p)
+            score_gradients[:, line.places] = products.in_blocks(ds)
+        scale = np.float32(desc.scale)
+        dq = self._product(score_gradients, k, transposed=False) * scale
+        dk = self._of_groups(self._product(score_gradients, q, transposed=True)) * scale
+        return dq, dk, self._of_groups(self._product(probabilities, out_gradient, transposed=True))
+
+    # Parts ------------------------------------------------------------------------------------------
+
+    def _lines(self, *, transposed: bool = False) -> Any:
+        return products.lines(self.desc.layout, self.tables, transposed=transposed)
+
+    def _met(self, line: Line) -> Array:
+        return line.met(self.desc.layout.block)
+
+    def _scores(self, line: Line, q: Array, k: Array) -> tuple[Array, Array]:
+        """Of a line [Z, block, cells], and which of them don't count."""
+        met = self._met(line)
+        keys = k[:, line.head][:, met].swapaxes(1, 2)
+        scores = self.multiply(q[:, line.head, line.cells], keys) * np.float32(self.desc.scale)
+        rows = np.arange(line.cells.start, line.cells.stop)[:, None]
+        dropped = np.zeros(scores.shape, np.bool_)
+        if self.desc.causal:
+            dropped |= met > rows
+        if self.desc.lengths:
+            dropped |= rows >= self.read["q_lengths"][:, None, None]
+            dropped |= met >= self.read["kv_lengths"][:, None, None]
+        return scores, dropped
+
+    def _of_queries(self, name: str) -> Array:
+        return self._within(self.read[name], "q_lengths")
+
+    def _of_keys(self, name: str) -> Array:
+        """Of every head of Q its own."""
+        heads = np.arange(self.desc.layout.heads) // max(self.desc.group, 1)
+        return self._within(self.read[name], "kv_lengths")[:, heads]
+
+    def _within(self, matrices: Array, lengths: str) -> Array:
+        """With zeros beyond the lengths, where anything may lie."""
+        if not self.desc.lengths:
+            return matrices
+        beyond = np.arange(matrices.shape[2]) >= self.read[lengths][:, None]
+        return np.where(beyond[:, None, :, None], np.float32(0), matrices)
+
+    def _of_groups(self, gradients: Array) -> Array:
+        """Sums over the heads of Q that share a head of K, from the first to the last."""
+        batch, _, rows, width = gradients.shape
+        groups = gradients.reshape(batch, self.desc.kv_heads, self.desc.group, rows, width)
+        total = np.zeros((batch, self.desc.kv_heads, rows, width), np.float32)
+        for head in range(self.desc.group):
+            total = total + groups[:, :, head]
+        return total
+
+    def _product(self, values: Array, dense: Array, *, transposed: bool) -> Array:
+        """S, or S transposed, times a dense matrix."""
+        one = self.desc.layout
+        rows = one.cols if transposed else one.rows
+        found = np.empty((self.desc.batch, one.heads, rows, dense.shape[3]), np.float32)
+        for line in self._lines(transposed=transposed):
+            found[:, line.head, line.cells] = products.sparse_times_dense(
+                line, values, dense, self.multiply, transposed=transposed
+            )
+        return found
