@@ -23,6 +23,10 @@ from .groups import Scratch
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
+OLDEST = (0, 62)
+"""Numba's version whose LLVM makes vector code of all loops. Before, some were slower than NumPy."""
+
+
 def _numba() -> Any:
     import numba
 
@@ -39,6 +43,8 @@ def obstacle() -> str | None:
     except ImportError as error:  # not for this NumPy
         COMPILE.warning("numba can't be imported, so NumPy prepares weights on the host: %s", error)
         return f"numba can't be imported: {error}"
+    if tuple(numba.version_info[:2]) < OLDEST:
+        return f"numba {numba.__version__} is older than {'.'.join(map(str, OLDEST))}"
     return "numba's compiler is switched off (NUMBA_DISABLE_JIT)" if numba.config.DISABLE_JIT else None
 
 

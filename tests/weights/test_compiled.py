@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -199,10 +201,17 @@ def unfit(monkeypatch):
     monkeypatch.setattr(compiled, "_numba", refuse)
 
 
-def switched_off(monkeypatch):
-    numba = SimpleNamespace(config=SimpleNamespace(DISABLE_JIT=True))
-    monkeypatch.setattr(compiled.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(compiled, "_numba", lambda: numba)
+def standing_in(version, **config):
+    def stand_in(monkeypatch):
+        numba = SimpleNamespace(
+            __version__=version,
+            version_info=tuple(map(int, version.split("."))),
+            config=SimpleNamespace(**config),
+        )
+        monkeypatch.setattr(compiled.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(compiled, "_numba", lambda: numba)
+
+    return stand_in
 
 
 @pytest.mark.parametrize(
@@ -210,8 +219,13 @@ def switched_off(monkeypatch):
     [
         (missing, "numba isn't installed"),
         (unfit, "numba can't be imported: Numba needs NumPy 2.3 or less"),
-        (switched_off, "numba's compiler is switched off (NUMBA_DISABLE_JIT)"),
+        (standing_in("0.61.2"), "numba 0.61.2 is older than 0.62"),
+        (
+            standing_in("0.62.0", DISABLE_JIT=True),
+            "numba's compiler is switched off (NUMBA_DISABLE_JIT)",
+        ),
     ],
+    ids=["missing", "unfit", "old", "switched off"],
 )
 def test_without_numba_numpy_works_and_reports_say_why(
     nothing_known, everything_compiled, monkeypatch, caplog, how, reason
@@ -222,6 +236,12 @@ def test_without_numba_numpy_works_and_reports_say_why(
     assert Sparse24Weight.prune_compress(np.ones((8, 8), np.float32)).m == 8
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warned) == (how is unfit)
+
+
+def test_the_extra_installs_a_numba_that_is_used():
+    wanted = f"numba>={'.'.join(map(str, compiled.OLDEST))}"
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert set(re.findall(r"numba[<>=][^\"]*", text)) == {wanted}
 
 
 @needs_numba
