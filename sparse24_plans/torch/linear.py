@@ -13,7 +13,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import EpilogueKind, TileRule
+from ..vocab import EpilogueKind, TileRule, integer
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
 from .products import ACTIVATIONS
@@ -60,6 +60,14 @@ class LayerWeight:
     def meta24(self) -> Tensor:
         """uint16 [M, K/8], as of a state_dict."""
         return self._layer.canonical()[1].view(torch.uint16)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """PyTorch's fast paths pass by what has this."""
+        raise UnsupportedError(
+            f"weight: expected a tensor for {getattr(func, '__name__', func)}, got that of a Sparse24Linear; "
+            "call the layer, or take its dense_weight()"
+        )
 
     def __repr__(self) -> str:
         return f"LayerWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -117,6 +125,9 @@ class Sparse24Linear(nn.Module):
     ) -> None:
         super().__init__()
         dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if (found := integer(size)) is None or found < 0:
+                raise InvalidProblemError(f"{name}: expected an integer from 0, got {size!r}")
         if activation not in ACTIVATIONS:
             raise InvalidProblemError(
                 f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -158,6 +169,8 @@ class Sparse24Linear(nn.Module):
         tiles by ``rule`` (M a multiple of 8), so that the transpose is 2:4 too. ``options`` are those of the
         constructor.
         """
+        if not isinstance(linear, nn.Linear):
+            raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
         weight = linear.weight.detach()
         _checked_dtype(weight.dtype)
         if method not in METHODS:
@@ -205,7 +218,7 @@ class Sparse24Linear(nn.Module):
         values, meta = self._as_held(values, meta)
         with torch.no_grad():
             self.values.copy_(values)
-            self.metadata.copy_(meta.view(torch.uint8))
+            self.metadata.copy_(_bytes_of(meta))
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
 
@@ -248,7 +261,7 @@ class Sparse24Linear(nn.Module):
     def _held(self) -> tuple[Tensor, Tensor]:
         """The canonical form of the weight as it is held."""
         if self.values is not None and self.metadata is not None:
-            return self.values, self.metadata.view(torch.int16)
+            return self.values, words_of(self.metadata)
         with torch.no_grad():
             values, meta = _ops.unpack(self.packed, *self._shape)
         return values, meta
@@ -276,7 +289,7 @@ class Sparse24Linear(nn.Module):
 
     def _unpack(self, values: Tensor, meta: Tensor) -> None:
         self.values = nn.Parameter(values, requires_grad=self.trainable)
-        self.metadata, self.packed = meta.contiguous().view(torch.uint8), None
+        self.metadata, self.packed = _bytes_of(meta), None
 
     def _clear(self) -> None:
         """Zero, as a fresh layer is."""
@@ -385,8 +398,7 @@ class Sparse24Linear(nn.Module):
             x = nn.functional.pad(x, (0, self._padding))
         weight, meta = self._buffers["packed"], None
         if weight is None:
-            words: Any = self._buffers["metadata"]
-            weight, meta = self._parameters["values"], words.view(torch.int16)
+            weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
         y: Tensor = _linear(x, weight, meta, self._parameters["bias"], *self._options)
         return y
 
@@ -433,6 +445,16 @@ def _epilogue(activation: str, has_bias: bool) -> str:
     if activation != "none":
         return f"bias_{activation}"
     return "bias" if has_bias else "identity"
+
+
+def words_of(metadata: Any) -> Tensor:
+    """A layer's metadata, uint8 [M, K/4], as the ops take it: int16 [M, K/8]."""
+    words: Tensor = metadata.view(torch.int16) if metadata.shape[1] else metadata.to(torch.int16)
+    return words
+
+
+def _bytes_of(meta: Tensor) -> Tensor:
+    return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,7 +24,7 @@ from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, integer
 from ..weights.layouts import TILE_M
 from .elements import element_of, plan_device
-from .linear import META_KEY, VALUES_KEY, Sparse24Linear
+from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 
 _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8
@@ -175,7 +175,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""
         parts, weight = self._parts, self._weight
-        metas = [None] * parts if self.metadata is None else self.metadata.view(torch.int16).chunk(parts)
+        metas = [None] * parts if self.metadata is None else words_of(self.metadata).chunk(parts)
         return [
             _linear(columns, w, words, None, *self._options)
             for columns, w, words in zip(x.chunk(parts, -1), weight.chunk(parts), metas, strict=True)

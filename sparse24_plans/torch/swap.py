@@ -55,7 +55,10 @@ RecipeLike = Sparse24Recipe | str | Mapping[str, "Sparse24Recipe | str"]
 
 @dataclass(frozen=True)
 class SwappedLayer:
-    """One layer that was swapped. ``kept_energy``: the sum of squares that was kept, as a share of all."""
+    """One layer that was swapped. ``kept_energy``: the sum of squares that was kept, as a share of all.
+
+    NaN where the weight is on the meta device, so has no values.
+    """
 
     name: str
     m: int
@@ -231,14 +234,17 @@ def _not_sparse(linear: nn.Linear) -> str | None:
 
 def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
     weight = linear.weight.detach()
-    values, _ = layer.canonical()
-    kept, whole = (t.detach().to(torch.float64).square().sum().item() for t in (values, weight))
+    energy = float("nan")
+    if not weight.is_meta:
+        values, _ = layer.canonical()
+        kept, whole = (t.detach().to(torch.float64).square().sum().item() for t in (values, weight))
+        energy = kept / whole if whole else 1.0
     return SwappedLayer(
         name,
         layer.out_features,
         layer.in_features,
         weight.dtype,
-        kept / whole if whole else 1.0,
+        energy,
         weight.nbytes,
         layer.weight_bytes,
         layer.k,

@@ -87,6 +87,35 @@ def test_requirements_choose_the_row():
         impossible(x)
 
 
+@pytest.mark.parametrize(("k", "m"), [(0, 8), (8, 0), (0, 0)])
+def test_empty_layers(k, m):
+    layer = Sparse24Linear(k, m, device=DEVICE)
+    assert layer(randn(3, k)).shape == (3, m)
+    layer.load_state_dict(layer.state_dict())
+    assert layer.dense_weight().shape == (m, k)
+
+
+def test_layers_stand_in_pytorchs_own_modules():
+    """Also in evaluation, where those have fast paths that read weights."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, device=DEVICE).eval()
+    for name in ("linear1", "linear2"):
+        dense = getattr(encoder, name)
+        dense.weight.data = pruned(dense.weight.data)
+    x = randn(2, 5, 64)
+    with torch.no_grad():
+        wanted = encoder(x)
+        for name in ("linear1", "linear2"):
+            setattr(encoder, name, Sparse24Linear.from_linear(getattr(encoder, name), method="compress"))
+        torch.testing.assert_close(encoder.eval()(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weight_is_no_operand():
+    layer = Sparse24Linear.from_linear(dense_layer())
+    with pytest.raises(UnsupportedError, match="weight: expected a tensor for linear"):
+        F.linear(randn(5, 64), layer.weight)
+
+
 # State ----------------------------------------------------------------------------------------------
 
 
@@ -313,6 +342,26 @@ def test_the_repr_names_row_bytes_and_guarantee():
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(InvalidProblemError, match=message):
         Sparse24Linear.from_linear(dense_layer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sparse24Linear(-8, 8), "in_features: expected an integer from 0, got -8"),
+        (lambda: Sparse24Linear(8, 8.5), "out_features: expected an integer from 0, got 8.5"),
+        (
+            lambda: Sparse24Linear.from_linear(nn.Conv1d(8, 8, 1)),
+            "linear: expected an nn.Linear, got a Conv1d",
+        ),
+        (
+            lambda: Sparse24Linear.from_linear(torch.zeros(8, 8)),
+            "linear: expected an nn.Linear, got a Tensor",
+        ),
+    ],
+)
+def test_what_no_layer_can_be_is_refused(make, message):
+    with pytest.raises(InvalidProblemError, match=message):
+        make()
 
 
 def test_it_compiles_in_one_graph():

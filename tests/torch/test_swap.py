@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,14 @@ def test_what_is_asked_for_and_cannot_be_is_refused_before_any_swap(arguments, m
     with pytest.raises((InvalidProblemError, FormatError), match=message):
         to_sparse24(m, **arguments)
     assert not any(isinstance(one, Sparse24Linear) for one in m.modules())
+
+
+def test_a_model_without_memory_is_swapped_and_its_energy_unknown():
+    m = nn.Sequential(nn.Linear(64, 96, device="meta"), nn.Linear(96, 64, device="meta"))
+    report = to_sparse24(m)
+    assert all(math.isnan(layer.kept_energy) for layer in report.layers)
+    assert [type(layer) for layer in m] == [Sparse24Linear] * 2
+    assert all(layer.values.is_meta for layer in m)
 
 
 def test_a_bare_linear_layer_has_no_place_to_be_swapped_in():
