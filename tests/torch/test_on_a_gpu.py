@@ -131,3 +131,58 @@ def test_a_layer_goes_to_the_cpu_and_back():
     close(on_cpu(x.cpu()), wanted.cpu().double(), torch.bfloat16)
     assert on_cpu.packed is None
     assert torch.equal(one.cuda()(x), wanted)
+
+
+# Several ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone():
+    """A mesh of this process: what more of them exchange, test_parallel.py has on gloo."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_row_parallel_layer_is_packed_part_by_part_and_captured(alone, parts):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from sparse24_plans.torch import RowwiseSparse24
+
+    whole = layer(512, 256)
+    one = parallelize_module(layer(512, 256), alone, RowwiseSparse24(parts=parts))
+    assert one.packed is not None
+    assert one.plan(16).tier == "sparse_tensor_core"
+    x = randn(16, 512, dtype=torch.bfloat16)
+    close(one(x), whole(x).double())
+    assert all(
+        torch.equal(tensor.to_local().view(torch.uint8), whole.state_dict()[key].view(torch.uint8))
+        for key, tensor in one.state_dict().items()
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = one(x)
+    x.copy_(randn(16, 512, dtype=torch.bfloat16, seed=3))
+    graph.replay()
+    assert torch.equal(y, one(x))
+
+
+def test_the_rows_of_a_column_parallel_layer_have_the_bits_of_the_whole():
+    """As its plans ask for them on any number of ranks."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(4096, 28672, bias=False, device="cuda", dtype=torch.bfloat16)
+    require = {"batch_invariant": True}
+    whole = Sparse24Linear.from_linear(linear, require=require)
+    part = torch.nn.Linear(4096, 28672 // 8, bias=False, device="cuda", dtype=torch.bfloat16)
+    part.weight.data = linear.weight.data[: 28672 // 8]
+    eighth = Sparse24Linear.from_linear(part, require=require, preference={"whole_m": 28672})
+    free = Sparse24Linear.from_linear(part, require=require)
+    assert eighth.plan(16).guarantee.arithmetic == whole.plan(16).guarantee.arithmetic
+    assert free.plan(16).guarantee.arithmetic != whole.plan(16).guarantee.arithmetic
+    for n in (1, 16, 300):
+        x = randn(n, 4096, dtype=torch.bfloat16)
+        assert torch.equal(eighth(x), whole(x)[:, : 28672 // 8])
