@@ -17,6 +17,9 @@ from .blocksparse.shape import BlockSparseShape as BlockSparseShape
 from .blocksparse.tables import BlockSparseTables as BlockSparseTables
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
 from .checkpoints.convert import convert_checkpoint as convert_checkpoint
+from .checkpoints.recorded_run import RecordedRun as RecordedRun
+from .checkpoints.recorded_run import load_run as load_run
+from .checkpoints.recorded_run import save_run as save_run
 from .checkpoints.verify import verify_checkpoint as verify_checkpoint
 from .checkpoints.weights_file import iter_weights as iter_weights
 from .checkpoints.weights_file import load_weight as load_weight
@@ -42,6 +45,8 @@ from .gemm.args import DgradSparse24Args as DgradSparse24Args
 from .gemm.args import GemmSparse24Args as GemmSparse24Args
 from .gemm.descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .gemm.plan import GemmSparse24Plan as GemmSparse24Plan
+from .gemm.replay import Replay as Replay
+from .gemm.replay import ReplayDifference as ReplayDifference
 from .gemm.tuned import TuningTable as TuningTable
 from .gemm.tuned import TuningWarning as TuningWarning
 from .plan.bound import Bound as Bound

@@ -24,17 +24,27 @@ from .record import kernel_files, kernels_sha256, machine
 _PROCESSES = 14
 _FUZZ_SECONDS = 120
 _FUZZ_PROCESSES = _PROCESSES
+_COUNTED = ("replayed", "replay_mismatches")
+"""Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
 
 
 def _tests(expression: str, arguments: tuple[str, ...]) -> Counter[str]:
-    """How many tests ended how."""
+    """How many tests ended how, and the sums of what they count themselves."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
         subprocess.run([*command, f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    keys = ("tests", "failures", "errors", "skipped")
-    return Counter({key: int(suite.get(key, "0")) for key in keys})
+    return _counts(suite)
+
+
+def _counts(suite: ElementTree.Element) -> Counter[str]:
+    """Of a test suite's report."""
+    found = Counter({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
+    for one in suite.iter("property"):
+        if (name := one.get("name", "")) in _COUNTED:
+            found[name] += int(one.get("value", "0"))
+    return found
 
 
 def _suite(arguments: tuple[str, ...]) -> dict[str, int]:
@@ -46,7 +56,8 @@ def _suite(arguments: tuple[str, ...]) -> dict[str, int]:
         count = _tests("gpu", arguments)
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
-    return {"passed": passed, "failed": failed, "skipped": count["skipped"]}
+    counted = {name: count[name] for name in _COUNTED}
+    return {"passed": passed, "failed": failed, "skipped": count["skipped"], **counted}
 
 
 def _fuzz() -> dict[str, Any]:

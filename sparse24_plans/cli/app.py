@@ -1,6 +1,7 @@
 """The ``sparse24`` command.
 
-``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``demo``, ``bench``, ``tune``, ``warmup``.
+``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``replay``, ``demo``, ``bench``, ``tune``,
+``warmup``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
@@ -20,7 +21,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import compressing, explaining, measuring, warmup
+from . import compressing, explaining, measuring, replaying, warmup
 from .output import show_warning
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ for command in (
     compressing.convert,
     compressing.verify,
     explaining.explain,
+    replaying.replay,
     compressing.demo,
     measuring.bench,
     measuring.tune,

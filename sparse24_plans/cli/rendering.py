@@ -92,7 +92,7 @@ def show_environment(about: Json) -> None:
 
 
 def show_explanation(answer: Json) -> None:
-    show_line(_problem(answer["descriptor"]))
+    show_line(problem_text(answer["descriptor"]))
     show_line(f"device: {answer['device']}")
     chosen = next((row for row in answer["rows"] if row["kernel"] == answer["chosen"]), None)
     if chosen is None:
@@ -117,7 +117,7 @@ def show_explanation(answer: Json) -> None:
         show_line(f"{row['kernels']}: {row['reason']}", indent=2)
 
 
-def _problem(desc: Json) -> str:
+def problem_text(desc: Json) -> str:
     """The problem in words, without what is at its default."""
     words = [
         f"{desc['op']}: n={desc['n']} m={desc['m']} k={desc['k']}",

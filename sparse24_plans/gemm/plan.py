@@ -8,7 +8,8 @@ from typing_extensions import Self
 
 from ..device.devices import DeviceLike, resolve
 from ..device.jit.cache import CompiledKernel
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, UnsupportedError
+from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
@@ -16,8 +17,10 @@ from ..vocab import DeviceProperties, GemmOp
 from ..weights.on_device import on_stream
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
+from .arithmetic.results import Results
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
+from .replay import OnBlock, Replay, chosen_results, replayed
 from .table import ROWS
 from .tuned import TuningTable, shipped
 
@@ -92,6 +95,34 @@ class GemmSparse24Plan(Plan):
 
     def _given_tuning(self) -> Tuning | None:
         return None if self._tuning is shipped(self.device.name) else self._tuning
+
+    def replay(
+        self, args: Any, samples: Any = None, *, seed: int = 0, on_block: OnBlock | None = None
+    ) -> Replay:
+        """Compute results again on the host, and compare their bits with those that ``args`` hold.
+
+        ``args``: what the plan was run with, as host copies, its result included; the weight canonical.
+        ``samples``: which results: all (None), so many random ones (``seed`` draws them), or pairs
+        (token, output) as integers [P, 2]. ``on_block`` is called with how many more have been compared.
+
+        Raises UnsupportedError where the plan's guarantee names no arithmetic; InvalidProblemError,
+        MisalignedOperandError for arguments that are wrong.
+        """
+        name = self.guarantee.arithmetic
+        if name is None:
+            raise UnsupportedError(
+                f"replay: expected a plan that names its arithmetic, got {self._row.name}, which names none"
+            )
+        if on_block is not None and not callable(on_block):
+            raise InvalidProblemError(f"on_block: expected a function, got {type(on_block).__name__}")
+        if self.device.kind != "host":
+            preference = {"require": {"arithmetic": name}}
+            host = GemmSparse24Plan.select(self.descriptor, preference=preference, device="host")
+            return host.replay(args, samples, seed=seed, on_block=on_block)
+        tokens, outputs = chosen_results(samples, seed, self.descriptor)
+        views = self._check(args)
+        results = Results(self.descriptor, views, Arithmetic.of(name))
+        return replayed(results, views, tokens, outputs, on_block)
 
     def pack(self, weight: Sparse24Weight, *, stream: Any = None) -> PackedWeight:
         """``weight`` in the layout of this plan's kernel, on its device. Usable by every n.

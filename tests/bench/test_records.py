@@ -86,6 +86,13 @@ def test_random_problems_found_nothing():
     assert isinstance(found["fuzz_seed"], int)
 
 
+@pytest.mark.xfail(strict=True, reason="the GPU suite has not run since it replays results on the host")
+def test_millions_of_results_have_the_bits_of_their_arithmetic():
+    found = record("h200-tests.json")
+    assert found["replayed"] >= 10_000_000
+    assert found["replay_mismatches"] == 0
+
+
 # Completeness -------------------------------------------------------------------------------------
 
 

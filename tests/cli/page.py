@@ -20,7 +20,18 @@ from unittest import mock
 import numpy as np
 import safetensors.numpy
 
-from sparse24_plans import BackendUnavailableError, DeviceProperties, ElementKind, _version
+from sparse24_plans import (
+    BackendUnavailableError,
+    DeviceProperties,
+    ElementKind,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    Sparse24Weight,
+    _version,
+    save_run,
+)
+from sparse24_plans.checkpoints import recorded_run
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import inspection
 from sparse24_plans.cli.app import app
@@ -106,7 +117,7 @@ def _on(place: str) -> Iterator[None]:
 
 
 def write_models(folder: Path) -> None:
-    """``model.safetensors``, compressed in ``sparse.safetensors``, flawed in ``broken.safetensors``."""
+    """A dense model, compressed in ``sparse.safetensors``, flawed in ``broken.safetensors``; and runs."""
     rng = np.random.default_rng(13)
     arrays = {"model.embed_tokens.weight": rng.standard_normal((512, 64), np.float32)}
     for layer in range(2):
@@ -128,6 +139,25 @@ def write_models(folder: Path) -> None:
     norm = arrays["model.layers.0.input_layernorm.weight"].astype(bf16).tobytes()
     content[content.index(norm)] ^= 1
     (folder / "broken.safetensors").write_bytes(content)
+    write_runs(folder)
+
+
+def write_runs(folder: Path) -> None:
+    """``run.safetensors``, and ``changed.safetensors``, which has one wrong bit."""
+    desc = GemmSparse24Descriptor(n=16, m=256, k=512, element="bf16", epilogue="bias_relu")
+    arithmetic = {"require": {"arithmetic": "hopper_tc/slices=4"}}
+    plan = GemmSparse24Plan.select(desc, preference=arithmetic, device="host")
+    rng, bf16 = np.random.default_rng(5), ElementKind.BF16.dtype
+    dense, x, bias = (
+        rng.standard_normal(shape, np.float32).astype(bf16) for shape in ((256, 512), (16, 512), (256,))
+    )
+    y = np.zeros((16, 256), bf16)
+    args = GemmSparse24Args(plan.pack(Sparse24Weight.prune_compress(dense)), x, y, bias)
+    plan.run(args)
+    with mock.patch.object(recorded_run, "__version__", "0.1.0"):
+        save_run(folder / "run.safetensors", plan, args)
+        y.view(np.uint16)[3, 77] ^= 1
+        save_run(folder / "changed.safetensors", plan, args)
 
 
 def rewritten(page: str, folder: Path) -> str:

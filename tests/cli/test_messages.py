@@ -22,7 +22,7 @@ from sparse24_plans.vocab import BackendKind, ElementKind
 from .test_cli import run, run_json
 
 PROBLEM = ("explain", "--n", 16, "--m", 512, "--k", 256)
-COMMANDS = ("info", "compress", "convert", "verify", "explain", "demo", "bench", "tune", "warmup")
+COMMANDS = ("info", "compress", "convert", "verify", "explain", "replay", "demo", "bench", "tune", "warmup")
 
 
 def said(text: str) -> str:

@@ -21,16 +21,21 @@ from sparse24_plans import (
     Device,
     DeviceProperties,
     ElementKind,
+    GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     GuaranteeRequirement,
     PackedWeight,
     PlanPreference,
+    RecordedRun,
+    Replay,
+    ReplayDifference,
     Sparse24Weight,
     TensorView,
     TuningTable,
     Workspace,
     compress_checkpoint,
+    save_run,
     save_weights,
     to_foreign,
 )
@@ -109,6 +114,12 @@ _MODELS: dict[type[Model], dict[str, Any]] = {
     type(_HOST.guarantee): _HOST.guarantee.model_dump(),
     type(_HOST.sku): _HOST.sku.model_dump(),
     type(_HOST.explain()): _HOST.explain().model_dump(),
+    Replay: {"arithmetic": "exact_sum", "results": 4, "compared": 4, "differing": 0, "first": None},
+    ReplayDifference: {
+        **dict.fromkeys(("token", "output", "recorded_bits", "recomputed_bits"), 1),
+        **dict.fromkeys(("recorded", "recomputed"), 1.0),
+        "parting": None,
+    },
 }
 for _kind, _good in _MODELS.items():
     _model_calls(_kind, _good)
@@ -170,6 +181,26 @@ def _run_call(name: str, desc: Any, method: str) -> None:
     CALLS[name] = Call(prepare, ("args", *operands, *extra))
 
 
+_STRICT = GemmSparse24Plan.select(
+    DESC, preference={"require": {"arithmetic": "fma32_in_order"}}, device="host"
+)
+
+
+def _ran() -> GemmSparse24Args:
+    weight = Sparse24Weight.compress(np.zeros((16, 32), np.float32))
+    args = GemmSparse24Args(weight, np.ones((4, 32), np.float32), np.empty((4, 16), np.float32))
+    _STRICT.run(args)
+    return args
+
+
+_SAMPLED: dict[str, Any] = {"samples": 5, "seed": 0, "on_block": None}
+
+
+def _replay(args: Any = None, **given: Any) -> Any:
+    more = {name: given.pop(name) for name in _SAMPLED}
+    return _STRICT.replay(replace(_ran(), **given) if args is None else args, **more)
+
+
 def _args_type(desc: Any) -> Any:
     return PLANS[type(desc)].args_type(desc)
 
@@ -181,6 +212,9 @@ def _guards(case: PlanCase) -> None:
 
 for _desc in PROBLEMS:
     _plan_calls(PLANS[type(_desc)], _desc)
+
+
+_call("GemmSparse24Plan.replay", _replay, args=None, weight=_ran().weight, x=_ran().x, y=_ran().y, **_SAMPLED)
 
 
 # Weights and views --------------------------------------------------------------------------------
@@ -367,6 +401,7 @@ def _on_files(name: str, function: Callable[..., Any], arguments: Callable[[Path
     def prepare(folder: Path) -> Prepared:
         dense_file(folder / "dense.safetensors", {"layer.weight": np.ones((16, 32), np.float32)})
         compress_checkpoint(folder / "dense.safetensors", folder / "sparse.safetensors", device="host")
+        save_run(folder / "run.safetensors", _STRICT, _ran())
         save_weights(folder / "weights.safetensors", {"layer": WEIGHT})
         _TABLE.save(folder / "table.json")
         return Prepared(function, arguments(folder))
@@ -417,5 +452,12 @@ _on_files(
         "on_layer": None,
     },
 )
+_on_files("save_run", save_run, lambda at: {"path": at / "new", "plan": _STRICT, "args": _ran()})
+_call(
+    "RecordedRun.replay",
+    RecordedRun(DESC, "fma32_in_order", "host", "host_strict", "0.1.0", _ran()).replay,
+    **_SAMPLED,
+)
+_on_files("load_run", sparse24_plans.load_run, lambda at: {"path": at / "run.safetensors"})
 _on_files("TuningTable.load", TuningTable.load, lambda at: {"path": at / "table.json"})
 _on_files("TuningTable.save", _TABLE.save, lambda at: {"path": at / "new.json"})

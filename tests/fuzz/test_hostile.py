@@ -24,9 +24,18 @@ from .problems import draw
 REFUSED_HERE = {"tune", "CompressSparse24Plan.check(compress_sparse24)"}
 """There is no GPU to tune for; random cells are not 2:4."""
 WITHOUT_ARGUMENTS = {
-    *("Bound", "Bound.launch", "Verdict", "Device", "Explanation", "KernelSku", "PrecisionGuarantee"),
+    *(
+        "Bound",
+        "Bound.launch",
+        "RecordedRun",
+        "Verdict",
+        "Device",
+        "Explanation",
+        "KernelSku",
+        "PrecisionGuarantee",
+    ),
     *("operands", "unmet", "explain", "workspace_size", "configuration", "configurations"),
-    *("mismatch", "promises"),
+    *("mismatch", "promises", "PrecisionGuarantee"),
 }
 """Called with what plans give them, or with nothing. Arguments are attacked in ``run``."""
 

@@ -28,11 +28,15 @@ class Results:
     """
 
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
-        self.desc, self.arithmetic = desc, arithmetic
+        self.desc, self.arithmetic, self._views = desc, arithmetic, views
         self.factors = Factors.of(desc, views)
         self._bias, self._scale_x, self._scale_w = (
             _array(views.get(name)) for name in ("bias", "scale_x", "scale_w")
         )
+
+    def of(self, desc: GemmSparse24Descriptor) -> Results:
+        """Those of another epilogue, alpha or scales, from the same operands."""
+        return Results(desc, self._views, self.arithmetic)
 
     def at(self, tokens: Array, outputs: Array, after_step: AfterStep | None = None) -> Array:
         """The bits of the results (tokens[i], outputs[i]), as unsigned integers [P]."""
@@ -41,7 +45,7 @@ class Results:
             found = sums(self.factors, self.arithmetic, tokens, outputs, after_step)
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
             scale_w = _chosen(self._scale_w, desc.scale_w, outputs)
-            bias = None if self._bias is None else self._bias[outputs]
+            bias = self._bias[outputs] if self._bias is not None and desc.epilogue.has_bias else None
             return finished(found, desc, scale_x, scale_w, bias)
 
 
@@ -65,4 +69,6 @@ def _array(view: TensorView | None) -> Array | None:
 
 
 def _chosen(scale: Array | None, kind: ScaleKind, at: Array) -> Array | None:
-    return scale if scale is None or kind is not ScaleKind.ROW else scale[at]
+    if scale is None or kind is ScaleKind.NONE:
+        return None
+    return scale[at] if kind is ScaleKind.ROW else scale

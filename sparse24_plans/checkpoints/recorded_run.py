@@ -1,0 +1,168 @@
+"""Records of runs: all that it takes to replay one elsewhere, in one safetensors file.
+
+Metadata: ``sparse24_run`` = "1", ``descriptor`` (JSON), ``arithmetic``, and for people ``device``, ``kernel``
+and ``version``. Tensors: the operands under the names of the arguments (``x``, ``y``, ``bias`` ...), row by
+row, and the weight in the canonical form, as any compressed tensor: ``weight.values24``, ``weight.meta24``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._version import __version__
+from ..device.files import StrPath, path_of
+from ..device.tensors import TensorView
+from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..gemm.args import DgradSparse24Args, GemmSparse24Args
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..gemm.replay import OnBlock, Replay
+from ..plan.operands import Operand, Role, reinterpretable
+from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
+from ..weights.packing import unpack
+from ..weights.weight import PackedWeight, Sparse24Weight
+from .layers import FORMAT_KEY, FORMAT_VERSION, Layer, stored_tensors, write_note, write_weight
+from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from .streaming import DTYPES
+from .weights_file import load_weight
+
+RUN_KEY, RUN_VERSION = "sparse24_run", "1"
+_WEIGHT = "weight"
+_DTYPES = {**DTYPES, ElementKind.I32: "I32"}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run that :func:`save_run` has written: ``descriptor`` and ``arithmetic`` of its plan, and operands.
+
+    ``device`` and ``kernel`` are where and by which row of the table it was computed, ``version`` is the
+    package's. ``args`` lie on the host, with the result that was computed then.
+    """
+
+    descriptor: GemmSparse24Descriptor
+    arithmetic: str
+    device: str
+    kernel: str
+    version: str
+    args: GemmSparse24Args | DgradSparse24Args
+
+    def replay(self, samples: Any = None, *, seed: int = 0, on_block: OnBlock | None = None) -> Replay:
+        """Compute results again on this machine's host, and compare: :meth:`GemmSparse24Plan.replay`."""
+        plan = _plan(self.descriptor, self.arithmetic)
+        return plan.replay(self.args, samples, seed=seed, on_block=on_block)
+
+
+def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | DgradSparse24Args) -> None:
+    """Write what ``plan`` was run with, the result included, for :func:`load_run`.
+
+    ``args`` may lie on a GPU, which must be done with them: synchronise first. A packed weight is unpacked
+    into a copy there.
+
+    Raises UnsupportedError where the plan names no arithmetic; InvalidProblemError,
+    MisalignedOperandError for arguments that are wrong; StorageError where the file can't be written.
+    """
+    path = path_of("path", path)
+    if not isinstance(plan, GemmSparse24Plan):
+        raise InvalidProblemError(f"plan: expected GemmSparse24Plan, got {type(plan).__name__}")
+    named, desc, kernel = plan.guarantee.arithmetic, plan.descriptor, str(plan.explain().chosen)
+    if named is None:
+        raise UnsupportedError(
+            f"plan: expected one that names its arithmetic, got {kernel}, which names none"
+        )
+    if (error := plan.can_implement(args).error) is not None:
+        raise error
+    operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
+    about = {"arithmetic": named, "device": plan.device.name, "kernel": kernel, "version": __version__}
+    metadata = {
+        FORMAT_KEY: FORMAT_VERSION,
+        RUN_KEY: RUN_VERSION,
+        "descriptor": desc.model_dump_json(),
+        **about,
+    }
+    layer = Layer(_WEIGHT, desc.m, desc.k, desc.element, ())
+    write_note(metadata, layer)
+    infos = [*stored_tensors(layer), *map(_info, operands)]
+    with SafetensorsWriter(path, infos, metadata) as writer:
+        write_weight(writer, _WEIGHT, _canonical(args.weight))
+        for one in operands:
+            writer.write(one.argument, _bits(getattr(args, one.argument), one))
+
+
+def load_run(path: StrPath) -> RecordedRun:
+    """Read what :func:`save_run` wrote. Raises StorageError, or FormatError for anything else."""
+    path = path_of("path", path)
+    with SafetensorsReader(path) as reader:
+        about = reader.metadata
+        if about.get(RUN_KEY) != RUN_VERSION:
+            found = about.get(RUN_KEY)
+            raise FormatError(
+                f"{path}: expected the record of a run, with {RUN_KEY} = {RUN_VERSION!r}, got {found!r:.80}"
+            )
+        for key in ("descriptor", "arithmetic", "device", "kernel", "version"):
+            if key not in about:
+                raise FormatError(f"{path}: expected the metadata {key}, got none")
+        try:
+            desc = GemmSparse24Descriptor.model_validate_json(about["descriptor"])
+            _plan(desc, about["arithmetic"])
+        except Sparse24Error as error:
+            raise FormatError(f"{path}: {error}") from error
+        operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
+        given = {one.argument: _read(reader, one) for one in operands}
+    kind = GemmSparse24Args if desc.op is GemmOp.FORWARD else DgradSparse24Args
+    args = kind(weight=_weight(path, desc), **given)
+    return RecordedRun(desc, about["arithmetic"], about["device"], about["kernel"], about["version"], args)
+
+
+def _plan(desc: GemmSparse24Descriptor, arithmetic: str) -> GemmSparse24Plan:
+    """That of the host for it."""
+    return GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
+
+
+def _canonical(weight: Sparse24Weight | PackedWeight) -> Sparse24Weight:
+    """In host memory."""
+    if isinstance(weight, PackedWeight):
+        if weight.layout_id == CANONICAL_LAYOUT:
+            weight = Sparse24Weight(*weight.buffers, validate=False)
+        else:
+            weight = unpack(weight)
+    return weight.to("host")
+
+
+def _info(operand: Operand) -> TensorInfo:
+    nbytes = int(np.prod(operand.shape)) * operand.element.itemsize
+    return TensorInfo(operand.argument, _DTYPES[operand.element], operand.shape, nbytes)
+
+
+def _bits(given: Any, operand: Operand) -> Any:
+    view = TensorView.of(given, element=reinterpretable(operand.element), argument=operand.argument)
+    bits = view.bits()
+    return bits if isinstance(bits, np.ndarray) else bits.get()
+
+
+def _read(reader: SafetensorsReader, operand: Operand) -> Any:
+    expected, name = _info(operand), operand.argument
+    found = reader.tensors.get(name)
+    if found != expected:
+        got = "none" if found is None else f"{found.dtype}{list(found.shape)}"
+        raise FormatError(
+            f"{reader.path}: {name}: expected {expected.dtype}{list(expected.shape)}, as the descriptor "
+            f"has it, got {got}"
+        )
+    rows = reader.read(name).view(operand.element.dtype).reshape(operand.shape)
+    return np.asfortranarray(rows) if operand.lines is MatrixOrder.COLUMN else rows
+
+
+def _weight(path: str, desc: GemmSparse24Descriptor) -> Sparse24Weight:
+    try:
+        weight = load_weight(path, _WEIGHT)
+    except InvalidProblemError as error:  # there is none of that name
+        raise FormatError(f"{path}: expected a compressed tensor {_WEIGHT}, got none") from error
+    if (weight.m, weight.k, weight.element) != (desc.m, desc.k, desc.element):
+        raise FormatError(
+            f"{path}: {_WEIGHT}: expected {desc.element}[{desc.m}, {desc.k}], as the descriptor has it, "
+            f"got {weight.element}[{weight.m}, {weight.k}]"
+        )
+    return weight

@@ -1,0 +1,105 @@
+"""Where a recorded result and its replay may have parted: single steps that would explain the difference.
+
+Nobody has the accumulators of the recorded run. But a step that went otherwise leaves its mark, so each is
+tried: one left out, one whose accumulator came out a unit more or less, and the steps after the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...vocab import EpilogueKind, ScaleKind
+from . import tensor_core
+from .results import Results
+from .sums import AfterStep, StepPlace, step_places
+
+Array = np.ndarray[Any, Any]
+
+
+def parting_of(results: Results, token: int, output: int, recorded: int, recomputed: int) -> str | None:
+    """The step, in words, or None. ``recorded`` and ``recomputed`` are bits of the result."""
+    return (
+        _left_out(results, token, output, recorded)
+        or _after_the_sum(results, token, output, recorded)
+        or _off_by_a_unit(results, token, output, recorded)
+        or _rounding(recorded, recomputed)
+    )
+
+
+def _steps(results: Results) -> tuple[StepPlace, ...]:
+    """Of the tensor cores; other arithmetics have no steps that can be tried."""
+    return step_places(results.desc, results.arithmetic) if results.arithmetic.on_tensor_cores else ()
+
+
+def _tried(results: Results, token: int, output: int, count: int, after_step: AfterStep) -> Array:
+    return results.at(np.full(count, token), np.full(count, output), after_step)
+
+
+def _left_out(results: Results, token: int, output: int, recorded: int) -> str | None:
+    """Tries sums each of which lacks one step."""
+    steps = _steps(results)
+    if not steps:
+        return None
+    before = np.zeros(len(steps))
+
+    def without(number: int, accumulator: Array) -> Array:
+        if number == 0 or steps[number].slice != steps[number - 1].slice:
+            before[:] = 0
+        accumulator[number] = before[number]
+        before[:] = accumulator
+        return accumulator
+
+    found = np.flatnonzero(_tried(results, token, output, len(steps), without) == recorded)
+    return f"as if {_where(steps[found[0]])} were left out" if len(found) else None
+
+
+def _off_by_a_unit(results: Results, token: int, output: int, recorded: int) -> str | None:
+    """Tries sums in each of which one accumulator comes out a unit more, or less."""
+    steps = _steps(results)
+    if not steps:
+        return None
+    bits = tensor_core.STEPS[results.desc.element].result_bits
+
+    def nudged(number: int, accumulator: Array) -> Array:
+        for at, sign in ((2 * number, 1), (2 * number + 1, -1)):
+            exponent = max(int(np.frexp(accumulator[at])[1]) - 1, -126)
+            accumulator[at] += sign * 2.0 ** (exponent - bits)
+        return accumulator
+
+    found = np.flatnonzero(_tried(results, token, output, 2 * len(steps), nudged) == recorded) // 2
+    if not len(found):
+        return None
+    others = len(set(found.tolist())) - 1
+    more = f", or after {others} other steps" if others else ""
+    return f"as if the accumulator came out a unit off after {_where(steps[found[0]])}{more}"
+
+
+def _where(place: StepPlace) -> str:
+    first, below = place.columns
+    return f"the step of columns {first} to {below - 1} (slice {place.slice})"
+
+
+def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> str | None:
+    """Tries what follows the sum, with one step left out."""
+    desc = results.desc
+    plain: dict[str, dict[str, Any]] = {
+        "scale_x": {"scale_x": ScaleKind.NONE},
+        "scale_w": {"scale_w": ScaleKind.NONE},
+        "alpha": {"alpha": 1.0},
+        "the activation": {"epilogue": EpilogueKind.BIAS},
+        "bias and activation": {"epilogue": EpilogueKind.IDENTITY},
+    }
+    for name, update in plain.items():
+        if any(getattr(desc, field) != value for field, value in update.items()) and (
+            desc.epilogue.has_bias or "epilogue" not in update
+        ):
+            other = results.of(desc.model_copy(update=update))
+            if int(other.at(np.array([token]), np.array([output]))[0]) == recorded:
+                return f"after the sum, as if {name} were left out"
+    return None
+
+
+def _rounding(recorded: int, recomputed: int) -> str | None:
+    return "the rounding to the result's type" if abs(recorded - recomputed) == 1 else None
