@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    AttentionMask,
     BackendKind,
+    BlockSparseAttentionDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseOp,
+    BlockSparsePass,
+    BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
     DeviceProperties,
@@ -87,6 +94,52 @@ def prepare_descriptors(draw: st.DrawFn):
     eighths = st.sampled_from([0, 1, 7, 512, 2**20, 2**26])
     elements = ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2")
     return kind(m=8 * draw(eighths), k=8 * draw(eighths), element=draw(st.sampled_from(elements)), **more)
+
+
+@st.composite
+def block_shapes(draw: st.DrawFn) -> BlockSparseShape:
+    block = draw(st.sampled_from([16, 32, 64, 128]))
+    heads, rows, cols = draw(st.integers(0, 64)), draw(st.integers(0, 1024)), draw(st.integers(0, 1024))
+    blocks = draw(st.integers(0, heads * rows * cols))
+    return BlockSparseShape(heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
+
+
+_FLOATS, _SCALES = st.sampled_from(["f32", "f16", "bf16"]), st.floats(-(2.0**127), 2.0**127)
+
+
+@st.composite
+def block_products(draw: st.DrawFn) -> BlockSparseMatmulDescriptor:
+    """Every valid combination of fields."""
+    element = draw(st.sampled_from(["f32", "f16", "bf16", "s8", "fp8_e4m3"]))
+    op = draw(st.sampled_from(BlockSparseOp))
+    fields = {"out_element": draw(st.sampled_from(results_of(element))), "alpha": draw(_SCALES)}
+    fields |= {name: draw(st.booleans()) for name in ("trans_a", "trans_b")}
+    if op is not BlockSparseOp.SDD:
+        fields["epilogue"] = draw(st.sampled_from(EpilogueKind))
+    sizes = {"n": draw(st.integers(0, 2**20)), "batch": draw(st.integers(0, 64))}
+    return BlockSparseMatmulDescriptor(op=op, layout=draw(block_shapes()), element=element, **sizes, **fields)
+
+
+@st.composite
+def block_softmaxes(draw: st.DrawFn) -> BlockSparseSoftmaxDescriptor:
+    """Every valid combination of fields."""
+    fields = {"op": draw(st.sampled_from(BlockSparsePass)), "scale": draw(_SCALES)}
+    if fields["op"] is BlockSparsePass.FORWARD:
+        fields |= {name: draw(st.booleans()) for name in ("rpe", "causal")}
+        fields |= {name: draw(st.sampled_from(AttentionMask)) for name in ("key_padding_mask", "attn_mask")}
+    return BlockSparseSoftmaxDescriptor(layout=draw(block_shapes()), element=draw(_FLOATS), **fields)
+
+
+block_attentions = st.builds(
+    BlockSparseAttentionDescriptor,
+    layout=block_shapes(),
+    element=_FLOATS,
+    head_size=st.integers(1, 1024),
+    batch=st.integers(0, 64),
+    op=st.sampled_from(BlockSparsePass),
+    causal=st.booleans(),
+    lengths=st.booleans(),
+)
 
 
 requirements = st.builds(

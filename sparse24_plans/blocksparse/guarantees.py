@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from ..plan.arithmetic import EXACT_SUM, FMA32
 from ..plan.guarantee import PrecisionGuarantee
 from ..vocab import ElementKind, MathPrecision
-from .descriptor import BlockSparseDescriptor
+from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 
 def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # Every step is an IEEE operation in a defined order: docs/blocksparse.md.
     return _on_host(problem, same_bits=True)
+
+
+def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    named = EXACT_SUM if problem.element is ElementKind.S8 else FMA32
+    return strict(problem).model_copy(update={"arithmetic": named})
 
 
 def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:

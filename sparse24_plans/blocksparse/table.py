@@ -32,7 +32,7 @@ class MatmulRow(BlockSparseRow):
 _HOST = (BackendKind.HOST, Tier.HOST)
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     MatmulRow("host_blas", *_HOST, guarantees.host_blas, MATMUL_ELEMENTS),
-    MatmulRow("host_strict", *_HOST, guarantees.strict, MATMUL_ELEMENTS, strict=True),
+    MatmulRow("host_strict", *_HOST, guarantees.strict_matmul, MATMUL_ELEMENTS, strict=True),
 )
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),

@@ -182,6 +182,15 @@ def test_strict_is_one_fma_a_kept_product_in_increasing_k(op, turned):
     assert same_bits(got.copy(), np.ascontiguousarray(want))
 
 
+@pytest.mark.parametrize(("element", "name"), [("bf16", "fma32_in_order"), ("s8", "exact_sum")])
+def test_strict_names_its_arithmetic(element, name):
+    plan = plan_of("host_strict", layout=random_layout(), op="dsd", element=element)
+    assert plan.guarantee.arithmetic == name
+    asked = {"require": {"arithmetic": name}}
+    again = BlockSparseMatmulPlan.select(plan.descriptor, device="host", preference=asked)
+    assert again.explain().chosen == "host_strict"
+
+
 @every_op
 def test_strict_results_depend_on_their_own_operands_alone(op):
     """Batch invariance: one batch, and for sparse operands one column of the dense one, alone."""

@@ -10,7 +10,18 @@ import pytest
 
 from sparse24_plans import Bound, GemmSparse24Args, GemmSparse24Descriptor, InvalidProblemError
 
-from .cases import KERNELS, PROBLEMS, case_of, equal, kernel_case, name_of, random_inputs, select
+from .cases import (
+    GEMM,
+    KERNELS,
+    PREPARE,
+    PROBLEMS,
+    case_of,
+    equal,
+    kernel_case,
+    name_of,
+    random_inputs,
+    select,
+)
 from .toy import ToyArgs, ToyDescriptor, ToyPlan
 
 every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
@@ -134,7 +145,7 @@ def test_the_callers_device_stays_current():
     import cupy
 
     before = cupy.cuda.runtime.getDevice()
-    for desc in PROBLEMS:
+    for desc in (*GEMM, *PREPARE):
         case_of(desc, 0).run()
         assert select(desc, 0).device.ordinal == 0
     assert cupy.cuda.runtime.getDevice() == before
