@@ -28,7 +28,16 @@ from sparse24_plans import (
 )
 from sparse24_plans.vocab import Model
 
-from .strategies import devices, gemm_descriptors, preferences, prepare_descriptors, requirements
+from .strategies import (
+    block_attentions,
+    block_products,
+    block_softmaxes,
+    devices,
+    gemm_descriptors,
+    preferences,
+    prepare_descriptors,
+    requirements,
+)
 
 
 def from_plans() -> list[Model]:
@@ -52,7 +61,13 @@ def assert_survives_json(model: Model) -> None:
     assert type(model).model_validate(json.loads(model.model_dump_json())) == model
 
 
-@given(model=st.one_of(gemm_descriptors(), prepare_descriptors(), requirements, preferences, devices))
+MODELS = (
+    *(gemm_descriptors(), prepare_descriptors(), block_products(), block_softmaxes(), block_attentions),
+    *(requirements, preferences, devices),
+)
+
+
+@given(model=st.one_of(*MODELS))
 def test_json_round_trip(model):
     assert_survives_json(model)
 
