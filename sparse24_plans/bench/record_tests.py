@@ -16,6 +16,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +27,44 @@ _FUZZ_SECONDS = 120
 _FUZZ_PROCESSES = _PROCESSES
 _COUNTED = ("replayed", "replay_mismatches")
 """Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
+_BOUND = "bound of "
+"""How the properties' names begin that are a row's largest error, as a share of what it allows."""
 
 
-def _tests(expression: str, arguments: tuple[str, ...]) -> Counter[str]:
-    """How many tests ended how, and the sums of what they count themselves."""
+def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Element]:
+    """The report of a run, in a list."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
         subprocess.run([*command, f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    return _counts(suite)
+    return [suite]
 
 
-def _counts(suite: ElementTree.Element) -> Counter[str]:
-    """Of a test suite's report."""
-    found = Counter({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
-    for one in suite.iter("property"):
-        if (name := one.get("name", "")) in _COUNTED:
-            found[name] += int(one.get("value", "0"))
-    return found
-
-
-def _suite(arguments: tuple[str, ...]) -> dict[str, int]:
+def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
     if importlib.util.find_spec("xdist"):
-        count = _tests("gpu and not alone", (f"-n{_PROCESSES}", *arguments)) + _tests(
-            "gpu and alone", arguments
-        )
-    else:
-        count = _tests("gpu", arguments)
+        together = _tests("gpu and not alone", (f"-n{_PROCESSES}", *arguments))
+        return _summary(together + _tests("gpu and alone", arguments))
+    return _summary(_tests("gpu", arguments))
+
+
+def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
+    """How many tests ended how, the sums of what they count, and the largest share of each row's bound."""
+    count: Counter[str] = Counter()
+    bounds: dict[str, float] = {}
+    for suite in suites:
+        count.update({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
+        for one in suite.iter("property"):
+            name, value = one.get("name", ""), one.get("value", "0")
+            if name in _COUNTED:
+                count[name] += int(value)
+            elif name.startswith(_BOUND):
+                row = name.removeprefix(_BOUND)
+                bounds[row] = max(bounds.get(row, 0.0), float(value))
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
     counted = {name: count[name] for name in _COUNTED}
-    return {"passed": passed, "failed": failed, "skipped": count["skipped"], **counted}
+    return {"passed": passed, "failed": failed, "skipped": count["skipped"], **counted, "bounds": bounds}
 
 
 def _fuzz() -> dict[str, Any]:

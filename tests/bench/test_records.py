@@ -82,7 +82,7 @@ def test_the_gpu_suite_ran():
 def test_random_problems_found_nothing():
     found = record("h200-tests.json")
     assert found["fuzz_failures"] == 0
-    assert found["fuzz_cases"] > 300
+    assert found["fuzz_cases"] >= 20_000
     assert isinstance(found["fuzz_seed"], int)
 
 
@@ -91,6 +91,15 @@ def test_millions_of_results_have_the_bits_of_their_arithmetic():
     found = record("h200-tests.json")
     assert found["replayed"] >= 10_000_000
     assert found["replay_mismatches"] == 0
+
+
+@pytest.mark.xfail(strict=True, reason="the GPU suite has not run since it notes the shares of the bounds")
+def test_some_results_come_near_their_bounds():
+    """So inputs of the tests are adversaries, and no bound is much wider than what happens."""
+    bounds = record("h200-tests.json")["bounds"]
+    rows = {"mma_sp", "wgmma_sp", "wgmma_sp_fp8", "wgmma_sp_fp8_promoted", "inflate_cublas", "inflate_strict"}
+    assert rows <= bounds.keys()
+    assert all(0.05 < share <= 1 for share in bounds.values())
 
 
 # Completeness -------------------------------------------------------------------------------------
