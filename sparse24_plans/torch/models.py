@@ -27,6 +27,7 @@ from .elements import DTYPE_OF, tensor_of
 from .linear import DTYPES, META_KEY, VALUES_KEY, PreferenceLike, RequirementLike, Sparse24Linear
 
 _WEIGHT = ".weight"
+_VALUES, _META = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY))
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -73,7 +74,8 @@ def load_sparse24(
     ----------
     model : torch.nn.Module
         Built from the checkpoint's configuration. Parameters on the meta device are replaced; others keep
-        their dtype and device, and the checkpoint's are converted.
+        their dtype and device, and the checkpoint's are converted. Layers may be Sparse24Linear already, also
+        cut over several devices: each rank keeps its part of what it reads.
     path : str or path
         A safetensors file, or a folder with one or with shards and their index.
     format : str, optional
@@ -160,14 +162,29 @@ class _Load:
         found: dict[str, str] = {}
         for name in names:
             for own in (name, inner + name, name.removeprefix(inner)):
-                if own in self._wanted:
+                if own in self._wanted or self._is_sparse(own):
                     found[name] = own
                     break
         return found
 
+    def _is_sparse(self, own: str) -> bool:
+        """Whether this is the weight of a Sparse24Linear that is there already."""
+        return f"{own}.{_VALUES}" in self._wanted
+
+    def _parts(self, own: str) -> list[Tensor]:
+        """What the model has of a tensor: itself, or the two of a compressed weight."""
+        names = [f"{own}.{part}" for part in (_VALUES, _META)] if self._is_sparse(own) else [own]
+        return [self._wanted[name] for name in names]
+
+    def _shape(self, own: str) -> tuple[int, ...]:
+        if not self._is_sparse(own):
+            return tuple(self._wanted[own].shape)
+        layer: Any = self._model.get_submodule(own.removesuffix(_WEIGHT))
+        return layer.out_features, layer.k
+
     def check(self) -> None:
         """Raise InvalidProblemError for missing tensors and other shapes, UnsupportedError for elements."""
-        found = {id(self._wanted[own]) for own in self._names.values()}
+        found = {id(part) for own in self._names.values() for part in self._parts(own)}
         missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
         if missing:
             raise InvalidProblemError(
@@ -175,7 +192,11 @@ class _Load:
                 f"{', '.join(missing[:5])}"
             )
         for name, own in self._names.items():
-            shape = tuple(self._wanted[own].shape)
+            shape = self._shape(own)
+            if self._is_sparse(own) and name not in self._source.weights:
+                raise InvalidProblemError(
+                    f"{name}: expected a 2:4 weight, as the layer's is, got a dense one"
+                )
             if self._source.shape(name) != shape:
                 raise InvalidProblemError(
                     f"{name}: expected shape {list(shape)}, got {list(self._source.shape(name))}"
@@ -188,6 +209,9 @@ class _Load:
         """Put a Sparse24Linear where a linear layer's weight is compressed."""
         for name in self._source.weights:
             place = self._names.get(name, "").removesuffix(_WEIGHT)
+            if place and self._is_sparse(self._names[name]):
+                self.swapped.append(place)
+                continue
             linear: Any = self._model.get_submodule(place) if place else None
             if type(linear) is not nn.Linear or not self._names[name].endswith(_WEIGHT):
                 continue
@@ -211,7 +235,7 @@ class _Load:
             place = own.removesuffix(_WEIGHT)
             if name in self._source.weights and place in swapped:
                 values, meta = self._source.canonical(name)
-                values = self._converted(values, self._wanted[own])
+                values = self._converted(values, self._parts(own)[0])
                 self._give(place, {VALUES_KEY: values, META_KEY: meta})
                 continue
             home, _, attribute = own.rpartition(".")

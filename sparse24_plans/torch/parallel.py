@@ -292,6 +292,7 @@ def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
 class _Style(ParallelStyle):
     """What both styles take, as PyTorch's ColwiseParallel and RowwiseParallel do."""
 
+    src_data_rank: int | None = 0  # which PyTorch 2.6 hasn't
     _default_input: Placement
     _default_output: Placement
 

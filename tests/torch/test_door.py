@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from sparse24_plans import UnsupportedError
+from sparse24_plans import BackendUnavailableError, UnsupportedError
 from sparse24_plans.bench import record, torch_door
 from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, contenders, decoder_rows
-from sparse24_plans.bench.torch_run import measure
+from sparse24_plans.bench.torch_run import check_gpus, measure
 from sparse24_plans.torch import Sparse24Linear
 
 from .cases import DEVICE
@@ -61,6 +61,11 @@ def test_a_record_has_the_contracts_fields(monkeypatch):
     assert tuple(found["host"]) == HOST
     assert all(value is None or value > 0 for value in found["host"].values())
     assert bool(found["kernel_files"]) == (DEVICE == "cuda")
+
+
+def test_gpus_that_are_not_there_are_an_error():
+    with pytest.raises(BackendUnavailableError, match=r"sees \d+ CUDA devices, 99 are needed"):
+        check_gpus(99)
 
 
 def test_two_processes_share_a_decoder(monkeypatch):

@@ -13,12 +13,21 @@ from torch import nn
 from sparse24_plans import (
     FormatError,
     InvalidProblemError,
+    Sparse24Weight,
     UnsupportedError,
     compress_checkpoint,
     convert_checkpoint,
     save_weights,
 )
-from sparse24_plans.torch import Sparse24Linear, from_pretrained, load_sparse24
+from sparse24_plans.torch import (
+    ColwiseSparse24,
+    RowwiseSparse24,
+    Sparse24Linear,
+    Sparse24Recipe,
+    from_pretrained,
+    load_sparse24,
+    to_sparse24,
+)
 
 from .cases import DEVICE
 
@@ -243,3 +252,49 @@ def test_any_module_takes_a_checkpoint(tmp_path):
     report = load_sparse24(model, tmp_path / "w.safetensors", require={"batch_invariant": True})
     assert report.sparse == ("0",)
     assert model[0].plan().guarantee.batch_invariant
+
+
+def test_layers_that_are_sparse_already_are_filled(tmp_path):
+    """They keep their options; a dense weight in their place is refused."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).to(DEVICE)
+    to_sparse24(model)
+    dense = torch.randn(96, 64, device="cpu")
+    weight = Sparse24Weight.prune_compress(dense.numpy())
+    other = Sparse24Weight.prune_compress(torch.randn(32, 96).numpy())
+    named = {"0.weight": weight, "1.weight": other}
+    save_weights(tmp_path / "weights.safetensors", named)
+    biased = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((64, 96), (96, 32)))).to(DEVICE)
+    to_sparse24(biased, recipe=Sparse24Recipe(require={"batch_invariant": True}))
+    first = biased[0]
+    report = load_sparse24(biased, tmp_path / "weights.safetensors")
+    assert report.sparse == ("0", "1")
+    assert biased[0] is first
+    assert first.plan().guarantee.batch_invariant
+    assert torch.equal(first.dense_weight().cpu(), torch.ops.sparse24.prune(dense))
+    with pytest.raises(InvalidProblemError, match=r"are missing: 0\.bias, 1\.bias"):
+        load_sparse24(model, tmp_path / "weights.safetensors")
+
+
+def test_a_llama_without_memory_is_swapped_cut_and_loaded(llama):
+    """By one process here; each rank of more keeps its part."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    to_sparse24(model, exclude=["lm_head"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        styles = {"gate_proj": ColwiseSparse24, "up_proj": ColwiseSparse24, "down_proj": RowwiseSparse24}
+        plan = {f"model.layers.*.mlp.{name}": style() for name, style in styles.items()}
+        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+        load_sparse24(model, llama / "ours")
+        whole = from_pretrained(llama / "ours")
+        cut, same = (one.model.layers[1].mlp.down_proj for one in (model, whole))
+        assert torch.equal(cut.dense_weight(), same.dense_weight())
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        x = torch.randn(3, 96)
+        torch.testing.assert_close(cut(x), same(x))
+    finally:
+        dist.destroy_process_group()
