@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field
 
 from ..device.files import read_whole, written_whole
 from ..device.log import TUNING
 from ..errors import FormatError, InvalidProblemError, shown
-from ..vocab import INT64_MAX, DeviceProperties, Integer, Model, Number
+from ..vocab import INT64_MAX, DeviceProperties, Integer, Listed, Model, Number
 from .descriptor import GemmSparse24Descriptor
 from .table import GemmRow
 
@@ -38,11 +38,6 @@ class TuningWarning(UserWarning):
     """A tuned configuration was left out, because its stamp doesn't match this machine."""
 
 
-def _from_json(value: Any) -> Any:
-    """JSON has lists alone. Anything else that isn't a tuple is refused: it may have no end."""
-    return tuple(value) if type(value) is list else value
-
-
 class TunedKernel(Model):
     """The configuration that was the fastest right one for one problem.
 
@@ -57,7 +52,7 @@ class TunedKernel(Model):
     configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX, most=INT64_MAX)]] = Field(
         default_factory=dict
     )
-    promises: Annotated[tuple[Confirmable, ...], Strict(), BeforeValidator(_from_json)] = ()
+    promises: Annotated[tuple[Confirmable, ...], Listed] = ()
     microseconds: Annotated[float, Number(above=0)]
     default_microseconds: Annotated[float, Number(above=0)]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BeforeValidator
-
-from ..errors import Sparse24Error, shown
-from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Model, OpCategory, Size
+from ..errors import Sparse24Error
+from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Listed, Model, OpCategory, Size
 from .guarantee import PrecisionGuarantee
 
 
@@ -35,13 +33,6 @@ class KernelSku(Model):
     """What it promises about its numbers."""
 
 
-def _listed(rows: object) -> object:
-    """What JSON or Python may list; anything else might have no end."""
-    if isinstance(rows, (tuple, list)):
-        return rows
-    raise ValueError(f"expected a tuple, got {shown(rows)}")
-
-
 class Explanation(Model):
     """Why this kernel, and why not the others."""
 
@@ -53,7 +44,7 @@ class Explanation(Model):
     """Of a plan: how its kernel cuts the problem. Else empty."""
     workspace_size: Size | None
     """Of a plan: the bytes that it needs. Else None."""
-    rows: Annotated[tuple[tuple[str, str, str | None], ...], BeforeValidator(_listed)]
+    rows: Annotated[tuple[tuple[str, str, str | None], ...], Listed]
     """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""
 
     def __str__(self) -> str:

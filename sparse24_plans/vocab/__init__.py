@@ -20,6 +20,7 @@ from .fields import INT64_MAX as INT64_MAX
 from .fields import Eights as Eights
 from .fields import Flag as Flag
 from .fields import Integer as Integer
+from .fields import Listed as Listed
 from .fields import Number as Number
 from .fields import Size as Size
 from .fields import checked_flag as checked_flag

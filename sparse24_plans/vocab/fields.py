@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic import BeforeValidator, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ..errors import InvalidProblemError, shown
@@ -32,6 +32,14 @@ def checked_flag(argument: str, value: object) -> bool:
     return value
 
 
+def _listed(value: object) -> object:
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"expected a tuple, got {shown(value)}")
+    return value
+
+
+Listed = BeforeValidator(_listed)
+"""Of a field that is a tuple: what Python or JSON lists; anything else may have no end."""
 INT64_MAX = 2**63 - 1  # the largest size of a dimension
 
 
