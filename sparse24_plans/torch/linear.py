@@ -133,7 +133,8 @@ class Sparse24Linear(nn.Module):
                 f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
         if out_dtype not in (None, dtype, torch.float32):
-            raise InvalidProblemError(f"out_dtype: expected {dtype} or torch.float32, got {out_dtype}")
+            served = " or ".join(dict.fromkeys((str(dtype), "torch.float32")))
+            raise InvalidProblemError(f"out_dtype: expected {served}, got {out_dtype}")
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)

@@ -20,7 +20,7 @@ from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer
 from ..checkpoints.model_config import without_sparsity
 from ..checkpoints.selection import Selection
-from ..device.files import StrPath
+from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from .elements import DTYPE_OF, tensor_of
@@ -90,7 +90,9 @@ def load_sparse24(
     model has; UnsupportedError for weights of 8 bits; FormatError, naming file and tensor; StorageError.
     Names, shapes and elements are compared before anything is changed.
     """
-    with ModelReader(path) as reader:
+    if not isinstance(model, nn.Module):
+        raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
+    with ModelReader(path_of("path", path)) as reader:
         source = _Source(reader, format)
         load = _Load(model, source, dtype)
         load.check()
@@ -297,6 +299,7 @@ def from_pretrained(
         import transformers
     except ImportError as error:
         raise BackendUnavailableError("transformers is not installed: pip install transformers") from error
+    path = path_of("path", path)
     with ModelReader(path) as reader:
         stored = reader.config()
     if stored is None:

@@ -308,6 +308,8 @@ class _Style(ParallelStyle):
         for name, layout in given.items():
             if layout is not None and type(layout) not in (Shard, Replicate):
                 raise InvalidProblemError(f"{name}: expected Shard or Replicate, got {layout!r}")
+        if not isinstance(use_local_output, bool):
+            raise InvalidProblemError(f"use_local_output: expected True or False, got {use_local_output!r}")
         self.input_layouts = (input_layouts or self._default_input,)
         self.output_layouts = (output_layouts or self._default_output,)
         self.use_local_output = use_local_output

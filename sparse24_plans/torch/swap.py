@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.arguments import check_callback, patterns_of
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
@@ -35,6 +36,7 @@ class Sparse24Recipe:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        check_callback("scores", self.scores)
 
     def layer(self, name: str, linear: nn.Linear) -> Sparse24Linear:
         """The layer that takes the place of ``linear``."""
@@ -161,9 +163,8 @@ class _Choice:
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
     ) -> None:
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
         for argument, patterns in (("include", include), ("exclude", exclude)):
-            if isinstance(patterns, str):
-                raise InvalidProblemError(f"{argument}: expected a sequence of patterns, got {patterns!r}")
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in linears):
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no linear layer")

@@ -167,6 +167,8 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
     @classmethod
     def _validate_device_dim_dtype_shape(cls, original_tensor: Tensor) -> None:
         given = original_tensor
+        if not isinstance(given, Tensor):
+            raise SemiStructuredError(f"original_tensor: expected a tensor, got a {type(given).__name__}")
         if given.device.type not in ("cpu", "cuda", "meta"):
             raise SemiStructuredError(
                 f"Error original_tensor.device= {given.device} is not supported! Only CPU and CUDA are."

@@ -298,3 +298,16 @@ def test_a_llama_without_memory_is_swapped_cut_and_loaded(llama):
         torch.testing.assert_close(cut(x), same(x))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: load_sparse24(nn.Linear(8, 8), 3), "path: expected"),
+        (lambda: from_pretrained(None), "path: expected"),
+        (lambda: load_sparse24(None, "model.safetensors"), "model: expected a module, got a NoneType"),
+    ],
+)
+def test_what_is_no_path_and_no_model_is_refused(call, message):
+    with pytest.raises(InvalidProblemError, match=message):
+        call()

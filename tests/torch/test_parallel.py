@@ -550,6 +550,7 @@ def test_calls_that_do_not_fit_are_refused(world):
         (lambda: RowwiseSparse24(parts=3), "parts: expected a power of two, got 3"),
         (lambda: RowwiseSparse24(parts="two"), "parts: expected a power of two, got 'two'"),
         (lambda: ColwiseSparse24(input_layouts=Partial()), "input_layouts: expected Shard or Replicate"),
+        (lambda: ColwiseSparse24(use_local_output=3), "use_local_output: expected True or False, got 3"),
         (lambda: RowwiseSparse24(output_layouts="rows"), "output_layouts: expected Shard or Replicate"),
     ],
 )

@@ -105,6 +105,8 @@ def test_compress_takes_what_is_2_4_and_skips_the_rest():
         ({"include": ["body.2"], "recipe": "compress"}, "body.2: expected a layer that can be swapped"),
         ({"recipe": "magnitude"}, "recipe: expected one of"),
         ({"recipe": 3}, "recipe: expected a Sparse24Recipe"),
+        ({"include": 3}, "include: expected a sequence of patterns, got 3"),
+        ({"include": [3]}, "include: expected a sequence"),
     ],
 )
 def test_what_is_asked_for_and_cannot_be_is_refused_before_any_swap(arguments, message):
@@ -120,6 +122,11 @@ def test_a_model_without_memory_is_swapped_and_its_energy_unknown():
     assert all(math.isnan(layer.kept_energy) for layer in report.layers)
     assert [type(layer) for layer in m] == [Sparse24Linear] * 2
     assert all(layer.values.is_meta for layer in m)
+
+
+def test_scores_are_a_function():
+    with pytest.raises(InvalidProblemError, match="scores: expected a callable, got 3"):
+        Sparse24Recipe(scores=3)
 
 
 def test_a_bare_linear_layer_has_no_place_to_be_swapped_in():

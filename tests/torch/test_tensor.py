@@ -61,6 +61,11 @@ REFUSED = {
 }
 
 
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(SemiStructuredError, match="original_tensor: expected a tensor, got a list"):
+        Sparse24Tensor.from_dense([[1, 2]])
+
+
 @pytest.mark.parametrize("message", REFUSED)
 @pytest.mark.parametrize("make", [Sparse24Tensor.from_dense, Sparse24Tensor.prune_dense_static_sort])
 def test_what_cannot_be_sparse_is_refused_as_pytorch_does(make, message):
