@@ -11,8 +11,10 @@ from sparse24_plans import (
     BackendKind,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
+    DgradSparse24Args,
     ElementKind,
     FormatError,
+    GemmSparse24Args,
     GemmSparse24Plan,
     MaskSparse24Descriptor,
     MisalignedOperandError,
@@ -43,6 +45,9 @@ def check(problem: Problem, device: int | str) -> bool:
     return _check_product(problem, device)
 
 
+_REPLAYED = 200
+"""Results of a product that are computed again, at most."""
+
 # Products -----------------------------------------------------------------------------------------
 
 
@@ -66,6 +71,8 @@ def _check_product(problem: Product, device: int | str) -> bool:
         _check_the_same_again(case, got)
     if plan.guarantee.batch_invariant and problem.rows:
         _check_rows(problem, device, data, got)
+    if plan.guarantee.arithmetic is not None:
+        _check_replay(plan, data, got)
     return True
 
 
@@ -122,6 +129,23 @@ def _check_the_same_again(case: Case, got: np.ndarray) -> None:
     case.plan.bind(case.args, workspace=case.workspace and case.workspace.view).launch()
     again = case.fetch()
     assert same_bits(np.ascontiguousarray(again), np.ascontiguousarray(got)), "other bits in a second run"
+
+
+def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
+    """Some results have the bits that the plan's arithmetic gives on the host."""
+    desc = plan.descriptor
+    x, result = (
+        np.asfortranarray(values) if order == "column" else np.ascontiguousarray(values)
+        for values, order in ((data.x, desc.x_order), (got, desc.y_order))
+    )
+    weight = Sparse24Weight.prune_compress(data.dense)
+    if desc.op == "forward":
+        found = plan.replay(
+            GemmSparse24Args(weight, x, result, data.bias, data.scale_x, data.scale_w), _REPLAYED
+        )
+    else:
+        found = plan.replay(DgradSparse24Args(weight, x, result), _REPLAYED)
+    assert found.equal, f"{found.differing} of {found.compared} aren't {found.arithmetic}'s: {found.first}"
 
 
 def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray) -> None:

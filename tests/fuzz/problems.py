@@ -55,6 +55,10 @@ _RESULTS = {
     "s8": ("i32", "s8", "f16", "bf16", "f32"),
     "fp8_e4m3": ("bf16", "f16", "f32"),
 }
+_ARITHMETICS = (
+    *("fma32_in_order", "exact_sum", "hopper_tc/slices=1", "hopper_tc/slices=3"),
+    *("hopper_tc_fp8/slices=2", "hopper_tc_fp8/promoted=128"),
+)
 _PROMISES = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
 
 
@@ -213,7 +217,9 @@ def _distance(rng: np.random.Generator, size: int) -> int:
 
 def _preference(rng: np.random.Generator, *, host: bool) -> PlanPreference:
     wanted: dict[str, Any] = {"require": {name: True for name in _PROMISES if rng.random() < 0.12}}
-    backends = [kind for kind in BackendKind if host or kind is not BackendKind.HOST]
+    if host and rng.random() < 0.15:
+        wanted["require"]["arithmetic"] = str(_pick(rng, _ARITHMETICS))
+    backends = [kind for kind in BackendKind if host or not kind.value.startswith("host")]
     if rng.random() < 0.3:
         wanted["prefer_backend"] = _pick(rng, backends)
     if rng.random() < 0.1:
