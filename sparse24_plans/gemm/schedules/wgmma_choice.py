@@ -19,6 +19,7 @@ _SLICES = (1, 2, 3, 4, 8)
 _JUDGED = (1, 16, 48, 100, 160, 300, 700, 1500, 4000)
 
 
+@lru_cache(4096)
 def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow) -> Schedule:
     """The row's schedule of the least predicted time."""
     allowed = allowed_schedules(desc, row)
