@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparse24_plans import (
     BlockSparseSoftmaxPlan,
     InvalidProblemError,
 )
+from sparse24_plans.blocksparse.arithmetic.softmax import exp32, softmax
 
 from ..support import same_bits
 from .layouts import EDGES, layouts, random_layout
@@ -167,6 +169,13 @@ def test_sums_are_in_increasing_columns():
         for column in range(64):
             total = np.float32(total + np.float32(y[row, column] * dy[row, column]))
         assert same_bits(got[row], y[row] * (dy[row] - total))
+
+
+def test_logarithms_and_exponentials_are_right_to_the_last_bit():
+    for count in (1, 2, 3, 7, 100, 4095, 4096):
+        assert softmax(np.zeros(count, np.float32)).logsumexp[0] == np.float32(math.log(count))
+    few = np.linspace(-119, 0, 5000, dtype=np.float32)
+    assert same_bits(exp32(few), np.exp(few.astype(np.float64)).astype(np.float32))
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
