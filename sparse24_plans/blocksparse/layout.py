@@ -11,7 +11,7 @@ import numpy as np
 from ..device.tensors import HOST, TensorView, wrong
 from ..errors import FormatError, InvalidProblemError, shown
 from ..vocab import integer
-from .shape import MOST, BlockSparseShape
+from .shape import BLOCK_SIZES, MOST, BlockSparseShape
 
 Array = np.ndarray[Any, Any]
 
@@ -326,7 +326,7 @@ def _on_host(argument: str, value: Any) -> TensorView:
 def _blocks_along(argument: str, cells: object, block: object) -> int:
     """Blocks along a side of so many cells."""
     count, size = integer(cells), integer(block)
-    if size is None or size <= 0:
+    if size not in BLOCK_SIZES:
         raise wrong("block", "16, 32, 64 or 128", block)
     if count is None or not 0 <= count <= MOST or count % size:
         raise wrong(argument, f"a multiple of block {size} below 2^31", cells)

@@ -93,6 +93,8 @@ def test_every_value_where_an_operand_is_expected(value):
 @pytest.mark.parametrize(
     ("call", "argument", "value"),
     [
+        ("BlockSparseLayout.from_bsr", "block", "huge"),
+        ("BlockSparseLayout.from_dense", "block", "huge"),
         ("Explanation", "rows", "endless"),
         ("PackedWeight", "device", "Device"),
         ("PrecisionGuarantee.tolerance", "k", "mock"),
