@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arithmetic.epilogue import encoded, finished
+from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
@@ -40,6 +41,7 @@ class Kernel(BaseKernel[BlockSparseDescriptor]):
         return lambda stream: self._run(views)
 
     def _run(self, views: Views) -> None:
+        check_subnormals()
         tables = LookUp.of(views["layout"].array(), self.descriptor.layout)  # as they are now
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
             self._work.run(views, tables)
