@@ -1,7 +1,10 @@
 """Runs the GPU suite and the fuzzer of a checkout, and writes their record.
 
-From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. Where
-pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
+From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. With
+``--only=suite`` or ``--only=fuzz`` behind the file's name that part alone is run, and the other stays as the
+file has it, if it is of the same kernels.
+
+Where pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
 compilation; those marked ``alone`` (they measure the device's free memory, or fill it) follow one by one.
 """
 
@@ -77,19 +80,34 @@ def _fuzz() -> dict[str, Any]:
     return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}
 
 
+def _kept(out: str, kernels: str) -> dict[str, Any]:
+    """The record that is there, of which a part stays."""
+    if not Path(out).exists():
+        return {}
+    found: dict[str, Any] = json.loads(Path(out).read_text())
+    if found["kernels_sha256"] != kernels:
+        raise SystemExit(f"expected {out} to be of these kernels; run both parts")
+    return found
+
+
 def main(out: str, *arguments: str) -> int:
     if not Path("tests/fuzz").is_dir():
         raise SystemExit("expected to run from the root of a checkout, there is no tests/fuzz here")
+    only = arguments[0].removeprefix("--only=") if arguments and arguments[0].startswith("--only=") else None
+    if only not in (None, "suite", "fuzz"):
+        raise SystemExit(f"--only: expected suite or fuzz, got {only}")
+    kernels = kernels_sha256(kernel_files())
     record = {
+        **({} if only is None else _kept(out, kernels)),
         **machine(),
-        "kernels_sha256": kernels_sha256(kernel_files()),
-        **_suite(arguments),
-        **_fuzz(),
+        "kernels_sha256": kernels,
+        **({} if only == "fuzz" else _suite(arguments if only is None else arguments[1:])),
+        **({} if only == "suite" else _fuzz()),
         "date": datetime.date.today().isoformat(),
     }
     Path(out).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
-    return int(record["failed"] + record["fuzz_failures"] > 0)
+    return int(record.get("failed", 0) + record.get("fuzz_failures", 0) > 0)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
 from sparse24_plans.bench import record_tests
+from sparse24_plans.bench.record import is_current
 
 REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">
 <testcase name="a"><properties><property name="replayed" value="60000"/>
@@ -31,3 +34,62 @@ def test_the_record_adds_up_what_tests_count_and_keeps_the_largest_share_of_a_bo
         "replay_mismatches": 3 * runs,
         "bounds": {"mma_sp": 0.25},
     }
+
+
+# Parts of a record ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """The parts that were run, and the file that they are written to."""
+    ran: list[str] = []
+    monkeypatch.setattr(record_tests, "machine", lambda: {"gpu": "here"})
+    monkeypatch.setattr(
+        record_tests, "_suite", lambda given: ran.append("suite") or {"passed": 7, "failed": 0}
+    )
+    monkeypatch.setattr(
+        record_tests, "_fuzz", lambda: ran.append("fuzz") or {"fuzz_cases": 9, "fuzz_failures": 0}
+    )
+    monkeypatch.chdir(Path(__file__).parents[2])
+    return ran, tmp_path / "record.json"
+
+
+def test_a_record_has_both_parts(parts):
+    ran, path = parts
+    assert record_tests.main(str(path)) == 0
+    found = json.loads(path.read_text())
+    assert ran == ["suite", "fuzz"]
+    assert (found["passed"], found["fuzz_cases"]) == (7, 9)
+    assert is_current(found)
+
+
+@pytest.mark.parametrize(("only", "kept"), [("suite", "fuzz_cases"), ("fuzz", "passed")])
+def test_a_part_alone_leaves_the_other(parts, only, kept):
+    ran, path = parts
+    record_tests.main(str(path))
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, kept: 1}))
+    ran.clear()
+    assert record_tests.main(str(path), f"--only={only}") == 0
+    assert ran == [only]
+    assert json.loads(path.read_text()) == {**before, kept: 1}
+
+
+def test_the_first_part_makes_the_record(parts):
+    ran, path = parts
+    assert record_tests.main(str(path), "--only=suite") == 0
+    assert ran == ["suite"]
+    assert "fuzz_cases" not in json.loads(path.read_text())
+
+
+def test_a_part_of_other_kernels_is_not_kept(parts):
+    ran, path = parts
+    path.write_text(json.dumps({"kernels_sha256": "of others", "passed": 1}))
+    with pytest.raises(SystemExit, match="run both parts"):
+        record_tests.main(str(path), "--only=fuzz")
+    assert ran == []
+
+
+def test_a_part_that_there_is_not(parts):
+    with pytest.raises(SystemExit, match="expected suite or fuzz, got all"):
+        record_tests.main(str(parts[1]), "--only=all")
