@@ -57,7 +57,8 @@ def runs_here(mark: str) -> bool:
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
-def test_python_blocks(page):
+def test_python_blocks(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where they may write
     namespace: dict[str, object] = {"__name__": "document"}
     for line, mark, body in blocks(page):
         if runs_here(mark):
