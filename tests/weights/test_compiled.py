@@ -27,6 +27,7 @@ from sparse24_plans import (
     Sparse24Weight,
     prune,
 )
+from sparse24_plans.plan import plan
 from sparse24_plans.weights import canonical, compiled, groups, host_code
 
 from ..support import same_bits
@@ -38,8 +39,12 @@ needs_numba = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(com
 
 
 @pytest.fixture
-def everything_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def everything_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans too: none that was selected without it is taken, and none of it is left."""
+    plan._select.cache_clear()
     monkeypatch.setattr(host_code, "LEAST_CELLS", 0)
+    yield
+    plan._select.cache_clear()
 
 
 @pytest.fixture
@@ -156,8 +161,9 @@ def test_memory_of_any_kind_is_read(offset, readonly):
 def test_pruning_in_place_is_pruning(everything_compiled):
     dense = np.random.default_rng(4).standard_normal((16, 64), np.float32)
     want = prune(dense)
-    plan = PruneSparse24Plan.select(PruneSparse24Descriptor(m=16, k=64, element="f32"), device="host")
-    plan.run(PruneSparse24Args(dense, dense))
+    chosen = PruneSparse24Plan.select(PruneSparse24Descriptor(m=16, k=64, element="f32"), device="host")
+    assert chosen.explain().details.startswith("compiled by numba")
+    chosen.run(PruneSparse24Args(dense, dense))
     assert same_bits(dense, want)
 
 
@@ -185,8 +191,8 @@ def test_large_matrices_are_numbas_and_the_plan_says_so():
 
 @needs_numba
 def test_an_op_that_numba_has_no_part_in_says_numpy(everything_compiled):
-    plan = PackSparse24Plan.select(PackSparse24Descriptor(**SIZE), device="host")
-    assert plan.explain().details == "NumPy"
+    chosen = PackSparse24Plan.select(PackSparse24Descriptor(**SIZE), device="host")
+    assert chosen.explain().details == "NumPy"
 
 
 def missing(monkeypatch):
@@ -248,7 +254,7 @@ def test_the_extra_installs_a_numba_that_is_used():
 def test_a_plan_compiles_at_select_and_logs_it(everything_compiled, monkeypatch, caplog):
     monkeypatch.setattr(compiled, "_known", {})
     caplog.set_level(logging.INFO, "sparse24_plans.compile")
-    plan = PruneSparse24Plan.select(PruneSparse24Descriptor(m=40, k=72, element="f16"), device="host")
+    chosen = PruneSparse24Plan.select(PruneSparse24Descriptor(m=40, k=72, element="f16"), device="host")
     lines = [record.getMessage() for record in caplog.records if record.name == "sparse24_plans.compile"]
     assert [line.split(": compiled by numba in ")[0] for line in lines] == [
         "keep of 2-byte cells",
@@ -257,7 +263,7 @@ def test_a_plan_compiles_at_select_and_logs_it(everything_compiled, monkeypatch,
     monkeypatch.setattr(compiled, "_compile", None)  # calling it is an error from here
     dense = np.random.default_rng(5).standard_normal((40, 72), np.float32).astype(np.float16)
     pruned = np.empty_like(dense)
-    plan.run(PruneSparse24Args(dense, pruned))
+    chosen.run(PruneSparse24Args(dense, pruned))
     assert same_bits(pruned, prune(dense))
 
 
