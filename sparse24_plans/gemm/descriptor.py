@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, ClassVar, SupportsFloat, SupportsIndex
 
-import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ..arithmetic.elements import biases_of, results_of
-from ..plan.descriptor import Descriptor
+from ..plan.descriptor import Descriptor, Factor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -18,7 +17,6 @@ from ..vocab import (
     EpilogueKind,
     GemmOp,
     MatrixOrder,
-    Number,
     OpCategory,
     ScaleKind,
     Size,
@@ -69,7 +67,7 @@ class GemmSparse24Descriptor(Descriptor):
     k: Eights
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
-    alpha: Annotated[float, Number(finite=True)] = 1.0
+    alpha: Factor = 1.0
     out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
     bias_element: ElementKind = Field(
         default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
@@ -99,22 +97,10 @@ class GemmSparse24Descriptor(Descriptor):
             scale_w: ScaleKind | str = ...,
         ) -> None: ...
 
-    @field_validator("alpha")
-    @classmethod
-    def _one_zero(cls, alpha: float) -> float:
-        return alpha + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
-
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
-        for name, allowed in (
-            ("out_element", results_of(self.element)),
-            ("bias_element", biases_of(self.element, self.out_element)),
-        ):
-            if getattr(self, name) not in allowed:
-                words = " or ".join(dict.fromkeys(allowed))
-                raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
-        if abs(self.alpha) > float(np.finfo(np.float32).max):
-            raise ValueError(f"alpha: expected a value finite in float32, got {self.alpha}")
+        self._expect("out_element", results_of(self.element))
+        self._expect("bias_element", biases_of(self.element, self.out_element))
         if self.op is GemmOp.DGRAD:
             if self.epilogue.has_bias:
                 raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..plan.arithmetic import PROMOTED_EVERY
-from ..plan.guarantee import PrecisionGuarantee
+from ..plan.arithmetic import PROMOTED_EVERY, in_order
+from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic import names
 from .descriptor import GemmSparse24Descriptor
@@ -17,37 +17,18 @@ FP8_ROUNDOFF = 2.0**-13
 
 def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # Only kept positions are steps: K/2 of a row, but up to all M of a column.
-    integer = problem.element is S8
-    return PrecisionGuarantee(
-        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
-        accumulator=I32 if integer else F32,
-        deterministic=True,
-        bit_stable_on_same_hardware=True,
-        batch_invariant=True,
-        bit_stable_across_hardware=True,
-        subnormals="preserved",
+    return of_sums_in_float32(
+        problem.element,
+        same_bits=True,
         nonfinite="skips_pruned",
-        unit_roundoff=0.0 if integer else 2.0**-24,
         terms_per_k=0.5 if problem.op is GemmOp.FORWARD else 1.0,
-        arithmetic=names.strict(problem),
+        arithmetic=in_order(problem.element),
     )
 
 
 def host_blas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
-    integer = problem.element is S8
-    return PrecisionGuarantee(
-        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
-        accumulator=I32 if integer else F32,
-        deterministic=False,
-        bit_stable_on_same_hardware=False,
-        batch_invariant=False,
-        bit_stable_across_hardware=False,
-        subnormals="preserved",
-        nonfinite="propagates",
-        unit_roundoff=0.0 if integer else 2.0**-24,
-        terms_per_k=1.0,
-    )
+    return of_sums_in_float32(problem.element, same_bits=False, nonfinite="propagates", terms_per_k=1.0)
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:

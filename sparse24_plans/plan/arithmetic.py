@@ -37,6 +37,11 @@ _ELEMENTS = {
 }
 
 
+def in_order(element: ElementKind) -> str:
+    """The name of a defined order of single products, or of exact sums."""
+    return EXACT_SUM if element is ElementKind.S8 else FMA32
+
+
 class Arithmetic(NamedTuple):
     """A name, read. ``str`` of it is the name."""
 

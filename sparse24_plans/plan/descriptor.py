@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ..vocab import ElementKind, Model, OpCategory
+import numpy as np
+from pydantic import AfterValidator
+
+from ..vocab import ElementKind, Model, Number, OpCategory
 from .operands import Operand
+
+
+def _factor(value: float) -> float:
+    if abs(value) > float(np.finfo(np.float32).max):
+        raise ValueError(f"expected a value finite in float32, got {value}")
+    return value + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
+
+
+Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
+"""A number that kernels multiply by in float32."""
 
 
 class Descriptor(Model):
@@ -16,6 +29,12 @@ class Descriptor(Model):
 
     category: ClassVar[OpCategory]
     """What a kernel of the problem does: part of the plan's KernelSku."""
+
+    def _expect(self, name: str, allowed: tuple[object, ...]) -> None:
+        """Raise ValueError where the field isn't one of these."""
+        if getattr(self, name) not in allowed:
+            words = " or ".join(dict.fromkeys(map(str, allowed)))
+            raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
 
     @property
     def op_name(self) -> str:

@@ -126,6 +126,31 @@ class PrecisionGuarantee(Model):
         return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
 
 
+def of_sums_in_float32(
+    element: ElementKind,
+    *,
+    same_bits: bool,
+    nonfinite: Literal["skips_pruned", "propagates"],
+    terms_per_k: float,
+    arithmetic: str | None = None,
+) -> PrecisionGuarantee:
+    """Of products summed in float32, those of s8 exactly. ``same_bits``: everywhere; else none promised."""
+    integer = element is ElementKind.S8
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
+        accumulator=ElementKind.I32 if integer else ElementKind.F32,
+        deterministic=same_bits,
+        bit_stable_on_same_hardware=same_bits,
+        batch_invariant=same_bits,
+        bit_stable_across_hardware=same_bits,
+        subnormals="preserved",
+        nonfinite=nonfinite,
+        unit_roundoff=0.0 if integer else ElementKind.F32.unit_roundoff,
+        terms_per_k=terms_per_k,
+        arithmetic=arithmetic,
+    )
+
+
 def _length(k: object) -> int:
     length = integer(k)
     if length is None or not 0 <= length <= INT64_MAX:

@@ -163,6 +163,13 @@ def covering_codes(
     return codes, None if masks is None else _first_crowded(masks.reshape(bits.shape[0], -1))
 
 
+def positions(codes: Any) -> Any:
+    """Columns of the kept values, int64 [rows, K/2], by codes [rows, K/4] of the host."""
+    pairs = np.stack([codes & 3, codes >> 2], axis=-1).astype(np.int64)
+    pairs += np.arange(codes.shape[1])[:, None] * 4
+    return pairs.reshape(codes.shape[0], 2 * codes.shape[1])
+
+
 def codes_of_masks(masks: Any) -> Any:
     """Codes [groups] of the first two cells of every mask. Spare slots take the lowest free positions."""
     return _look_up(OCCUPANCY & np.uint8(15), masks.reshape(-1))

@@ -50,6 +50,15 @@ def inflate(values: Array, metadata: Array, element: ElementKind, out: Array) ->
     threads.for_each(fill, canonical.row_steps(out.shape[0], out.shape[1], True))
 
 
+def widened(bits: Array, element: ElementKind) -> Array:
+    """Elements, as bits, as float32: the same memory where they are that."""
+    if element is ElementKind.F32:
+        return bits.view(np.float32)
+    wide = np.empty(bits.shape, np.float32)
+    widen(bits, element, wide)
+    return wide
+
+
 def widen(bits: Array, element: ElementKind, out: Array) -> None:
     """Elements, as bits, to ``out``, the float32 of the same values."""
     if element is ElementKind.BF16:

@@ -125,7 +125,7 @@ def test_both_tensor_core_kernels_sum_alike(monkeypatch, element, m, k, n):
     """wgmma_sp has the bits of mma_sp where it cuts K into as many slices."""
     slices = slices_of(m)
     schedule = next(one for one in schedules_in(slices, n) if one.slices * one.parts == slices)
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row: schedule)
+    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)
     problem = {"n": n, "m": m, "k": k, "element": element, "alpha": 1.25}  # of its own: plans are cached
     first = case_of("mma_sp_many", **problem)
     want, dense = first.run(), first.dense.astype(first.plan.descriptor.element.dtype)

@@ -42,7 +42,7 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
     With m odd the rows of y begin anywhere.
     """
     element = ("f16", "bf16")[WGMMA_CUTS.index((n, cut)) % 2]
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row: cut)
+    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64  # of its own: plans are cached
     out = "f32" if out_f32 else element
     desc = GemmSparse24Descriptor(
@@ -55,7 +55,7 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
 def test_launches_of_wgmma_sp_that_overlap(monkeypatch, n):
     """More blocks than fit at once, of kernels that start before the one in front of them has ended."""
     for index, cut in enumerate(schedules.schedules_for(n)):
-        monkeypatch.setattr(wgmma_sp, "best_schedule", lambda desc, row, cut=cut: cut)
+        monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_, cut=cut: cut)
         alpha = 1 + index / 64  # of its own: plans are cached
         desc = GemmSparse24Descriptor(n=n, m=28672, k=1024, element="bf16", alpha=alpha)
         case = make_case(desc, row="wgmma_sp")

@@ -74,7 +74,7 @@ class _Matmul(_Work):
 
     def _sdd(self, views: Views, tables: LookUp) -> None:
         desc, c = self.descriptor, views["c"].bits()
-        left, right = _turned(widened(views["a"]), desc.trans_a), _turned(widened(views["b"]), desc.trans_b)
+        left, right = _turned(_widened(views["a"]), desc.trans_a), _turned(_widened(views["b"]), desc.trans_b)
         for line in products.lines(desc.layout, tables, transposed=False):
             sums = products.dense_times_dense(line, left, right, self._multiply, desc.layout.block)
             c[:, line.places] = finished(sums, desc)
@@ -84,7 +84,7 @@ class _Matmul(_Work):
         desc, on_the_right = self.descriptor, self.descriptor.op is BlockSparseOp.DDS
         sparse, other = ("b", "a") if on_the_right else ("a", "b")
         turned = desc.trans_a if on_the_right else desc.trans_b
-        values, matrix = widened(views[sparse]), _turned(widened(views[other]), turned != on_the_right)
+        values, matrix = _widened(views[sparse]), _turned(_widened(views[other]), turned != on_the_right)
         c = _turned(views["c"].bits(), on_the_right)
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
@@ -103,7 +103,7 @@ class _Softmax(_Work):
         forward = desc.op is BlockSparsePass.FORWARD
         result = "y" if forward else "dx"
         out = views[result].bits()
-        read = {name: widened(view) for name, view in views.items() if name not in ("layout", result)}
+        read = {name: _widened(view) for name, view in views.items() if name not in ("layout", result)}
         for line in products.lines(desc.layout, tables, transposed=False):
             if forward:
                 found = softmax.softmax(self._scores(read, line)).probabilities
@@ -136,7 +136,7 @@ class _Attention(_Work):
         forward = self.descriptor.op is BlockSparsePass.FORWARD
         results = ("o", "lse") if forward else ("dq", "dk", "dv")
         read = {
-            name: view.array() if view.element is ElementKind.I32 else widened(view)
+            name: view.array() if view.element is ElementKind.I32 else _widened(view)
             for name, view in views.items()
             if name not in results
         }
@@ -159,14 +159,8 @@ _WORK: dict[type[BlockSparseDescriptor], type[_Work]] = {
 }
 
 
-def widened(view: TensorView) -> Array:
-    """An operand as float32: itself where it is that."""
-    if view.element is ElementKind.F32:
-        own: Array = view.array()
-        return own
-    wide = np.empty(view.shape, np.float32)
-    dense.widen(view.bits(), view.element, wide)
-    return wide
+def _widened(view: TensorView) -> Array:
+    return dense.widened(view.bits(), view.element)
 
 
 def _turned(matrices: Array, turn: bool) -> Array:

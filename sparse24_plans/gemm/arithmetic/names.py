@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from ...arithmetic.epilogue import IN_STEPS
-from ...plan.arithmetic import EXACT_SUM, FMA32, Arithmetic
-from ...vocab import ElementKind
+from ...plan.arithmetic import EXACT_SUM, Arithmetic
 from ..descriptor import GemmSparse24Descriptor
-
-
-def strict(desc: GemmSparse24Descriptor) -> str:
-    """Of the strict rows, which define every epilogue that they serve."""
-    return EXACT_SUM if desc.element is ElementKind.S8 else FMA32
 
 
 def exact_sum(desc: GemmSparse24Descriptor) -> str | None:

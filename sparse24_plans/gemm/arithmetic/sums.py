@@ -18,7 +18,7 @@ import numpy as np
 from ...arithmetic.fma32 import fma_f32
 from ...plan.arithmetic import EXACT_SUM, Arithmetic
 from ...plan.operands import Views
-from ...vocab import ElementKind, GemmOp
+from ...vocab import GemmOp
 from ...weights import canonical, dense
 from ...weights.layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
@@ -151,32 +151,15 @@ class _Columns:
         factors, element = self._factors, self._factors.desc.element
         last = min(first + _COLUMNS, factors.desc.k)
         self._first, self._width = first, last - first
-        source = _wide(factors.source[self._tokens, first:last], element).astype(np.float64)
+        source = dense.widened(factors.source[self._tokens, first:last], element).astype(np.float64)
         self._source = source.reshape(-1)
         self._source_exponents = tensor_core.exponents(source, element).reshape(-1)
-        weights = _wide(factors.values[self._rows, first // 2 : last // 2], element).astype(np.float64).T
-        self._weights = np.ascontiguousarray(weights)
+        weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], element)
+        self._weights = np.ascontiguousarray(weights.astype(np.float64).T)
         self._weight_exponents = tensor_core.exponents(self._weights, element)
         self._positions = np.ascontiguousarray(
-            _positions(factors.codes[self._rows, first // 4 : last // 4]).T
+            canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
-
-
-def _positions(codes: Array) -> Array:
-    """Columns of the kept values, counted from the first group's: int64 [rows, 2 * groups]."""
-    pairs = np.stack([codes & 3, codes >> 2], axis=-1).astype(np.int64)
-    pairs += np.arange(codes.shape[1])[:, None] * 4
-    return pairs.reshape(codes.shape[0], -1)
-
-
-def _wide(bits: Array, element: ElementKind) -> Array:
-    """The values as float32."""
-    bits = np.ascontiguousarray(bits)
-    if element is ElementKind.F32:
-        return bits.view(np.float32)
-    wide = np.empty(bits.shape, np.float32)
-    dense.widen(bits, element, wide)
-    return wide
 
 
 # One product after the other ----------------------------------------------------------------------
@@ -189,9 +172,9 @@ def _forward_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
     desc = factors.desc
     for first in range(0, desc.k, _COLUMNS):
         last = min(first + _COLUMNS, desc.k)
-        source = _wide(factors.source[tokens, first:last], desc.element)
-        at = _positions(factors.codes[outputs, first // 4 : last // 4])
-        weights = _wide(factors.values[outputs, first // 2 : last // 2], desc.element)
+        source = dense.widened(factors.source[tokens, first:last], desc.element)
+        at = canonical.positions(factors.codes[outputs, first // 4 : last // 4])
+        weights = dense.widened(factors.values[outputs, first // 2 : last // 2], desc.element)
         yield np.take_along_axis(source, at, axis=1).T, weights.T, np.ones(weights.T.shape, bool)
 
 
@@ -204,5 +187,6 @@ def _dgrad_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
         second = codes >> 2 == position
         kept = second | (codes & 3 == position)
         at = 2 * group + second
-        weights = _wide(np.take_along_axis(factors.values[rows], at, axis=1), desc.element)
-        yield _wide(factors.source[tokens, rows].T, desc.element), weights, kept
+        weights = dense.widened(np.take_along_axis(factors.values[rows], at, axis=1), desc.element)
+        source = np.ascontiguousarray(factors.source[tokens, rows].T)
+        yield dense.widened(source, desc.element), weights, kept

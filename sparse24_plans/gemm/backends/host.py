@@ -73,7 +73,8 @@ class Kernel(GemmKernel):
         desc = self.descriptor
         if self.row.strict and desc.element is not ElementKind.S8:
             kept = views["values"].array().astype(np.float32)
-            columns = _positions(canonical.from_metadata(views["metadata"].bits()), desc.m, desc.k)
+            codes = canonical.from_metadata(views["metadata"].bits())
+            columns = canonical.positions(codes.reshape(desc.m, desc.k // 4))
             if self._forward:
                 return lambda source: _strict_forward(source, kept, columns)
             return lambda source: _strict_dgrad(source, kept, columns, desc.k)
@@ -162,13 +163,6 @@ def _widened(view: TensorView) -> Array:
 
 
 # Strict accumulation ------------------------------------------------------------------------------
-
-
-def _positions(codes: Array, rows: int, k: int) -> Array:
-    """Column of every kept value: int64 [rows, K/2]."""
-    pairs = np.stack([codes & 3, codes >> 2], axis=-1).astype(np.int64)
-    groups = np.arange(k // 4, dtype=np.int64)[:, None] * 4
-    return (pairs.reshape(rows, k // 4, 2) + groups).reshape(rows, k // 2)
 
 
 def _strict_forward(x: Array, kept: Array, columns: Array) -> Array:

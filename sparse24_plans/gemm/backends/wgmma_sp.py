@@ -20,7 +20,7 @@ from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
-from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates, shard_schedule
+from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Schedule
 
 _SOURCE = "gemm/wgmma_sp.cu"
@@ -140,10 +140,8 @@ class Kernel(GemmKernel):
 
 def _schedule_of(choice: Choice) -> Schedule:
     desc, row, whole_m = choice.descriptor, choice.row, choice.preference.whole_m
-    if whole_m is not None:  # which a configuration doesn't know of
-        return shard_schedule(desc, row, whole_m)
-    if not choice.configuration:
-        return best_schedule(desc, row)
+    if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
+        return best_schedule(desc, row, whole_m)
     schedule = Schedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")

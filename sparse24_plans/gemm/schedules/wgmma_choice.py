@@ -20,26 +20,20 @@ _JUDGED = (1, 16, 48, 100, 160, 300, 700, 1500, 4000)
 
 
 @lru_cache(4096)
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow) -> Schedule:
-    """The row's schedule of the least predicted time."""
-    allowed = allowed_schedules(desc, row)
+def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None) -> Schedule:
+    """The row's schedule of the least predicted time. ``whole_m``: M of the weight that W is a part of."""
+    allowed = allowed_schedules(desc, row, whole_m)
     return allowed[int(np.argmin(predicted(allowed, desc)))]
 
 
-def shard_schedule(desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int) -> Schedule:
-    """That of rows of a weight of ``whole_m`` rows: the row sums K as it does there."""
-    if row.promoted or desc.element is ElementKind.S8:
-        return best_schedule(desc, row)
-    allowed = schedules_in(invariant_slices(whole_m, desc.k, desc.element), desc.n)
-    return allowed[int(np.argmin(predicted(allowed, desc)))]
-
-
-def allowed_schedules(desc: GemmSparse24Descriptor, row: GemmRow) -> tuple[Schedule, ...]:
+def allowed_schedules(
+    desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None
+) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
     if row.promoted:
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n)
+        return schedules_in(invariant_slices(whole_m or desc.m, desc.k, desc.element), desc.n)
     return tuple(one for one in schedules_for(desc.n) if _leaves_registers(one, desc))
 
 
