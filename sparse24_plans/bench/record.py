@@ -20,7 +20,7 @@ from ..device.devices import cuda_properties
 from ..device.files import read_whole, written_whole
 from ..device.jit.compiler import KERNEL_FOLDER, closure, load_nvrtc, nvrtc_build
 from ..device.tensors import import_cupy
-from ..errors import FormatError, InvalidProblemError
+from ..errors import FormatError, InvalidProblemError, shown
 from ..plan.plan import Plan
 
 SCHEMA = 1
@@ -137,7 +137,7 @@ def load(path: str | Path, lists: Lists = _KEYS) -> Record:
     try:
         found = json.loads(read_whole(path, _MAX_BYTES))
         if found["schema"] != SCHEMA:
-            raise ValueError(f"expected schema {SCHEMA}, got {found['schema']}")
+            raise ValueError(f"expected schema {SCHEMA}, got {shown(found['schema'])}")
         for name in lists:
             if not all(isinstance(row, dict) for row in found[name]):
                 raise ValueError(f"{name}: expected a list of rows")
@@ -181,7 +181,9 @@ def merged(old: Record, new: Record, lists: Lists = _KEYS) -> Record:
     """
     for name in _MACHINE:
         if old.get(name) != new.get(name):
-            raise InvalidProblemError(f"record: expected one {name}, got {old.get(name)} and {new.get(name)}")
+            raise InvalidProblemError(
+                f"record: expected one {name}, got {shown(old.get(name))} and {shown(new.get(name))}"
+            )
     both = {**old, "host": {**old["host"], **new["host"]}}
     if "system" in new:
         both["system"] = new["system"]

@@ -88,7 +88,7 @@ class TuningTable:
         try:
             document: dict[str, Any] = json.loads(raw)
             if document["schema"] != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {document['schema']}")
+                raise ValueError(f"expected schema {SCHEMA}, got {shown(document['schema'])}")
             stamp = document["stamp"]
             entries = [TunedKernel.model_validate(entry) for entry in document["entries"]]
             return cls(str(stamp["gpu"]), str(stamp["driver"]), entries)
@@ -113,8 +113,8 @@ class TuningTable:
             raise InvalidProblemError(f"newer: expected a TuningTable, got {shown(newer)}")
         if (self.gpu, self.driver) != (newer.gpu, newer.driver):
             raise InvalidProblemError(
-                f"tables: expected one GPU and driver, got {self.gpu} {self.driver} and "
-                f"{newer.gpu} {newer.driver}"
+                f"tables: expected one GPU and driver, got {shown((self.gpu, self.driver))} and "
+                f"{shown((newer.gpu, newer.driver))}"
             )
         entries = {(one.kernel, one.problem): one for one in (*self.entries, *newer.entries)}
         return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_order))

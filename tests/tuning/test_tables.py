@@ -32,6 +32,15 @@ from .cases import CSLT, DESC, H200, MMA, SCHEDULE, entry, table
 # What one holds -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schema", ["\ud800", 2, None, [1]])
+def test_another_schema_is_named_in_text_that_can_be_printed(tmp_path, schema):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"schema": schema, "stamp": {"gpu": "", "driver": ""}, "entries": []}))
+    with pytest.raises(FormatError, match="expected schema 1, got ") as caught:
+        TuningTable.load(path)
+    str(caught.value).encode()
+
+
 def test_a_table_survives_its_file(tmp_path):
     first = table(entry(), entry("cusparselt", promises=("deterministic",)))
     path = tmp_path / "table.json"
