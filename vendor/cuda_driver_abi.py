@@ -45,6 +45,8 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
+_MOST_STREAMS = 64
+"""Streams whose configurations a launch keeps."""
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -70,21 +72,31 @@ class OverlappingLaunch:
     So the kernel must wait by itself (``griddepcontrol.wait``) before it touches memory.
     """
 
-    __slots__ = ("_attribute", "_function", "_launch", "_template")
+    __slots__ = ("_attribute", "_configs", "_function", "_launch", "_template")
 
     def __init__(self, function: int, blocks: int, threads: int, shared_bytes: int) -> None:
         self._function, self._launch = function, _driver().cuLaunchKernelEx
+        self._configs: dict[int, Any] = {}  # by stream, never written to again: threads share them
         self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         attributes = ctypes.pointer(self._attribute)
         self._template = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1)
 
     def __call__(self, stream: int, parameters: int) -> None:
         """Enqueue. ``parameters``: address of the array of pointers to them. Raises LibraryError."""
-        config = _LaunchConfig.from_buffer_copy(self._template)
-        config.stream = stream
-        status = self._launch(ctypes.byref(config), self._function, parameters, None)
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._config_on(stream)
+        status = self._launch(config, self._function, parameters, None)
         if status:
             raise LibraryError("cuLaunchKernelEx", status)
+
+    def _config_on(self, stream: int) -> Any:
+        config = _LaunchConfig.from_buffer_copy(self._template)
+        config.stream = stream
+        if len(self._configs) >= _MOST_STREAMS:
+            self._configs.clear()
+        self._configs[stream] = pointer = ctypes.byref(config)
+        return pointer
 
 
 @lru_cache(maxsize=1024)

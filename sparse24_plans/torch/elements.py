@@ -8,6 +8,8 @@ tiles of weights/packing.py as the element's dtype, [Mt, Kt, tile bytes / itemsi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +67,29 @@ def current_stream(ordinal: int) -> int:
     if _raw_stream is not None:
         return int(_raw_stream(ordinal))
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+_empty_on_current: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def allocation(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Makes tensors of this form without a value, by the way that costs the host least."""
+    general = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+    if device.type != "cuda" or _empty_on_current is None or _current_device is None:
+        return general
+    ordinal = device.index
+
+    def empty() -> torch.Tensor:
+        """As code that Inductor generates: past the dispatcher, on the current device."""
+        if _current_device() != ordinal:
+            return general()
+        found: torch.Tensor = _empty_on_current(shape, strides, dtype)
+        return found
+
+    return empty
 
 
 def stream_argument(tensor: torch.Tensor) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import _C
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
@@ -18,9 +19,15 @@ from ..errors import UnsupportedError
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _DEVICES = ("CPU", "CUDA")
-_BACKENDS = tuple(getattr(torch._C.DispatchKey, name) for name in _DEVICES)
-_below_views = torch._C._after_ADInplaceOrView_keyset
-_below_autograd = torch._C._after_autograd_keyset
+_BACKENDS = tuple(getattr(_C.DispatchKey, name) for name in _DEVICES)
+_below_views = _C._after_ADInplaceOrView_keyset
+_below_autograd = _C._after_autograd_keyset
+
+# Looked up once: only_dispatches is on the path of every call of a layer.
+_grad_enabled, _autocast_enabled = torch.is_grad_enabled, _C._is_any_autocast_enabled
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_profiled, _tracer = _C._autograd._profiler_enabled, _C._get_tracing_state
+_transform = _C._functorch.maybe_current_level
 
 Kernel = Callable[..., Any]
 
@@ -54,13 +61,35 @@ def define(
             _library.impl(name, _autocast(op, autocast, device), f"Autocast{device}")
 
 
+def only_dispatches(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the dispatcher would do nothing with these operands but call the device's kernel.
+
+    So no gradient, mode, transform, tracer, autocast or profiler, and plain tensors of one device type.
+    """
+    if type(x) is not torch.Tensor or _grad_enabled() or x.is_neg():
+        return False
+    if x.is_cuda:
+        together = weight.is_cuda and (bias is None or bias.is_cuda)
+    else:
+        together = x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)
+    return together and not (
+        _dispatch_modes()
+        or _function_modes()
+        or _autocast_enabled()
+        or _profiled()
+        or forward_ad._current_level >= 0
+        or _transform() is not None
+        or _tracer() is not None
+    )
+
+
 def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: Kernel | None) -> Kernel:
     if backward is None:
         full = _without_gradient(op)
     else:
         about = torch._library.autograd.Info(backward, setup_context)
         full = torch._library.autograd.make_autograd_impl(op, about)
-    grad_enabled, wanted = torch.is_grad_enabled, torch._C._any_requires_grad
+    grad_enabled, wanted = torch.is_grad_enabled, _C._any_requires_grad
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -84,9 +113,9 @@ def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
 
 def _without_gradient(op: Any) -> Kernel:
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             raise UnsupportedError(f"{op.name()} has no gradient; call it under torch.no_grad()")
-        with torch._C._AutoDispatchBelowAutograd():
+        with _C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & _below_autograd, *args, **kwargs)
 
     return call
@@ -103,12 +132,12 @@ def _no_vmap(name: str) -> Kernel:
 
 
 def _autocast(op: Any, rule: Kernel, device: str) -> Kernel:
-    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+    key = _C.DispatchKeySet(getattr(_C.DispatchKey, f"Autocast{device}"))
     kind = device.lower()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = rule(torch.get_autocast_dtype(kind), *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(key):
+        with _C._ExcludeDispatchKeyGuard(key):
             return op(*args, **kwargs)
 
     return call

@@ -16,7 +16,8 @@ from ..plan.preference import PlanPreference
 from ..vocab import EpilogueKind, TileRule, integer
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
-from .products import ACTIVATIONS
+from .library import only_dispatches
+from .products import ACTIVATIONS, linear
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
@@ -397,10 +398,14 @@ class Sparse24Linear(nn.Module):
         """x [..., in_features] -> [..., out_features]."""
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
-        weight, meta = self._buffers["packed"], None
+        weight: Any = self._buffers["packed"]
+        meta = None
         if weight is None:
             weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
-        y: Tensor = _linear(x, weight, meta, self._parameters["bias"], *self._options)
+        bias = self._parameters["bias"]
+        # The trip through the dispatcher takes as long as all else that the host does.
+        direct = not torch.compiler.is_compiling() and only_dispatches(x, weight, bias)
+        y: Tensor = (linear if direct else _linear)(x, weight, meta, bias, *self._options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:

@@ -8,7 +8,7 @@ result with PyTorch's allocator and launch on PyTorch's current stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..plan.caller import Caller
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
 from . import layouts
-from .elements import DTYPE_OF, current_stream, element_of, plan_device, weight_sizes
+from .elements import DTYPE_OF, allocation, current_stream, element_of, plan_device, weight_sizes
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 MOST_FORMS = 4096
@@ -175,9 +175,7 @@ class _Form:
         whole = (*shape, desc.outputs)
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
-        self._empty = partial(
-            torch.empty_strided, self.shape, _contiguous(self.shape), dtype=self._dtype, device=self._device
-        )
+        self._empty = allocation(self.shape, _contiguous(self.shape), self._dtype, self._device)
         self._ordinal = x.device.index if x.is_cuda else -1
         self._workspace = plan.workspace_size()
         self._as_it_is = layouts.fits(plan, call.weight, call.meta)
@@ -244,23 +242,25 @@ class _Form:
                 raise MisalignedOperandError("x", self._alignment, source)
             return None
         y = self._empty() if out is None else out
-        if self._as_it_is:
-            addresses = [weight.data_ptr()] if meta is None else [weight.data_ptr(), meta.data_ptr()]
-        else:
-            packed = layouts.converted(self._plan, weight, meta, self._m, self._k)
-            addresses = [view.address for view in packed.buffers]
-        addresses += source, y.data_ptr()
+        places: tuple[int, ...] = (source, y.data_ptr())
         if self._zeros is not None:
-            addresses.append(self._zeros.data_ptr())
+            places += (self._zeros.data_ptr(),)
         for other in others:
             if other is not None:
-                addresses.append(other.data_ptr())
+                places += (other.data_ptr(),)
         space = 0
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
             space = scratch.data_ptr()
-        self._caller.launch(tuple(addresses), space, current_stream(self._ordinal))
+        self._caller.launch(self._weight_at(weight, meta) + places, space, current_stream(self._ordinal))
         return y
+
+    def _weight_at(self, weight: Tensor, meta: Tensor | None) -> tuple[int, ...]:
+        """Addresses of the weight's buffers, as the kernel reads them."""
+        if self._as_it_is:
+            return (weight.data_ptr(),) if meta is None else (weight.data_ptr(), meta.data_ptr())
+        packed = layouts.converted(self._plan, weight, meta, self._m, self._k)
+        return tuple(view.address for view in packed.buffers)
 
 
 def _rows(x: Tensor) -> Tensor | None:
@@ -298,6 +298,8 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _forms: dict[tuple[Any, ...], _Form] = {}
+_linear_forms: dict[tuple[Any, ...], _Form] = {}
+"""Those that ``linear`` found, under keys that are made faster."""
 _not_turned: set[tuple[Any, ...]] = set()
 """Forms of mm that no kernel serves with X or Y in columns."""
 
@@ -313,15 +315,23 @@ def run(call: Call, out: Tensor | None = None) -> Tensor:
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
+    y = _form_of(call, out).run(call[0], call[1], call[2], call[3:6], out)
+    return run(call._replace(x=_aligned(call.x))) if y is None else y
+
+
+def _form_of(call: Call, out: Tensor | None) -> _Form:
     key = _key(call, out)
     form = _forms.get(key)
     if form is None:
         form = _Form(call, out)
-        if len(_forms) >= MOST_FORMS:
-            _forms.clear()
-        _forms[key] = form
-    y = form.run(call[0], call[1], call[2], call[3:6], out)
-    return run(call._replace(x=_aligned(call.x))) if y is None else y
+        _keep(_forms, key, form)
+    return form
+
+
+def _keep(forms: dict[tuple[Any, ...], _Form], key: tuple[Any, ...], form: _Form) -> None:
+    if len(forms) >= MOST_FORMS:
+        forms.clear()
+    forms[key] = form
 
 
 def _key(call: Call, out: Tensor | None = None) -> tuple[Any, ...]:
@@ -367,7 +377,37 @@ def linear(
     out_dtype: torch.dtype | None = None,
     preference: str = "",
 ) -> Tensor:
-    return run(Call(x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference))
+    """As the op: its kernel, and what a layer calls where the dispatcher would only come to it."""
+    key = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.get_device(),
+        weight.shape,
+        weight.stride(),
+        weight.dtype,
+        weight.get_device(),
+        meta is None or _about(meta),
+        bias is None or _about(bias),
+        m,
+        activation,
+        out_dtype,
+        preference,
+    )
+    form = _linear_forms.get(key)
+    if form is None:
+        form = _form_of(_linear_call(x, weight, meta, bias, m, activation, out_dtype, preference), None)
+        _keep(_linear_forms, key, form)
+    y = form.run(x, weight, meta, (bias,), None)
+    if y is not None:
+        return y
+    return run(_linear_call(_aligned(x), weight, meta, bias, m, activation, out_dtype, preference))
+
+
+def _linear_call(
+    x: Tensor, weight: Tensor, meta: Tensor | None, bias: Tensor | None, m: int | None, *options: Any
+) -> Call:
+    return Call(x, weight, meta, bias, None, None, m, None, False, *options)
 
 
 def linear_out(
@@ -380,10 +420,7 @@ def linear_out(
     activation: str = "none",
     preference: str = "",
 ) -> None:
-    run(
-        Call(x, weight, meta, bias, None, None, m, None, False, activation, out.dtype, preference),
-        out,
-    )
+    run(_linear_call(x, weight, meta, bias, m, activation, out.dtype, preference), out)
 
 
 def scaled_call(
