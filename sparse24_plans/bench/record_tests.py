@@ -4,8 +4,9 @@ From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json
 ``--only=suite`` or ``--only=fuzz`` behind the file's name that part alone is run, and the other stays as the
 file has it, if it is of the same kernels.
 
-Where pytest-xdist is installed, the tests share the GPU between processes, since most of their time is
-compilation; those marked ``alone`` (they measure the device's free memory, or fill it) follow one by one.
+Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
+compilation: each process sees one of those that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
+measure the device's free memory, or fill it) follow one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -23,11 +25,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..device.tensors import import_cupy
 from .record import kernel_files, kernels_sha256, machine
 
 _PROCESSES = 14
+"""Of a GPU."""
 _FUZZ_SECONDS = 120
-_FUZZ_PROCESSES = _PROCESSES
 _COUNTED = ("replayed", "replay_mismatches")
 """Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
 _BOUND = "bound of "
@@ -44,9 +47,16 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
     return [suite]
 
 
+def _processes() -> list[str]:
+    """Options of pytest-xdist: so many processes for each GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else range(import_cupy().cuda.runtime.getDeviceCount())
+    return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
+
+
 def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
     if importlib.util.find_spec("xdist"):
-        together = _tests("gpu and not alone", (f"-n{_PROCESSES}", *arguments))
+        together = _tests("gpu and not alone", ("--dist=load", *_processes(), *arguments))
         return _summary(together + _tests("gpu and alone", arguments))
     return _summary(_tests("gpu", arguments))
 
@@ -73,7 +83,7 @@ def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
 def _fuzz() -> dict[str, Any]:
     """Random problems, other ones every time."""
     seed = secrets.randbelow(2**32)
-    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _FUZZ_PROCESSES, "device": 0}
+    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _PROCESSES, "device": 0}
     words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)

@@ -26,6 +26,7 @@ def test_the_record_adds_up_what_tests_count_and_keeps_the_largest_share_of_a_bo
     suite = next(ElementTree.fromstring(REPORT).iter("testsuite"))
     monkeypatch.setattr(record_tests, "_tests", lambda *given: [suite])
     monkeypatch.setattr(record_tests.importlib.util, "find_spec", lambda name: runs == 2 or None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert record_tests._suite(()) == {
         "passed": 2 * runs,
         "failed": runs,
@@ -34,6 +35,21 @@ def test_the_record_adds_up_what_tests_count_and_keeps_the_largest_share_of_a_bo
         "replay_mismatches": 3 * runs,
         "bounds": {"mma_sp": 0.25},
     }
+
+
+def test_every_gpu_that_is_visible_gets_its_processes(monkeypatch):
+    given: list[str] = []
+
+    def tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Element]:
+        given.extend(arguments)
+        return []
+
+    monkeypatch.setattr(record_tests, "_tests", tests)
+    monkeypatch.setattr(record_tests.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    record_tests._suite(())
+    of = "--tx=14*popen//env:CUDA_VISIBLE_DEVICES="
+    assert [word for word in given if word.startswith("--tx")] == [f"{of}1", f"{of}3"]
 
 
 # Parts of a record ----------------------------------------------------------------------------------
