@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -31,7 +31,7 @@ def inputs() -> torch.Tensor:
 
 
 @pytest.fixture
-def through_the_op(monkeypatch) -> Iterator[list[bool]]:
+def through_the_op(monkeypatch) -> list[bool]:
     """How often the layer called the op."""
     calls: list[bool] = []
 
@@ -40,7 +40,7 @@ def through_the_op(monkeypatch) -> Iterator[list[bool]]:
         return OP(*args)
 
     monkeypatch.setattr(linear, "_linear", counted)
-    yield calls
+    return calls
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
