@@ -97,6 +97,17 @@ def stream_argument(tensor: torch.Tensor) -> int | None:
     return current_stream(tensor.device.index) if tensor.is_cuda else None
 
 
+def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded to the nearest, ties to even; what an integer dtype doesn't hold is clamped."""
+    if result.dtype == dtype:
+        return result
+    if dtype.is_floating_point:
+        return result.to(dtype)
+    limits = torch.iinfo(dtype)
+    rounded = result.round() if result.is_floating_point() else result
+    return rounded.clamp(limits.min, limits.max).to(dtype)
+
+
 # Weights ------------------------------------------------------------------------------------------
 
 

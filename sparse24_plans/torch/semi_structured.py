@@ -13,15 +13,12 @@ from torch.sparse.semi_structured import (
     SparseSemiStructuredTensorCUTLASS,
 )
 
-from ..errors import InvalidProblemError, UnsupportedError
-from ..formats.convert import from_foreign, to_foreign
-from ..vocab import ElementKind
-from .elements import canonical_weight, element_of, tensor_of
-from .layouts import cupy_on_torch_stream
+from ..errors import InvalidProblemError
+from .foreign import blob_format, canonical_parts, foreign_parts
+from .functions import FUNCTIONS
 from .tensor import Sparse24Tensor
 
 _PLACES = ("SparseSemiStructuredTensorCUTLASS", "SparseSemiStructuredTensorCUSPARSELT")
-_BLOBS = {8: "cusparselt_sm80", 9: "cusparselt_sm90"}
 
 
 def from_semi_structured(
@@ -44,13 +41,8 @@ def from_semi_structured(
         back: Any = from_semi_structured(turned, capability=capability).t()
         made: Sparse24Tensor = back
         return made
-    name, parts = _parts_of(tensor, capability)
-    element, shape = element_of(tensor.dtype, "tensor"), tuple(tensor.shape)
-    options: dict[str, Any] = {} if name == "torch_cutlass" else {"shape": shape}
-    with cupy_on_torch_stream(tensor.packed):
-        weight = from_foreign(name, parts, element=element, **options)
-        values = tensor_of(weight.values, element).clone()
-        meta = tensor_of(weight.metadata, ElementKind.U16).clone()
+    m, k = tensor.shape
+    values, meta = canonical_parts(tensor.packed, tensor.meta, (m, k), capability)
     return Sparse24Tensor(
         tensor.shape,
         values,
@@ -64,28 +56,6 @@ def from_semi_structured(
     )
 
 
-def _parts_of(tensor: SparseSemiStructuredTensor, capability: int | None) -> tuple[str, dict[str, Any]]:
-    """The format's name and the parts of a weight in it."""
-    assert tensor.packed is not None
-    packed = tensor.packed.detach()
-    if tensor.meta is None:
-        return _blob(packed, capability), {"packed": packed.reshape(-1)}
-    if tensor.meta.ndim == 2:
-        return "torch_cutlass", {"packed": packed, "meta": tensor.meta}
-    return "torch_tile", {"packed": packed, "meta": tensor.meta}
-
-
-def _blob(packed: torch.Tensor, capability: int | None) -> str:
-    if capability is None and packed.is_cuda:
-        capability = torch.cuda.get_device_capability(packed.device)[0]
-    if capability not in _BLOBS:
-        raise UnsupportedError(
-            f"capability: expected the major compute capability that cuSPARSELt compressed for, 8 or 9, got "
-            f"{capability}"
-        )
-    return _BLOBS[capability]
-
-
 def to_semi_structured(
     tensor: Sparse24Tensor, backend: str = "cutlass", *, capability: int | None = None
 ) -> SparseSemiStructuredTensor:
@@ -97,21 +67,16 @@ def to_semi_structured(
     """
     if not isinstance(tensor, Sparse24Tensor) or tensor.packed is None:
         raise InvalidProblemError("tensor: expected a Sparse24Tensor that isn't transposed")
-    packed, element = tensor.packed.detach(), element_of(tensor.dtype, "tensor")
     assert tensor.meta is not None
     if backend not in ("cutlass", "cusparselt"):
         raise InvalidProblemError(f"backend: expected cutlass or cusparselt, got {backend!r}")
-    name = "torch_cutlass" if backend == "cutlass" else _blob(packed, capability)
-    with cupy_on_torch_stream(packed):
-        parts = to_foreign(name, canonical_weight(packed, tensor.meta))
-        values = tensor_of(parts["packed"], element).clone()
-        if backend == "cusparselt":
-            blob = values.view(tensor.shape[0], -1) if values.numel() % tensor.shape[0] == 0 else values
-            return _made(SparseSemiStructuredTensorCUSPARSELT, tensor, blob, None)
-        words = parts["meta"]
-        kind = ElementKind.I32 if words.dtype.itemsize == 4 else ElementKind.U16
-        meta = tensor_of(words.view("i4" if words.dtype.itemsize == 4 else "u2"), kind)
-        return _made(SparseSemiStructuredTensorCUTLASS, tensor, values, meta.clone())
+    if backend == "cutlass":
+        values, meta = foreign_parts("torch_cutlass", tensor.packed, tensor.meta)
+        return _made(SparseSemiStructuredTensorCUTLASS, tensor, values, meta)
+    blob, _ = foreign_parts(blob_format(tensor.packed, capability), tensor.packed, tensor.meta)
+    rows = tensor.shape[0]
+    in_rows = blob.view(rows, -1) if blob.numel() % rows == 0 else blob
+    return _made(SparseSemiStructuredTensorCUSPARSELT, tensor, in_rows, None)
 
 
 def _made(
@@ -131,22 +96,69 @@ def _made(
     return made
 
 
+# In PyTorch's place ---------------------------------------------------------------------------------
+
+
+def cut(dense: torch.Tensor) -> torch.Tensor:
+    """A matrix [M, K] with at most two non-zeros in every four of a row: those that PyTorch's class keeps.
+
+    It looks at which are zero, not at magnitudes: of [a, b, c, d] without a zero it keeps a and b. Where
+    there are no more than two, it keeps both.
+    """
+    groups = dense.reshape(dense.shape[0], -1, 4)
+    a, b, _, d = (groups != 0).unbind(-1)
+    first = torch.where(a, 0, torch.where(b, 1, 2))
+    second = torch.where(~a & b, 2, 0) + torch.where(b, 0, 2)
+    second = (second > 0) * 2 + ((a & b) | (~a & ~b) | d).to(first.dtype)
+    kept = torch.zeros_like(groups, dtype=torch.bool)
+    for position in (first, second):
+        kept.scatter_(-1, position.unsqueeze(-1), True)
+    return torch.where(kept, groups, torch.zeros_like(groups)).reshape(dense.shape)
+
+
+class _CuttingSparse24Tensor(Sparse24Tensor):
+    """Stands in PyTorch's place where matrices that aren't 2:4 are to be cut."""
+
+    @classmethod
+    def from_dense(cls, original_tensor: torch.Tensor, alg_id: int = 0) -> Sparse24Tensor:
+        Sparse24Tensor._validate_device_dim_dtype_shape(original_tensor)
+        with torch.no_grad():
+            matrix = cut(original_tensor)
+        matrix.requires_grad_(original_tensor.requires_grad)
+        return Sparse24Tensor.from_dense(matrix, alg_id)
+
+
 @contextmanager
-def _restoring(before: dict[str, Any]) -> Iterator[None]:
+def _restoring(before: list[tuple[Any, str, Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, kind in before.items():
-            setattr(torch.sparse, name, kind)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
-def use_as_default() -> Any:
+def use_as_default(*, functions: bool = False, cut: bool = False) -> Any:
     """Let ``torch.sparse.to_sparse_semi_structured`` give a Sparse24Tensor, on any device.
 
-    It stands where PyTorch looks for its two backends. What this returns may be used in a ``with`` statement,
-    after which PyTorch's own are back.
+    It stands where PyTorch looks for its two backends: code that imports their names from ``torch.sparse``
+    afterwards gets it too. What this returns may be used in a ``with`` statement, after which PyTorch's own
+    are back.
+
+    Parameters
+    ----------
+    functions : bool
+        Also put ours in place of ``torch._sparse_semi_structured_tile``, ``_apply``, ``_apply_dense``,
+        ``_linear``, ``_mm`` and ``_addmm``, of which PyTorch has the products for compute capability 8 alone.
+        They take metadata as ours or as CUTLASS's, and give ours.
+    cut : bool
+        A matrix that isn't 2:4 is cut as PyTorch cuts it, without a word, instead of refused: by position,
+        not by magnitude.
     """
-    before = {name: getattr(torch.sparse, name) for name in _PLACES}
-    for name in _PLACES:
-        setattr(torch.sparse, name, Sparse24Tensor)
+    kind: Any = _CuttingSparse24Tensor if cut else Sparse24Tensor
+    ours: list[tuple[Any, str, Any]] = [(torch.sparse, name, kind) for name in _PLACES]
+    if functions:
+        ours += [(torch, name, function) for name, function in FUNCTIONS.items()]
+    before = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    for module, name, value in ours:
+        setattr(module, name, value)
     return _restoring(before)

@@ -15,6 +15,8 @@ from torch.sparse.semi_structured import SparseSemiStructuredTensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import TileRule
+from .elements import in_dtype
+from .foreign import canonical_parts, foreign_parts, is_canonical
 
 _ops: Any = torch.ops.sparse24
 _aten = torch.ops.aten
@@ -22,6 +24,10 @@ _aten = torch.ops.aten
 
 class SemiStructuredError(InvalidProblemError, RuntimeError):
     """A tensor that can't become a 2:4 one. A RuntimeError too, which is what PyTorch's classes raise."""
+
+
+class SemiStructuredProductError(SemiStructuredError, NotImplementedError):
+    """A product of sizes that don't fit; PyTorch's classes raise a NotImplementedError where they notice."""
 
 
 class ShapeConstraints(NamedTuple):
@@ -44,6 +50,14 @@ TILE_ALGORITHMS = {
     "optimal": TileRule.OPTIMAL,
 }
 """PyTorch's names of the ways to prune 4x4 tiles, and one that it hasn't."""
+
+
+def tile_rule(algorithm: str) -> TileRule:
+    """Of its name in PyTorch. Raises InvalidProblemError."""
+    if algorithm not in TILE_ALGORITHMS:
+        names = ", ".join(repr(name) for name in TILE_ALGORITHMS)
+        raise InvalidProblemError(f"algorithm: expected one of {names}, got {algorithm!r}")
+    return TILE_ALGORITHMS[algorithm]
 
 
 class Sparse24Tensor(SparseSemiStructuredTensor):
@@ -75,7 +89,13 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         alg_id_cusparselt: int = 0,
         requires_grad: bool = False,
     ) -> Sparse24Tensor:
-        """Of parts that are there already. Raises InvalidProblemError (a ValueError) where none is."""
+        """Of parts that are there already: ours, or CUTLASS's as PyTorch has them, which are converted.
+
+        Raises InvalidProblemError (a ValueError) where none is there, or what cuSPARSELt compressed, which
+        doesn't say for which device: :func:`from_semi_structured` takes that. FormatError for bad metadata.
+        """
+        packed, meta = _own(packed, meta, shape)
+        packed_t, meta_t = _own(packed_t, meta_t, shape[::-1])
         held = packed if packed is not None else packed_t
         if held is None:
             raise InvalidProblemError("packed: expected packed or packed_t, got neither")
@@ -157,11 +177,9 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         ``causal1122``; or ``optimal``. Raises SemiStructuredError, InvalidProblemError.
         """
         cls._validate_device_dim_dtype_shape(original_tensor)
-        if algorithm not in TILE_ALGORITHMS:
-            names = ", ".join(repr(name) for name in TILE_ALGORITHMS)
-            raise InvalidProblemError(f"algorithm: expected one of {names}, got {algorithm!r}")
+        rule = tile_rule(algorithm).value
         with torch.no_grad():
-            parts = _ops.tile_prune(original_tensor.detach(), TILE_ALGORITHMS[algorithm].value)
+            parts = _ops.tile_prune(original_tensor.detach(), rule)
         return cls(original_tensor.shape, *parts)
 
     @classmethod
@@ -215,21 +233,22 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         **_: Any,
     ) -> Tensor:
         """``self @ B``; with ``should_transpose_dense`` ``B @ self^T + bias``."""
-        self._check_mm(B, bias)
+        self._check_mm(B, bias, B.shape[-1 if should_transpose_dense else 0])
         rows = self.shape[0]
         if should_transpose_dense:
             if self.packed is not None:
-                return _tensor(_ops.linear(B, self.packed, self.meta, bias))
+                return in_dtype(_ops.linear(B, self.packed, self.meta, bias), self.dtype)
             y = _ops.dgrad(B, self.packed_t, self.meta_t, None, rows)
-            return _tensor(y if bias is None else y + bias)
+            return in_dtype(y if bias is None else y + bias, self.dtype)
         if bias is not None:
             raise UnsupportedError("bias: expected None where the sparse operand is the first, got a tensor")
         if self.packed is not None:
-            return _tensor(_ops.mm(self.packed, self.meta, B, may_transpose=True))
-        return _tensor(_ops.dgrad(B.t(), self.packed_t, self.meta_t, None, rows).t().contiguous())
+            return in_dtype(_ops.mm(self.packed, self.meta, B, may_transpose=True), self.dtype)
+        y = _ops.dgrad(B.t(), self.packed_t, self.meta_t, None, rows)
+        return in_dtype(y.t().contiguous(), self.dtype)
 
-    def _check_mm(self, other: Tensor, bias: Tensor | None) -> None:
-        name = type(self).__name__
+    def _check_mm(self, other: Tensor, bias: Tensor | None, inner: int) -> None:
+        name = "SparseSemiStructuredTensor"  # as PyTorch's messages have it
         if isinstance(other, SparseSemiStructuredTensor):
             raise InvalidProblemError(
                 "`SparseSemiStructuredTensor @ SparseSemiStructuredTensor` is not supported by the hardware"
@@ -249,11 +268,28 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                 f"`{name}` matmul: trying to do {shapes}, with A.dtype=B.dtype={self.dtype}. mm is not "
                 "supported for float8_e4m3fn, please use `torch._scaled_mm` instead."
             )
+        if inner != self.shape[1]:
+            raise SemiStructuredProductError(
+                f"`{name}` matmul: operation is not supported, expected {self.shape[1]} summands on both "
+                f"sides, got a dense operand {list(other.shape)} with {inner}"
+            )
 
 
 def _tensor(value: Any) -> Tensor:
     made: Tensor = value
     return made
+
+
+def _own(packed: Tensor | None, meta: Tensor | None, shape: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Parts of a matrix of this shape, converted where they are CUTLASS's."""
+    if packed is None or is_canonical(packed, meta):
+        return packed, meta
+    if meta is None:
+        raise InvalidProblemError(
+            "meta: expected a tensor, got None; from_semi_structured reads cuSPARSELt's"
+        )
+    m, k = shape
+    return canonical_parts(packed, meta, (m, k))
 
 
 # Operations ---------------------------------------------------------------------------------------
@@ -275,8 +311,12 @@ def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Metadata in PyTorch's layout, that of CUTLASS, which PyTorch's functions of values and indices read."""
     (tensor,) = args
-    return _part(tensor, "meta")
+    values, meta = _part(tensor, "packed"), _part(tensor, "meta")
+    if tensor.dtype == torch.float32:
+        raise UnsupportedError("indices: PyTorch has float32 as 1:2; use `meta`, or `to_semi_structured`")
+    return _tensor(foreign_parts("torch_cutlass", values, meta)[1])
 
 
 def _part(tensor: Sparse24Tensor, name: str) -> Tensor:

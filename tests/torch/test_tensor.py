@@ -49,7 +49,7 @@ def test_it_holds_the_matrix_bit_for_bit(dtype):
     assert torch.equal(tensor.to_dense().float(), matrix.float())
     assert torch.equal(tensor.t().to_dense().float(), matrix.float().t())
     assert repr(tensor) == "Sparse24Tensor(shape=torch.Size([64, 128]))"
-    assert (tensor.values().shape, tensor.indices().shape) == ((64, 64), (64, 16))
+    assert (tensor.values().shape, tensor.meta.shape) == ((64, 64), (64, 16))
 
 
 REFUSED = {
@@ -150,10 +150,16 @@ def test_addmm():
     close(torch.addmm(bias, x, a.t()), bias.double() + x.double() @ a.to_dense().double().t())
 
 
-def test_int8_products_are_exact_in_int32():
-    matrix = pruned(integers(64, 128))
-    a, b = Sparse24Tensor.from_dense(matrix), integers(128, 16)
-    assert torch.equal(torch.mm(a, b).cpu().long(), matrix.cpu().long() @ b.cpu().long())
+@pytest.mark.parametrize("most", [2, 9])
+def test_int8_products_are_exact_and_clamped_to_int8(most):
+    """As PyTorch's, in the operands' dtype; small ones fit, large ones are at the limits."""
+    matrix = pruned(integers(64, 128, most=most))
+    a, b = Sparse24Tensor.from_dense(matrix), integers(128, 16, most=most)
+    exact = matrix.cpu().long() @ b.cpu().long()
+    assert (exact.abs().max() > 127) == (most == 9)
+    for y in (torch.mm(a, b), torch.mm(b.t(), a.t()).t(), nn.functional.linear(b.t(), a).t()):
+        assert y.dtype == torch.int8
+        assert torch.equal(y.cpu().long(), exact.clamp(-128, 127))
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -200,6 +206,8 @@ UNSERVED = {
         @ randn(128, 8).to(torch.float8_e4m3fn)
     ),
     "isn't a transpose": lambda a: a.t().values(),
+    "not supported, expected 128 summands": lambda a: a @ randn(64, 8),
+    "not supported, expected 64 summands": lambda a: randn(5, 128) @ a,
 }
 
 
@@ -264,6 +272,28 @@ def test_gradients_of_inputs_bias_and_weight():
     close(db, w.detach().t() @ randn(64, 5).double())
 
 
+def test_products_of_sizes_that_do_not_fit_are_what_pytorchs_raise_and_what_ours_are():
+    with pytest.raises(NotImplementedError, match="`SparseSemiStructuredTensor` matmul: operation") as caught:
+        torch.mm(randn(1, 128), sparse())
+    assert isinstance(caught.value, SemiStructuredError)
+
+
+def test_pruning_in_a_compiled_function_has_the_gradients_of_eager_mode():
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ Sparse24Tensor.prune_dense_static_sort(x).t()
+
+    torch._dynamo.reset()
+    found = []
+    for function in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):
+        x = randn(64, 128).requires_grad_()
+        y = function(x)
+        y.backward(y.detach())
+        found.append((y.detach(), x.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][1].abs().max() > 0
+
+
 def test_a_model_with_sparse_parameters_compiles():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 32)).to(DEVICE).requires_grad_(False)
@@ -272,6 +302,7 @@ def test_a_model_with_sparse_parameters_compiles():
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (5, 3, 16):
         torch.testing.assert_close(compiled(randn(n, 128)), model(randn(n, 128)))
+        assert compiled(randn(2, n, 128)).stride() == model(randn(2, n, 128)).stride()
 
 
 # PyTorch's own --------------------------------------------------------------------------------------
