@@ -1,4 +1,8 @@
-"""The parts of PyTorch's semi-structured tensors, read as canonical ones and written from them."""
+"""The parts of PyTorch's semi-structured tensors, read as canonical ones and written from them.
+
+The ops ``from_cutlass`` and ``to_cutlass`` do it where tensors may have no value; of canonical weights
+everything else in this folder knows.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,29 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..formats.convert import from_foreign, to_foreign
 from ..vocab import ElementKind
-from .elements import canonical_weight, element_of, tensor_of
+from .elements import canonical_weight, element_of, tensor_of, weight_sizes
 from .layouts import cupy_on_torch_stream
+from .library import define
+from .preparing import empty_canonical
 
 _BLOBS = {8: "cusparselt_sm80", 9: "cusparselt_sm90"}
 
 
 def is_canonical(packed: Tensor, meta: Tensor | None) -> bool:
-    """Whether metadata has a word for eight columns, as ours; PyTorch's has one for 16 or 32, or is none."""
+    """Whether metadata has a word for eight columns, as ours; PyTorch's has one for 16 or 32, or is none.
+
+    Of float32 PyTorch's has as many words as ours, so that only their source says what they are.
+    """
     return meta is not None and packed.dim() == 2 and 4 * meta.shape[-1] == packed.shape[-1]
 
 
 def canonical_parts(
-    packed: Tensor, meta: Tensor | None, shape: tuple[int, int] | None, capability: int | None = None
+    packed: Tensor, meta: Tensor | None, shape: tuple[int, int], capability: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Values [M, K/2] and metadata int16 [M, K/8], in new memory, of what PyTorch's two classes hold.
 
-    ``shape`` is (M, K); None takes it from the values, where they have no padding. ``capability`` is the
-    major compute capability that a blob of cuSPARSELt was compressed for.
+    ``shape`` is (M, K), ``capability`` the major compute capability that a blob of cuSPARSELt was compressed
+    for.
 
     Raises InvalidProblemError for sizes that don't fit; UnsupportedError for a blob of an unknown device;
     FormatError for metadata that can't be meant.
@@ -72,3 +81,39 @@ def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tens
             return values, None
         kind = ElementKind.I32 if words.dtype.itemsize == 4 else ElementKind.U16
         return values, tensor_of(words.view("i4" if words.dtype.itemsize == 4 else "u2"), kind).clone()
+
+
+# As ops -------------------------------------------------------------------------------------------
+
+
+def _from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    return canonical_parts(packed, meta, (m, k))
+
+
+def _fake_from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    return empty_canonical(packed, m, k)
+
+
+def _to_cutlass(values: Tensor, meta: Tensor) -> Tensor:
+    if values.dtype == torch.float32:
+        raise UnsupportedError(
+            "values: PyTorch has float32 as 1:2, with values of its own; use to_semi_structured"
+        )
+    _, words = foreign_parts("torch_cutlass", values, meta)
+    assert words is not None
+    return words
+
+
+def _fake_to_cutlass(values: Tensor, meta: Tensor) -> Tensor:
+    m, k = weight_sizes(values, meta, None, None)
+    if values.element_size() == 1:
+        return values.new_empty((m, k // 32), dtype=torch.int32)
+    return values.new_empty((m, k // 16), dtype=torch.int16)
+
+
+define(
+    "from_cutlass(Tensor packed, Tensor meta, SymInt m, SymInt k) -> (Tensor, Tensor)",
+    _from_cutlass,
+    _fake_from_cutlass,
+)
+define("to_cutlass(Tensor values, Tensor meta) -> Tensor", _to_cutlass, _fake_to_cutlass)

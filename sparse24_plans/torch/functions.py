@@ -1,8 +1,8 @@
 """PyTorch's functions of semi-structured parts, with its names and arguments, on this package's ops.
 
-Metadata comes as ours or as CUTLASS's, which is converted at each call; what is returned is ours. So tensors
-that PyTorch's own classes made, and code that calls these functions, work on devices that CUTLASS's kernels
-refuse. ``use_as_default(functions=True)`` puts them into PyTorch's place.
+Metadata comes as ours or, of 16 and 8 bits, as CUTLASS's, which is converted at each call; what is returned
+is ours. So tensors that PyTorch's own classes made, and code that calls these functions, work on devices that
+CUTLASS's kernels refuse. ``use_as_default(functions=True)`` puts them into PyTorch's place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from .elements import in_dtype
-from .foreign import canonical_parts, is_canonical
+from .foreign import is_canonical
 from .preparing import kept_values
 from .tensor import tile_rule
 
@@ -120,9 +120,8 @@ def _canonical(packed: Tensor, meta: Tensor, columns: int) -> tuple[Tensor, Tens
     """Of parts that PyTorch's functions take, W [M, columns]."""
     if is_canonical(packed, meta):
         return packed, meta
-    if packed.dtype == torch.float32:
-        raise UnsupportedError("mat1_meta: float32 of PyTorch's is 1:2; expected metadata of this package")
-    return canonical_parts(packed, meta, (packed.shape[0], columns))
+    parts: tuple[Tensor, Tensor] = _ops.from_cutlass(packed.detach(), meta, packed.shape[0], columns)
+    return parts
 
 
 FUNCTIONS = {

@@ -16,7 +16,7 @@ from torch.sparse.semi_structured import SparseSemiStructuredTensor
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import TileRule
 from .elements import in_dtype
-from .foreign import canonical_parts, foreign_parts, is_canonical
+from .foreign import is_canonical
 
 _ops: Any = torch.ops.sparse24
 _aten = torch.ops.aten
@@ -89,10 +89,11 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         alg_id_cusparselt: int = 0,
         requires_grad: bool = False,
     ) -> Sparse24Tensor:
-        """Of parts that are there already: ours, or CUTLASS's as PyTorch has them, which are converted.
+        """Of parts that are there already: ours, or CUTLASS's of 16 and 8 bits, which are converted.
 
         Raises InvalidProblemError (a ValueError) where none is there, or what cuSPARSELt compressed, which
-        doesn't say for which device: :func:`from_semi_structured` takes that. FormatError for bad metadata.
+        doesn't say for which device. FormatError for bad metadata. :func:`from_semi_structured` takes all of
+        PyTorch's.
         """
         packed, meta = _own(packed, meta, shape)
         packed_t, meta_t = _own(packed_t, meta_t, shape[::-1])
@@ -289,7 +290,8 @@ def _own(packed: Tensor | None, meta: Tensor | None, shape: Any) -> tuple[Tensor
             "meta: expected a tensor, got None; from_semi_structured reads cuSPARSELt's"
         )
     m, k = shape
-    return canonical_parts(packed, meta, (m, k))
+    values, words = _ops.from_cutlass(packed.detach(), meta, m, k)
+    return _tensor(values), _tensor(words)
 
 
 # Operations ---------------------------------------------------------------------------------------
@@ -313,10 +315,7 @@ def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """Metadata in PyTorch's layout, that of CUTLASS, which PyTorch's functions of values and indices read."""
     (tensor,) = args
-    values, meta = _part(tensor, "packed"), _part(tensor, "meta")
-    if tensor.dtype == torch.float32:
-        raise UnsupportedError("indices: PyTorch has float32 as 1:2; use `meta`, or `to_semi_structured`")
-    return _tensor(foreign_parts("torch_cutlass", values, meta)[1])
+    return _tensor(_ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
 
 
 def _part(tensor: Sparse24Tensor, name: str) -> Tensor:

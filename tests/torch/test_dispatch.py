@@ -68,6 +68,9 @@ def samples() -> dict[str, tuple]:
         "unpack": (S.unpack, packed, 96, 64),
         "tile_prune": (S.tile_prune, wanting(dense)),
         "apply_mask": (S.apply_mask, wanting(dense), mask),
+        "to_cutlass": (S.to_cutlass, halves, words),
+        "to_cutlass of 8 bits": (S.to_cutlass, bytes_, of_bytes),
+        "from_cutlass": (S.from_cutlass, halves, S.to_cutlass(halves, words), 96, 64),
     }
 
 
