@@ -5,7 +5,8 @@
 // have rings of their own, for a tile of W is two boxes of X long.
 //
 // The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
-// With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other.
+// With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other, or
+// kRanges of tiles that begin and end anywhere (Turns): sums of an item are then handed over to the next block.
 // A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
@@ -14,12 +15,14 @@
 //   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
 //   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
 //   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
+//   Handover     last warpgroup, warp 2         kRanges: waits for the flags of sums, and sets them
 //   Writer       each of kWarpgroups, 1 slice   its results, staged for the copy engine, or element by element
 //   Folder       all of kWarpgroups, slices     the block's share of the cluster's rows: sums, epilogue, stores
 //
 //   barriers     weight_full, source_full: a stage's bytes have come; weight_free, source_free: all warps that read
 //                a stage are done with it (X: those of all blocks that share it). Named barriers 1 ..: a warpgroup's
-//                staging area; with slices, 1: all stages have been read. The cluster meets round the fold.
+//                staging area; with slices, 1: all stages have been read; with ranges, further ones: a warpgroup's
+//                sums have been stored, or can be loaded. The cluster meets round the fold.
 //   registers    kSums * kRowBlocks accumulators, twice that with kPromote or kParts > 1: at most 128 a thread. Where
 //                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
 //
@@ -43,6 +46,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kTokens = S24_TOKENS;          // of a block
   static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
   static constexpr int kParts = S24_PARTS;
+  static constexpr bool kRanges = S24_RANGES;    // clusters have equal ranges of tiles, wherever items begin and end
   static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
   static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one for all, 2: one a row
@@ -50,6 +54,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
   static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
   static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
+  static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
@@ -85,12 +90,17 @@ struct WgmmaSpParams {
   const float* scale_x;  // [1] or [n], as kScaleX says
   const float* scale_w;  // [1] or [m], as kScaleW says
   void* y;               // [n, m], row stride y_stride
+  u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
+  float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over
+  u64 mark;              // of this launch and no other
   i64 n, m, y_stride, row_tiles, k_tiles;
   float alpha;
-  u32 token_blocks;  // of kTokens, that cover n
-  u32 items;         // of a cluster's rows and tokens
-  u32 aligned;       // rows of y begin at multiples of 16 bytes, and end there where the copy engine stores them
-  u32 tail_rows;     // of X that a block copies for the last block of tokens
+  u32 token_blocks;   // of kTokens, that cover n
+  u32 items;          // of a cluster's rows and tokens
+  u32 aligned;        // rows of y begin at multiples of 16 bytes, and end there where the copy engine stores them
+  u32 tail_rows;      // of X that a block copies for the last block of tokens
+  u32 whole;          // items that aren't cut: the first ones
+  u32 range, longer;  // kRanges: tiles of a range, and ranges that have one more: the first ones
 };
 static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");
 
@@ -169,6 +179,56 @@ __device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
   return slice_begin<Config::kSlices>(p.k_tiles, slice);
 }
 
+// What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
+//
+// kRanges: each cluster takes as many tiles as any other. The last p.items - p.whole items' tiles lie in a row, which is
+// cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range and
+// hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of an
+// item that isn't cut. The giver is the cluster before, which runs if this one does.
+struct Turns {
+  u32 index;
+  i64 first, last;  // tiles of K
+  u32 stride;
+  // kRanges. 0: whole items; then, of the range: 1 the item to give, 2 whole ones, 3 the item to go on with.
+  u32 stage = 0;
+  u32 low, low_first, high, high_last;  // items where the range begins and ends, and their tiles there
+
+  __device__ __forceinline__ Turns(const WgmmaSpParams& p, u32 slice)
+      : index(blockIdx.x / Config::kCluster),
+        first(first_tile(p, slice)),
+        last(first_tile(p, slice + 1)),
+        stride(gridDim.x / Config::kCluster) {
+    if constexpr (!Config::kRanges) return;
+    const u32 tiles = (u32)p.k_tiles, begin = p.range * index + min(index, p.longer),
+              end = begin + p.range + (index < p.longer);
+    low = p.whole + begin / tiles, low_first = begin % tiles;
+    high = p.whole + end / tiles, high_last = end % tiles;
+    whole(p, index);
+  }
+  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
+  __device__ __forceinline__ void next(const WgmmaSpParams& p) {
+    if (!Config::kRanges) index += stride;
+    else if (stage == 0) whole(p, index + stride);
+    else if (stage == 1) last = p.k_tiles, inside(p, low + (low_first > 0));
+    else if (stage == 2) inside(p, index + 1);
+    else index = p.items;
+  }
+  __device__ __forceinline__ bool gives() const { return Config::kRanges && stage == 1; }
+  __device__ __forceinline__ bool takes() const { return Config::kRanges && stage == 3; }
+
+  __device__ __forceinline__ void whole(const WgmmaSpParams& p, u32 item) {
+    index = item;
+    if (item < p.whole) return;
+    if (high_last > 0) stage = 1, index = high, last = high_last;
+    else inside(p, low + (low_first > 0));
+  }
+  __device__ __forceinline__ void inside(const WgmmaSpParams& p, u32 item) {
+    stage = 2, index = item;
+    if (item < high) return;
+    stage = 3, index = low_first > 0 ? low : p.items, first = low_first;
+  }
+};
+
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
   const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
@@ -179,8 +239,9 @@ __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item it
 __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
   constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm);
   constexpr int kAhead = Config::kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
-  const Item item(p, blockIdx.x / Config::kCluster, share);
-  for (i64 tile = first_tile(p, slice), end = min(tile + kAhead, first_tile(p, slice + 1)); tile < end; ++tile)
+  const Turns turn(p, slice);
+  const Item item(p, turn.index, share);
+  for (i64 tile = turn.first, end = min(tile + kAhead, turn.last); tile < end; ++tile)
 #pragma unroll
     for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
 }
@@ -189,9 +250,9 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 sha
 __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
                                              u32 slice) {
   RingPosition<Config::kWeightStages> at;
-  for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
-    const Item item(p, index, share);
-    for (i64 tile = first_tile(p, slice); tile < first_tile(p, slice + 1); ++tile, at.next()) {
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    for (i64 tile = turn.first; tile < turn.last; ++tile, at.next()) {
       barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
       barrier_expect(barriers.weight_full(at.slot), Config::kWeightBytes);
 #pragma unroll
@@ -205,14 +266,14 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
 // The thread that copies X: its part, for every block that shares it.
 __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
   RingPosition<Config::kSourceStages> at;
-  for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
-    const Item item(p, index, share);
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
     // The last tokens come in boxes of their own: rows past them would be written as zeros, which is slow. What the
     // stage holds there instead is multiplied, and not stored.
     const bool is_tail = item.token + Config::kTokens >= p.n;
     const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
     const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
-    for (i64 box = 2 * first_tile(p, slice); box < 2 * first_tile(p, slice + 1); ++box, at.next()) {
+    for (i64 box = 2 * turn.first; box < 2 * turn.last; ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
       barrier_expect(full, Config::kShare * rows * 128);
@@ -275,8 +336,9 @@ struct Multiplier {
     free_weight(last_weight);
   }
 
-  __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], i64 tiles) {
-    clear(sums);
+  // kOn: on top of what the sums are.
+  template <bool kOn = false> __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], i64 tiles) {
+    if constexpr (!kOn) clear(sums);
     u32 first[Config::kRowBlocks][Tile::kWords / 2], second[Config::kRowBlocks][Tile::kWords / 2];
     for (i64 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
@@ -439,6 +501,69 @@ template <class Result> struct Writer {
   }
 };
 
+// Sums on their way from a cluster to the next one, through the workspace. An idle warp waits where one must be waited
+// for, so that the warps that multiply don't.
+struct Handover {
+  const WgmmaSpParams& p;
+
+  static constexpr int kQuads = Config::kSums / 4;
+  static constexpr int kGiven = 1 + Config::kWarpgroups, kTaken = kGiven + Config::kWarpgroups;  // barriers, from here
+
+  __device__ __forceinline__ u64* flag(u32 block, u32 warpgroup) const {
+    return p.flags + block * Config::kWarpgroups + warpgroup;
+  }
+  __device__ __forceinline__ float* quads(u32 block, u32 warpgroup, int r) const {
+    const i64 row_tile = (i64)block * Config::kRowTiles + warpgroup * Config::kRowBlocks + r;
+    return p.sums + (row_tile * kQuads * 128 + threadIdx.x % 128) * 4;
+  }
+
+  __device__ __forceinline__ void give(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
+      float* to = quads(blockIdx.x, warpgroup, r);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        const Sum* v = sums[r] + 4 * q;
+        store_global(to + q * 512, bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+      }
+    }
+    threads_arrive(kGiven + warpgroup, 160);
+  }
+
+  // The sums of the cluster before, or zeros. Without a branch: the compiler keeps sums in place only so.
+  __device__ __forceinline__ void take(Sums (&sums)[Config::kRowBlocks], u32 warpgroup, bool taking) const {
+    if (taking) threads_meet(kTaken + warpgroup, 160);
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
+      const float* from = quads(blockIdx.x - Config::kCluster, warpgroup, r);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) load_global_or_zeros(&sums[r][4 * q], from + q * 512, taking);
+    }
+  }
+
+  // The idle warp, all of it.
+  __device__ __forceinline__ void wait() const {
+    const Turns turn(p, 0);
+    const bool first = threadIdx.x % 32 == 0;
+    if (turn.high_last > 0)
+      for (u32 w = 0; w < Config::kWarpgroups; ++w) {
+        threads_meet(kGiven + w, 160);
+        if (first) store_release(flag(blockIdx.x, w), p.mark);
+      }
+    if (turn.low_first > 0)
+      for (u32 w = 0; w < Config::kWarpgroups; ++w) {
+        u64* given = flag(blockIdx.x - Config::kCluster, w);
+        if (first) {
+          while (load_acquire(given) != p.mark) {
+          }
+          *given = 0;  // for the next launch with this mark
+        }
+        __syncwarp();
+        threads_meet(kTaken + w, 160);
+      }
+  }
+};
+
 // A warpgroup's sums to where the blocks of its cluster find them; `row_tile`: its first, in the block.
 __device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks], u32 base, u32 row_tile) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -560,6 +685,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     const u32 thread = threadIdx.x % 128;
     if (thread == 0) copy_weights(p, base, barriers, share, slice);
     if (thread == 32) copy_source(p, base, barriers, share, slice);
+    if (Config::kRanges && thread / 32 == 2) Handover{p}.wait();
     __syncwarp();
     if constexpr (Config::kSlices > 1) cluster_meet();
   } else {
@@ -570,13 +696,22 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
           cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
     Sums sums[Config::kRowBlocks];
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
-    for (u32 index = blockIdx.x / Config::kCluster; index < p.items; index += gridDim.x / Config::kCluster) {
-      const Item item(p, index, share);
-      const i64 tiles = first_tile(p, slice + 1) - first_tile(p, slice);
-      if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
+    for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+      const Item item(p, turn.index, share);
+      const i64 tiles = turn.last - turn.first;
+      if constexpr (Config::kRanges) {
+        Handover{p}.take(sums, warpgroup, turn.takes());
+        multiplier.multiply<true>(sums, tiles);
+      } else if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
       else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles);
       else multiplier.multiply(sums, tiles);
       const u32 row_tile = warpgroup * Config::kRowBlocks;
+      if constexpr (Config::kRanges) {
+        if (turn.gives()) {
+          Handover{p}.give(sums, warpgroup);
+          continue;
+        }
+      }
       if constexpr (Config::kSlices == 1) {
 #pragma unroll
         for (int r = 0; r < Config::kRowBlocks; ++r)

@@ -111,6 +111,34 @@ template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address
   return (Bits)v;
 }
 
+// Global memory between blocks of one launch: what came before a release is seen after the acquire that reads it.
+__device__ __forceinline__ void store_release(u64* address, u64 v) {
+  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 load_acquire(const u64* address) {
+  u64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_global(void* address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// Four numbers, past L1; zeros without `loaded`, when nothing is read.
+#define S24_LOAD_OR_ZEROS(c)                                                              \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"                          \
+               "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t" \
+               "@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"                      \
+               : c(v[0]), c(v[1]), c(v[2]), c(v[3])                                       \
+               : "l"(address), "r"((int)loaded)                                           \
+               : "memory")
+__device__ __forceinline__ void load_global_or_zeros(float* v, const void* address, bool loaded) {
+  S24_LOAD_OR_ZEROS("=&f");
+}
+__device__ __forceinline__ void load_global_or_zeros(int* v, const void* address, bool loaded) {
+  S24_LOAD_OR_ZEROS("=&r");
+}
+#undef S24_LOAD_OR_ZEROS
+
 // Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900

@@ -109,3 +109,7 @@ template <int kRegisters> __device__ __forceinline__ void registers_lower() {
 __device__ __forceinline__ void threads_meet(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same for who doesn't wait for the others.
+__device__ __forceinline__ void threads_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}

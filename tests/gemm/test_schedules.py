@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
+from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.layouts import TILES_16BIT, layout_of
 
@@ -87,7 +89,7 @@ def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, 
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, wgmma_sp)
         found = [compiled.of(desc, row, hopper(count)) for count in MULTIPROCESSORS]
-    assert len({one["SLICES"] * one["PARTS"] for one in found}) == 1
+    assert len({(one["SLICES"] * one["PARTS"], one["RANGES"]) for one in found}) == 1
     assert all(one == found[0] for one in found)
 
 
@@ -191,6 +193,92 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc):
         weights, sources = cut.stages(layout, out_bytes)
         assert (weights >= 2, sources >= 2) == (True, True)
         assert cut.cluster <= 8
+
+
+# Ranges ---------------------------------------------------------------------------------------------
+
+
+def pieces(cut: Schedule, items: int, tiles: int) -> list[list[tuple[int, int, int]]]:
+    """Of every cluster: (item, first tile of K, the one after the last), as the kernel takes them."""
+    whole = items - items % cut.ranges - cut.ranges
+    size, longer = divmod((items - whole) * tiles, cut.ranges)
+    begins = [size * one + min(one, longer) for one in range(cut.ranges + 1)]
+    found = []
+    for one, (begin, end) in enumerate(pairwise(begins)):
+        its = [(item, 0, tiles) for item in range(one, whole, cut.ranges)]
+        its += [(whole + end // tiles, 0, end % tiles)] if end % tiles else []
+        its += [(whole + item, 0, tiles) for item in range(-(-begin // tiles), end // tiles)]
+        its += [(whole + begin // tiles, begin % tiles, tiles)] if begin % tiles else []
+        found.append(its)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(desc=shapes)
+def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
+    """Which needs the sums last of all, where giving them was the first thing done: nobody waits for long."""
+    tiles = -(-desc.k // 128)
+    for cut in wgmma_schedules.schedules_for(desc.n, desc.m):
+        if not cut.ranges:
+            continue
+        items = cut.items(desc.n, desc.m)
+        found = pieces(cut, items, tiles)
+        whole = cut.cut_into_ranges(desc.n, desc.m, tiles)[0]
+        assert whole == items - items % cut.ranges - cut.ranges
+        work = [sum(last - first for _, first, last in its) for its in found]
+        assert (sum(work), max(work) - min(work) <= 1) == (items * tiles, True)
+        assert len({(item, first) for its in found for item, first, _ in its}) == sum(map(len, found))
+        for one, its in enumerate(found):
+            for at, (item, first, last) in enumerate(its):
+                if last < tiles:
+                    assert all(other < whole for other, _, _ in its[:at])
+                    assert found[one + 1][-1] == (item, last, tiles)
+                if first > 0:
+                    assert at == len(its) - 1
+                    assert (item, 0, first) in found[one - 1]
+                    before = sum(b - a for other, a, b in its[:-1] if other >= whole)
+                    assert before >= first, "the giver isn't done by then"
+
+
+def test_there_are_no_ranges_where_whole_items_are_even_or_too_few():
+    for m in (64 * 132, 64 * 131, 64):
+        assert not any(
+            cut.ranges
+            for cut in wgmma_schedules.schedules_for(16, m)
+            if (cut.warpgroups, cut.row_blocks) == (1, 1)
+        )
+    assert any(cut.ranges for cut in wgmma_schedules.schedules_for(16, 64 * 133))
+    assert not any(cut.ranges for cut in wgmma_schedules.schedules_for(16))
+
+
+def test_ranges_leave_the_bits_as_they_are():
+    """So rows that are invariant may take them where K isn't cut."""
+    taken = set()
+    for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant"):
+        for m in (4096, 10240, 28672, 57344):
+            desc = GemmSparse24Descriptor(n=300, m=m, k=8192, element=row_of(name).elements[0])
+            slices = wgmma_choice.invariant_slices(m, desc.k, desc.element)
+            cuts = [cut for cut in wgmma_choice.allowed_schedules(desc, row_of(name)) if cut.ranges]
+            assert {cut.slices * cut.parts for cut in cuts} <= {slices}
+            taken.add((slices, bool(cuts)))
+    assert (1, True) in taken
+
+
+def test_a_bound_on_the_workspace_is_kept():
+    row = row_of("wgmma_sp")
+    desc = GemmSparse24Descriptor(n=1024, m=10240, k=8192, element="bf16")
+    free = wgmma_choice.best_schedule(desc, row)
+    assert free.ranges, "the problem has too few blocks for whole ones to be even"
+    for most in (0, 1 << 20, free.workspace_bytes() - 1, free.workspace_bytes()):
+        assert wgmma_choice.best_schedule(desc, row, None, most).workspace_bytes() <= most
+        with pytest.MonkeyPatch.context() as patch:
+            Recorder(patch, wgmma_sp)
+            for configuration in ({}, free._asdict()):
+                choice = Choice(
+                    desc, hopper(132), row, PlanPreference(max_workspace_bytes=most), configuration
+                )
+                assert wgmma_sp.Kernel(choice).workspace_size <= most
+    assert wgmma_choice.best_schedule(desc, row, None, most) == free
 
 
 # Configurations -------------------------------------------------------------------------------------

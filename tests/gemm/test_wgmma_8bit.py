@@ -95,7 +95,11 @@ def test_scales(element, out, scale_x, scale_w, n):
         assert same_bits(got, make_case(desc, row="host_strict").run())
 
 
+RANGED_ROWS = 8900
 EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in schedules.schedules_for(n)]
+EIGHT_BIT_CUTS += [
+    (n, cut) for n in (13, 300) for cut in schedules.schedules_for(n, RANGED_ROWS) if cut.ranges
+]
 
 
 @gpu
@@ -105,11 +109,13 @@ def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
     """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     rng = np.random.default_rng(n)
-    m, k = 1000 + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd, 3344  # an m of its own: plans are cached
+    least = RANGED_ROWS if cut.ranges else 1000
+    m = least + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd  # of its own: plans are cached
+    k = 2336 if cut.ranges else 3344
     x, dense = (rng.integers(120, 128, shape).astype(np.int8) for shape in ((n, k), (m, k)))
     dense[:, 2::4] = dense[:, 3::4] = 0
     case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="s8"), row="wgmma_sp_s8", x=x, dense=dense)
-    want = x.astype(np.int64) @ dense.astype(np.int64).T
+    want = x.astype(np.float64) @ dense.astype(np.float64).T  # exact, below 2^53
     assert want.min() > 2**24
     for _ in range(5):  # a race would show
         assert same_bits(case.run(), want.astype(np.int32))

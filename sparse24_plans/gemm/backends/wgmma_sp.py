@@ -1,8 +1,13 @@
-"""Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine, no workspace."""
+"""Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine.
+
+Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import secrets
 
 from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
@@ -24,6 +29,8 @@ from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidate
 from ..schedules.wgmma_sp import Schedule
 
 _SOURCE = "gemm/wgmma_sp.cu"
+_marks = itertools.count(secrets.randbits(63) | 1)
+"""One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
 
 
 class _Parameters(ctypes.Structure):
@@ -38,6 +45,9 @@ class _Parameters(ctypes.Structure):
         ("scale_x", ctypes.c_void_p),
         ("scale_w", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("mark", ctypes.c_uint64),
         ("n", ctypes.c_int64),
         ("m", ctypes.c_int64),
         ("y_stride", ctypes.c_int64),
@@ -48,7 +58,10 @@ class _Parameters(ctypes.Structure):
         ("items", ctypes.c_uint32),
         ("aligned", ctypes.c_uint32),
         ("tail_rows", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 28),  # a tensor map's alignment is the struct's
+        ("whole", ctypes.c_uint32),
+        ("range", ctypes.c_uint32),
+        ("longer", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 56),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -56,6 +69,7 @@ class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
     sources = (_SOURCE,)
     tunable = True
+    workspace_alignment = 256
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -63,8 +77,10 @@ class Kernel(GemmKernel):
         self._schedule = schedule = _schedule_of(choice)
         items = schedule.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
-        resident = schedule.resident_clusters(device.multiprocessors)
-        self._blocks = (min(items, resident) if schedule.slices == 1 else items) * schedule.cluster
+        resident = schedule.ranges or schedule.resident_clusters(device.multiprocessors)
+        clusters = resident if schedule.ranges else min(items, resident)
+        self._blocks = (clusters if schedule.slices == 1 else items) * schedule.cluster
+        self.workspace_size = schedule.workspace_bytes()
         layout, out_bytes = layout_of(desc.element), desc.out_element.itemsize
         weight_stages, source_stages = schedule.stages(layout, out_bytes)
         self.details = (
@@ -81,6 +97,8 @@ class Kernel(GemmKernel):
             _Parameters,
             shared_bytes=schedule.shared_bytes(layout, out_bytes),
         )
+        k_tiles = -(-desc.k // layout.tile_k)
+        whole, range_tiles, longer = schedule.cut_into_ranges(desc.n, desc.m, k_tiles)
         columns, blocks = 128 // desc.element.itemsize, -(-desc.n // schedule.tokens)
         tail_rows = schedule.tail_rows(desc.n)
         # What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
@@ -91,11 +109,14 @@ class Kernel(GemmKernel):
             n=desc.n,
             m=desc.m,
             row_tiles=-(-desc.m // TILE_M),
-            k_tiles=-(-desc.k // layout.tile_k),
+            k_tiles=k_tiles,
             alpha=desc.alpha,
             token_blocks=blocks,
             items=items,
             tail_rows=tail_rows,
+            whole=whole,
+            range=range_tiles,
+            longer=longer,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -120,6 +141,10 @@ class Kernel(GemmKernel):
         parameters.scale_w = address(views.get("scale_w"))
         parameters.y = result.address
         parameters.y_stride = result_stride
+        if self._schedule.ranges:
+            parameters.flags = workspace
+            parameters.sums = workspace + self._schedule.flags_bytes()
+            parameters.mark = next(_marks)
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
     @classmethod
@@ -139,12 +164,15 @@ class Kernel(GemmKernel):
 
 
 def _schedule_of(choice: Choice) -> Schedule:
-    desc, row, whole_m = choice.descriptor, choice.row, choice.preference.whole_m
+    desc, row, preference = choice.descriptor, choice.row, choice.preference
+    whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
-        return best_schedule(desc, row, whole_m)
+        return best_schedule(desc, row, whole_m, most)
     schedule = Schedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")
+    if most is not None and schedule.workspace_bytes() > most:
+        return best_schedule(desc, row, whole_m, most)
     return schedule
 
 
@@ -171,6 +199,7 @@ def defines(desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool) -> 
         "SHARE": schedule.share,
         "SLICES": schedule.slices,
         "PARTS": schedule.parts,
+        "RANGES": int(schedule.ranges > 0),
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],

@@ -16,25 +16,32 @@ from .wgmma_time import predicted
 
 _SLICES = (1, 2, 3, 4, 8)
 """Of K, where the bits must not depend on n; and the n that they are judged by."""
-_JUDGED = (1, 16, 48, 100, 160, 300, 700, 1500, 4000)
+_JUDGED = (1, 16, 33, 64, 100, 160, 256, 362, 470, 640, 900, 1500, 2600, 5000)
 
 
 @lru_cache(4096)
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None) -> Schedule:
-    """The row's schedule of the least predicted time. ``whole_m``: M of the weight that W is a part of."""
+def best_schedule(
+    desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None, max_workspace: int | None = None
+) -> Schedule:
+    """The row's schedule of the least predicted time.
+
+    ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for.
+    """
     allowed = allowed_schedules(desc, row, whole_m)
+    if max_workspace is not None:
+        allowed = tuple(one for one in allowed if one.workspace_bytes() <= max_workspace)
     return allowed[int(np.argmin(predicted(allowed, desc)))]
 
 
 def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None
 ) -> tuple[Schedule, ...]:
-    """The schedules with which the row keeps what it promises."""
+    """The schedules with which the row keeps what it promises. Some ask for no workspace."""
     if row.promoted:
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        return schedules_in(invariant_slices(whole_m or desc.m, desc.k, desc.element), desc.n)
-    return tuple(one for one in schedules_for(desc.n) if _leaves_registers(one, desc))
+        return schedules_in(invariant_slices(whole_m or desc.m, desc.k, desc.element), desc.n, desc.m)
+    return tuple(one for one in schedules_for(desc.n, desc.m) if _leaves_registers(one, desc))
 
 
 def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
@@ -47,23 +54,23 @@ def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
     """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
-    invariant = schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n)
-    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n) + invariant)]
+    invariant = schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n, desc.m)
+    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n, desc.m) + invariant)]
 
 
 @lru_cache(4096)
 def invariant_slices(m: int, k: int, element: ElementKind) -> int:
     """Slices of K where the bits must not depend on n: those that lose least, by the model, over all n.
 
-    What is lost beside free schedules counts by its square, so that no n loses much.
+    What is lost beside free schedules counts by its fourth power, so that no n loses much.
     """
     lost = dict.fromkeys(_SLICES, 0.0)
     for n in _JUDGED:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
-        free, sliced = schedules_for(n), {slices: schedules_in(slices, n) for slices in _SLICES}
+        free, sliced = schedules_for(n, m), {slices: schedules_in(slices, n, m) for slices in _SLICES}
         every = tuple(dict.fromkeys(chain(free, *sliced.values())))
         us = dict(zip(every, predicted(every, desc).tolist(), strict=True))
         least = min(us[one] for one in free)
         for slices, tried in sliced.items():
-            lost[slices] += math.log(min(us[one] for one in tried) / least) ** 2
+            lost[slices] += math.log(min(us[one] for one in tried) / least) ** 4
     return min(_SLICES, key=lost.__getitem__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...weights.layouts import TILE_M, TileLayout
 from ..limits import align_up
+from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 """The most a block can have, by how many share a multiprocessor."""
@@ -20,12 +22,18 @@ _MORE_BLOCKS = 5
 _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
 """Accumulators that a thread of one or two warpgroups has registers for; one of three; and where four blocks
 share a multiprocessor."""
+_HANDED_OF_THREE = 72
+"""Those of one of three warpgroups, where they may be handed over."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
 
 
 class Schedule(NamedTuple):
-    """How a problem is cut into blocks. Of a row of the table, ``slices * parts`` alone fixes the bits."""
+    """How a problem is cut into blocks. Of a row of the table, ``slices * parts`` alone fixes the bits.
+
+    With ``ranges``, that many clusters take equal shares of the items' tiles of K: where one ends within an
+    item, the next cluster goes on from its sums, and the bits are those of an item that isn't cut.
+    """
 
     warpgroups: int
     row_blocks: int
@@ -34,6 +42,7 @@ class Schedule(NamedTuple):
     slices: int = 1
     blocks_per_sm: int = 1
     parts: int = 1
+    ranges: int = 0
 
     @property
     def rows(self) -> int:
@@ -46,7 +55,9 @@ class Schedule(NamedTuple):
 
     def fits(self) -> bool:
         """Whether a thread's registers hold its sums, and blocks can share X."""
-        most = _SUMS_OF_THREE if self.warpgroups == 3 else _SUMS_OF_FOUR if self.blocks_per_sm == 4 else _SUMS
+        most = _SUMS_OF_FOUR if self.blocks_per_sm == 4 else _SUMS
+        if self.warpgroups == 3:
+            most = _HANDED_OF_THREE if self.ranges else _SUMS_OF_THREE
         return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
@@ -86,6 +97,27 @@ class Schedule(NamedTuple):
     def items(self, n: int, m: int) -> int:
         """Pieces of work, one a cluster."""
         return -(-m // (self.rows * self.share)) * -(-n // self.tokens)
+
+    def cut_into_ranges(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
+        """Items that are not; tiles of a range; and ranges that have one more.
+
+        Cut are as few items as give each range the tiles of one: an item then has two clusters at most, of
+        which one begins with it and the other ends with it.
+        """
+        items = self.items(n, m)
+        if not self.ranges or items < self.ranges or items % self.ranges == 0:
+            return items, 0, 0
+        cut = self.ranges + items % self.ranges
+        return items - cut, *divmod(cut * k_tiles, self.ranges)
+
+    def flags_bytes(self) -> int:
+        """Of the workspace's first part: a flag for each warpgroup of each block."""
+        return align_up(8 * self.ranges * self.cluster * self.warpgroups, 256)
+
+    def workspace_bytes(self) -> int:
+        """Those, and the sums that each block may hand over."""
+        sums = 4 * self.rows * self.tokens
+        return self.flags_bytes() + self.ranges * self.cluster * sums if self.ranges else 0
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
@@ -142,16 +174,32 @@ _MANY = 2048
 """Tokens beyond which blocks need no slices to be many."""
 
 
-def schedules_for(n: int) -> tuple[Schedule, ...]:
-    """The schedules that are tried for n tokens."""
+# (warpgroups, row tiles of one, blocks that share X) of schedules with ranges.
+_OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
+
+
+def _schedules_of_ranges(n: int, m: int) -> tuple[Schedule, ...]:
+    """Where there are items for all clusters, and not as many for each."""
+    found = []
+    for tokens in widths(n):
+        for warpgroups, row_blocks, share in _OF_RANGES:
+            one = Schedule(warpgroups, row_blocks, tokens, share, ranges=H200_MULTIPROCESSORS // share)
+            if one.fits() and one.ranges < one.items(n, m) and one.items(n, m) % one.ranges:
+                found.append(one)
+    return tuple(found)
+
+
+@lru_cache(1024)
+def schedules_for(n: int, m: int = 0) -> tuple[Schedule, ...]:
+    """The schedules that are tried for n tokens; with m, also those that are for so many outputs."""
     shapes = _OF_FEW if n <= FEW else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
-    return tuple(schedule for schedule in tried if schedule.fits())
+    return tuple(schedule for schedule in tried if schedule.fits()) + _schedules_of_ranges(n, m)
 
 
-def schedules_in(slices: int, n: int) -> tuple[Schedule, ...]:
+def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
     """Those that sum K in so many slices, along a cluster or in a block: the same bits either way."""
-    tried = [one for one in schedules_for(n) if one.slices == slices]
+    tried = [one for one in schedules_for(n, m) if one.slices == slices]
     if slices > 1:
         narrow = narrow_schedules(n)
         tried += [one._replace(parts=slices) for one in narrow]

@@ -9,8 +9,10 @@ multiprocessors of a pair take 80 GB/s together, and three pairs little more tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,12 @@ class Fit:
     """Results per microsecond that are stored one by one, where rows of Y end within 16 bytes."""
     crowded: float
     """What storing takes where several blocks share a multiprocessor, relative to one."""
+    join: float
+    """Microseconds until a block has the sums that it goes on from,"""
+    handed: float
+    """and to hand over one of them;"""
+    loose: float
+    """what tiles take more where blocks begin anywhere in K: a share."""
     again: float
     """Microseconds to turn to a further item,"""
     refill: float
@@ -77,33 +85,47 @@ class Fit:
     """How nearly the longest of the three is the whole time (an exponent)."""
 
 
-# By whether the tokens are few, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to 1,891
-# random problems. Of matrices that were held out, the choice misses the fastest schedule by 1.0 to 1.8% in
-# the mean, by 6 to 8% in one of twenty, by 14 to 33% at the worst.
+# By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to 2,057
+# problems. Of matrices that were held out, the choice misses the fastest schedule by 0.7 to 1.9% in the mean,
+# by 4 to 8% in one of twenty, by 11 to 33% at the worst.
+TOKENS = (FEW, 512)
+"""The most of all classes but the last."""
 _FITS = {
-    (True, 2): Fit(
+    (0, 2): Fit(
         launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
-        beside_token=0.00569, pair=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3, memory=5.41e6, l2=40e6,
-        copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, stored=29.6e3, ragged=3.72e3, crowded=1.66,
-        again=0.589, refill=1.82, even=8.96, sharp=3.7,
+        beside_token=0.00569, pair=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3, memory=5.41e6,
+        l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, stored=29.6e3, ragged=3.72e3,
+        crowded=1.66, join=4, handed=6e-5, loose=0, again=0.589, refill=1.82, even=8.96, sharp=3.7,
     ),
-    (True, 1): Fit(
+    (0, 1): Fit(
         launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
         beside_token=0.00845, pair=1, alone=98.2e3, apart=79.2e3, together=45.1e3, memory=7e6, l2=40e6,
         copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, stored=31.7e3, ragged=4.79e3, crowded=1.96,
-        again=0.475, refill=1.79, even=7.6, sharp=1.98,
+        join=4, handed=6e-5, loose=0, again=0.475, refill=1.79, even=7.6, sharp=1.98,
     ),
-    (False, 2): Fit(
-        launch=2.46, cluster=0.0936, stall=10.3, step=11, step_token=0.328, beside=0.05, beside_token=0.003,
-        pair=1.08, alone=108e3, apart=86.3e3, together=56.5e3, memory=6.99e6, l2=16.7e6, copied=167e3,
-        unaligned=0.436, fold=1.52e-4, add=5.29e-6, stored=1e6, ragged=5.16e3, crowded=1, again=1.04,
-        refill=2.45, even=6.34, sharp=2.54,
+    (1, 2): Fit(
+        launch=1, cluster=0.418, stall=13.1, step=31.1, step_token=0.173, beside=0.0509,
+        beside_token=0.00271, pair=1.09, alone=50e3, apart=83.6e3, together=56.6e3, memory=7e6, l2=18e6,
+        copied=144e3, unaligned=0.792, fold=1.72e-4, add=4.44e-5, stored=48.4e3, ragged=6.65e3, crowded=1,
+        join=3.55, handed=3.01e-5, loose=0.0817, again=0.578, refill=3.28, even=5.75, sharp=8,
     ),
-    (False, 1): Fit(
+    (1, 1): Fit(
         launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
         beside_token=2.61e-5, pair=1.08, alone=110e3, apart=89.3e3, together=53.6e3, memory=7e6, l2=17.2e6,
         copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, stored=87e3, ragged=5.46e3, crowded=3.98,
-        again=1.33, refill=1.76, even=5.97, sharp=2.26,
+        join=1.5, handed=1.2e-4, loose=0.02, again=1.33, refill=1.76, even=5.97, sharp=2.26,
+    ),
+    (2, 2): Fit(
+        launch=1, cluster=1.5, stall=16.6, step=17.4, step_token=0.304, beside=0.049, beside_token=0.0033,
+        pair=1, alone=50e3, apart=30e3, together=53.1e3, memory=7e6, l2=15.3e6, copied=161e3,
+        unaligned=0.776, fold=9.50e-5, add=1.94e-5, stored=326e3, ragged=8.97e3, crowded=1.09, join=5.44,
+        handed=1.47e-4, loose=0.0571, again=1.38, refill=4.49, even=5.09, sharp=3.72,
+    ),
+    (2, 1): Fit(
+        launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
+        beside_token=2.61e-5, pair=1.08, alone=110e3, apart=89.3e3, together=53.6e3, memory=7e6, l2=17.2e6,
+        copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, stored=87e3, ragged=5.46e3, crowded=3.98,
+        join=2.2, handed=1.2e-4, loose=0.03, again=1.33, refill=1.76, even=5.97, sharp=2.26,
     ),
 }  # fmt: skip
 
@@ -116,20 +138,14 @@ class Work:
         self._take_waves()
 
     def _take_sizes(self, pairs: Sequence[tuple[Schedule, GemmSparse24Descriptor]]) -> None:
-        rows = []
-        for schedule, desc in pairs:
-            layout = layout_of(desc.element)
-            most = schedule.resident_clusters(H200_MULTIPROCESSORS)
-            alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
-            weight = layout.tile_bytes / (TILE_M * layout.tile_k)
-            size, out_size = desc.element.itemsize, desc.out_element.itemsize
-            problem = desc.n, desc.m, desc.k, size, out_size, weight, schedule.items(desc.n, desc.m)
-            blocks = most, alone, schedule.rows, schedule.cluster, -(-desc.n // schedule.tokens)
-            rows.append((*schedule, *problem, *blocks))
+        problems = {id(desc): _sizes_of(desc) for _, desc in pairs}
+        rows = [(*_places_of(schedule), *problems[id(desc)]) for schedule, desc in pairs]
         columns = np.array(rows, dtype=np.float64).T
-        (_, _, self.width, self.share, self.slices, self.per_sm, self.parts) = columns[:7]
-        (self.n, self.m, self.k, self.size, self.out_size, self.weight, self.items) = columns[7:14]
-        (self.resident, self.resident_alone, self.rows, self.cluster, self.token_blocks) = columns[14:]
+        (_, _, self.width, self.share, self.slices, self.per_sm, self.parts, self.ranges) = columns[:8]
+        (self.resident, self.resident_alone, self.rows, self.cluster) = columns[8:12]
+        (self.n, self.m, self.k, self.size, self.out_size, self.weight) = columns[12:]
+        self.token_blocks = np.ceil(self.n / self.width)
+        self.items = np.ceil(self.m / (self.rows * self.share)) * self.token_blocks
         self.tokens = np.minimum(self.width, self.n)
         self.sums = self.rows * self.tokens
         self.depth = self.k / self.slices
@@ -144,6 +160,34 @@ class Work:
         self.full = np.floor(self.items / self.resident)
         self.rest = (self.items - self.full * self.resident) * self.cluster
         self.usable = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
+        self._take_ranges()
+
+    def _take_ranges(self) -> None:
+        """Where clusters have equal ranges of tiles: parts of waves."""
+        cut, even = self.ranges > 0, self.items / np.maximum(self.ranges, 1)
+        self.turns = np.where(cut, np.ceil(even), self.waves)
+        """Items that a block writes."""
+        self.apart = np.where(cut, (self.ranges + self.items % np.maximum(self.ranges, 1)) / self.items, 0.0)
+        """Of all tiles, those in ranges."""
+        self.waves = np.where(cut, even, self.waves)
+        self.in_turn = np.where(cut, even, self.in_turn)
+        self.full = np.where(cut, even, self.full)
+        self.rest = np.where(cut, 0, self.rest)
+
+
+@lru_cache(4096)
+def _places_of(schedule: Schedule) -> tuple[int, ...]:
+    """What doesn't depend on the problem."""
+    most = schedule.resident_clusters(H200_MULTIPROCESSORS)
+    alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
+    return (*schedule, most, alone, schedule.rows, schedule.cluster)
+
+
+def _sizes_of(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
+    """What doesn't depend on the schedule."""
+    layout = layout_of(desc.element)
+    weight = layout.tile_bytes / (TILE_M * layout.tile_k)
+    return desc.n, desc.m, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
 
 def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Array:
@@ -153,7 +197,7 @@ def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Ar
 
 def fit_of(desc: GemmSparse24Descriptor) -> Fit:
     """The constants for such a problem."""
-    return _FITS[desc.n <= FEW, desc.element.itemsize]
+    return _FITS[bisect_left(TOKENS, desc.n), desc.element.itemsize]
 
 
 def microseconds(work: Work, fit: Fit) -> Array:
@@ -171,10 +215,12 @@ def _of_one(work: Work, fit: Fit) -> Array:
     stored = work.sums * (work.out_size / fit.stored + work.ragged / fit.ragged)
     crowded = (work.per_sm > 1) & (work.items > work.resident_alone)
     out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
-    out = work.waves * out + work.in_turn * fit.add * (work.parts - 1) * work.sums
-    again = (work.waves - 1) * (fit.again + fit.refill * folds)
+    out = work.turns * out + work.in_turn * fit.add * (work.parts - 1) * work.sums
+    again = (work.turns - 1) * (fit.again + fit.refill * folds)
+    out += (work.ranges > 0) * (fit.join + fit.handed * work.sums)
     both = (multiply**fit.even + copy**fit.even) ** (1 / fit.even)
-    return both * np.where(work.share > 1, fit.pair, 1.0) + out + again
+    both = both * np.where(work.share > 1, fit.pair, 1.0) * (1 + fit.loose * work.apart)
+    return both + out + again
 
 
 def _multiplied(work: Work, fit: Fit) -> Array:
