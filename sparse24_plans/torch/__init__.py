@@ -14,6 +14,7 @@ except ImportError as error:
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"sparse24_plans.torch needs PyTorch 2.6 or later, got {_torch.__version__}")
 
+from . import blocksparse as blocksparse
 from . import ops as ops  # registers them
 from .linear import Sparse24Linear as Sparse24Linear
 from .models import LoadReport as LoadReport
@@ -43,6 +44,7 @@ __all__ = [
     "Sparse24Tensor",
     "SwapReport",
     "SwappedLayer",
+    "blocksparse",
     "from_pretrained",
     "from_semi_structured",
     "load_sparse24",

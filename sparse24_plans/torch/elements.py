@@ -73,10 +73,20 @@ _empty_on_current: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_em
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def allocation(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Makes tensors of this form without a value, by the way that costs the host least."""
+    """Makes contiguous tensors of this form without a value, by the way that costs the host least."""
+    strides = _contiguous(shape)
     general = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
     if device.type != "cuda" or _empty_on_current is None or _current_device is None:
         return general

@@ -124,8 +124,8 @@ def _without_gradient(op: Any) -> Kernel:
 def _no_vmap(name: str) -> Kernel:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"{NAMESPACE}::{name} can't be used in torch.vmap: x may have any leading dimensions, so call it "
-            "on the whole batch"
+            f"{NAMESPACE}::{name} can't be used in torch.vmap: its operands have batches of their own, so "
+            "call it on the whole batch"
         )
 
     return refuse

@@ -105,7 +105,7 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if needed else None, weight, meta, bias)
 
 
-_ACTIVATION_GRADIENTS: dict[str, Any] = {
+ACTIVATION_GRADIENTS: dict[str, Any] = {
     "relu": lambda dy, v: torch.ops.aten.threshold_backward(dy, v, 0),
     "gelu": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="none"),
     "gelu_tanh": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="tanh"),
@@ -117,7 +117,7 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, meta, bias = ctx.saved_tensors
     if ctx.activation != "none":  # its argument is computed again rather than kept
         before = _ops.linear(x, weight, meta, bias, ctx.m, out_dtype=ctx.out_dtype, preference=ctx.preference)
-        dy = _ACTIVATION_GRADIENTS[ctx.activation](dy, before)
+        dy = ACTIVATION_GRADIENTS[ctx.activation](dy, before)
     dx = None
     if ctx.needs_input_grad[0]:
         dx = _ops.dgrad(dy.to(weight.dtype), weight, meta, ctx.m, ctx.width)
@@ -163,7 +163,7 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 # Autocast -----------------------------------------------------------------------------------------
 
 
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     """What autocast moves: floating point of 16 bits and more."""
     is_float = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.to(dtype) if is_float else tensor
@@ -175,7 +175,7 @@ def _to_one_dtype(
     """One dtype for both: a canonical float32 weight goes to autocast's, else x to the weight's."""
     if weight.dtype == torch.float32 and meta is not None:
         weight = weight.to(wanted)
-    return (_cast(x, weight.dtype) if weight.element_size() > 1 else x), weight
+    return (autocast_tensor(x, weight.dtype) if weight.element_size() > 1 else x), weight
 
 
 def _linear_autocast(
@@ -188,7 +188,7 @@ def _linear_autocast(
     **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x, weight = _to_one_dtype(wanted, x, weight, meta)
-    return (x, weight, meta, _cast(bias, weight.dtype), *args), kwargs
+    return (x, weight, meta, autocast_tensor(bias, weight.dtype), *args), kwargs
 
 
 def _dgrad_autocast(

@@ -99,14 +99,13 @@ def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
         raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
 
 
-def _epilogue(call: Call) -> EpilogueKind:
-    if call.activation not in ACTIVATIONS:
-        raise InvalidProblemError(
-            f"activation: expected one of {', '.join(ACTIVATIONS)}, got {call.activation!r}"
-        )
-    if call.activation != "none":
-        return EpilogueKind(f"bias_{call.activation}")
-    return EpilogueKind.IDENTITY if call.bias is None else EpilogueKind.BIAS
+def epilogue_of(activation: str, bias: Tensor | None) -> EpilogueKind:
+    """Raises InvalidProblemError for an activation that isn't one of ACTIVATIONS."""
+    if activation not in ACTIVATIONS:
+        raise InvalidProblemError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if activation != "none":
+        return EpilogueKind(f"bias_{activation}")
+    return EpilogueKind.IDENTITY if bias is None else EpilogueKind.BIAS
 
 
 def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
@@ -124,7 +123,7 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         k=k,
         element=element_of(call.weight.dtype, "weight"),
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        epilogue=_epilogue(call),
+        epilogue=epilogue_of(call.activation, call.bias),
         out_element=None if out is None else element_of(out, "out_dtype"),
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=_scale_kind(call.scale_x),
@@ -175,7 +174,7 @@ class _Form:
         whole = (*shape, desc.outputs)
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
-        self._empty = allocation(self.shape, _contiguous(self.shape), self._dtype, self._device)
+        self._empty = allocation(self.shape, self._dtype, self._device)
         self._ordinal = x.device.index if x.is_cuda else -1
         self._workspace = plan.workspace_size()
         self._as_it_is = layouts.fits(plan, call.weight, call.meta)
@@ -286,15 +285,6 @@ def _product(shape: tuple[int, ...]) -> int:
 def _aligned(x: Tensor) -> Tensor:
     """A contiguous copy, which the allocator aligns."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 _forms: dict[tuple[Any, ...], _Form] = {}

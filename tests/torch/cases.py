@@ -12,6 +12,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DEVICE = "cuda" if HAS_GPU and torch.cuda.is_available() else "cpu"
 
 
+def defined_ops() -> set[str]:
+    """The names of our ops."""
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return {name for space, _, name in names if space == "sparse24"}
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """The same numbers for every dtype, up to rounding."""
     generator = torch.Generator().manual_seed(seed + sum(shape))

@@ -1,0 +1,278 @@
+"""``MultiheadAttention`` over block-sparse scores, and the pattern that Torch-Blocksparse calls fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...blocksparse.layout import BlockSparseLayout
+from ...errors import InvalidProblemError, UnsupportedError
+from .functional import attention, matmul, softmax
+from .layouts import Layout, layout_of
+
+F = nn.functional
+
+
+@dataclass(frozen=True)
+class SparsityInfo:
+    """Which blocks of the scores are kept, for any number of tokens: a rule instead of a layout.
+
+    Parameters
+    ----------
+    mode : str
+        ``dense``: all. ``fixed``: the blocks within each ``stride`` of tokens, and of every stride the
+        ``vertsize`` last columns of blocks, for all rows.
+    block : int
+        16, 32, 64 or 128 tokens.
+    stride : int
+        Tokens, a multiple of the block; of ``fixed``, the tokens are a multiple of it.
+    unidirectional : bool
+        Whether no block beyond a row's own is kept. Inside of a block, ``causal`` or a mask decides.
+    numverts : int
+        Head h takes the ``1 + h % numverts``-th ``vertsize`` columns from a stride's end.
+    vertsize : int
+        Columns of blocks.
+    """
+
+    mode: str = "fixed"
+    block: int = 64
+    stride: int = 128
+    unidirectional: bool = False
+    numverts: int = 1
+    vertsize: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("dense", "fixed"):
+            raise InvalidProblemError(f"mode: expected dense or fixed, got {self.mode!r}")
+        if self.block not in (16, 32, 64, 128):
+            raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {self.block!r}")
+        if self.stride < self.block or self.stride % self.block:
+            raise InvalidProblemError(f"stride: expected a multiple of block {self.block}, got {self.stride}")
+        least = min(self.numverts, self.vertsize)
+        if least < 1 or self.numverts * self.vertsize > self._step:
+            raise InvalidProblemError(
+                f"numverts, vertsize: expected at most {self._step} columns of blocks, as a stride has, got "
+                f"{self.numverts} x {self.vertsize}"
+            )
+
+    @property
+    def _step(self) -> int:
+        return self.stride // self.block
+
+    def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
+        """Of ``heads`` [tokens, tokens]. Raises InvalidProblemError where the tokens don't fit."""
+        unit = self.stride if self.mode == "fixed" else self.block
+        if tokens % unit:
+            raise InvalidProblemError(f"tokens: expected a multiple of {unit}, got {tokens}")
+        side, step = tokens // self.block, self._step
+        if self.mode == "dense":
+            return BlockSparseLayout(np.ones((heads, side, side), np.bool_), self.block)
+        row, column = np.arange(side)[:, None], np.arange(side)
+        local = row // step == column // step
+        if self.unidirectional:
+            local &= column <= row
+        head = np.arange(heads)[:, None, None]
+        start = step - (1 + head % self.numverts) * self.vertsize
+        summary = (column % step >= start) & (column % step < start + self.vertsize)
+        if self.unidirectional:  # columns that begin in front of the row's own
+            summary = summary & (column - (column % step - start) < row)
+        return BlockSparseLayout(local | summary, self.block)
+
+
+class MultiheadAttention(nn.Module):
+    """``torch.nn.MultiheadAttention`` with block-sparse scores: its parameters and argument order.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    sparsity : SparsityInfo, Layout, BlockSparseLayout
+        A rule, whose layouts are made for each number of tokens once; or the layout of num_heads heads.
+    dropout, add_bias_kv, add_zero_attn
+        0 and False: what they add has no place in a layout.
+    bias, kdim, vdim, batch_first, device, dtype
+        As of ``torch.nn.MultiheadAttention``.
+    key_padding_mask_mode, attn_mask_mode : str
+        ``add`` or ``mul``: what the masks of ``forward`` do; those of the reference by default.
+    causal : bool
+        Whether cells whose column is beyond their row are dropped.
+
+    Without masks it is the op ``blocksparse_attention``, with them a product, a softmax and a product. Raises
+    InvalidProblemError naming the argument, UnsupportedError for what isn't served.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    _qkv_same_embed_dim = False
+    """What nn.TransformerEncoderLayer asks before it takes the parameters past this module."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        sparsity: Any,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        *,
+        causal: bool = False,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, given, served in (
+            ("dropout", dropout, 0),
+            ("add_bias_kv", add_bias_kv, False),
+            ("add_zero_attn", add_zero_attn, False),
+        ):
+            if given:
+                raise UnsupportedError(f"{name}: expected {served}, got {given}")
+        if num_heads < 1 or embed_dim % num_heads:
+            raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
+        for name, mode in (
+            ("key_padding_mask_mode", key_padding_mask_mode),
+            ("attn_mask_mode", attn_mask_mode),
+        ):
+            if mode not in ("add", "mul"):
+                raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
+        self.causal, self.batch_first, self.dropout = causal, batch_first, 0.0
+        self._take_sparsity(sparsity, device)
+        self._make_parameters(bias, {"device": device, "dtype": dtype})
+
+    def _take_sparsity(self, sparsity: Any, device: Any) -> None:
+        self.sparsity = sparsity if isinstance(sparsity, SparsityInfo) else None
+        self.layouts = nn.ModuleDict()
+        if self.sparsity is None:
+            if not isinstance(sparsity, (Layout, BlockSparseLayout)):
+                raise InvalidProblemError(
+                    "sparsity: expected a SparsityInfo, Layout or BlockSparseLayout, "
+                    f"got {type(sparsity).__name__}"
+                )
+            given = layout_of(sparsity, None, device)
+            if given.shape.heads != self.num_heads:
+                raise InvalidProblemError(
+                    f"sparsity: expected {self.num_heads} heads, got {given.shape.heads}"
+                )
+            self.layouts["given"] = given
+
+    def _make_parameters(self, bias: bool, about: dict[str, Any]) -> None:
+        size = self.embed_dim
+        together = self.kdim == size and self.vdim == size
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * size, size, **about)) if together else None
+        widths = {"q": size, "k": self.kdim, "v": self.vdim}
+        for name, width in widths.items():
+            weight = None if together else nn.Parameter(torch.empty(size, width, **about))
+            self.register_parameter(f"{name}_proj_weight", weight)
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * size, **about)) if bias else None
+        self.out_proj = nn.Linear(size, size, bias, **about)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``torch.nn.MultiheadAttention`` does."""
+        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if (weight := getattr(self, name)) is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def layout_for(self, tokens: int, kv_tokens: int | None = None) -> Layout:
+        """The layout of so many tokens, which is made where there is none yet.
+
+        Call it before ``torch.compile`` traces the module: no graph can make one. Raises InvalidProblemError
+        where the tokens don't fit.
+        """
+        kv_tokens = tokens if kv_tokens is None else kv_tokens
+        name = "given" if self.sparsity is None else str(tokens)
+        if name not in self.layouts:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError(
+                    f"query: {tokens} tokens have no layout yet; call layout_for({tokens}) before compiling"
+                )
+            assert self.sparsity is not None
+            made = self.sparsity.layout(self.num_heads, tokens)
+            self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
+        found: Layout = self.layouts[name]  # type: ignore[assignment]
+        if (tokens, kv_tokens) != (found.sizes[1], found.sizes[2]):
+            raise InvalidProblemError(
+                f"query, key: expected {found.sizes[1]} and {found.sizes[2]} tokens, as the layout has, got "
+                f"{tokens} and {kv_tokens}"
+            )
+        return found
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        rpe: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """[tokens, Z, embed_dim], with ``batch_first`` [Z, tokens, embed_dim], to the same; and None.
+
+        ``key`` and ``value`` have kdim and vdim columns, and as many tokens as the layout has columns.
+        ``key_padding_mask`` [Z, kv_tokens], ``attn_mask`` [tokens, kv_tokens] and ``rpe`` [heads, tokens,
+        kv_tokens] as of ``softmax``. With ``is_causal``, ``attn_mask`` is taken for the causal one and not
+        read. There are no weights to return, whatever ``need_weights``.
+        """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 3:
+                raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+        q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
+        layout, causal = self.layout_for(q.shape[2], k.shape[2]), self.causal or is_causal
+        attn_mask = None if is_causal else attn_mask
+        if key_padding_mask is None and attn_mask is None and rpe is None:
+            o = attention(q, k, v, layout, causal=causal)
+        else:
+            scores = matmul(q, k, layout, "sdd", trans_b=True)
+            found = softmax(
+                scores,
+                layout,
+                self.head_dim**-0.5,
+                rpe,
+                key_padding_mask,
+                attn_mask,
+                self.key_padding_mask_mode,
+                self.attn_mask_mode,
+                causal=causal,
+            )
+            o = matmul(found, v, layout, "dsd")
+        batch, _, tokens, _ = o.shape
+        order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
+        sides = (batch, tokens) if self.batch_first else (tokens, batch)
+        return self.out_proj(o.permute(order).reshape(*sides, self.embed_dim)), None
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None and query is key and key is value:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        if self.in_proj_weight is not None:
+            weights: Any = self.in_proj_weight.chunk(3)
+        else:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = (query, key, value)
+        return tuple(F.linear(*one) for one in zip(inputs, weights, biases, strict=True))
+
+    def _in_heads(self, x: Tensor) -> Tensor:
+        """[Z, heads, tokens, head_dim]"""
+        split = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)

@@ -1,0 +1,176 @@
+"""Attention over kept cells in PyTorch, fused and unfused, against a dense one in float64; its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
+from sparse24_plans.torch.blocksparse import attention, problems
+
+from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn, wanting
+
+
+@pytest.fixture(params=["fused", "unfused"])
+def form(request, monkeypatch):
+    """As on a device with a kernel for attention, and on one without."""
+    if request.param == "unfused":
+
+        def refuse(*_, **__):
+            raise UnsupportedError("no kernel for attention here")
+
+        monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
+    monkeypatch.setattr(problems, "_forms", {})
+    return request.param
+
+
+def tokens(layout, batch=2, kv_heads=None, size=8, dtype=torch.float32):
+    one = layout.shape
+    heads = (one.heads, kv_heads or one.heads, kv_heads or one.heads)
+    lengths = one.rows, one.cols, one.cols
+    return [
+        wanting(randn(batch, h, n, size, dtype=dtype, seed=at))
+        for at, (h, n) in enumerate(zip(heads, lengths, strict=True))
+    ]
+
+
+def exact_attention(q, k, v, seen, scale):
+    """O and lse; ``seen`` [Z or 1, heads, rows, cols]."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = (scale * q.double() @ k.double().mT).masked_fill(~seen, -torch.inf)
+    lse = s.logsumexp(-1)
+    p = torch.where(seen, (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp(), 0.0)
+    return p @ v.double(), lse
+
+
+def compare(layout, operands, seen, *, scale=None, dtype=torch.float32, **options):
+    """Results and gradients of both."""
+    o, lse = attention(*operands, layout, scale=scale, return_lse=True, **options)
+    wide = [wanting(t.double()) for t in operands]
+    exact, exact_lse = exact_attention(*wide, seen, operands[0].shape[-1] ** -0.5 if scale is None else scale)
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+    close(o, exact)
+    close(lse, exact_lse, dtype)
+    do = randn(*o.shape, dtype=dtype, seed=9)
+    ours = torch.autograd.grad(o, operands, do)
+    for found, wanted in zip(ours, torch.autograd.grad(exact, wide, do.double()), strict=True):
+        assert found.dtype == dtype
+        close(found, torch.nan_to_num(wanted))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", BITMAPS)
+def test_attention_is_that_of_dense_scores(form, name, dtype):
+    layout = layout_of(name)
+    compare(layout, tokens(layout, dtype=dtype), mask_of(layout)[None], dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.7, -0.5])
+def test_options(form, causal, scale):
+    layout = layout_of()
+    seen = mask_of(layout)[None]
+    if causal:
+        seen = seen & (torch.ones(32, 48).tril() > 0)
+    compare(layout, tokens(layout), seen, scale=scale, causal=causal)
+
+
+def test_heads_that_share_keys(form):
+    layout = layout_of()
+    compare(layout, tokens(layout, kv_heads=1), mask_of(layout)[None])
+
+
+def test_lengths(form):
+    """What lies beyond them is not read: it may be NaN."""
+    layout = layout_of()
+    q, k, v = tokens(layout, batch=3)
+    of_q, of_kv = (torch.tensor(t, dtype=torch.int32) for t in ([32, 5, 0], [17, 48, 3]))
+    rows, cols = (torch.arange(n) < t[:, None] for n, t in ((32, of_q), (48, of_kv)))
+    seen = mask_of(layout)[None] & rows[:, None, :, None] & cols[:, None, None]
+    compare(layout, [q, k, v], seen, q_lengths=of_q, kv_lengths=of_kv)
+    whole = attention(q, k, v, layout, q_lengths=of_q, kv_lengths=of_kv)
+    spoiled = [wanting(t) for t in (q, k, v)]
+    with torch.no_grad():
+        for tensor, kept in zip(spoiled, (rows, cols, cols), strict=True):
+            tensor.masked_fill_(~kept[:, None, :, None], torch.nan)
+    again = attention(*spoiled, layout, q_lengths=of_q, kv_lengths=of_kv)
+    assert torch.equal(again, whole)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(again.sum(), spoiled))
+
+
+@pytest.mark.filterwarnings("ignore:Input #")  # float64 isn't served
+def test_gradcheck(form):
+    layout = layout_of("all blocks")
+    assert torch.autograd.gradcheck(
+        lambda *t: attention(*t, layout, scale=0.5),
+        tokens(layout, batch=1, size=2),
+        eps=1e-2,
+        atol=5e-3,
+        rtol=2e-2,
+        fast_mode=True,
+    )
+
+
+def test_the_logarithm_of_sums_has_no_gradient(form):
+    layout = layout_of()
+    o, lse = attention(*tokens(layout), layout, return_lse=True)
+    assert o.requires_grad
+    assert not lse.requires_grad
+
+
+def test_both_forms_agree(monkeypatch):
+    layout = layout_of()
+    operands = tokens(layout)
+    fused = attention(*operands, layout, return_lse=True)
+
+    def refuse(*_, **__):
+        raise UnsupportedError("no kernel for attention here")
+
+    monkeypatch.setattr(problems, "_forms", {})
+    monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
+    for ours, theirs in zip(attention(*operands, layout, return_lse=True), fused, strict=True):
+        close(ours, theirs)
+
+
+def test_where_nothing_serves_the_error_comes_through():
+    layout = layout_of()
+    with pytest.raises(UnsupportedError, match="cusparselt"):
+        attention(*tokens(layout), layout, preference='{"prefer_backend": "cusparselt"}')
+
+
+def test_operands_that_are_not_contiguous(form):
+    layout = layout_of()
+    q, k, v = tokens(layout)
+    spread = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(attention(*spread, layout), attention(q, k, v, layout))
+
+
+MISTAKES = {
+    "q": (lambda q, k, v, layout: attention(q[:, :, 1:], k, v, layout), r"q: expected shape \[2, 2, 32, 8\]"),
+    "k": (lambda q, k, v, layout: attention(q, k[:, :, :32], v, layout), "k: expected shape"),
+    "v": (lambda q, k, v, layout: attention(q, k, v[..., :4], layout), "v: expected shape"),
+    "dimensions": (lambda q, k, v, layout: attention(q[0], k, v, layout), r"q: expected \[Z, H, tokens"),
+    "dtypes": (lambda q, k, v, layout: attention(q, k.half(), v, layout), "k: expected torch.float32"),
+    "one length": (
+        lambda q, k, v, layout: attention(q, k, v, layout, q_lengths=torch.ones(2, dtype=torch.int32)),
+        r"kv_lengths: expected torch.int32 \[2\], got None",
+    ),
+    "lengths": (
+        lambda q, k, v, layout: attention(q, k, v, layout, q_lengths=torch.ones(2), kv_lengths=torch.ones(2)),
+        "q_lengths: expected torch.int32",
+    ),
+    "kv_heads": (
+        lambda q, k, v, layout: attention(
+            q, k.repeat(1, 2, 1, 1)[:, :3], v.repeat(1, 2, 1, 1)[:, :3], layout
+        ),
+        "kv_heads: expected a divisor of the layout's 2 heads, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_does_not_fit_is_refused_by_name(name):
+    call, message = MISTAKES[name]
+    layout = layout_of()
+    with pytest.raises(InvalidProblemError, match=message):
+        call(*tokens(layout), layout)

@@ -1,0 +1,234 @@
+"""``Layout``: what it holds, how it moves, is copied, stored and loaded, and what it converts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError
+from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul
+
+from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn, wanting
+
+OTHER = [[[0, 1, 1], [0, 0, 1]], [[1, 1, 1], [1, 0, 0]]]
+"""As many blocks as "two heads"."""
+
+
+def test_it_is_made_of_what_says_which_blocks_are_kept():
+    wanted = layout_of()
+    bitmap = BITMAPS["two heads"]
+    for given in (bitmap, np.array(bitmap), torch.tensor(bitmap), torch.tensor(bitmap) > 0):
+        assert Layout(given, 16).layout == wanted.layout
+    for given in (wanted.layout, wanted):
+        assert Layout(given).layout == wanted.layout
+    assert wanted.sizes == (2, 32, 48, 16, 7)
+    assert wanted.shape == wanted.layout.shape
+    assert torch.equal(wanted.bitmap, torch.tensor(bitmap) > 0)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(
+        InvalidProblemError, match="block: expected 16, 32, 64 or 128 beside a bitmap, got None"
+    ):
+        Layout(BITMAPS["all blocks"])
+    with pytest.raises(InvalidProblemError, match="block: expected 16, as the layout's, got 32"):
+        Layout(layout_of(), 32)
+    with pytest.raises(InvalidProblemError, match="block: expected one of 16"):
+        Layout(BITMAPS["all blocks"], 8)
+    with pytest.raises(InvalidProblemError, match="bitmap: expected 0 or 1, got 2 at"):
+        Layout([[2]], 16)
+    with pytest.raises(InvalidProblemError, match="layout: expected BlockSparseShape"):
+        layout_of().update([[1]])
+
+
+def same(ours: Layout, theirs: Layout) -> bool:
+    return (
+        ours.layout == theirs.layout
+        and torch.equal(ours.bitmap, theirs.bitmap)
+        and torch.equal(ours.tables, theirs.tables)
+    )
+
+
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+def test_copies_stand_for_themselves(copied):
+    first = layout_of()
+    layer = MatMul(first, mode="dsd")
+    other = copied(layer)
+    assert same(other.layout, first)
+    assert other.layout.tables.data_ptr() != first.tables.data_ptr()
+    a, b = operands("dsd", first)
+    assert torch.equal(other(a, b), layer(a, b))
+    other.layout.update(OTHER)
+    assert first.layout == layout_of().layout
+
+
+def test_floats_do_not_touch_it():
+    layout = layout_of()
+    for moved in (layout.half(), layout.double(), layout.to(torch.bfloat16), layout.to("cpu")):
+        assert moved is layout
+        assert same(layout, layout_of())
+
+
+def test_the_meta_device_and_back():
+    with torch.device("meta"):
+        layer = Softmax(layout_of())
+    layer = layer.to("meta")
+    assert layer.layout.tables.is_meta
+    layer.layout.update(OTHER)
+    layer.to_empty(device="cpu")
+    assert same(layer.layout, Layout(OTHER, 16))
+
+
+def test_memory_that_holds_anything_is_filled_again():
+    layout = layout_of()
+    layout.to_empty(device="cpu")
+    assert same(layout, layout_of())
+
+
+def test_a_state_dict_has_the_bitmap_and_brings_another_mask():
+    layer, other = Softmax(layout_of()), Softmax(OTHER, 16)
+    state = layer.state_dict()
+    assert list(state) == ["layout.bitmap"]
+    for assign in (False, True):
+        fresh = copy.deepcopy(other)
+        address = fresh.layout.tables.data_ptr()
+        assert str(fresh.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
+        assert same(fresh.layout, layer.layout)
+        assert fresh.layout.tables.data_ptr() == address
+    assert list(Layout(OTHER, 16, persistent=False).state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("bitmap", "message"),
+    [
+        (torch.ones(2, 2, 3, dtype=torch.bool), "layout.bitmap: expected BlockSparseShape"),
+        (torch.ones(1, 2, 3, dtype=torch.bool), "layout.bitmap: expected BlockSparseShape"),
+        (torch.full((2, 2, 3), 3), "expected 0 or 1, got 3 at block"),
+        (torch.ones(3, dtype=torch.bool), r"expected \[heads, rows/block, cols/block\]"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_and_changes_nothing(bitmap, message):
+    layer = Softmax(layout_of())
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict({"layout.bitmap": bitmap})
+    assert same(layer.layout, layout_of())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({})
+
+
+def test_a_linear_layers_state_goes_round():
+    layer = Linear(32, 48, 16, BITMAPS["two heads"][0], bias=True)
+    other = Linear(32, 48, 16, [[0, 0, 1], [1, 1, 0]], bias=True)
+    other.load_state_dict(layer.state_dict())
+    x = randn(5, 32)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_modules_share_a_layout():
+    layout = layout_of()
+    first, second = MatMul(layout, mode="sdd"), MatMul(layout, 16, "dsd")
+    assert first.layout is second.layout is layout
+    layout.update(OTHER)
+    a, b = operands("dsd", layout)
+    close(second(a, b), product(a, b, layout, "dsd", False, False))
+
+
+# Conversions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BITMAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_dense_matrices_both_ways(name, dtype):
+    layout = layout_of(name)
+    one = layout.shape
+    values = randn(2, one.blocks, one.block, one.block).mul(3).to(dtype)
+    dense = layout.to_dense(values)
+    assert dense.dtype == dtype
+    assert torch.equal(dense.double(), dense_of(values, layout))
+    assert torch.equal(layout.kept_blocks(dense).double(), values.double())
+
+
+def test_conversions_have_gradients():
+    layout = layout_of()
+    values, dense = wanting(randn(1, 7, 16, 16)), wanting(randn(1, 2, 32, 48))
+    grad = randn(1, 2, 32, 48, seed=4)
+    (found,) = torch.autograd.grad(layout.to_dense(values), values, grad)
+    assert torch.equal(found, layout.kept_blocks(grad))
+    (found,) = torch.autograd.grad(layout.kept_blocks(dense), dense, values)
+    assert torch.equal(found, layout.to_dense(values))
+
+
+def test_values_of_names_the_block_that_would_be_lost():
+    layout = layout_of()
+    values = randn(2, 7, 16, 16)
+    dense = layout.to_dense(values)
+    assert torch.equal(layout.values_of(dense), values)
+    short = dense.to(torch.float8_e4m3fn)
+    assert torch.equal(layout.values_of(short).float(), layout.kept_blocks(short.float()))
+    dense[1, 1, 20, 17] = torch.nan
+    with pytest.raises(FormatError, match=r"block \(1, 1\) of head 1"):
+        layout.values_of(dense)
+    with pytest.raises(InvalidProblemError, match=r"dense: expected \[Z, 2, 32, 48\]"):
+        layout.values_of(dense[:, :, :16])
+    with pytest.raises(InvalidProblemError, match=r"values: expected \[Z, 7, 16, 16\]"):
+        layout.to_dense(values[:, :6])
+    empty = Layout(np.zeros((1, 0, 2), bool), 16)
+    assert empty.values_of(torch.zeros(2, 1, 0, 32)).shape == (2, 0, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["empty rows and columns", "all blocks"])
+def test_bsr_both_ways(name):
+    layout = layout_of(name)
+    one = layout.shape
+    values = randn(one.blocks, one.block, one.block)
+    tensor = layout.to_torch_bsr(values)
+    assert tensor.layout == torch.sparse_bsr
+    assert torch.equal(tensor.to_dense(), layout.to_dense(values[None])[0, 0])
+    found, again = Layout.from_torch_bsr(tensor)
+    assert same(found, layout)
+    assert torch.equal(again[0], values)
+    assert again.data_ptr() == tensor.values().data_ptr()
+    b = randn(1, 1, one.cols, 8)
+    close(matmul(again, b, found, "dsd")[0, 0], tensor.to_dense().double() @ b[0, 0].double())
+
+
+def test_bsr_of_what_pytorch_makes():
+    dense = randn(64, 96) * (torch.rand(2, 3).repeat_interleave(32, 0).repeat_interleave(32, 1) > 0.4)
+    layout, values = Layout.from_torch_bsr(dense.to_sparse_bsr((32, 32)))
+    assert layout.layout == BlockSparseLayout.from_dense(dense.numpy(), 32)
+    assert torch.equal(layout.to_dense(values)[0, 0], dense)
+
+
+def test_bsr_of_several_heads():
+    layout = Layout([[[1, 0, 1], [0, 1, 0]], [[1, 1, 0], [0, 0, 1]]], 16)
+    values = randn(1, 6, 16, 16)
+    tensor = layout.to_torch_bsr(values)
+    assert tensor.shape == (2, 32, 48)
+    assert torch.equal(tensor.to_dense(), layout.to_dense(values)[0])
+    found, again = Layout.from_torch_bsr(tensor)
+    assert same(found, layout)
+    assert torch.equal(again, values)
+
+
+def test_bsr_that_cannot_be():
+    layout = layout_of()
+    with pytest.raises(InvalidProblemError, match=r"layout: expected as many blocks in every head.*\[3, 4\]"):
+        layout.to_torch_bsr(randn(7, 16, 16))
+    with pytest.raises(InvalidProblemError, match=r"values: expected \[7, 16, 16\]"):
+        layout.to_torch_bsr(randn(2, 7, 16, 16))
+    with pytest.raises(InvalidProblemError, match="square blocks"):
+        Layout.from_torch_bsr(torch.ones(32, 32).to_sparse_bsr((16, 32)))
+    with pytest.raises(InvalidProblemError, match="tensor: expected"):
+        Layout.from_torch_bsr(torch.ones(32, 32))
