@@ -1,0 +1,147 @@
+"""What only a GPU shows of block-sparse matrices: its kernels, streams and captures behind the ops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparse24_plans import InvalidProblemError
+from sparse24_plans.blocksparse.table import MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.torch.blocksparse import Layout, Linear, MultiheadAttention, attention, matmul, softmax
+from sparse24_plans.vocab import BackendKind
+
+from .cases import FLOATS, close, layout_of, operands, wanting
+
+
+def needs_a_kernel(rows):
+    """Of a GPU's, in that table."""
+    there = any(row.backend is not BackendKind.HOST for row in rows)
+    return pytest.mark.skipif(not there, reason="no kernel of a GPU is in the table yet")
+
+
+pytestmark = [pytest.mark.gpu, needs_a_kernel(MATMUL_ROWS)]
+softmaxes = needs_a_kernel(SOFTMAX_ROWS)
+
+
+def moved(*tensors):
+    return [t.detach().cuda().requires_grad_(t.requires_grad) for t in tensors]
+
+
+@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+@pytest.mark.parametrize("trans", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [16, 128])
+def test_products_and_gradients_are_the_hosts(mode, trans, dtype, block):
+    layout = layout_of(block=block)
+    host = list(map(wanting, operands(mode, layout, trans_a=trans[0], trans_b=trans[1], n=64, dtype=dtype)))
+    there = moved(*host)
+    y = matmul(*host, layout, mode, *trans)
+    dy = torch.randn_like(y)
+    wanted = [y, *torch.autograd.grad(y, host, dy)]
+    other = layout_of(block=block).cuda()
+    z = matmul(*there, other, mode, *trans)
+    found = [z, *torch.autograd.grad(z, there, dy.cuda())]
+    assert all(t.is_cuda and t.dtype == dtype for t in found)
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours.cpu() / block, theirs / block, dtype)
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_and_its_gradient_are_the_hosts(dtype, masked):
+    layout = layout_of(block=32)
+    x = wanting(torch.randn(2, 7, 32, 32).to(dtype))
+    masks = (torch.randn(2, 64, 96), torch.randn(2, 96), torch.rand(64, 96) > 0.3) if masked else ()
+    modes = {"attn_mask_mode": "mul"} if masked else {}
+    y = softmax(x, layout, 0.3, *masks, **modes)
+    dy = torch.randn_like(y)
+    (there,) = moved(x)
+    z = softmax(there, layout_of(block=32).cuda(), 0.3, *moved(*masks), **modes)
+    close(z.cpu(), y, dtype)
+    (dx,), (dz,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(z, there, dy.cuda())
+    close(dz.cpu(), dx, dtype)
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("block", "size"), [(16, 16), (64, 64), (128, 128)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_and_its_gradients_are_the_hosts(dtype, block, size, kv_heads):
+    """Fused where there is a kernel, else by products and softmax."""
+    layout = layout_of(block=block)
+    shapes = (2, 2 * block), (kv_heads, 3 * block), (kv_heads, 3 * block)
+    host = [wanting(torch.randn(2, heads, n, size).to(dtype)) for heads, n in shapes]
+    there = moved(*host)
+    lengths = [torch.tensor(t, dtype=torch.int32) for t in ([2 * block, 5], [3 * block, block + 3])]
+    o, lse = attention(
+        *host, layout, causal=True, q_lengths=lengths[0], kv_lengths=lengths[1], return_lse=True
+    )
+    do = torch.randn_like(o)
+    lengths = moved(*lengths)
+    other = layout_of(block=block).cuda()
+    p, found = attention(
+        *there, other, causal=True, q_lengths=lengths[0], kv_lengths=lengths[1], return_lse=True
+    )
+    close(p.cpu(), o, dtype)
+    close(found.cpu(), lse, dtype)
+    for ours, theirs in zip(
+        torch.autograd.grad(p, there, do.cuda()), torch.autograd.grad(o, host, do), strict=True
+    ):
+        close(ours.cpu(), theirs, dtype)
+
+
+@softmaxes
+def test_a_module_is_moved_as_a_whole():
+    layout = Layout(np.tri(4, dtype=bool)[None].repeat(2, 0), 64)
+    module = MultiheadAttention(128, 2, layout, causal=True).half()
+    x = torch.randn(256, 3, 128).half()
+    wanted = module(x, x, x)[0]
+    module.cuda()
+    y = x.cuda()
+    close(module(y, y, y)[0].cpu(), wanted, torch.float16)
+
+
+def linear():
+    torch.manual_seed(0)
+    return Linear(256, 192, 64, torch.rand(4, 3) > 0.4, bias=True, device="cuda", dtype=torch.bfloat16)
+
+
+def test_work_is_enqueued_on_the_current_stream():
+    """Behind a kernel that takes long, and before what reads the result."""
+    layer, stream = linear(), torch.cuda.Stream()
+    x = torch.randn(64, 256, device="cuda").bfloat16()
+    wanted = layer(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        y = layer(late)
+    stream.synchronize()
+    assert torch.equal(y, wanted)
+
+
+def test_a_captured_product_follows_inputs_and_mask():
+    layer = linear().requires_grad_(False)
+    x = torch.randn(64, 256, device="cuda").bfloat16()
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    bitmap = layer.layout.layout.bitmap
+    for mask in (bitmap, bitmap[:, ::-1], bitmap[:, :, ::-1]):
+        layer.layout.update(mask)
+        x.copy_(torch.randn(64, 256, device="cuda"))
+        graph.replay()
+        assert torch.equal(y, layer(x))
+        exact = x.double() @ layer.dense_weight().double().t() + layer.bias.double()
+        close(y.double(), exact, torch.bfloat16)
+
+
+def test_operands_beside_the_layout_are_refused():
+    layout = layout_of()
+    a, b = operands("dsd", layout)
+    with pytest.raises(InvalidProblemError, match="a: expected a tensor on cpu, as the layout, got cuda:0"):
+        matmul(a.cuda(), b.cuda(), layout, "dsd")
