@@ -85,7 +85,8 @@ class Kernel(GemmKernel):
         weight_stages, source_stages = schedule.stages(layout, out_bytes)
         self.details = (
             f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
-            f"{self._blocks} blocks, K in {schedule.slices * schedule.parts} slices, clusters of "
+            f"{self._blocks} blocks{' in equal shares' if schedule.ranges else ''}, "
+            f"K in {schedule.slices * schedule.parts} slices, clusters of "
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
         )
         self._function = load(
