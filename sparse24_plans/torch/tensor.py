@@ -43,13 +43,13 @@ _ANY_ROWS = ShapeConstraints(1, 8, 1, 1)
 _FP8 = torch.float8_e4m3fn
 _PARTS = ("packed", "meta", "packed_t", "meta_t", "compressed_swizzled_bitmask")
 TILE_ALGORITHMS = {
-    "": TileRule.GREEDY_MAGNITUDE,
+    "": TileRule.GREEDY_VALUE,
     "largest_abs_values_greedy": TileRule.GREEDY_MAGNITUDE,
     "largest_values_greedy": TileRule.GREEDY_VALUE,
     "causal1122": TileRule.CAUSAL_1122,
     "optimal": TileRule.OPTIMAL,
 }
-"""PyTorch's names of the ways to prune 4x4 tiles, and one that it hasn't."""
+"""PyTorch's names of the ways to prune 4x4 tiles, with its default, and one that it hasn't."""
 
 
 def tile_rule(algorithm: str) -> TileRule:
@@ -174,8 +174,9 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
     def prune_dense_static_sort(cls, original_tensor: Tensor, algorithm: str = "") -> Sparse24Tensor:
         """Prune 4x4 tiles of a matrix [M, K], both multiples of 8: the tensor and its transpose are 2:4.
 
-        ``algorithm`` is PyTorch's: ``largest_abs_values_greedy`` (default), ``largest_values_greedy`` or
-        ``causal1122``; or ``optimal``. Raises SemiStructuredError, InvalidProblemError.
+        ``algorithm`` is PyTorch's: ``largest_values_greedy``, its default, which takes signs into account,
+        ``largest_abs_values_greedy`` or ``causal1122``; or ``optimal``. Raises SemiStructuredError,
+        InvalidProblemError.
         """
         cls._validate_device_dim_dtype_shape(original_tensor)
         rule = tile_rule(algorithm).value
@@ -235,18 +236,25 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
     ) -> Tensor:
         """``self @ B``; with ``should_transpose_dense`` ``B @ self^T + bias``."""
         self._check_mm(B, bias, B.shape[-1 if should_transpose_dense else 0])
-        rows = self.shape[0]
         if should_transpose_dense:
             if self.packed is not None:
                 return in_dtype(_ops.linear(B, self.packed, self.meta, bias), self.dtype)
-            y = _ops.dgrad(B, self.packed_t, self.meta_t, None, rows)
+            y = self._by_transpose(B)
             return in_dtype(y if bias is None else y + bias, self.dtype)
         if bias is not None:
             raise UnsupportedError("bias: expected None where the sparse operand is the first, got a tensor")
         if self.packed is not None:
             return in_dtype(_ops.mm(self.packed, self.meta, B, may_transpose=True), self.dtype)
-        y = _ops.dgrad(B.t(), self.packed_t, self.meta_t, None, rows)
-        return in_dtype(y.t().contiguous(), self.dtype)
+        return in_dtype(self._by_transpose(B.t()).t().contiguous(), self.dtype)
+
+    def _by_transpose(self, rows: Tensor) -> Tensor:
+        """``rows @ self^T`` of the transpose's parts. Raises UnsupportedError where no kernel has it."""
+        try:
+            return _tensor(_ops.dgrad(rows, self.packed_t, self.meta_t, None, self.shape[0]))
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"`SparseSemiStructuredTensor` matmul: operation is not supported on a transpose: {error}"
+            ) from error
 
     def _check_mm(self, other: Tensor, bias: Tensor | None, inner: int) -> None:
         name = "SparseSemiStructuredTensor"  # as PyTorch's messages have it

@@ -92,6 +92,21 @@ def test_tiles_give_the_matrix_and_its_transpose(algorithm):
         Sparse24Tensor.prune_dense_static_sort(randn(64, 128), "best")
 
 
+def test_by_default_tiles_are_pruned_as_pytorchs_are():
+    """From the largest value, not the largest magnitude."""
+    from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
+
+    matrix = randn(32, 64)
+    by_default = Sparse24Tensor.prune_dense_static_sort(matrix).to_dense()
+    assert torch.equal(by_default, _sparse_semi_structured_tile(matrix.clone()))
+    named = [
+        Sparse24Tensor.prune_dense_static_sort(matrix, f"largest_{which}_greedy").to_dense()
+        for which in ("values", "abs_values")
+    ]
+    assert torch.equal(by_default, named[0])
+    assert not torch.equal(*named)
+
+
 def test_parts_must_be_there():
     with pytest.raises(ValueError, match="packed"):
         Sparse24Tensor(torch.Size([8, 16]), None, None, None, None, None)
@@ -276,6 +291,15 @@ def test_products_of_sizes_that_do_not_fit_are_what_pytorchs_raise_and_what_ours
     with pytest.raises(NotImplementedError, match="`SparseSemiStructuredTensor` matmul: operation") as caught:
         torch.mm(randn(1, 128), sparse())
     assert isinstance(caught.value, SemiStructuredError)
+
+
+@pytest.mark.gpu
+def test_a_transpose_that_no_kernel_multiplies_is_refused_as_pytorchs_is():
+    a = Sparse24Tensor.from_dense(pruned(integers(64, 128)))
+    message = r"`SparseSemiStructuredTensor` matmul: operation is not supported .*no kernel"
+    for product in (lambda: a.t() @ integers(64, 8), lambda: integers(8, 64) @ a):
+        with pytest.raises(UnsupportedError, match=message):
+            product()
 
 
 def test_pruning_in_a_compiled_function_has_the_gradients_of_eager_mode():
