@@ -19,8 +19,10 @@ R_32F, R_16F, R_16BF = 0, 2, 14
 # cublasComputeType_t: float32 products and sums, no TF32
 COMPUTE_32F = 68
 # cublasLtMatmulDescAttributes_t; cublasOperation_t
-_DESC_TRANSA = 3
+_DESC_TRANSA, _DESC_TRANSB = 3, 4
 _OP_T = 1
+# cublasLtMatrixLayoutAttribute_t
+_LAYOUT_BATCH_COUNT, _LAYOUT_STRIDED_BATCH_OFFSET = 5, 6
 # cublasLtMatmulPreferenceAttributes_t
 _PREF_MAX_WORKSPACE_BYTES, _PREF_REDUCTION_SCHEME_MASK = 1, 3
 _PREF_MIN_ALIGNMENT = (5, 6, 7, 8)
@@ -48,6 +50,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulDescSetAttribute": [_P, _INT, _P, _SIZE],
     "cublasLtMatrixLayoutCreate": [_P, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
     "cublasLtMatrixLayoutDestroy": [_P],
+    "cublasLtMatrixLayoutSetAttribute": [_P, _INT, _P, _SIZE],
     "cublasLtMatmulPreferenceCreate": [_P],
     "cublasLtMatmulPreferenceDestroy": [_P],
     "cublasLtMatmulPreferenceSetAttribute": [_P, _INT, _P, _SIZE],
@@ -97,9 +100,9 @@ def handle(library: ctypes.CDLL, ordinal: int) -> int:
 
 
 class Matmul:
-    """A pinned column-major product D[m,n] = alpha * op(A) @ B[k,n], op(A)[m,k], beta = 0.
+    """A pinned column-major product D[m,n] = alpha * op(A) @ op(B), op(A)[m,k], op(B)[k,n], beta = 0.
 
-    Finds the algorithm on construction, within ``max_workspace`` bytes. ``types`` are the cudaDataType_t
+    ``batch`` such products, where above 1, have their matrices one behind the other, without gaps. Finds the algorithm on construction, within ``max_workspace`` bytes. ``types`` are the cudaDataType_t
     of A, B and D; ``alignments`` the bytes their addresses are multiples of. Needs the device current.
     """
 
@@ -115,6 +118,8 @@ class Matmul:
         alignments: tuple[int, int, int],
         alpha: float,
         max_workspace: int,
+        transpose_b: bool = False,
+        batch: int = 1,
     ) -> None:
         self._library, self._handle = library, handle
         self._alpha, self._beta = ctypes.c_float(alpha), ctypes.c_float(0.0)
@@ -122,10 +127,13 @@ class Matmul:
         self._desc = self._create("MatmulDesc", COMPUTE_32F, R_32F)
         if transpose_a:
             self._set("MatmulDesc", self._desc, _DESC_TRANSA, ctypes.c_int32(_OP_T))
-        rows_a, cols_a = (k, m) if transpose_a else (m, k)
-        self._a = self._create("MatrixLayout", types[0], rows_a, cols_a, leading[0])
-        self._b = self._create("MatrixLayout", types[1], k, n, leading[1])
-        self._d = self._create("MatrixLayout", types[2], m, n, leading[2])
+        if transpose_b:
+            self._set("MatmulDesc", self._desc, _DESC_TRANSB, ctypes.c_int32(_OP_T))
+        shapes = ((k, m) if transpose_a else (m, k)), ((n, k) if transpose_b else (k, n)), (m, n)
+        self._a, self._b, self._d = (
+            self._matrices(kind, one, stride, batch)
+            for kind, one, stride in zip(types, shapes, leading, strict=True)
+        )
         self._result = self._find_algorithm(alignments, max_workspace)
 
     @property
@@ -138,6 +146,14 @@ class Matmul:
         _call(self._library, f"cublasLt{kind}Create", ctypes.byref(out), *arguments)
         weakref.finalize(self, getattr(self._library, f"cublasLt{kind}Destroy"), out)
         return out
+
+    def _matrices(self, kind: int, shape: tuple[int, int], leading: int, batch: int) -> ctypes.c_void_p:
+        found = self._create("MatrixLayout", kind, *shape, leading)
+        if batch > 1:
+            offset = ctypes.c_int64(leading * shape[1])
+            self._set("MatrixLayout", found, _LAYOUT_BATCH_COUNT, ctypes.c_int32(batch))
+            self._set("MatrixLayout", found, _LAYOUT_STRIDED_BATCH_OFFSET, offset)
+        return found
 
     def _set(self, kind: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
         _call(

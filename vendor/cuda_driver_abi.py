@@ -15,7 +15,7 @@ from .library_error import LibraryError
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 # CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
 _INTERLEAVE_NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
-_SWIZZLE = {64: 2, 128: 3}  # by bytes of a box's rows
+_SWIZZLE = {32: 1, 64: 2, 128: 3}  # by bytes of a box's rows
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
@@ -105,23 +105,43 @@ def swizzled_matrix_map(
 ) -> bytes:
     """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their width.
 
-    A box's row is 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as zero
+    A box's row is 32, 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as zero
     bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40, the
     extents from 1 to 2^32. Raises LibraryError.
     """
+    return _swizzled_map(address, shape, (row_bytes,), itemsize, box)
+
+
+@lru_cache(maxsize=1024)
+def swizzled_matrices_map(
+    address: int, shape: tuple[int, int, int], itemsize: int, box: tuple[int, int]
+) -> bytes:
+    """The same of contiguous matrices (matrices, rows, columns), of which a box is part of one.
+
+    What lies outside of that one reads as zero bits and isn't written.
+    """
+    row_bytes = shape[2] * itemsize
+    return _swizzled_map(address, shape, (shape[1] * row_bytes, row_bytes), itemsize, (1, *box))
+
+
+def _swizzled_map(
+    address: int, shape: tuple[int, ...], pitches: tuple[int, ...], itemsize: int, box: tuple[int, ...]
+) -> bytes:
+    """Sizes from the outermost to the innermost, which is contiguous."""
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    rank = len(shape)
     status = _driver().cuTensorMapEncodeTiled(
         at,
         _UNSIGNED[itemsize],
-        2,
+        rank,
         address,
-        (ctypes.c_uint64 * 2)(*reversed(shape)),
-        (ctypes.c_uint64 * 1)(row_bytes),
-        (ctypes.c_uint32 * 2)(*reversed(box)),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*reversed(pitches)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
-        _SWIZZLE[box[1] * itemsize],
+        _SWIZZLE[box[-1] * itemsize],
         _L2_PROMOTION_256B,
         _FILL_ZEROS,
     )

@@ -18,6 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..blocksparse import table as blocks_table
+from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
+from ..blocksparse.shape import BlockSparseShape
 from ..device.devices import cuda_properties
 from ..device.jit.cache import cache_folder
 from ..errors import Sparse24Error
@@ -35,6 +38,7 @@ from .record import SCHEMA, Record, files_of, machine, save, stamp
 _M, _K = 4096, 4096
 _TOKENS = (16, 4096)
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
+_BLOCKS = (64, 16)
 _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.PruneSparse24Descriptor, {}),
     (prepare.PruneCompressSparse24Descriptor, {}),
@@ -55,13 +59,22 @@ def problems(row: Row) -> Iterator[Descriptor]:
             except Sparse24Error:  # the op doesn't take the element
                 continue
         return
+    if isinstance(row, blocks_table.MatmulRow):
+        for block, element, n, epilogue in product(_BLOCKS, row.elements, _TOKENS, _EPILOGUES):
+            all_blocks = (_M // block) * (_K // block)
+            layout = BlockSparseShape(heads=1, rows=_M, cols=_K, block=block, blocks=all_blocks)
+            yield BlockSparseMatmulDescriptor(
+                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
+            )
+        return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
 
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
     """One for every row and problem that it serves."""
-    for table in (gemm_table.ROWS, prepare_table.ROWS):
+    tables: tuple[tuple[Row, ...], ...] = (gemm_table.ROWS, prepare_table.ROWS, blocks_table.MATMUL_ROWS)
+    for table in tables:
         for row in table:
             if row.on_host or not row.kernel.sources:
                 continue

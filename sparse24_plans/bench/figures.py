@@ -20,6 +20,7 @@ from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
+BLOCKS_RECORD = "h200-blocksparse.json"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -190,6 +191,25 @@ def _random(record: Record) -> list[str]:
     return _table(head, rows)
 
 
+def _blocks(record: Record) -> list[str]:
+    """Products with random kept blocks over dense cuBLAS, by op, n, size of blocks and how many are kept."""
+    found = [row for row in record["records"][BLOCKS_RECORD]["products"] if row["pattern"] == "random"]
+    densities = sorted({row["density"] for row in found}, reverse=True)
+    names = sorted(
+        {(row["op"], row["n"], row["block"]) for row in found},
+        key=lambda one: (("dsd", "dds", "sdd").index(one[0]), -one[1], -one[2]),
+    )
+    rows = []
+    for name in names:
+        cells = [row for row in found if (row["op"], row["n"], row["block"]) == name]
+        means = [
+            _with_range([row["dense_us"] / row["us"] for row in cells if row["density"] == density])
+            for density in densities
+        ]
+        rows.append((*name, *means))
+    return _table(("op", "n", "block", *(f"{density:.0%} kept" for density in densities)), rows)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -224,6 +244,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "systems": _systems,
     "compilation": _compilation,
     "random": _random,
+    "blocks": _blocks,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 

@@ -36,6 +36,10 @@ _KEYS: Lists = {
     "prepare": ("op", "m", "k", "element"),
     "prepare_peers": ("op", "m", "k", "element", "peer"),
 }
+BLOCKS_KEYS: Lists = {
+    "products": ("op", "m", "k", "n", "block", "density", "pattern", "element"),
+    "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
+}
 TORCH_KEYS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
 
 

@@ -162,6 +162,11 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         return {"sdd": False, "dsd": self.trans_a, "dds": self.trans_b}[self.op]
 
     @property
+    def dense_k_last(self) -> bool:
+        """Whether the rows of the dense operand, of ``sdd`` those of b, are what is summed over."""
+        return not self.trans_a if self.op is BlockSparseOp.DDS else self.trans_b
+
+    @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of the sparse matrix as it enters the product."""
         one = self.layout

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from ..plan.arithmetic import in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
+from ..vocab import ElementKind, MathPrecision
 from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
+
+TILE_ROWS = 64
+"""Of a tile of the tensor cores."""
 
 
 def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -19,3 +23,33 @@ def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
 def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
     return of_sums_in_float32(problem.element, same_bits=False, nonfinite="skips_pruned", terms_per_k=1.0)
+
+
+def tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Of a result's kept blocks, in increasing k. The tensor cores truncate when they align and add: up to
+    # 2^-22 a step. Lines of small blocks share tiles, in which zeros stand for what one of them lacks.
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.of(problem.element),
+        accumulator=ElementKind.F32,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=False,
+        subnormals="preserved",
+        nonfinite="skips_pruned" if problem.layout.block >= TILE_ROWS else "propagates",
+        unit_roundoff=2.0**-22,
+        terms_per_k=1.0,
+    )
+
+
+def cublas(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits. It
+    # multiplies the zeros of blocks that aren't kept, too.
+    on_cores = problem.element is not ElementKind.F32
+    return tensor_cores(problem).model_copy(
+        update={
+            "batch_invariant": False,
+            "nonfinite": "propagates",
+            "unit_roundoff": 2.0**-22 if on_cores else ElementKind.F32.unit_roundoff,
+        }
+    )

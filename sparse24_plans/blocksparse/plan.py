@@ -35,7 +35,7 @@ class BlockSparsePlan(Plan):
 
         Raises InvalidProblemError where the shape isn't the descriptor's.
         """
-        tables = BlockSparseTables(layout)
+        tables = BlockSparseTables(layout, self._home)
         view_of(self.descriptor.layout, tables)
         return tables
 

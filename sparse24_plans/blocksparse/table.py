@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan.table import Row
-from ..vocab import BLOCKS_LAYOUT, BackendKind, EpilogueKind, Tier
-from . import guarantees
+from ..vocab import BLOCKS_LAYOUT, ArchSku, BackendKind, BlockSparseOp, ElementKind, EpilogueKind, Tier
+from . import guarantees, limits
 from .descriptor import FLOATS, MATMUL_ELEMENTS, BlockSparseMatmulDescriptor
+from .shape import BLOCK_SIZES
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,59 @@ class BlockSparseRow(Row):
 class MatmulRow(BlockSparseRow):
     """A row of products."""
 
+    blocks: tuple[int, ...] = BLOCK_SIZES
+    ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
+    epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
+
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
-        if self.strict and descriptor.epilogue is EpilogueKind.BIAS_GELU_TANH:
+        if descriptor.op not in self.ops:
+            return f"does not serve op {descriptor.op}"
+        if descriptor.epilogue not in self.epilogues:
             return f"does not serve epilogue {descriptor.epilogue}"
+        if descriptor.layout.block not in self.blocks:
+            served = ", ".join(map(str, self.blocks))
+            return f"serves blocks of {served}, not {descriptor.layout.block}"
         return None
 
 
+_EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
 _HOST = (BackendKind.HOST, Tier.HOST)
+_BLOCKS_WGMMA = MatmulRow(
+    "blocks_wgmma",
+    BackendKind.BLOCKS_WGMMA,
+    Tier.SPARSE_TENSOR_CORE,
+    guarantees.tensor_cores,
+    (ElementKind.F16, ElementKind.BF16),
+    arch=ArchSku.SM90A,
+    min_compute_capability=limits.WGMMA[0],
+    below_compute_capability=limits.WGMMA[1],
+    limits=limits.blocks_wgmma,
+    epilogues=_EXACT_EPILOGUES,
+)
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
+    _BLOCKS_WGMMA,
+    MatmulRow(
+        "inflate_cublas",
+        BackendKind.INFLATE_CUBLAS,
+        Tier.INFLATE,
+        guarantees.cublas,
+        FLOATS,
+        limits=limits.cublas,
+        min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
+        missing=limits.needs_cublaslt,
+        epilogues=_EXACT_EPILOGUES,
+    ),
+    # For what inflating doesn't promise.
+    replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
     MatmulRow("host_blas", *_HOST, guarantees.host_blas, MATMUL_ELEMENTS),
-    MatmulRow("host_strict", *_HOST, guarantees.strict_matmul, MATMUL_ELEMENTS, strict=True),
+    MatmulRow(
+        "host_strict",
+        *_HOST,
+        guarantees.strict_matmul,
+        MATMUL_ELEMENTS,
+        strict=True,
+        epilogues=_EXACT_EPILOGUES,
+    ),
 )
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device.tensors import TensorView
-from ..errors import InvalidProblemError
+from ..device.devices import current_on
+from ..device.streams import stream_handle
+from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy
+from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .shape import BlockSparseShape
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
+STRIP = 128
+"""Rows of cells whose blocks kernels take together."""
+GROUP = 256
+"""Columns of cells of neighbouring blocks of a row that kernels take together."""
 
 
 class LookUp(NamedTuple):
@@ -33,6 +39,23 @@ class LookUp(NamedTuple):
     """[blocks]: row of each block in its head, column by column."""
     column_order: Array
     """[blocks]: place of each block in the values, column by column."""
+    row_bits: Array
+    """[heads * R, ceil(C / 32)]: bit c % 32 of word c / 32 is whether the row keeps column c."""
+    column_bits: Array
+    """[heads * C, ceil(R / 32)]: the same of the columns."""
+    row_strips: Array
+    """[heads * S], S = ceil(rows / 128): the strips of 128 rows of cells, those that keep blocks in the most
+    columns first; of equals the first. Strip s of head h is h * S + s."""
+    column_strips: Array
+    """The same of 128 columns."""
+    row_strip_columns: Array
+    """[heads * S]: of how many columns each strip keeps a block."""
+    column_strip_rows: Array
+    """The same of 128 columns."""
+    group_rows: Array
+    """[groups]: h * R + r of each group of neighbouring blocks of a row; -1 past the last group."""
+    group_firsts: Array
+    """[groups]: place of a group's first block in the values. It has at most ``group_size``."""
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
@@ -43,7 +66,40 @@ class LookUp(NamedTuple):
 
 def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     rows, columns, count = shape.heads * shape.block_rows, shape.heads * shape.block_cols, shape.blocks
-    return rows + 1, count, count, columns + 1, count, count
+    bits = rows * words(shape.block_cols), columns * words(shape.block_rows)
+    strips = shape.heads * head_strips(shape.rows), shape.heads * head_strips(shape.cols)
+    size = group_size(shape)
+    groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
+    return rows + 1, count, count, columns + 1, count, count, *bits, *strips, *strips, groups, groups
+
+
+def words(bits: int) -> int:
+    """Int32s of so many bits."""
+    return -(-bits // 32)
+
+
+def head_strips(cells: int) -> int:
+    """Strips of a head, of so many rows or columns of cells."""
+    return -(-cells // STRIP)
+
+
+def group_size(shape: BlockSparseShape) -> int:
+    """The most blocks of a group."""
+    return GROUP // shape.block
+
+
+def groups(shape: BlockSparseShape) -> int:
+    """The most groups of such a layout."""
+    return _lengths(shape)[-1]
+
+
+def addresses(start: int, shape: BlockSparseShape) -> dict[str, int]:
+    """Where each table lies, by name, when the first is at ``start``."""
+    found, at = {}, start
+    for name, count in zip(LookUp._fields, _lengths(shape), strict=True):
+        found[name] = at
+        at += 4 * count
+    return found
 
 
 def length(shape: BlockSparseShape) -> int:
@@ -55,39 +111,58 @@ class BlockSparseTables:
     """A layout's look-up tables, which plans take; made once, and at the same addresses for life.
 
     :meth:`update` writes the tables of another mask over them, so whatever was bound or captured with them
-    serves that mask from then on. Made by ``plan.pack(layout)``; serves every plan of its shape.
+    serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_view", "lookup", "shape")
+    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
 
     shape: BlockSparseShape
     """Of the layouts that they can be of."""
+    device: Device
+    """Where plans read them."""
     lookup: LookUp
-    """The tables by name, read-only: ``row_pointers``, ``columns``, ``rows`` and those of the columns."""
+    """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on."""
 
-    def __init__(self, layout: BlockSparseLayout) -> None:
-        """In memory of their own, on the host. Raises InvalidProblemError for anything but a layout."""
+    def __init__(self, layout: BlockSparseLayout, device: Device = HOST) -> None:
+        """In memory of their own on ``device``; on a GPU, filled on CuPy's current stream.
+
+        Raises InvalidProblemError for anything but a layout, BackendUnavailableError where CuPy or the device
+        is missing, or its memory is full.
+        """
         shape = _checked(layout).shape
-        self._set(shape, np.empty(length(shape), np.int32))
+        self._set(shape, np.empty(length(shape), np.int32), check_device("device", device))
         self.update(layout)
 
-    def _set(self, shape: BlockSparseShape, memory: Array) -> None:
-        self.shape, self._memory = shape, memory
+    def _set(self, shape: BlockSparseShape, memory: Array, device: Device) -> None:
+        self.shape, self._memory, self.device = shape, memory, device
         shown = memory.view()
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
-        self._view = TensorView.of(shown)
+        self._there = None if device == HOST else _allocated(memory.size, device)
+        self._view = _read_only(TensorView.of(shown if self._there is None else self._there))
 
-    def update(self, layout: BlockSparseLayout) -> None:
+    def update(self, layout: BlockSparseLayout, *, stream: Any = None) -> None:
         """Write the tables of ``layout``, which has the same shape, in place.
 
-        On the host it is done when the call returns; no plan may run with the tables meanwhile. Raises
-        InvalidProblemError for another shape, before anything is written.
+        On the host it is done when the call returns; no plan may run with the tables meanwhile. On a GPU they
+        are copied there on ``stream`` (CuPy's current one by default): what that stream runs later reads the
+        new mask. It is no work for a CUDA graph's capture. Raises InvalidProblemError for another shape or no
+        stream, before anything is written.
         """
         other = _checked(layout).shape
         if other != self.shape:
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other!r}")
+        handle = stream_handle(stream, self.device)
         _fill(LookUp.of(self._memory, self.shape), layout.bitmap, self.shape)
+        self._copy(handle)
+
+    def _copy(self, stream: int) -> None:
+        """To the device. The driver has taken what lies in pageable memory when the call returns."""
+        if self._there is not None:
+            with current_on(self.device):
+                self._there.data.copy_from_host_async(
+                    self._memory.ctypes.data, self._memory.nbytes, import_cupy().cuda.ExternalStream(stream)
+                )
 
     @property
     def view(self) -> TensorView:
@@ -95,19 +170,34 @@ class BlockSparseTables:
         return self._view
 
     def __repr__(self) -> str:
-        return f"BlockSparseTables({self.shape!r})"
+        return f"BlockSparseTables({self.shape!r} on {self.device})"
 
     def __deepcopy__(self, memo: object) -> BlockSparseTables:
-        return _restored(self.shape, self._memory.copy())
+        return _restored(self.shape, self._memory.copy(), self.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.shape, self._memory)
+        return _restored, (self.shape, self._memory, self.device)
 
 
-def _restored(shape: BlockSparseShape, memory: Array) -> BlockSparseTables:
+def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
     tables = object.__new__(BlockSparseTables)
-    tables._set(shape, memory)
+    tables._set(shape, memory, device)
+    tables._copy(stream_handle(None, device))
     return tables
+
+
+def _allocated(count: int, device: Device) -> Any:
+    """Int32s on a GPU."""
+    cupy = import_cupy()
+    try:
+        with current_on(device):
+            return cupy.empty(count, np.int32)
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
+        raise BackendUnavailableError(f"no tables on {device}: {error}") from error
+
+
+def _read_only(view: TensorView) -> TensorView:
+    return TensorView(view.address, view.shape, view.element, view.device, readonly=True, owner=view.owner)
 
 
 def _checked(layout: object) -> BlockSparseLayout:
@@ -131,6 +221,34 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     np.take(row, tables.column_order, out=tables.column_rows)
     tables.column_pointers[0] = 0
     np.cumsum(np.bincount(column, minlength=columns), out=tables.column_pointers[1:])
+    _fill_lines(kept, shape.block, tables.row_bits, tables.row_strips, tables.row_strip_columns)
+    turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
+    _fill_lines(turned, shape.block, tables.column_bits, tables.column_strips, tables.column_strip_rows)
+    _fill_groups(tables, group_size(shape))
+
+
+def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array) -> None:
+    heads, lines, across = kept.shape
+    packed = np.zeros((heads, lines, 4 * words(across)), np.uint8)
+    packed[:, :, : -(-across // 8)] = np.packbits(kept, axis=-1, bitorder="little")
+    bits[...] = packed.view("<i4").reshape(-1)
+    size = STRIP // block
+    any_of_strip = kept[:, ::size].copy()
+    for at in range(1, size):
+        part = kept[:, at::size]
+        any_of_strip[:, : part.shape[1]] |= part
+    counts[...] = np.count_nonzero(any_of_strip, axis=-1).reshape(-1)
+    order[...] = np.argsort(-counts, kind="stable")
+
+
+def _fill_groups(tables: LookUp, size: int) -> None:
+    counts = -(-np.diff(tables.row_pointers) // size)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    in_row = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tables.group_rows[...] = -1
+    tables.group_firsts[...] = 0
+    tables.group_rows[: len(rows)] = rows
+    tables.group_firsts[: len(rows)] = tables.row_pointers[rows] + size * in_row
 
 
 def view_of(shape: BlockSparseShape, given: object) -> TensorView:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import record as bench_record
-from ..bench.record import TORCH_KEYS
+from ..bench.record import BLOCKS_KEYS, TORCH_KEYS
 from ..bench.scope import BACKENDS, PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
 from ..device.files import check_writable
@@ -72,6 +72,10 @@ TorchOption = Annotated[
         "--torch", help="Instead, what a user of PyTorch gets: host time a call, and a Llama-3.1-8B decoder."
     ),
 ]
+BlocksOption = Annotated[
+    bool,
+    typer.Option("--blocksparse", help="Instead, products of block-sparse matrices, beside PyTorch's BSR."),
+]
 GpusOption = Annotated[
     int, typer.Option("--gpus", metavar="N", help=f"With --torch: GPUs that share the decoder, of {_SHARES}.")
 ]
@@ -87,6 +91,7 @@ def bench(
     random: SeedOption = None,
     with_torch: TorchOption = False,
     gpus: GpusOption = 1,
+    blocksparse: BlocksOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels beside dense cuBLAS and cuSPARSELt.
@@ -99,6 +104,12 @@ def bench(
     of_the_grid = bool(n or backend or only or shapes != _ALL_SHAPES)
     if gpus not in _SHARES or (gpus > 1 and not with_torch):
         raise typer.BadParameter(f"--gpus: expected one of {_SHARES}, with --torch, got {gpus}")
+    if blocksparse:
+        if of_the_grid or element or random is not None or with_torch:
+            raise typer.BadParameter("--blocksparse takes --out alone")
+        with reported(as_json):
+            emit(_measure_blocks(out, quiet=as_json), times.show_blocks, as_json=as_json)
+        return
     if with_torch:
         if of_the_grid or element or random is not None:
             raise typer.BadParameter("--torch takes --gpus and --out alone")
@@ -173,6 +184,25 @@ def _measure_torch(gpus: int, out: Path | None, *, quiet: bool) -> Json:
                 bench_record.save(bench_record.merged(before, found, TORCH_KEYS) if before else found, out)
 
         record: Json = torch_run.measure(gpus, lambda: advance(1), keep)
+    return record
+
+
+def _measure_blocks(out: Path | None, *, quiet: bool) -> Json:
+    """Writes the record as it grows: an interrupted run leaves what it has."""
+    before = None
+    if out is not None:
+        check_writable(out)
+        before = bench_record.to_extend(out, BLOCKS_KEYS)
+    bench_record.machine()  # raises without a GPU, before anything is shown
+    from ..bench import blocks  # PyTorch comes with it
+
+    with progress("measuring", len(blocks.cells()), quiet) as advance:
+
+        def keep(found: Json) -> None:
+            if out is not None:
+                bench_record.save(bench_record.merged(before, found, BLOCKS_KEYS) if before else found, out)
+
+        record: Json = blocks.measure(lambda: advance(1), keep)
     return record
 
 

@@ -56,6 +56,26 @@ def show_torch(record: Json) -> None:
         show_table((Column("host", "call"), Column("us a call", "time", right=True)), rows)
 
 
+def show_blocks(record: Json) -> None:
+    """Microseconds of each product, and the speed over dense cuBLAS and over PyTorch's BSR."""
+
+    def over(peer: str, row: Json) -> str:
+        return f"{row[peer] / row['us']:.2f}x" if row[peer] else "-"
+
+    columns = (
+        Column("op", "op"),
+        Column("M x K", _matrix),
+        Column("N", "n", right=True),
+        Column("block", "block", right=True),
+        Column("kept", lambda row: f"{row['density']:.0%} {row['pattern']}"),
+        Column("us", partial(_time, "us"), right=True),
+        Column("over dense", partial(over, "dense_us"), right=True),
+        Column("over BSR", partial(over, "torch_bsr_us"), right=True),
+        Column("kernel", "backend", optional=True),
+    )
+    show_table(columns, record["products"], title="products of block-sparse matrices: microseconds")
+
+
 def _ms(key: str, row: Json) -> str:
     return "-" if row[key] is None else f"{row[key]:.2f}"
 

@@ -343,6 +343,7 @@ class BackendKind(_Word):
     INFLATE_CUBLAS = "inflate_cublas"
     MMA_SP = "mma_sp"
     WGMMA_SP = "wgmma_sp"
+    BLOCKS_WGMMA = "blocks_wgmma"
     CUSPARSELT = "cusparselt"
     PRUNE = "prune"
     DECOMPRESS = "decompress"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from sparse24_plans import BlockSparseLayout, BlockSparseTables, InvalidProblemError
+from sparse24_plans.blocksparse.tables import LookUp
 
 from .layouts import EDGES, layouts, random_layout
 
@@ -30,6 +31,39 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
         assert [places[i] for i in found.column_order[part]] == ours
         assert found.column_rows[part].tolist() == [row for _, row, _ in ours]
     assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
+    check_lines(layout.bitmap, layout.shape.block, found.row_bits, found.row_strips, found.row_strip_columns)
+    turned = layout.bitmap.transpose(0, 2, 1)
+    check_lines(turned, layout.shape.block, found.column_bits, found.column_strips, found.column_strip_rows)
+    check_groups(layout, found)
+
+
+def check_lines(
+    kept: np.ndarray, block: int, bits: np.ndarray, order: np.ndarray, counts: np.ndarray
+) -> None:
+    """Bits of each line; strips of 128 rows of cells, by the columns in which they keep anything."""
+    heads, lines, across = kept.shape
+    words = -(-across // 32)
+    found = bits.view(np.uint32).reshape(heads, lines, words)
+    for head, line, column in np.ndindex(heads, lines, 32 * words):
+        wanted = column < across and kept[head, line, column]
+        assert (found[head, line, column // 32] >> column % 32 & 1) == wanted
+    size = 128 // block
+    starts = [(head, line) for head in range(heads) for line in range(0, lines, size)]
+    wanted = [int(kept[head, line : line + size].any(0).sum()) for head, line in starts]
+    assert counts.tolist() == wanted
+    assert order.tolist() == sorted(range(len(wanted)), key=lambda strip: -wanted[strip])
+
+
+def check_groups(layout: BlockSparseLayout, found: LookUp) -> None:
+    """Of 256 columns of cells at most, in turn all blocks, none with blocks of two rows."""
+    size, seen = 256 // layout.shape.block, []
+    for row, first in zip(found.group_rows.tolist(), found.group_firsts.tolist(), strict=True):
+        if row >= 0:
+            seen += range(first, min(first + size, int(found.row_pointers[row + 1])))
+            assert found.row_pointers[row] <= first < found.row_pointers[row + 1]
+    assert seen == list(range(layout.shape.blocks))
+    there = (found.group_rows >= 0).tolist()
+    assert there == sorted(there, reverse=True)
 
 
 @given(layouts())

@@ -112,15 +112,15 @@ Problem = Product | Preparation | BlockProblem
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     """The problem of this number. On the host every fourth is a call with hostile arguments.
 
-    There every eighth is block-sparse too: no GPU has kernels for these yet.
+    Every eighth is block-sparse, on a GPU a product.
     """
     on_gpu = device != "host"
     key = (seed, case, int(on_gpu))
     rng = np.random.default_rng(key)
     if not on_gpu and case % 4 == 3:
         return draw_attack(rng)
-    if not on_gpu and case % 8 == 5:
-        return _block_problem(rng, (*key, 1))
+    if case % 8 == 5:
+        return _block_product_of_gpu(rng, (*key, 1)) if on_gpu else _block_problem(rng, (*key, 1))
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
@@ -276,6 +276,22 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
         fields |= {"epilogue": _pick(rng, EpilogueKind), "bias_element": _default_bias(fields)}
+    desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
+    return BlockProblem(desc, layout, preference, data_seed)
+
+
+def _block_product_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
+    """Of what the kernels of a GPU serve: some row does, where nothing is preferred."""
+    layout, preference = _layout(rng, 1 << 19), _preference(rng, host=False)
+    element = _pick(rng, ("f32", "f16", "bf16", "bf16"))
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
+    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 8)
+    fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
+    if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
+        kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
+        fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
+    batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 

@@ -12,7 +12,15 @@ from unittest import mock
 
 import pytest
 
-from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference
+from sparse24_plans import (
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
+    DeviceProperties,
+    GemmSparse24Descriptor,
+    PlanPreference,
+)
+from sparse24_plans.blocksparse import table as blocks_table
+from sparse24_plans.blocksparse.table import MatmulRow
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import table as gemm_table
 from sparse24_plans.gemm.schedules.wgmma_choice import allowed_schedules
@@ -66,6 +74,7 @@ WGMMA_TOKENS = {
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
+BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
 
 
 class Request(NamedTuple):
@@ -139,10 +148,50 @@ def prepare_requests(row: PrepareRow, capability: tuple[int, int]) -> list[Reque
     return found
 
 
+def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
+    """Products of every form, kind, size of block and schedule; or a few."""
+    turns = [(False, False)] if few else [(a, b) for a in (False, True) for b in (False, True)]
+    kinds = KINDS[1:3] if few else [kind for kind in KINDS[:4] if "op" not in kind]
+    for block in (16, 64) if few else (16, 32, 64, 128):
+        shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=100)
+        for op in ("sdd", "dsd", "dds"):
+            for turned in turns:
+                for n in (256,) if few or turned != (False, False) else (64, 128, 256, 4096):
+                    yield _block_problem(op, shape, n, turned, {"element": "bf16"})
+            for kind in kinds:
+                if op == "sdd":
+                    kind = {name: word for name, word in kind.items() if "epilogue" not in name}
+                yield _block_problem(op, shape, 4096, (False, False), kind)
+
+
+def _block_problem(
+    op: str, shape: BlockSparseShape, n: int, turned: tuple[bool, bool], kind: dict[str, str]
+) -> BlockSparseMatmulDescriptor:
+    return BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, trans_a=turned[0], trans_b=turned[1], **kind)
+
+
+@functools.cache
+def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request]:
+    """Every variant on Hopper, a few elsewhere."""
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found:
+        for desc in block_problems(few=capability != HOPPER):
+            if row.name == "inflate_cublas":  # asks cuBLAS itself only where there is a result
+                desc = desc.model_copy(update={"batch": 0})
+            considered = consider(blocks_table.MATMUL_ROWS, desc, preference, device)
+            if any(one.row is row and one.reason is None for one in considered):
+                row.kernel(Choice(desc, device, row, preference, {}))
+    return found
+
+
 REQUESTS = list(
     dict.fromkeys(
         request
-        for rows, requests in ((GEMM_ROWS, gemm_requests), (PREPARE_ROWS, prepare_requests))
+        for rows, requests in (
+            (GEMM_ROWS, gemm_requests),
+            (PREPARE_ROWS, prepare_requests),
+            (BLOCKS_ROWS, blocks_requests),
+        )
         for row in rows
         for capability in CAPABILITIES
         for request in requests(row, capability)

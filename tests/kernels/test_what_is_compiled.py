@@ -9,12 +9,14 @@ from sparse24_plans.device.jit import codes
 from sparse24_plans.vocab import GemmOp
 
 from .requests import (
+    BLOCKS_ROWS,
     CAPABILITIES,
     GEMM_ROWS,
     HOPPER,
     PREPARE_ROWS,
     REQUESTS,
     SOURCES,
+    blocks_requests,
     device_of,
     every_source,
     gemm_requests,
@@ -25,12 +27,14 @@ from .requests import (
 def test_every_device_row_and_every_source_is_covered():
     assert all(gemm_requests(row, HOPPER) for row in GEMM_ROWS)
     assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
+    assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
 @every_source
 def test_every_architecture_that_a_source_is_for_is_covered(source):
     rows = [row for row in GEMM_ROWS if any(one.source == source for one in gemm_requests(row, HOPPER))]
+    rows += [row for row in BLOCKS_ROWS if any(one.source == source for one in blocks_requests(row, HOPPER))]
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
@@ -44,6 +48,13 @@ def test_preparing_is_compiled_for_every_width_of_its_elements(row):
     assert widths == {element.itemsize for element in row.elements}
     numbers = {d["NUMBER"] for d in asked if "NUMBER" in d}  # unsigned, two's complement, sign and magnitude
     assert numbers in (set(), {0, 1, 2} if ElementKind.U8 in row.elements else {1, 2})
+
+
+@pytest.mark.parametrize("row", BLOCKS_ROWS, ids=lambda row: row.name)
+def test_every_size_of_blocks_and_element_is_covered_on_hopper(row):
+    asked = [dict(request.defines) for request in blocks_requests(row, HOPPER)]
+    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    assert {d["BLOCK"] for d in asked} == set(row.blocks)
 
 
 @pytest.mark.parametrize("row", GEMM_ROWS, ids=lambda row: row.name)

@@ -48,6 +48,9 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
                 for one, memory in case.guarded.items()
                 if one != name and memory.view.address < moved.end and moved.address < memory.view.end
             ]
+            tables = getattr(case.args, "layout", None)
+            if tables and tables.view.address < moved.end and moved.address < tables.view.end:
+                hit.append("layout")
             scratch = case.workspace and case.workspace.view
             if scratch and scratch.address < moved.end and moved.address < scratch.end:
                 hit.append("workspace")

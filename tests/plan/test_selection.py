@@ -38,7 +38,7 @@ from ..strategies import (
     preferences,
     prepare_descriptors,
 )
-from .cases import BLOCKSPARSE, GEMM, PLANS, PREPARE, PROBLEMS, name_of, select
+from .cases import ON_HOST_ALONE, PLANS, PROBLEMS, name_of, select
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,10 @@ def test_equal_arguments_are_one_plan(desc):
     plan = select(desc, "host")
     assert select(again, "host") is plan
     assert select(again, "cpu", preference=PlanPreference.model_validate_json("{}")) is plan
-    other = select(desc.model_copy(update={"m": 24}), "host")
+    size = "m" if hasattr(desc, "m") else "batch"
+    other = select(desc.model_copy(update={size: 24}), "host")
     assert other is not plan
-    assert (plan.descriptor.m, other.descriptor.m) == (16, 24)
+    assert (getattr(plan.descriptor, size), getattr(other.descriptor, size)) == (getattr(desc, size), 24)
 
 
 @every_problem
@@ -295,19 +296,19 @@ def test_an_absent_gpu_that_is_too_old(desc):
             or f"runs on the host, the plan is for {TURING}" in line
             or "does not serve" in line
         )
-    words = "runs on the host" if desc in BLOCKSPARSE else "needs compute capability"
+    words = "runs on the host" if desc in ON_HOST_ALONE else "needs compute capability"
     with pytest.raises(UnsupportedError, match=words):
         choose(consider(PLANS[type(desc)].table, desc, PlanPreference(), TURING))
 
 
-@pytest.mark.parametrize("desc", BLOCKSPARSE, ids=name_of)
-def test_no_gpu_serves_block_sparse_problems_yet(desc):
+@pytest.mark.parametrize("desc", ON_HOST_ALONE, ids=name_of)
+def test_what_no_gpu_serves_yet(desc):
     answer = explain(desc, device=HOPPER)
     assert answer.chosen is None
-    assert all("runs on the host" in reason for _, _, reason in answer.rows)
+    assert all("runs on the host" in reason or "serves elements" in reason for _, _, reason in answer.rows)
 
 
-@pytest.mark.parametrize("desc", [*GEMM, *PREPARE], ids=name_of)
+@pytest.mark.parametrize("desc", [desc for desc in PROBLEMS if desc not in ON_HOST_ALONE], ids=name_of)
 def test_an_absent_gpu_that_serves(desc):
     answer = explain(desc, device=HOPPER)
     rows = {name: (backend, reason) for name, backend, reason in answer.rows}

@@ -1,0 +1,530 @@
+// C = epilogue(alpha * op(S) @ X) for a block-sparse S, operands fed by the copy engine: dsd as it stands, dds as
+// C^T = op(S)^T @ op(A)^T. Rows are those of op(S) here and tokens the columns of X, whichever way C lies in memory.
+//
+// A row of blocks of op(S) is a line, 128 rows are a strip: one line, or several that share the columns of X that more
+// than one of them keeps. A cluster takes one strip with kTokens tokens for each of its blocks, which share the values
+// of S: each copies a part of them to all. A step is 64 columns of which the strip keeps any, and the 64 rows of X that
+// they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
+//
+// Of sdd an item is a group of neighbouring kept blocks of a line, and a step 64 k of op(A)'s rows and op(B)'s columns.
+//
+//   role        who                          what
+//   copy        last warpgroup, two warps    S, and the other two X, a stage a step, up to kStages ahead, also of
+//               each                         the next items
+//   multiply    each of kWarpgroups          64 rows x kColumns tokens; passes over steps without its lines
+//   write       the same                     its results, staged for the copy engine, while the next are copied in
+//
+//   barriers    full: a stage's bytes have come; free: all warps of the cluster that read it are done. Named 1 ..: a
+//               warpgroup's staging area.
+//   registers   kColumns / 2 accumulators; threads that copy hand theirs over.
+//
+//   copy     | step 0 | step 1 | step 2 | ..
+//   multiply          | wgmma 0 | 1 | 2 | ..                     one step in flight, the stage before it freed
+//                                                                meanwhile
+//   write                                    | fill | copy |
+//
+// Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
+// takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
+#include "common/epilogue.cuh"
+#include "ptx/tensors.cuh"
+#include "ptx/wgmma_dense.cuh"
+
+#define S24_CLUSTER_BLOCKS S24_SHARE
+#include "common/cluster.cuh"
+
+// Everything that is compiled in.
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+  static constexpr int kBlock = S24_BLOCK;
+  static constexpr int kTokens = S24_TOKENS;          // of a block of threads
+  static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
+  static constexpr int kShare = S24_SHARE;            // blocks of a cluster
+  static constexpr int kStages = S24_STAGES;
+  static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
+  static constexpr bool kSampled = S24_SAMPLED;                     // sdd
+  static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // how op(S) lies in its blocks
+  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X does; MN: tokens are contiguous
+  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
+
+  // A step has 64 k: half of a large block, or small ones side by side.
+  static constexpr int kHalves = kBlock > 64 ? kBlock / 64 : 1, kBeside = kBlock < 64 && !kSampled ? 64 / kBlock : 1;
+  static constexpr int kBox = kBlock < 64 ? kBlock : 64, kBoxBytes = 2 * kBox;  // k of a box of S or X
+  static constexpr int kLines = kSampled ? 1 : 128 / kBlock;                    // of a strip
+  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;             // row tiles of a line
+  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;              // lines of a row tile
+  static constexpr int kRowGroups = kSampled ? kLineGroups : 2;
+  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;  // tokens of a warpgroup
+  // Of sdd: kept blocks of an item, and their columns. A narrow item has part of one.
+  static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
+  static constexpr int kSums = kColumns / 2;
+  static constexpr int kMultiplying = 128 * kWarpgroups;
+  // X is read by every line that keeps a block of its rows, C is not read at all.
+  static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
+  static constexpr int kThreads = kMultiplying + 128;
+  static constexpr int kGroupBytes = 64 * 128;           // 64 lines of 128 bytes
+  static constexpr int kLineBytes = kBlock * kBoxBytes;  // a line's block, or half of one
+  static constexpr int kSparseBytes = kRowGroups * kGroupBytes, kDenseBytes = kTokens * 128;
+  static constexpr int kStageBytes = kSparseBytes + kDenseBytes;
+
+  // Shared memory: stages, a staging area a warpgroup, barriers, which lines each stage has.
+  static constexpr int kOutBytes = sizeof(Out::Bits);
+  static constexpr int kStepTokens = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepTokens * kOutBytes;
+  static constexpr int kStagingAt = kStages * kStageBytes;
+  static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
+  static_assert(kRowGroups <= kWarpgroups && kColumns % 64 == 0, "a warpgroup has 64 rows and whole groups of tokens");
+  static_assert(!kSampled || kBlock >= 64, "a line of sdd is a row tile at least");
+
+  // Registers of a thread that copies and of one that multiplies, once they part.
+  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+};
+constexpr int kSparseGroup = Config::kBlock < 64 ? Config::kLineBytes : Config::kGroupBytes;
+using SparseOperand = DenseOperand<Config::kSparseMajor, Config::kBoxBytes, kSparseGroup>;
+constexpr int kDenseLine = Config::kDenseMajor == Major::K ? Config::kBoxBytes : 128;
+using XOperand = DenseOperand<Config::kDenseMajor, kDenseLine, Config::kGroupBytes>;
+using Sums = float[Config::kSums];  // a thread's share of 64 rows x kColumns
+
+struct BlocksWgmmaParams {
+  TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
+  TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
+  TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepTokens or 64
+  const int* order;     // [strips]: from the longest to the shortest; of sdd [groups]: the line of each
+  const int* counts;    // [strips]: columns of blocks that each keeps any of; of sdd [groups]: a group's first entry
+  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
+  const int* pointers;  // [lines + 1]: where each line's entries begin
+  const int* columns;   // of sdd [blocks]: of a line's blocks
+  const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted
+  const void* bias;     // [H, rows], or null
+  int blocks;           // kept, of a batch
+  float alpha;
+  u32 strips, head_strips, head_lines;  // of all heads, of one
+  u32 words;                            // of a line's bits
+  u32 heads, batch;
+  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
+  u32 band;                    // of token tiles of all batches, before the next band
+  u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
+};
+static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
+
+template <int kCount> struct RingPosition {
+  u32 slot = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kCount) slot = 0, parity ^= 1;
+  }
+};
+using Ring = RingPosition<Config::kStages>;
+
+struct Barriers {
+  u32 at;
+  __device__ __forceinline__ u32 full(u32 slot) const { return at + 8 * slot; }
+  __device__ __forceinline__ u32 free(u32 slot) const { return at + 8 * (Config::kStages + slot); }
+  // Words: which lines a stage has, a byte for each column of blocks; which of its places hold no zeros.
+  __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
+  __device__ __forceinline__ u32 dirty(u32 slot) const { return at + 20 * Config::kStages + 4 * slot; }
+};
+
+// What a block of threads works on.
+struct Item {
+  u32 head, line, batch, token;  // line: the first, in its head; token: of sdd, in the first block
+  int count;                     // columns of blocks; of sdd kept blocks
+  int first;                     // of sdd: the first block's place
+
+  __device__ __forceinline__ Item(const BlocksWgmmaParams& p, u32 index, u32 share) {
+    if constexpr (Config::kSampled) {
+      const u32 before = index % p.token_clusters * Config::kTokens, group = index / p.token_clusters % p.groups;
+      const int row = p.order[group];  // below 0: there is no such group
+      head = row < 0 ? 0 : row / p.head_lines, line = row < 0 ? 0 : row % p.head_lines;
+      batch = index / p.token_clusters / p.groups, token = before % Config::kBlock;
+      first = p.counts[group] + before / Config::kBlock;
+      count = row < 0 ? 0 : max(0, min(Config::kGroup, p.pointers[row + 1] - first));
+      return;
+    }
+    const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
+    const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
+    const u32 strip = (u32)p.order[rest / wide];
+    head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
+    batch = tile / p.token_clusters;
+    token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
+    first = 0, count = p.counts[strip];
+  }
+  __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
+    return Config::kSampled ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
+  }
+  __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }  // its first, in its head
+  __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
+};
+
+// The item of a cluster's turn; all of them: the first that none has.
+__device__ __forceinline__ u32 item_of(u32 turn) {
+  const u32 clusters = gridDim.x / Config::kShare, mine = blockIdx.x / Config::kShare;
+  return turn * clusters + (turn % 2 ? clusters - 1 - mine : mine);
+}
+__device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
+  return p.batch * p.token_clusters * (Config::kSampled ? p.groups : p.strips);
+}
+__device__ __forceinline__ u32 turns_of(const BlocksWgmmaParams& p) {
+  const u32 clusters = gridDim.x / Config::kShare;
+  return (items_of(p) + clusters - 1) / clusters;
+}
+
+// Copies ---------------------------------------------------------------------------------------------
+
+// This block's part of 64 columns of a kept block, to every block of the cluster.
+__device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, i64 place, u32 half, u32 share,
+                                            u32 full) {
+  constexpr u32 kAll = (1 << Config::kShare) - 1;
+  constexpr u32 kLines = (Config::kSparseMajor == Major::K ? Config::kBlock : Config::kBox) / Config::kShare;
+  const u32 row = (u32)place * Config::kBlock + share * kLines;
+  if constexpr (Config::kSparseMajor == Major::K) {
+    const u32 at = to + share * kLines * Config::kBoxBytes;
+    if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, half * 64, row, full);
+    else copy_tensor_multicast(at, &p.left_map, half * 64, row, full, (u16)kAll);
+  } else {
+#pragma unroll
+    for (int group = 0; group < Config::kLineGroups; ++group) {
+      const u32 at = to + group * Config::kGroupBytes + share * kLines * Config::kBoxBytes;
+      if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, group * 64, row + half * 64, full);
+      else copy_tensor_multicast(at, &p.left_map, group * 64, row + half * 64, full, (u16)kAll);
+    }
+  }
+}
+
+// kBox k of kLines rows (tokens) of a dense operand: box `turn`, then every `step`-th.
+template <Major kMajor, int kLines, int kBox>
+__device__ __forceinline__ void copy_dense(const TensorMap* map, u32 to, u32 k, u32 line, u32 matrix, u32 full,
+                                           u32 turn = 0, u32 step = 1) {
+  constexpr int kAcross = kMajor != Major::K ? 64 : kLines <= 256 ? kLines : kLines / 2;
+#pragma unroll
+  for (u32 at = turn * kAcross; at < kLines; at += step * kAcross) {
+    if constexpr (kMajor == Major::K)
+      copy_tensor(to + at * kBox * 2, map, k, line + at, matrix, full, Config::kDensePolicy);
+    else copy_tensor(to + at * 128, map, line + at, k, matrix, full, Config::kDensePolicy);
+  }
+}
+
+// A warp that copies: the left operand, and all that is to say of a stage, or the right one. Two of each take stages in
+// turn. Lane l has line l % 8 and, of the columns of blocks that a stage has, the l / 8-th.
+template <bool kLeft> struct Copier {
+  const BlocksWgmmaParams& p;
+  u32 base, share, lane, mine;  // the last: of the two
+  Barriers barriers;
+  Ring at;
+  u32 number = 0;  // of the stage
+  // What the next stage has: columns of blocks; this lane's; its line's block among all values, if it keeps one.
+  u32 beside = 0, column = 0, place = 0;
+  bool here = false;
+
+  __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
+
+  // Until the stage is free, if it is this warp's turn.
+  __device__ __forceinline__ bool take_stage() const {
+    if (number % 2 != mine) return false;
+    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    return true;
+  }
+  __device__ __forceinline__ void next_stage() {
+    ++number;
+    at.next();
+  }
+
+  // X's rows: a lane each box of its column of blocks.
+  __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 half) const {
+    const u32 to =
+        stage() + Config::kSparseBytes +
+        lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
+    if (lane / 8 < beside)
+      copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(&p.right_map, to,
+                                                                     column * Config::kBlock + half * 64, item.token,
+                                                                     matrix, barriers.full(at.slot), lane % 8, 8);
+  }
+
+  // Of small blocks: the lines of the row tiles in `present` that lack a block and whose places hold no zeros.
+  __device__ __forceinline__ u32 stale(u32 present) const {
+    if constexpr (Config::kTileLines == 1) return 0;
+    u32 tiles = present | present >> 1;
+    if constexpr (Config::kTileLines == 4) tiles |= tiles >> 2;
+    tiles &= Config::kTileLines == 4 ? 0x11111111u : 0x55555555u;
+    tiles *= (1 << Config::kTileLines) - 1;
+    return load_shared_as<u32>(barriers.dirty(at.slot)) & tiles & ~present;
+  }
+
+  __device__ __forceinline__ void copy_lines(u32 half) const {
+    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here), zeros = stale(present);
+    __syncwarp();  // all have read what the stage has had
+    if (lane == 0) {
+      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+      if constexpr (Config::kTileLines > 1) {
+        const u32 dirty = load_shared_as<u32>(barriers.dirty(at.slot));
+        store_shared(barriers.dirty(at.slot), (dirty & ~zeros) | present);
+      }
+      barrier_expect(full,
+                     __popc(present | zeros) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
+    }
+    __syncwarp();
+    if ((present | zeros) >> lane & 1) {  // what lies beyond the values reads as zeros
+      const u32 to = stage() + lane / 8 * (128 * Config::kBoxBytes) + lane % 8 * Config::kLineBytes;
+      copy_sparse(p, to, here ? place : p.batch * (u32)p.blocks, half, share, full);
+    }
+  }
+
+  __device__ __forceinline__ void copy_columns(const Item& item, u32 matrix) {
+    for (u32 half = 0; half < Config::kHalves; ++half, next_stage()) {
+      if (!take_stage()) continue;
+      if constexpr (kLeft) copy_lines(half);
+      else copy_x(item, matrix, half);
+      __syncwarp();
+    }
+    beside = 0, here = false;
+  }
+
+  // A strip's columns of blocks, in increasing order.
+  __device__ __forceinline__ void copy_strip(const Item& item) {
+    const u32 matrix = item.matrix(p), of = lane % 8;
+    const i64 line = (i64)item.head * p.head_lines + item.line + of;
+    const bool mine = of < Config::kLines && item.line + of < p.head_lines;
+    const u32* kept = p.kept + line * p.words;
+    int next = kLeft && mine ? p.pointers[line] : p.blocks, entry = entry_at(next);
+    u32 ahead = mine && p.words ? kept[0] : 0;
+    for (u32 word = 0; word < p.words; ++word) {
+      const u32 bits = ahead;
+      ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+      for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
+        const u32 bit = __ffs(any) - 1;
+        const bool keeps = bits >> bit & 1;
+        if (lane / 8 == beside) column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
+        if (kLeft && keeps) entry = entry_at(++next);
+        if (++beside == Config::kBeside) copy_columns(item, matrix);
+      }
+    }
+    if (beside > 0) copy_columns(item, matrix);
+  }
+  // Where the tables say that an entry has its values; past the end there is none.
+  __device__ __forceinline__ int entry_at(int next) const {
+    return p.places && next < p.blocks ? p.places[next] : next;
+  }
+
+  // Of sdd: the line's rows of op(A), or op(B)'s columns of every block of the group, a lane each.
+  __device__ __forceinline__ void copy_group(const Item& item) {
+    const u32 matrix = item.matrix(p), count = item.count;
+    const int column = lane < count ? p.columns[item.first + lane] : 0;
+    for (u32 step = 0; step < (count ? p.steps : 0); ++step, next_stage()) {
+      if (!take_stage()) continue;
+      const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
+      if (kLeft && lane == 0) {
+        barrier_expect(full, Config::kSparseBytes + count * Config::kPart * 128);
+        copy_dense<Config::kSparseMajor, Config::kBlock, 64>(&p.left_map, stage(), step * 64, item.row(), matrix, full);
+      }
+      if (!kLeft && lane < count)
+        copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, right + lane * Config::kPart * 128, step * 64,
+                                                           column * Config::kBlock + item.token, matrix, full);
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void copy_all() {
+    for (u32 turn = 0; turn < turns_of(p); ++turn) {
+      if (item_of(turn) >= items_of(p)) continue;
+      const Item item(p, item_of(turn), share);
+      if constexpr (Config::kSampled) copy_group(item);
+      else copy_strip(item);
+    }
+    // Nobody leaves while others may still report to its barriers.
+    if constexpr (kLeft && Config::kShare > 1)
+      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+  }
+};
+
+// Sums -----------------------------------------------------------------------------------------------
+
+struct Multiplier {
+  Ring at;
+  u32 base, row_group, token_group, free;  // the last: of the block of the cluster that this lane reports to
+  Barriers barriers;
+
+  __device__ __forceinline__ void release(u32 slot) const {
+    if (threadIdx.x % 32 >= Config::kShare) return;
+    if constexpr (Config::kShare == 1) barrier_arrive(free + 8 * slot);
+    else barrier_arrive_cluster(free + 8 * slot);
+  }
+
+  // Which columns of blocks of the stage this warpgroup's lines are in: a byte each, 0 where they are not. Shuffled, so
+  // that the compiler knows it to be the same for the warp.
+  __device__ __forceinline__ u32 present(u32 slot) const {
+    if constexpr (Config::kLines == 1) return 1;
+    constexpr u32 kTile = ((1 << Config::kTileLines) - 1) * 0x01010101u;
+    return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(slot)) >> row_group * Config::kTileLines & kTile, 0);
+  }
+
+  __device__ __forceinline__ void issue(Sums& sums, u32 present) const {
+    const u32 stage = base + at.slot * Config::kStageBytes;
+    const u64 a = SparseOperand::descriptor(stage + row_group * 64 * Config::kBoxBytes);
+    const u64 b = XOperand::descriptor(stage + Config::kSparseBytes + token_group * Config::kColumns * kDenseLine);
+    constexpr u32 kBesideB = Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128;
+#pragma unroll 1
+    do {  // the columns of blocks that it has, in order
+      const u32 beside = Config::kBeside > 1 ? (__ffs(present) - 1) / 8 : 0;
+      const u64 left = a + (beside * (128 * Config::kBoxBytes) >> 4), right = b + (beside * kBesideB >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Config::kBox / 16; ++k)
+        wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(sums, left + k * SparseOperand::kStep,
+                                                                                 right + k * XOperand::kStep);
+      present &= ~(0xff << 8 * beside);
+    } while (Config::kBeside > 1 && present);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void multiply(Sums& sums, int steps) {
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
+    bool flying = false;
+    u32 before = 0;
+    for (int step = 0; step < steps; ++step, at.next()) {
+      barrier_wait(barriers.full(at.slot), at.parity);
+      const u32 lines = present(at.slot);
+      if (!lines) {
+        wgmma_wait<0>();
+        if (flying) release(before);
+        flying = false;
+        release(at.slot);
+        continue;
+      }
+      issue(sums, lines);
+      wgmma_wait<1>();  // all but the step just issued
+      if (flying) release(before);
+      flying = true, before = at.slot;
+    }
+    wgmma_wait<0>();
+    wgmma_settle(sums);
+    if (flying) release(before);
+  }
+};
+
+// Results --------------------------------------------------------------------------------------------
+
+// Stores 64 rows x kColumns tokens of one warpgroup, kStepTokens at a time.
+template <class Out> struct Writer {
+  const BlocksWgmmaParams& p;
+  u32 stage;
+  int barrier;
+  u32 turn = 0;  // the buffer of the next step
+
+  static constexpr int kOutBytes = Config::kOutBytes, kWide = 128 / kOutBytes;  // cells of a line of a box
+  // The box's lines, one behind the other: of C^T tokens, in boxes of kWide rows; else rows, of kWide tokens.
+  static constexpr int kLines = Config::kTokensContiguous ? 64 : Config::kStepTokens;
+  static constexpr int kBoxes = Config::kTokensContiguous ? 1 : 64 / kWide;
+
+  // Where a buffer has a result, under the swizzle.
+  static __device__ __forceinline__ u32 staged_at(int row, int token) {
+    const int line = Config::kTokensContiguous ? row : token, across = Config::kTokensContiguous ? token : row;
+    const int in = across % kWide * kOutBytes;
+    return (across / kWide * kLines + line) * 128 + (in / 16 ^ line % 8) * 16 + in % 16;
+  }
+  static __device__ __forceinline__ bool is_copier() { return threadIdx.x % 128 == 0; }
+
+  __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 token_group) {
+    const u32 row0 = item.row() + row_group * 64, token0 = item.token + token_group * Config::kColumns;
+    const u32 tokens = Config::kSampled ? item.token + item.count * Config::kPart : p.tokens;
+    const u32 rows = p.head_lines * Config::kBlock;
+    if (row0 >= rows) return;  // the last strip of a head may be half of one
+    float bias[2] = {0.0f, 0.0f};
+    if (p.bias) {
+      const i64 row = (i64)item.head * rows + row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
+    }
+#pragma unroll
+    for (int step = 0; step < Config::kColumns / Config::kStepTokens; ++step) {
+      const u32 token = token0 + step * Config::kStepTokens;
+      if (token >= tokens) break;
+      const u32 buffer = stage + turn * Config::kBufferBytes;
+      if (++turn == Config::kBuffers) turn = 0;
+      if (is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
+      threads_meet(barrier, 128);
+      fill(buffer, sums + step * Config::kStepTokens / 2, bias);
+      async_proxy_fence();
+      threads_meet(barrier, 128);
+      if (!is_copier()) continue;
+      if constexpr (Config::kSampled) {
+        const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
+        copy_tensor_out(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
+        copies_commit();
+      } else {
+        copy_out(buffer, row0, token, item.matrix(p));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void fill(u32 buffer, const float* sums, const float (&bias)[2]) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = activated<Config, FastMath>(sums[4 * j + i], p.alpha, bias[i / 2]);
+      if constexpr (kOutBytes == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          store_shared(buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2),
+                       (u32)Out::from_float(canonical_nan(v[i])));
+      } else if constexpr (Config::kTokensContiguous) {
+        store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
+      } else {
+        store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
+                                   Out::pair(v[2], v[3]));
+      }
+    }
+  }
+
+  // What lies outside of C isn't copied.
+  __device__ __forceinline__ void copy_out(u32 buffer, u32 row0, u32 token, u32 matrix) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const u32 from = buffer + box * kLines * 128;
+      if constexpr (Config::kTokensContiguous)
+        copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
+      else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
+    }
+    copies_commit();
+  }
+};
+
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
+    blocks_wgmma(const __grid_constant__ BlocksWgmmaParams p) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const u32 base = shared_address(shared);
+  const Barriers barriers{base + Config::kBarrierAt};
+  const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      store_shared(barriers.dirty(i), ~0u);
+      barrier_init(barriers.full(i), 1);
+      barrier_init(barriers.free(i), 4 * Config::kWarpgroups * Config::kShare);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (Config::kShare > 1) cluster_meet_relaxed();
+  follow_predecessors();
+
+  if (warpgroup == Config::kWarpgroups) {
+    registers_lower<Config::kCopyRegisters>();
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
+    else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
+  } else {
+    registers_raise<Config::kSumRegisters>();
+    const u32 row_group = warpgroup % Config::kRowGroups, token_group = warpgroup / Config::kRowGroups;
+    Multiplier multiplier{{}, base, row_group, token_group, barriers.free(0), barriers};
+    if constexpr (Config::kShare > 1)
+      multiplier.free = cluster_address(barriers.free(0), threadIdx.x % 32 % Config::kShare);
+    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
+                               1 + (int)warpgroup};
+    Sums sums;
+    for (u32 turn = 0; turn < turns_of(p); ++turn) {
+      if (item_of(turn) >= items_of(p)) continue;
+      const Item item(p, item_of(turn), share);
+      if (Config::kSampled && item.count == 0) continue;  // a group that isn't there
+      multiplier.multiply(sums, item.steps(p));
+      writer.write(sums, item, row_group, token_group);
+    }
+    if (writer.is_copier()) copies_read<0>();
+  }
+}

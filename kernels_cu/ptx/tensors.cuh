@@ -1,0 +1,29 @@
+// Wrappers of PTX instructions of sm_90: copies of boxes of 3-D tensors, and what else dense tiles take.
+#pragma once
+#include "ptx/tma.cuh"
+
+// What L2 is to think of what is copied: createpolicy's codes of whole accesses.
+constexpr u64 kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
+
+// A box of a 3-D tensor; what lies outside of the tensor is zero.
+__device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier,
+                                            u64 policy) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1, {%2, %3, %4}], [%5], %6;"
+               :
+               : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier), "l"(policy)
+               : "memory");
+}
+// A box of a 3-D tensor, shared to global; what lies outside of the tensor is not written.
+__device__ __forceinline__ void copy_tensor_out(const TensorMap* map, u32 column, u32 row, u32 matrix, u32 from,
+                                                u64 policy) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;"
+               :
+               : "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(from), "l"(policy)
+               : "memory");
+}
+
+// Two 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x2(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}

@@ -1,0 +1,224 @@
+"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``.
+
+Microseconds of what select chooses, beside dense cuBLAS with the same sizes and, for random blocks of dsd,
+PyTorch's own product of a BSR matrix. Values and dense matrices rotate over copies beyond the L2 cache; the
+other operand is one. m, k: rows and columns of the sparse matrix. All is PyTorch's: else there is no peer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..blocksparse.args import BlockSparseMatmulArgs
+from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
+from ..blocksparse.layout import BlockSparseLayout
+from ..blocksparse.plan import BlockSparseMatmulPlan
+from ..errors import BackendUnavailableError, UnsupportedError
+from ..tuning.data import free_memory
+from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
+from ..vocab import BlockSparseOp, ElementKind
+from . import record
+from .gemm import rounded
+from .peers import on_torch_stream, torch
+from .record import Record, sources_of
+
+SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
+TOKENS = (256, 4096)
+DENSITIES = (0.5, 0.2, 0.1, 0.05)
+BLOCKS = (128, 64, 32, 16)
+PATTERNS = ("random", "banded")
+_ELEMENT = ElementKind.BF16
+_WORST_ERROR = 5e-3
+"""Relative error above which a time is not recorded: the result is wrong."""
+_ROUNDS, _ROUND_MS = 7, 1.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A product that is measured."""
+
+    op: BlockSparseOp
+    m: int
+    k: int
+    n: int
+    block: int
+    density: float
+    pattern: str
+
+    def bitmap(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """``random``: blocks drawn independently; ``banded``: as many of each row, round the diagonal."""
+        rows, columns = self.m // self.block, self.k // self.block
+        if self.pattern == "random":
+            return np.random.default_rng(1).random((rows, columns)) < self.density
+        width = max(1, round(self.density * columns))
+        first = np.clip(np.arange(rows) * columns // rows - width // 2, 0, columns - width)
+        at = np.arange(columns)
+        return (at >= first[:, None]) & (at < first[:, None] + width)
+
+
+def cells() -> list[Cell]:
+    """All of the record. Of sdd the ones beside which it is judged: large products of random blocks."""
+    return [
+        Cell(op, m, k, n, block, density, pattern)
+        for m, k in SHAPES
+        for n in TOKENS
+        for block in BLOCKS
+        for pattern in PATTERNS
+        for density in DENSITIES
+        for op in BlockSparseOp
+        if op is not BlockSparseOp.SDD or (n == max(TOKENS) and pattern == "random" and block >= 64)
+    ]
+
+
+def measure(
+    on_step: Callable[[], None] = lambda: None,
+    keep: Callable[[Record], None] = lambda _: None,
+    chosen: Sequence[Cell] | None = None,
+) -> Record:
+    """A record of the cells, by default all. ``keep`` gets what there is after every one.
+
+    Raises BackendUnavailableError without a GPU or PyTorch, UnsupportedError for a wrong result.
+    """
+    found = record.empty(record.machine(), record.BLOCKS_KEYS)
+    if torch is None:
+        raise BackendUnavailableError("PyTorch is not installed; it gives the times of dense products")
+    sources: set[str] = set()
+    for cell in cells() if chosen is None else chosen:
+        found["products"].append(_Problem(cell).measured(sources))
+        found.update(record.stamp(record.files_of(sources)))
+        keep(found)
+        on_step()
+        free_memory()
+    return found
+
+
+class _Problem:
+    """The operands of a cell, as PyTorch's tensors."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.layout = BlockSparseLayout(cell.bitmap()[None], cell.block)
+        self.desc = BlockSparseMatmulDescriptor(op=cell.op, layout=self.layout, n=cell.n, element=_ELEMENT)
+        shapes = {one.name: one.shape for one in self.desc.operands()}
+        self.sparse = {"sdd": "c", "dsd": "a", "dds": "b"}[cell.op]
+        self.made = {name: _random(shapes[name]) for name in ("a", "b", "c") if name != self.sparse}
+        nbytes = self.layout.shape.blocks * cell.block**2 * _ELEMENT.itemsize
+        self.values = [_random(shapes[self.sparse]) for _ in range(copies_beyond_l2(nbytes))]
+
+    def measured(self, sources: set[str]) -> dict[str, Any]:
+        """The row of the record. Adds to ``sources`` what was timed."""
+        plan = BlockSparseMatmulPlan.select(self.desc, device=0)
+        ours = self._ours(plan)
+        self._check(ours)
+        times = time_contenders([self._dense(), ours], rounds=_ROUNDS, round_ms=_ROUND_MS)
+        sources.update(sources_of(plan))
+        cell = self.cell
+        return {
+            **{name: getattr(cell, name) for name in ("m", "k", "n", "block", "density", "pattern")},
+            "op": cell.op.value,
+            "element": _ELEMENT.value,
+            "us": rounded(times["ours"]),
+            "dense_us": rounded(times["dense"]),
+            "torch_bsr_us": rounded(self._bsr_us()),
+            "backend": plan.explain().chosen,
+        }
+
+    def _ours(self, plan: BlockSparseMatmulPlan) -> Contender:
+        tables = plan.pack(self.layout)
+        size = plan.workspace_size()
+        space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        bound = [
+            plan.bind(
+                BlockSparseMatmulArgs(layout=tables, **{**self.made, self.sparse: values}), workspace=space
+            )
+            for values in self.values
+        ]
+        return Contender("ours", [one.launch for one in bound])
+
+    def _dense_of(self, values: Any) -> Any:
+        """The sparse matrix with its zeros."""
+        one = self.layout.shape
+        kept = torch.from_numpy(self.layout.bitmap[0].copy()).cuda()
+        dense = values.new_zeros(one.block_rows, one.block_cols, one.block, one.block)
+        dense[kept] = values[0]
+        return dense.transpose(1, 2).reshape(one.rows, one.cols)
+
+    def _check(self, ours: Contender) -> None:
+        """Against a dense product in float32 of the same 16-bit operands."""
+        result = self.values[0] if self.sparse == "c" else self.made["c"]
+        result.fill_(float("nan"))
+        ours.launches[0](torch.cuda.current_stream().cuda_stream)
+        a, b = (
+            self._dense_of(self.values[0]) if name == self.sparse else self.made[name][0, 0] for name in "ab"
+        )
+        exact = a.float() @ b.float()
+        got = result[0, 0].float()
+        if self.sparse == "c":
+            exact, got = exact * self._dense_of(torch.ones_like(result)), self._dense_of(result).float()
+        error = float(torch.linalg.norm(got - exact) / torch.linalg.norm(exact))
+        if not error <= _WORST_ERROR:
+            raise UnsupportedError(f"{self.cell}: relative error {error:.3g}, not recorded")
+
+    def _dense(self) -> Contender:
+        """cuBLAS, of matrices without a zero block."""
+        cell = self.cell
+        if self.sparse == "c":
+            a, b = self.made["a"][0, 0], self.made["b"][0, 0]
+            out = _random((cell.m, cell.k))
+            return Contender("dense", [on_torch_stream(lambda: torch.mm(a, b, out=out))])
+        copies = copies_beyond_l2(cell.m * cell.k * _ELEMENT.itemsize)
+        return Contender("dense", [self._product(_random((cell.m, cell.k))) for _ in range(copies)])
+
+    def _product(self, matrix: Any) -> Callable[[int], None]:
+        given = {name: one[0, 0] for name, one in self.made.items()} | {self.sparse: matrix}
+        return on_torch_stream(lambda: torch.mm(given["a"], given["b"], out=given["c"]))
+
+    def _bsr_us(self) -> float | None:
+        """PyTorch's BSR in Triton, in a CUDA graph of its own; None where it isn't asked or can't."""
+        if self.cell.op is not BlockSparseOp.DSD or self.cell.pattern == "banded":
+            return None
+        one = self.layout.shape
+        crow, col = (torch.from_numpy(np.asarray(part)).cuda().reshape(-1) for part in self.layout.to_bsr())
+        x = self.made["b"][0, 0]
+        matrices = [
+            torch.sparse_bsr_tensor(crow, col, values[0], (one.rows, one.cols)) for values in self.values
+        ]
+        try:
+            return _graph_us([partial(torch.mm, matrix, x) for matrix in matrices])
+        except RuntimeError:  # some sizes of blocks and some results are beyond it
+            return None
+
+
+def _random(shape: tuple[int, ...]) -> Any:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a call, all of them in one graph, whose memory PyTorch keeps."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        return statistics.median(_replays(graph, stream)) / len(calls)
+
+
+def _replays(graph: Any, stream: Any) -> Iterator[float]:
+    """Microseconds of each."""
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        graph.replay()
+        end.record(stream)
+        end.synchronize()
+        yield 1e3 * begin.elapsed_time(end)

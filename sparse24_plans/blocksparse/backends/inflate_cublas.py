@@ -1,0 +1,195 @@
+"""The block-sparse matrix as a dense one in the workspace, then cuBLASLt with an algorithm pinned at select.
+
+Of ``sdd`` the whole dense product lies in the workspace, and its kept blocks are copied out. An epilogue
+takes float32 accumulators through ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from ..._vendor import cublaslt_abi
+from ..._vendor.library_error import LibraryError
+from ...device.devices import cuda_major, current_on, home_of
+from ...device.jit.cache import CompiledKernel
+from ...device.jit.codes import type_defines
+from ...device.jit.launcher import Function, load
+from ...device.streams import Launch
+from ...errors import UnsupportedError
+from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Kernel as BaseKernel
+from ...plan.operands import Alignment, Views
+from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..limits import align_up, inflated_regions
+from ..tables import addresses, words
+
+_SOURCE = "blocksparse/inflate_cublas.cu"
+_SPLIT_K_BYTES = 32 << 20  # what NVIDIA's documentation advises on Hopper; smaller devices use less of it
+_ALIGNMENT = 16
+_TYPES = {
+    ElementKind.F32: cublaslt_abi.R_32F,
+    ElementKind.F16: cublaslt_abi.R_16F,
+    ElementKind.BF16: cublaslt_abi.R_16BF,
+}
+_THREADS, _MOST_BLOCKS = 256, 1 << 16
+
+
+class _Parameters(ctypes.Structure):
+    """InflateBlocksParams of the kernels."""
+
+    _fields_ = [
+        ("kept", ctypes.c_void_p),
+        ("pointers", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("columns", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("dense", ctypes.c_void_p),
+        ("acc", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("lines", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("line_cells", ctypes.c_int64),
+        ("items", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("rows_out", ctypes.c_int64),
+        ("columns_out", ctypes.c_int64),
+        ("total", ctypes.c_int64),
+        ("words", ctypes.c_uint32),
+        ("bias_of_rows", ctypes.c_uint32),
+    ]
+
+
+class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+    workspace_alignment = 256
+    default_alignment = Alignment(_ALIGNMENT)
+    sources = (_SOURCE,)
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc, device = self.descriptor, choice.device
+        one, dense = desc.layout, desc.op is not BlockSparseOp.SDD
+        self._results = (
+            desc.batch * one.heads * self._sizes[0] * self._sizes[1]
+            if dense
+            else (desc.batch * one.blocks * one.block**2)
+        )
+        self._dense_bytes, self._acc_bytes = inflated_regions(desc)
+        self._matmul: cublaslt_abi.Matmul | None = None
+        self._before = self._function("inflate_blocks" if dense else "gather_blocks", device)
+        self._finish = self._function("finish", device)
+        scratch, self.launches = 0, 1
+        if self._results and desc.reduction:
+            spare = choice.preference.max_workspace_bytes
+            budget = _SPLIT_K_BYTES
+            if spare is not None:
+                budget = min(budget, (spare - self._dense_bytes - self._acc_bytes) // 256 * 256)
+            self._matmul = self._find_matmul(device, budget)
+            scratch = align_up(self._matmul.workspace_size)
+            self.launches = 3 if self._acc_bytes else 2
+        self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
+        self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
+
+    @classmethod
+    def compile(cls, choice: Choice) -> list[CompiledKernel]:
+        """The kernels are the same for every n, and for no batch cuBLASLt isn't asked for an algorithm."""
+        empty = choice.descriptor.model_copy(update={"batch": 0})
+        return super().compile(choice._replace(descriptor=empty))
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Rows and columns of C, as a dense matrix, and the length of its sums."""
+        desc = self.descriptor
+        (rows, cols), n = desc.sides, desc.n
+        return {"sdd": (rows, cols, n), "dsd": (rows, n, cols), "dds": (n, cols, rows)}[desc.op]
+
+    def _function(self, name: str, device: DeviceProperties) -> Function:
+        block = {"BLOCK": self.descriptor.layout.block}
+        return load(_SOURCE, name, _THREADS, device, {**type_defines(self.descriptor), **block}, _Parameters)
+
+    def _find_matmul(self, device: DeviceProperties, budget: int) -> cublaslt_abi.Matmul:
+        """Row-major operands are the column-major transposes: C^T = op(B)^T @ op(A)^T."""
+        desc, (rows, cols, k) = self.descriptor, self._sizes
+        library = cublaslt_abi.load(cuda_major())
+        assert library is not None  # selection saw it load
+        out = ElementKind.F32 if self._acc_bytes else desc.out_element
+        try:
+            with current_on(home_of(device)):
+                return cublaslt_abi.Matmul(
+                    library,
+                    cublaslt_abi.handle(library, device.ordinal),
+                    shape=(cols, rows, k),
+                    transpose_a=desc.trans_b,
+                    transpose_b=desc.trans_a,
+                    leading=(k if desc.trans_b else cols, rows if desc.trans_a else k, cols),
+                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    alignments=(_ALIGNMENT,) * 3,
+                    alpha=desc.alpha,
+                    max_workspace=budget,
+                    batch=desc.batch * desc.layout.heads,
+                )
+        except LibraryError as error:
+            raise UnsupportedError(f"cuBLASLt has no algorithm for {desc!r}: {error}") from error
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        if not self._results:
+            return nothing
+        if self._matmul is None:
+            return self._finished(views, 0)
+        dense, acc = workspace, workspace + self._dense_bytes
+        scratch = acc + self._acc_bytes
+        places = {name: views[name].address for name in ("a", "b", "c")}
+        blocks = self._blocks(views, dense)
+        if self.descriptor.op is BlockSparseOp.SDD:
+            multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
+            return _in_turn(multiply, blocks)
+        places["a" if self.descriptor.op is BlockSparseOp.DSD else "b"] = dense
+        result = acc if self._acc_bytes else places["c"]
+        multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
+        return _in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+
+    def _blocks(self, views: Views, dense: int) -> Launch:
+        """Between values and the dense matrix."""
+        desc, one = self.descriptor, self.descriptor.layout
+        found = addresses(views["layout"].address, one)
+        lines, across = one.heads * one.block_rows, words(one.block_cols)
+        sparse = {"sdd": "c", "dsd": "a", "dds": "b"}[desc.op]
+        items = desc.batch * (one.blocks if desc.op is BlockSparseOp.SDD else lines * across)
+        parameters = _Parameters(
+            kept=found["row_bits"],
+            pointers=found["row_pointers"],
+            rows=found["rows"],
+            columns=found["columns"],
+            values=views[sparse].address,
+            dense=dense,
+            lines=lines,
+            blocks=one.blocks,
+            line_cells=one.cols,
+            items=items,
+            words=across,
+        )
+        return self._before.bind(min(items, _MOST_BLOCKS), parameters)
+
+    def _finished(self, views: Views, acc: int) -> Launch:
+        rows, cols, _ = self._sizes
+        bias = views.get("bias")
+        parameters = _Parameters(
+            acc=acc,
+            bias=bias.address if bias is not None else 0,
+            out=views["c"].address,
+            heads=self.descriptor.layout.heads,
+            rows_out=rows,
+            columns_out=cols,
+            total=self._results,
+            bias_of_rows=self.descriptor.op is BlockSparseOp.DSD,
+        )
+        return self._finish.bind(min(-(-self._results // _THREADS), _MOST_BLOCKS), parameters)
+
+
+def _in_turn(*launches: Launch) -> Launch:
+    def launch(stream: int) -> None:
+        for one in launches:
+            one(stream)
+
+    return launch

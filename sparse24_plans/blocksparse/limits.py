@@ -1,0 +1,71 @@
+"""What the kernels of block-sparse matrices serve: the reason why a problem is beyond one, or None."""
+
+from __future__ import annotations
+
+from ..device.install import install_advice
+from ..vocab import BlockSparseOp, DeviceProperties
+from .descriptor import BlockSparseMatmulDescriptor
+
+WGMMA = (9, 0), (9, 1)
+"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
+_MOST = 2**31
+"""A tensor map's coordinates and the kernel's counts are below it."""
+_COPIED = 16
+"""Bytes that the copy engine's rows are multiples of."""
+_MOST_DENSITY = {False: {16: 0.12, 32: 0.55}, True: {16: 0.07, 32: 0.4}}
+"""Beyond which inflating takes less time; by whether rows of the dense matrix are summed: that is slower."""
+_SMALLEST_TILE = 64
+"""Rows and tokens of the smallest tile."""
+
+
+def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The kernel's limits, and a preference for what it does faster than a dense product, on an H200."""
+    one = problem.layout
+    most = _MOST_DENSITY[problem.dense_k_last].get(one.block, 1.0)
+    if one.density > most:
+        return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
+    return blocks_wgmma_any(problem)
+
+
+def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
+    one = problem.layout
+    if problem.op is BlockSparseOp.SDD and one.block < _SMALLEST_TILE:
+        return f"serves op sdd with blocks of 64 and 128, not {one.block}"
+    for operand in problem.operands():
+        if operand.name in ("a", "b", "c") and operand.shape[-1] * operand.element.itemsize % _COPIED:
+            return f"needs rows of {operand.name} in multiples of {_COPIED} bytes, got n = {problem.n}"
+    coordinates = {
+        "rows of values": problem.batch * one.blocks * one.block,
+        "matrices": problem.batch * one.heads,
+        "tiles": one.heads
+        * max(one.block_rows, one.block_cols)
+        * problem.batch
+        * max(-(-problem.n // _SMALLEST_TILE), one.block_cols),
+    }
+    for what, count in coordinates.items():
+        if count >= _MOST:
+            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+    return None
+
+
+def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
+    largest = max(problem.n, problem.layout.rows, problem.layout.cols, problem.batch * problem.layout.heads)
+    return None if largest < _MOST else f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+
+
+def align_up(size: int, alignment: int = 256) -> int:
+    return -(-size // alignment) * alignment
+
+
+def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
+    """Bytes of the sparse matrix as a dense one, and of the float32 accumulators that an epilogue needs."""
+    one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
+    size = (problem.out_element if sampled else problem.element).itemsize
+    dense = problem.batch * one.heads * one.rows * one.cols * size
+    width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
+    accumulators = problem.batch * one.heads * width * problem.n * 4 if problem.epilogue.has_bias else 0
+    return align_up(dense), align_up(accumulators)
+
+
+def needs_cublaslt(device: DeviceProperties) -> str | None:
+    return None if device.cublaslt else f"cuBLASLt doesn't load; {install_advice('cuda')}"
