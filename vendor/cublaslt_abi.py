@@ -102,8 +102,9 @@ def handle(library: ctypes.CDLL, ordinal: int) -> int:
 class Matmul:
     """A pinned column-major product D[m,n] = alpha * op(A) @ op(B), op(A)[m,k], op(B)[k,n], beta = 0.
 
-    ``batch`` such products, where above 1, have their matrices one behind the other, without gaps. Finds the algorithm on construction, within ``max_workspace`` bytes. ``types`` are the cudaDataType_t
-    of A, B and D; ``alignments`` the bytes their addresses are multiples of. Needs the device current.
+    ``batch`` such products, where above 1, have their matrices one behind the other, without gaps. Finds the
+    algorithm on construction, within ``max_workspace`` bytes. ``types`` are the cudaDataType_t of A, B and D;
+    ``alignments`` the bytes their addresses are multiples of. Needs the device current.
     """
 
     def __init__(

@@ -105,9 +105,9 @@ def swizzled_matrix_map(
 ) -> bytes:
     """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their width.
 
-    A box's row is 32, 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as zero
-    bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40, the
-    extents from 1 to 2^32. Raises LibraryError.
+    A box's row is 32, 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as
+    zero bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40,
+    the extents from 1 to 2^32. Raises LibraryError.
     """
     return _swizzled_map(address, shape, (row_bytes,), itemsize, box)
 

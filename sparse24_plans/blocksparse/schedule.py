@@ -41,11 +41,6 @@ class Schedule(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     @property
-    def token_box(self) -> int:
-        """Rows of a K-major box of X: a tensor map's box has at most 256."""
-        return self.tokens if self.tokens <= 256 else self.tokens // 2
-
-    @property
     def stage_bytes(self) -> int:
         return (self.rows + self.tokens) * _ROW_BYTES
 
@@ -65,9 +60,8 @@ class Schedule(NamedTuple):
         return strips_of(desc) * self.token_clusters(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
-        """Clusters that run at once: those beyond 2 don't fill the groups of multiprocessors they lie in."""
-        usable = multiprocessors * (120 if self.share > 2 else 132) // 132  # as of the 132 of an H200
-        return max(1, usable // self.share)
+        """Clusters that run at once."""
+        return max(1, multiprocessors // self.share)
 
     def band(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' token tiles that are taken with every line before the next ones."""

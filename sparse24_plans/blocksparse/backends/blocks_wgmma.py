@@ -160,7 +160,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
                 step = min(block, _STEP)
                 lines = block if form.left_major == _K_MAJOR else step
                 found = _values_map(views[form.left], (lines // one.share, step))
-                found += _dense_map(views[form.right], form.right_major, one.token_box, step)
+                found += _dense_map(views[form.right], form.right_major, one.tokens, step)
         out = views["c"]
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
         if form.sampled:
