@@ -15,7 +15,7 @@ from .library_error import LibraryError
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 # CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
 _INTERLEAVE_NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
-_SWIZZLE = {32: 1, 64: 2, 128: 3}  # by bytes of a box's rows
+_SWIZZLE = {16: 0, 32: 1, 64: 2, 128: 3}  # by bytes that a box's rows are apart
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
@@ -101,15 +101,16 @@ class OverlappingLaunch:
 
 @lru_cache(maxsize=1024)
 def swizzled_matrix_map(
-    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int]
+    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int], pitch: int = 0
 ) -> bytes:
-    """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their width.
+    """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their pitch.
 
-    A box's row is 32, 64 or 128 bytes; a box has at most 256 rows. What lies outside of the matrix reads as
-    zero bits and isn't written. ``address`` and ``row_bytes`` are multiples of 16, ``row_bytes`` below 2^40,
-    the extents from 1 to 2^32. Raises LibraryError.
+    In shared memory a box's rows are ``pitch`` bytes apart: 16 (without a swizzle), 32, 64 or 128, and no
+    less than their width, which is the default. A box has at most 256 rows. What lies outside of the matrix
+    reads as zero bits and isn't written. ``address``, ``row_bytes`` and the width of a box are multiples of
+    16, ``row_bytes`` below 2^40, the extents from 1 to 2^32. Raises LibraryError.
     """
-    return _swizzled_map(address, shape, (row_bytes,), itemsize, box)
+    return _swizzled_map(address, shape, (row_bytes,), itemsize, box, pitch)
 
 
 @lru_cache(maxsize=1024)
@@ -125,7 +126,12 @@ def swizzled_matrices_map(
 
 
 def _swizzled_map(
-    address: int, shape: tuple[int, ...], pitches: tuple[int, ...], itemsize: int, box: tuple[int, ...]
+    address: int,
+    shape: tuple[int, ...],
+    pitches: tuple[int, ...],
+    itemsize: int,
+    box: tuple[int, ...],
+    pitch: int = 0,
 ) -> bytes:
     """Sizes from the outermost to the innermost, which is contiguous."""
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
@@ -141,7 +147,7 @@ def _swizzled_map(
         (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
-        _SWIZZLE[box[-1] * itemsize],
+        _SWIZZLE[pitch or box[-1] * itemsize],
         _L2_PROMOTION_256B,
         _FILL_ZEROS,
     )

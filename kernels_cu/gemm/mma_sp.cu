@@ -1,7 +1,8 @@
 // Decode: Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens, W streamed once at memory speed.
 //
 // W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each one
-// contiguous block that cp.async brings in as it is.
+// contiguous block that cp.async brings in as it is. X and Y may lie in columns, where the tokens of a column are
+// adjacent: X is then staged in lines of tokens, one a column, which ldmatrix transposes; no bit of a result changes.
 //
 // K is cut into kSlices slices (4 or 8, from M alone). A slice is summed by one warp in increasing k; slices are
 // folded from the first to the last, ((0+1)+2)+3. So a row's bits don't depend on n, on its place in the batch, or
@@ -40,7 +41,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kColumns = S24_TOKEN_TILES;     // n8 tiles
   static constexpr int kStages = S24_STAGES;
   static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
-  static constexpr int kCluster = S24_CLUSTER_BLOCKS;  // blocks that share a row block
+  static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
+  static constexpr int kCluster = S24_CLUSTER_BLOCKS;                          // blocks that share a row block
 
   using Tile = WeightTile<2>;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -60,18 +62,24 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kFoldRows = kRows / kCluster;       // that a block folds
 };
 using Tile = Config::Tile;
-using Area = FoldArea<Config::kRows>;
+using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
 
 struct MmaSpParams {
   const u8* packed;  // [row tiles][K tiles][Tile::kBytes]
-  const u16* x;      // [n, k], row stride x_stride, 16-byte aligned rows
+  const u16* x;      // [n, k], row or column stride x_stride, 16-byte aligned rows or columns
   const void* bias;  // [m], or null
-  void* y;           // [n, m], row stride y_stride
+  void* y;           // [n, m], row or column stride y_stride
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;
   u32 token_blocks;  // blocks of kTokens that cover n
 };
 static_assert(matches_host<MmaSpParams>(), "the host has another MmaSpParams");
+
+// Where a stage has X in columns: 8 tokens (`chunk`) of a column. Of eight columns, each chunk has banks of its own.
+__device__ __forceinline__ u32 line_offset(int column, int chunk) {
+  constexpr int kChunks = Config::kColumns, kSwapped = kChunks < 8 ? kChunks : 8;
+  return (column * kChunks + (chunk ^ column / (8 / kSwapped) % kSwapped)) * 16;
+}
 
 // A thread's part of the loads, one K tile a call. The two warps that multiply a stream also fetch it; all warps
 // along M of one slice fetch its X together.
@@ -83,9 +91,9 @@ struct Loader {
   const u8* weights;
   const u16* source;
   i64 tiles;         // of this thread's slice still to fetch; 0 where its rows lie outside W
-  i64 columns;       // of X from this thread's chunk to the end of a row
-  i64 token_stride;  // elements between this thread's tokens
-  int tokens;        // how many of them lie inside X
+  i64 columns;       // of X from this thread's chunk to the end of a row; in columns: from its first column on
+  i64 token_stride;  // elements between this thread's tokens; in columns: its columns
+  int tokens;        // how many of them lie inside X; in columns: whether its tokens do
   u32 weights_to, source_to, swap;
 
   __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 token0, i64 row_tile, i64 k_tile, i64 count) {
@@ -94,6 +102,18 @@ struct Loader {
     tiles = count;
     weights = row_tile < p.row_tiles ? p.packed + (row_tile * p.k_tiles + k_tile) * Tile::kBytes + u * 16 : nullptr;
     weights_to = base + stream * Tile::kBytes + u * 16;
+    if constexpr (Config::kColumnsX) {
+      const int chunk = peer % Config::kColumns, line = peer / Config::kColumns;
+      const i64 column = k_tile * Tile::kColumns + line, token = token0 + chunk * 8;
+      source = p.x + column * p.x_stride + token;
+      columns = p.k - column;
+      token_stride = p.x_stride;
+      tokens = token < p.n;
+      source_to = base + Config::kStreams * Tile::kBytes + stream / Config::kBlockTiles * Config::kSourceBytes +
+                  line_offset(line, chunk);
+      swap = 0;
+      return;
+    }
     const int token = peer / 16, chunk = peer % 16;
     const i64 column = k_tile * Tile::kColumns + chunk * 8;
     const i64 rows = p.n - token0 - token;
@@ -116,6 +136,19 @@ struct Loader {
         copy_async_16(weights_to + offset + at, weights + at, true);
       }
       weights += Tile::kBytes;
+    }
+    if constexpr (Config::kColumnsX) {
+      constexpr int kStep = kPeers / Config::kColumns;
+      static_assert(kStep % 8 == 0, "the swizzle of a thread's lines is that of its first");
+#pragma unroll
+      for (int i = 0; i < kTokenLoads; ++i) {
+        const bool keep = tokens && i * kStep < columns;
+        copy_async_16(source_to + offset + i * kStep * Config::kTokens * 2,
+                      keep ? source + i * kStep * token_stride : source, keep);
+      }
+      source += Tile::kColumns * token_stride;
+      columns -= Tile::kColumns;
+      return;
     }
 #pragma unroll
     for (int i = 0; i < kTokenLoads; ++i) {
@@ -148,6 +181,11 @@ struct WarpTile {
   }
 
   __device__ __forceinline__ void load_b(u32 (&b)[4], int use) const {
+    if constexpr (Config::kColumnsX) {
+      const int column = use / kColumns * 32 + threadIdx.x % 32, tile_of_tokens = token0 / 8 + use % kColumns;
+      load_matrix_transposed_x4(b, source + line_offset(column, tile_of_tokens));
+      return;
+    }
     const int lane = threadIdx.x % 32, chunk = use / kColumns * 4 + lane / 8;
     const int token = token0 + use % kColumns * 8 + lane % 8;
     load_matrix_x4(b, source + token * Config::kSourceRowBytes + (chunk ^ (token & 7)) * 16);
@@ -181,7 +219,7 @@ struct WarpTile {
 
 // Where the block that summed `slice` keeps its sums, one area a stream along K.
 __device__ __forceinline__ u32 slice_address(u32 base, int slice) {
-  const u32 at = base + (slice % Config::kGroups) * Area::offset(Config::kTokens, 0);
+  const u32 at = base + (slice % Config::kGroups) * Area::kBytes;
   return Config::kCluster > 1 ? cluster_address(at, slice / Config::kGroups) : at;
 }
 
@@ -239,15 +277,17 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   copy_async_wait<0>();
   __syncthreads();  // the stages are free: the sums take their place
 
-  float* const sums = (float*)shared + stream / Config::kBlockTiles * Config::kTokens * Area::kPitch +
-                      stream % Config::kBlockTiles * Tile::kRows + row0;
+  constexpr int kTokenPitch = Config::kColumnsY ? 1 : Area::kPitch, kRowPitch = Config::kColumnsY ? Area::kPitch : 1;
+  float* const sums = (float*)shared + stream / Config::kBlockTiles * (Area::kBytes / 4) +
+                      (stream % Config::kBlockTiles * Tile::kRows + row0) * kRowPitch;
 #pragma unroll
   for (int h = 0; h < kWarpBlocks; ++h)
 #pragma unroll
     for (int c = 0; c < kWarpColumns; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sums[(token0 + 8 * c + lane % 4 * 2 + i % 2) * Area::kPitch + 16 * h + lane / 4 + i / 2 * 8] = acc[h][c][i];
+        sums[(token0 + 8 * c + lane % 4 * 2 + i % 2) * kTokenPitch + (16 * h + lane / 4 + i / 2 * 8) * kRowPitch] =
+            acc[h][c][i];
   if constexpr (Config::kCluster > 1) cluster_meet();
   else __syncthreads();
 
@@ -256,7 +296,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   for (int i = 0; i < Config::kSlices; ++i) areas[i] = slice_address(base, i);
 #pragma unroll 4
   for (int i = threadIdx.x; i < Config::kFoldRows * Config::kTokens; i += Config::kThreads) {
-    const int token = i / Config::kFoldRows, row = rank * Config::kFoldRows + i % Config::kFoldRows;
+    const int token = Config::kColumnsY ? i % Config::kTokens : i / Config::kFoldRows;
+    const int row = rank * Config::kFoldRows + (Config::kColumnsY ? i / Config::kTokens : i % Config::kFoldRows);
     float v[Config::kSlices];
 #pragma unroll
     for (int s = 0; s < Config::kSlices; ++s) v[s] = slice_sum(areas[s], token, row);
@@ -265,7 +306,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if (first_token + token >= p.n || m >= p.m) continue;
     const float bias = p.bias ? bias_at<Config>(p.bias, m) : 0.0f;
     const float result = epilogue<Config, FastMath>(v[0], p.alpha, bias);
-    ((Config::Out::Bits*)p.y)[(first_token + token) * p.y_stride + m] = Config::Out::from_float(result);
+    const i64 at = Config::kColumnsY ? m * p.y_stride + first_token + token : (first_token + token) * p.y_stride + m;
+    ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
   }
   if constexpr (Config::kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read
 }

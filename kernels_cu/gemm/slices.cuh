@@ -14,8 +14,12 @@ template <class Sum, int kSlices> __device__ __forceinline__ void fold(Sum (&sli
   for (int s = 1; s < kSlices; ++s) slices[0] += slices[s];
 }
 
-// The sums of a block that are to be folded: [token][row], 4 bytes each.
-template <int kRows> struct FoldArea {
-  static constexpr int kPitch = kRows + 4;  // 4 keeps the fragment stores off each other's banks
-  static __device__ __forceinline__ u32 offset(int token, int row) { return (token * kPitch + row) * 4; }
+// The sums of a block that are to be folded, 4 bytes each: [token][row], or [row][token] where Y lies in columns.
+// The padding keeps the fragment stores off each other's banks.
+template <int kRows, int kTokens, bool kColumns> struct FoldArea {
+  static constexpr int kPitch = kColumns ? kTokens + (kTokens % 16 == 0 ? 8 : 0) : kRows + 4;
+  static constexpr int kBytes = 4 * kPitch * (kColumns ? kRows : kTokens);
+  static __device__ __forceinline__ u32 offset(int token, int row) {
+    return (kColumns ? row * kPitch + token : token * kPitch + row) * 4;
+  }
 };

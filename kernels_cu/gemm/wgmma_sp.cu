@@ -2,7 +2,9 @@
 //
 // W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in tiles of 64 rows
 // x 256 bytes of columns, each one bulk copy; X comes through a tensor map in boxes of 128 bytes of columns. W and X
-// have rings of their own, for a tile of W is two boxes of X long.
+// have rings of their own, for a tile of W is two boxes of X long. X of 16-bit elements may lie in columns, where the
+// tokens of a column are adjacent: then a stage is boxes of up to 64 tokens, a line for each of 64 columns, and wgmma
+// reads them N-major. So may Y: its tiles are staged as they lie there. Neither changes a bit of a result.
 //
 // The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
 // With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other, or
@@ -14,15 +16,18 @@
 //   role         who                            what
 //   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
 //   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
+//   copy_lines   last warpgroup, threads 64 ..  instead: X in columns of fewer than 64 tokens, for this block
+//   report_lines last warpgroup, thread 32      that a stage of these has come
 //   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
 //   Handover     last warpgroup, warp 2         kRanges: waits for the flags of sums, and sets them
 //   Writer       each of kWarpgroups, 1 slice   its results, staged for the copy engine, or element by element
 //   Folder       all of kWarpgroups, slices     the block's share of the cluster's rows: sums, epilogue, stores
 //
 //   barriers     weight_full, source_full: a stage's bytes have come; weight_free, source_free: all warps that read
-//                a stage are done with it (X: those of all blocks that share it). Named barriers 1 ..: a warpgroup's
-//                staging area; with slices, 1: all stages have been read; with ranges, further ones: a warpgroup's
-//                sums have been stored, or can be loaded. The cluster meets round the fold.
+//                a stage are done with it (X: those of all blocks that share it); source_came: threads have copied a
+//                stage. Named barriers 1 ..: a warpgroup's staging area; with slices, 1: all stages have been read;
+//                with ranges, further ones: a warpgroup's sums have been stored, or can be loaded. The cluster meets
+//                round the fold.
 //   registers    kSums * kRowBlocks accumulators, twice that with kPromote or kParts > 1: at most 128 a thread. Where
 //                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
 //
@@ -49,13 +54,15 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kRanges = S24_RANGES;    // clusters have equal ranges of tiles, wherever items begin and end
   static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
   static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
-  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one for all, 2: one a row
+  static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;           // 0: none, 1: one for all, 2: one a row
   static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
   static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
   static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
   static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
+  static_assert(!kRanges || !(kColumnsX || kColumnsY), "the warp that hands sums over copies X in columns");
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
@@ -63,14 +70,25 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBoxColumns = Tile::kColumns / 2;                                       // of X
   static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
   static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
-  static constexpr int kWeightBytes = kRowTiles * Tile::kBytes, kSourceBytes = kTokens * 128;  // of a stage
+  // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. Groups of 64 come
+  // in boxes, for which 128 bytes is fast; shorter lines are copied by threads, which take what is adjacent at once.
+  static constexpr int kGroup = kTokens <= 8 ? 8 : kTokens <= 16 ? 16 : kTokens <= 32 ? 32 : 64;
+  static constexpr int kGroups = (kTokens + kGroup - 1) / kGroup, kGroupBytes = kGroup * 128;
+  static constexpr int kBoxLines = S24_BOX_LINES;
+  static constexpr bool kByThreads = kColumnsX && kTokens < 64;
+  static constexpr int kLineThreads = 64;
+  static constexpr int kSourceShare = kByThreads ? 1 : kShare;   // blocks that a stage of X goes to
+  static constexpr int kWeightBytes = kRowTiles * Tile::kBytes,  // of a stage
+      kSourceBytes = kColumnsX ? kGroups * kGroupBytes : kTokens * 128;
   static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
   static constexpr int kBand = 8;  // row blocks that are taken with one block of tokens before the next, for L2
 
   // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
   static constexpr int kSourceAt = kWeightStages * kWeightBytes;
   static constexpr int kStagingAt = kSourceAt + kSourceStages * kSourceBytes;
-  static constexpr int kStepBytes = kStepTokens * Tile::kRows * sizeof(Out::Bits);
+  static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // of a row of Y, where that is a line
+  static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;
+  static constexpr int kStepBytes = Tile::kRows * (kColumnsY ? kLineBytes : kTokenBytes);
   static constexpr int kStagingBytes = kBuffers * kStepBytes;
   static constexpr int kBarrierAt = kStagingAt + (kSlices == 1 ? kWarpgroups * kStagingBytes : 0);
 
@@ -79,25 +97,30 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
 };
 using Tile = Config::Tile;
-using Area = FoldArea<Config::kRows>;
+using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
 
 struct WgmmaSpParams {
-  TensorMap x_map;       // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle
-  TensorMap x_tail_map;  // the same in boxes of tail_rows, for the last block of tokens
-  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; if `aligned` and one slice
+  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle; in columns: in boxes of kGroup tokens x
+  // kBoxLines columns, lines of kGroup tokens swizzled.
+  TensorMap x_map;
+  TensorMap x_tail_map;  // the same in boxes of tail_rows, for the last block of tokens; in columns: its last group's
+  TensorMap x_rest_map;  // in columns: of the last group of the other blocks
+  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of 64 rows of W x
+                         // kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
+  const u16* x;          // [n, k], column stride x_stride; in columns
   const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
   const void* bias;      // [m], or null
   const float* scale_x;  // [1] or [n], as kScaleX says
   const float* scale_w;  // [1] or [m], as kScaleW says
-  void* y;               // [n, m], row stride y_stride
+  void* y;               // [n, m], row or column stride y_stride
   u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
   float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over
   u64 mark;              // of this launch and no other
-  i64 n, m, y_stride, row_tiles, k_tiles;
+  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;
   u32 token_blocks;   // of kTokens, that cover n
   u32 items;          // of a cluster's rows and tokens
-  u32 aligned;        // rows of y begin at multiples of 16 bytes, and end there where the copy engine stores them
+  u32 aligned;        // lines of y begin at multiples of 16 bytes, and end there where the copy engine stores them
   u32 tail_rows;      // of X that a block copies for the last block of tokens
   u32 whole;          // items that aren't cut: the first ones
   u32 range, longer;  // kRanges: tiles of a range, and ranges that have one more: the first ones
@@ -158,6 +181,9 @@ struct Barriers {
   __device__ __forceinline__ u32 source_free(u32 slot) const {
     return at + 8 * (2 * Config::kWeightStages + Config::kSourceStages + slot);
   }
+  __device__ __forceinline__ u32 source_came(u32 slot) const {
+    return at + 8 * (2 * Config::kWeightStages + 2 * Config::kSourceStages + slot);
+  }
 };
 
 // What a block works on: its first row tile and token.
@@ -181,10 +207,10 @@ __device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
 
 // What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
 //
-// kRanges: each cluster takes as many tiles as any other. The last p.items - p.whole items' tiles lie in a row, which is
-// cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range and
-// hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of an
-// item that isn't cut. The giver is the cluster before, which runs if this one does.
+// kRanges: each cluster takes as many tiles as any other. The last p.items - p.whole items' tiles lie in a row, which
+// is cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range
+// and hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of
+// an item that isn't cut. The giver is the cluster before, which runs if this one does.
 struct Turns {
   u32 index;
   i64 first, last;  // tiles of K
@@ -263,6 +289,74 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
   }
 }
 
+// X in columns, one stage: this block's part of the boxes, for every block that shares them: whole groups, or of each
+// the same columns.
+__device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
+                                             u32 slice) {
+  constexpr bool kSplitsGroups = Config::kShare > 1 && Config::kBoxLines == Config::kBoxColumns;
+  constexpr u32 kMine = kSplitsGroups ? Config::kGroups / Config::kShare : Config::kGroups;
+  const bool is_tail = item.token + Config::kTokens >= p.n;
+  const u32 tokens = is_tail ? p.tail_rows : Config::kTokens;
+  barrier_expect(full, tokens * Config::kBoxColumns * 2);
+  const u32 line = kSplitsGroups ? 0 : share * Config::kBoxLines;
+#pragma unroll
+  for (u32 i = 0; i < kMine; ++i) {
+    const u32 group = kSplitsGroups ? share * kMine + i : i, first = group * Config::kGroup;
+    if (first >= tokens) break;
+    const TensorMap* map = first + Config::kGroup <= tokens ? &p.x_map : is_tail ? &p.x_tail_map : &p.x_rest_map;
+    const u32 at = to + group * Config::kGroupBytes + line * Config::kGroup * 2;
+    const u32 token = (u32)item.token + first, column = box * Config::kBoxColumns + line;
+    if constexpr (Config::kShare == 1) copy_tensor(at, map, token, column, full);
+    else
+      copy_tensor_multicast(at, map, token, column, full, (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
+  }
+}
+
+// The threads that copy X in columns of few tokens. Each has 8 tokens of every kStep-th column, and so one swizzle.
+__device__ __forceinline__ void copy_lines(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  constexpr int kChunks = Config::kTokens / 8, kSwapped = Config::kGroup / 8, kLine = 2 * Config::kGroup;
+  constexpr int kStep = kChunks <= 1 ? 64 : kChunks <= 2 ? 32 : kChunks <= 4 ? 16 : 8, kPasses = 64 / kStep;
+  static_assert(!Config::kByThreads || kStep * kChunks <= Config::kLineThreads, "a pass has a thread for each chunk");
+  const int thread = threadIdx.x % Config::kLineThreads, line = thread / kChunks, chunk = thread % kChunks;
+  const u32 into = base + Config::kSourceAt + line * kLine + (chunk ^ line * kSwapped / 8 % kSwapped) * 16;
+  const i64 ahead = kStep * p.x_stride;
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    const bool has = line < kStep && item.token + chunk * 8 < p.n;
+    const int first = (int)turn.first * Tile::kColumns + line;
+    const u16* source = p.x + item.token + chunk * 8 + first * p.x_stride;
+    int left = (int)p.k - first;  // columns from this thread's first on
+    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+      const u32 to = into + at.slot * Config::kSourceBytes;
+      if (has) {
+        const bool all = left > (kPasses - 1) * kStep;
+        const u16* from = source;
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i, from += ahead) {
+          const bool keep = all || i * kStep < left;
+          copy_async_16(to + i * kStep * kLine, keep ? from : p.x, keep);
+        }
+      }
+      barrier_arrive_after_copies(barriers.source_came(at.slot));
+      source += kPasses * ahead, left -= Config::kBoxColumns;
+    }
+  }
+}
+
+// The thread that reports stages which threads copied: what they stored is seen by wgmma only after a fence. Theirs
+// would wait for all that they have on the way.
+__device__ __forceinline__ void report_lines(const WgmmaSpParams& p, Barriers barriers, u32 slice) {
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p))
+    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
+      barrier_wait(barriers.source_came(at.slot), at.parity);
+      async_proxy_fence();
+      barrier_arrive(barriers.source_full(at.slot));
+    }
+}
+
 // The thread that copies X: its part, for every block that shares it.
 __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
   RingPosition<Config::kSourceStages> at;
@@ -276,6 +370,10 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
     for (i64 box = 2 * turn.first; box < 2 * turn.last; ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
+      if constexpr (Config::kColumnsX) {
+        copy_columns(p, to, (u32)box, item, full, share, slice);
+        continue;
+      }
       barrier_expect(full, Config::kShare * rows * 128);
       if constexpr (Config::kShare == 1) copy_tensor(to, map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
       else
@@ -302,9 +400,15 @@ struct Multiplier {
     if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot));
   }
   __device__ __forceinline__ void free_source(u32 slot) const {
-    if (threadIdx.x % 32 >= Config::kShare) return;
-    if constexpr (Config::kShare == 1) barrier_arrive(source_free + 8 * slot);
+    if (threadIdx.x % 32 >= Config::kSourceShare) return;
+    if constexpr (Config::kSourceShare == 1) barrier_arrive(source_free + 8 * slot);
     else barrier_arrive_cluster(source_free + 8 * slot);
+  }
+
+  static __device__ __forceinline__ u64 source_descriptor(u32 address) {
+    if constexpr (Config::kColumnsX)
+      return matrix_descriptor_of_lines<2 * Config::kGroup, Config::kGroupBytes>(address);
+    else return matrix_descriptor(address);
   }
 
   // Two steps: half a tile of W with one stage of X. The half's metadata stays in its registers while its wgmma run,
@@ -319,14 +423,15 @@ struct Multiplier {
                                          (threadIdx.x % 128 * Tile::kWords + kHalf * Tile::kWords / 2) * 4);
     barrier_wait(barriers.source_full(source.slot), source.parity);
     const u64 a = matrix_descriptor(values);
-    const u64 b = matrix_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
+    const u64 b = source_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
+    constexpr u64 kSecond = Config::kColumnsX ? 4 * Config::kGroup : 4;  // half of the box's columns
     wgmma_fence();
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
       const u64 at = a + r * (Tile::kBytes >> 4) + kHalf * 4;
-      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1>(sums[r], at, b, metadata[r][0]);
-      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1>(sums[r], at + 2, b + 4,
-                                                               metadata[r][Config::kEightBit ? 1 : 0]);
+      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1, Config::kColumnsX>(sums[r], at, b, metadata[r][0]);
+      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1, Config::kColumnsX>(
+          sums[r], at + 2, b + kSecond, metadata[r][Config::kEightBit ? 1 : 0]);
     }
     wgmma_commit();
   }
@@ -409,6 +514,11 @@ struct Multiplier {
   }
 };
 
+// Where y has a result.
+__device__ __forceinline__ i64 place(const WgmmaSpParams& p, i64 token, i64 row) {
+  return Config::kColumnsY ? row * p.y_stride + token : token * p.y_stride + row;
+}
+
 // Stores 64 rows x kTokens tokens of one warpgroup: kStepTokens at a time are staged, from where the copy engine takes
 // them while others are staged, and while the next item is multiplied.
 template <class Result> struct Writer {
@@ -420,10 +530,17 @@ template <class Result> struct Writer {
   u32 turn = 0;  // the buffer of the next step
 
   static constexpr int kOutBytes = sizeof(Bits);
-  static constexpr int kBoxRows = kOutBytes == 4 ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;  // a token's, of a box
+  // A token's, of a box.
+  static constexpr int kBoxRows = kOutBytes == 4 && !Config::kColumnsY ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;
 
-  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes.
+  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: a row's tokens,
+  // under the swizzle of kLineBytes.
   static __device__ __forceinline__ u32 staged_at(int token, int row) {
+    if constexpr (Config::kColumnsY) {
+      constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
+      const int in = token * kOutBytes;
+      return row * kLine + (in / 16 ^ row * kChunks / 8 % kChunks) * 16 + in % 16;
+    }
     const int in = row % kBoxRows * kOutBytes;
     return (row / kBoxRows * Config::kStepTokens + token) * kBoxBytes +
            (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
@@ -465,7 +582,14 @@ template <class Result> struct Writer {
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
       }
-      if constexpr (kOutBytes == 2) {
+      if constexpr (Config::kColumnsY && kOutBytes == 2) {
+        store_matrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+      } else if constexpr (Config::kColumnsY) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          store_shared_x2(buffer + staged_at(8 * j + 2 * t, row + g + i * 8), rounded<Result>(d[2 * i], v[2 * i]),
+                          rounded<Result>(d[2 * i + 1], v[2 * i + 1]));
+      } else if constexpr (kOutBytes == 2) {
         store_matrix_transposed_x2(buffer + staged_at(8 * j + lane % 8, row + lane / 8 % 2 * 8),
                                    Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
       } else {
@@ -484,7 +608,9 @@ template <class Result> struct Writer {
     threads_meet(barrier, 128);
     if (!is_copier()) return;
     const int box = threadIdx.x % 128 / 32;
-    copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
+    if constexpr (Config::kColumnsY) copy_tensor_out(&p.y_map, (u32)token, (u32)row0, buffer);
+    else
+      copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
     copies_commit();
   }
   static __device__ __forceinline__ bool is_copier() {
@@ -494,9 +620,10 @@ template <class Result> struct Writer {
   __device__ __forceinline__ void copy_elements(u32 buffer, i64 row0, i64 token0) const {
     threads_meet(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * 64; i += 128) {
-      const i64 token = token0 + i / 64, row = row0 + i % 64;
-      if (token < p.n && row < p.m)
-        ((Bits*)p.y)[token * p.y_stride + row] = load_shared_as<Bits>(buffer + staged_at(i / 64, i % 64));
+      const int t = Config::kColumnsY ? i % Config::kStepTokens : i / 64,
+                r = Config::kColumnsY ? i / Config::kStepTokens : i % 64;
+      const i64 token = token0 + t, row = row0 + r;
+      if (token < p.n && row < p.m) ((Bits*)p.y)[place(p, token, row)] = load_shared_as<Bits>(buffer + staged_at(t, r));
     }
   }
 };
@@ -571,21 +698,32 @@ __device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks
   for (int r = 0; r < Config::kRowBlocks; ++r)
 #pragma unroll
     for (int i = 0; i < Config::kSums; ++i) {
+      if constexpr (Config::kColumnsY) {
+        if (i % 2) continue;
+        const u32 row = (row_tile + r) * Tile::kRows + 16 * warp + lane / 4 + i / 2 % 2 * 8;
+        store_shared_x2(base + Area::offset(i / 4 * 8 + lane % 4 * 2, row), bits_of(sums[r][i]),
+                        bits_of(sums[r][i + 1]));
+        continue;
+      }
       const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows + 16 * warp +
                      lane / 4 + i / 2 % 2 * 8;
       store_shared(base + at * 4, bits_of(sums[r][i]));
     }
 }
 
-// The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows, four at a time.
+// The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows: four at a time of a
+// line of Y, which is a token's row, or a column.
 struct Folder {
   const WgmmaSpParams& p;
   Item item;
   u32 from[Config::kSlices];
   int row0;
 
-  static constexpr int kQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices, kShareRows = 4 * kQuads,
-                       kCount = kQuads * Config::kTokens;
+  static constexpr bool kColumns = Config::kColumnsY;
+  static constexpr int kRowQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices;
+  static constexpr int kShareRows = kColumns ? (Config::kRows + Config::kSlices - 1) / Config::kSlices : 4 * kRowQuads;
+  static constexpr int kQuads = kColumns ? Config::kTokens / 4 : kRowQuads,  // of a line
+      kCount = kQuads * (kColumns ? kShareRows : Config::kTokens);
   static constexpr int kFolders = Config::kMultiplying;
   static constexpr int kLoads =
       (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices / Config::kBlocksPerSm;
@@ -596,6 +734,10 @@ struct Folder {
 #pragma unroll
     for (int s = 0; s < Config::kSlices; ++s) from[s] = cluster_address(base, share + Config::kShare * s);
   }
+
+  // Of the i-th four results the first's token and row.
+  __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kQuads * 4 : i / kQuads; }
+  __device__ __forceinline__ int row_of(int i) const { return row0 + (kColumns ? i / kQuads : i % kQuads * 4); }
 
   // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
   __device__ __forceinline__ bool inside(int token, int row) const {
@@ -613,13 +755,14 @@ struct Folder {
       for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
       fold(slices);
       const Sum total = slices[0];
-      const bool inside = m + j < p.m;
-      const float bias = p.bias && inside ? bias_at<Config>(p.bias, m + j) : 0.0f;
-      const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, m + j) : 1.0f;
+      const i64 output = kColumns ? m : m + j;
+      const bool inside = kColumns || m + j < p.m;
+      const float bias = p.bias && inside ? bias_at<Config>(p.bias, output) : 0.0f;
+      const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, output) : 1.0f;
       out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
     }
-    Config::Out::Bits* to = (Config::Out::Bits*)p.y + n * p.y_stride + m;
-    if (p.aligned && m + 4 <= p.m) {
+    Config::Out::Bits* to = (Config::Out::Bits*)p.y + place(p, n, m);
+    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= p.m)) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
       else if constexpr (sizeof(Config::Out::Bits) == 2)
@@ -629,7 +772,7 @@ struct Folder {
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      if (m + j < p.m) to[j] = out[j];
+      if (kColumns ? n + j < p.n : m + j < p.m) to[j] = out[j];
   }
 
   __device__ __forceinline__ void run() const {
@@ -638,7 +781,7 @@ struct Folder {
       u32 v[kAhead][Config::kSlices][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kFolders, token = i / kQuads, row = row0 + i % kQuads * 4;
+        const int i = first + a * kFolders, token = token_of(i), row = row_of(i);
         if (i >= kCount || !inside(token, row)) continue;
 #pragma unroll
         for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + Area::offset(token, row));
@@ -646,7 +789,7 @@ struct Folder {
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders;
-        const int token = i / kQuads, row = row0 + i % kQuads * 4;
+        const int token = token_of(i), row = row_of(i);
         if (i < kCount && inside(token, row)) store(v[a], token, row);
       }
     }
@@ -671,7 +814,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     }
     for (int i = 0; i < Config::kSourceStages; ++i) {
       barrier_init(barriers.source_full(i), 1);
-      barrier_init(barriers.source_free(i), kReaders * Config::kShare);
+      barrier_init(barriers.source_free(i), kReaders * Config::kSourceShare);
+      if (Config::kByThreads) barrier_init(barriers.source_came(i), Config::kLineThreads);
     }
     barrier_init_fence();
   }
@@ -684,14 +828,19 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if constexpr (Config::kTrade) registers_lower<Config::kCopyRegisters>();
     const u32 thread = threadIdx.x % 128;
     if (thread == 0) copy_weights(p, base, barriers, share, slice);
-    if (thread == 32) copy_source(p, base, barriers, share, slice);
+    if constexpr (Config::kByThreads) {
+      if (thread == 32) report_lines(p, barriers, slice);
+      if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+    } else {
+      if (thread == 32) copy_source(p, base, barriers, share, slice);
+    }
     if (Config::kRanges && thread / 32 == 2) Handover{p}.wait();
     __syncwarp();
     if constexpr (Config::kSlices > 1) cluster_meet();
   } else {
     if constexpr (Config::kTrade) registers_raise<Config::kSumRegisters>();
     Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
-    if constexpr (Config::kShare > 1)
+    if constexpr (Config::kSourceShare > 1)
       multiplier.source_free =
           cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
     Sums sums[Config::kRowBlocks];

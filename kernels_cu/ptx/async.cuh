@@ -20,6 +20,13 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
                : "r"(address));
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_transposed_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
 #define S24_MMA_SP(types)                                                                                \
   asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col" types                            \
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"    \
@@ -99,6 +106,9 @@ __device__ __forceinline__ void load_shared_words(u32 (&v)[1], u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared_x2(u32 address, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, u8 v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"((u32)v) : "memory");
 }
@@ -139,7 +149,13 @@ __device__ __forceinline__ void load_global_or_zeros(int* v, const void* address
 }
 #undef S24_LOAD_OR_ZEROS
 
-// Two 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+// Two 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x2(u32 address, u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+#endif
+}
+// The same, transposed.
 __device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)

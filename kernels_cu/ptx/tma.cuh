@@ -22,6 +22,10 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Once all that this thread copied by copy_async_16 so far has come; the thread counts among the barrier's arrivals.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // `barrier` as cluster_address gives it. Orders nothing but what the copy engine and wgmma did: a release at cluster
 // scope would cost a fence of all memory.
 __device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {

@@ -1,15 +1,25 @@
 // wgmma.sp (sm_90a): D[64 x N] (+)= A[64 x K, 2:4] * B[K x N], operands in shared memory; K is 32 for 16-bit
 // elements, 64 for 8-bit ones: 32 bytes of a row of A, 64 of a row of B.
 //
-// A and B are K-major under the 128-byte swizzle. The accumulators of warp w, lane 4g + t: d[4j], d[4j + 1] are row
-// 16w + g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] the same of row + 8.
+// A is K-major under the 128-byte swizzle, and so is B, or it is N-major. The accumulators of warp w, lane 4g + t:
+// d[4j], d[4j + 1] are row 16w + g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] the same of row + 8.
 #pragma once
 #include "ptx/tma.cuh"
 
-// Descriptor of an operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix Descriptor
-// Format").
+// Descriptor of a K-major operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix
+// Descriptor Format").
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3ffff) >> 4;
+}
+
+// The same of an N-major operand of 16-bit elements: groups of kLineBytes of N, kGroupBytes apart, each a line for
+// every k under the swizzle of that width (16 bytes: none).
+template <int kLineBytes, int kGroupBytes> __device__ __forceinline__ u64 matrix_descriptor_of_lines(u32 address) {
+  constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : kLineBytes == 32 ? 3 : 0;
+  constexpr u64 kEightLines = 8 * kLineBytes >> 4, kGroup = kGroupBytes >> 4;
+  // Without a swizzle, the two distances change places.
+  constexpr u64 kLeading = kSwizzle ? kGroup : kEightLines, kStride = kSwizzle ? kEightLines : kGroup;
+  return kSwizzle << 62 | kStride << 32 | kLeading << 16 | (address & 0x3ffff) >> 4;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -77,17 +87,21 @@ template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCou
                : d_(c, 0)                                                                                              \
                : "l"(a), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
 #define S24_WGMMA_SP(n, d_, ...)                                                          \
-  if constexpr (kElement == ElementKind::F16)                                             \
+  if constexpr (kElement == ElementKind::F16 && !kLines)                                  \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.f16.f16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__);   \
-  else if constexpr (kElement == ElementKind::BF16)                                       \
+  else if constexpr (kElement == ElementKind::F16)                                        \
+    S24_WGMMA_SP_OF("m64n" n "k32.f32.f16.f16", ", 1, 1, 0, 1", d_, "+f", __VA_ARGS__);   \
+  else if constexpr (kElement == ElementKind::BF16 && !kLines)                            \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__); \
+  else if constexpr (kElement == ElementKind::BF16)                                       \
+    S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 1", d_, "+f", __VA_ARGS__); \
   else if constexpr (kElement == ElementKind::FP8_E4M3)                                   \
     S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
   else S24_WGMMA_SP_OF("m64n" n "k64.s32.s8.s8", "", d_, "+r", __VA_ARGS__)
 
 // One asynchronous step. Sum: int for s8, else float. kSelector: which lane pair of every quad holds the metadata
-// (16-bit elements; else 0); `metadata` as in mma.sp. kAdd 0: what d held doesn't count.
-template <ElementKind kElement, int kSelector, int kAdd, class Sum, int kCount>
+// (16-bit elements; else 0); `metadata` as in mma.sp. kAdd 0: what d held doesn't count. kLines: B is N-major.
+template <ElementKind kElement, int kSelector, int kAdd, bool kLines, class Sum, int kCount>
 __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
   if constexpr (kCount == 4) {
     S24_WGMMA_SP("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8");

@@ -35,7 +35,7 @@ def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
-    return _tile_blocks(problem)
+    return _columns_of_x(problem) or _tile_blocks(problem)
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
@@ -50,9 +50,16 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
-    if problem.n > 1 and problem.k * problem.element.itemsize % 16:
+    if problem.n > 1 and problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
-    return _integer_sums(problem) or _tile_blocks(problem)
+    return _columns_of_x(problem) or _integer_sums(problem) or _tile_blocks(problem)
+
+
+def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:
+    """Whether columns of X that touch begin where 16 bytes at a time can be copied."""
+    if problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16:
+        return f"needs columns of X in multiples of 16 bytes, got n = {problem.n}"
+    return None
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:

@@ -76,6 +76,7 @@ _MMA_SP_MANY = GemmRow(
     elements=(F16, BF16),
     ops=(GemmOp.FORWARD,),
     layout=TILE64X128_LAYOUT,
+    column_order=True,
     limits=limits.mma_sp,
 )
 
@@ -90,7 +91,7 @@ _WGMMA_SP = replace(
     limits=limits.wgmma_sp,
 )
 
-_WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, scales=True)
+_WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
 
 _HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
 
@@ -142,6 +143,7 @@ ROWS: tuple[GemmRow, ...] = (
         backend=BackendKind.INFLATE_CUBLAS,
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
+        column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
         missing=limits.needs_cublaslt,

@@ -154,19 +154,17 @@ class _Form:
         m, k = sizes(call)
         shape = x.shape[:-1]
         self._copied = False
-        rows = _rows(x)
+        self.in_columns = call.turned and _in_columns(x)
+        rows = x if self.in_columns else _rows(x)
         if rows is None:
             self._copied, rows = True, _rows(x.contiguous())
         assert rows is not None
-        columns = x.dim() == 2 and x.stride(1) != 1 and x.stride(0) == 1 and x.shape[0] > 1
-        if call.turned and columns:
-            self._copied, rows = False, x
         self._desc = desc = describe(
             call,
             rows.shape[0],
             m,
             k,
-            x_order=MatrixOrder.COLUMN if call.turned and columns else MatrixOrder.ROW,
+            x_order=MatrixOrder.COLUMN if self.in_columns else MatrixOrder.ROW,
             y_order=MatrixOrder.COLUMN if call.turned else MatrixOrder.ROW,
         )
         plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
@@ -207,7 +205,7 @@ class _Form:
             if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self._plan.caller(self._args(call, weight, _aligned(rows), y))
+        return self._plan.caller(self._args(call, weight, _aligned(rows, self.in_columns), y))
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
@@ -234,7 +232,7 @@ class _Form:
         ``others`` are the bias and the scales. On the path of every call.
         """
         if self._copied:
-            x = _aligned(x)
+            x = _aligned(x, self.in_columns)
         source = x.data_ptr()
         if source % self._alignment:
             if out is not None:
@@ -282,9 +280,18 @@ def _product(shape: tuple[int, ...]) -> int:
     return result
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """A contiguous copy, which the allocator aligns."""
+def _aligned(x: Tensor, in_columns: bool = False) -> Tensor:
+    """A copy in rows (or columns) that touch, which the allocator aligns."""
+    if in_columns:
+        return _aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_columns(x: Tensor) -> bool:
+    """Whether a matrix is read in columns: on a GPU those of whole 16 bytes; of others, a copy in rows."""
+    if x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
+        return False
+    return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
 
 
 _forms: dict[tuple[Any, ...], _Form] = {}
@@ -305,8 +312,9 @@ def run(call: Call, out: Tensor | None = None) -> Tensor:
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
-    y = _form_of(call, out).run(call[0], call[1], call[2], call[3:6], out)
-    return run(call._replace(x=_aligned(call.x))) if y is None else y
+    form = _form_of(call, out)
+    y = form.run(call[0], call[1], call[2], call[3:6], out)
+    return run(call._replace(x=_aligned(call.x, form.in_columns))) if y is None else y
 
 
 def _form_of(call: Call, out: Tensor | None) -> _Form:

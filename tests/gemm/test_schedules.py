@@ -16,7 +16,7 @@ from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
 from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.weights.layouts import TILES_16BIT, layout_of
+from sparse24_plans.weights.layouts import TILES_16BIT
 
 from .rows import OWN, row_of
 
@@ -182,15 +182,19 @@ def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
 
 @pytest.mark.parametrize("row", WGMMA_ROWS)
 @settings(max_examples=100, deadline=None)
-@given(desc=shapes)
-def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc):
-    desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
-    layout, out_bytes = layout_of(desc.element), desc.out_element.itemsize
+@given(desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans())
+def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out_f32):
+    element = row_of(row).elements[0]
+    out = {"out_element": "f32"} if out_f32 else {}
+    desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element, **out)
+    lines = wgmma_schedules.Lines.of(desc)
+    if row_of(row).column_order:
+        lines = lines._replace(x_columns=columns[0], y_columns=columns[1])
     for cut in wgmma_choice.allowed_schedules(desc, row_of(row)):
         token_blocks = -(-desc.n // cut.tokens)
         assert cut.items(desc.n, desc.m) * cut.rows * cut.share >= desc.m * token_blocks
-        assert cut.shared_bytes(layout, out_bytes) * cut.blocks_per_sm <= 227 << 10
-        weights, sources = cut.stages(layout, out_bytes)
+        assert cut.shared_bytes(lines) * cut.blocks_per_sm <= 227 << 10
+        weights, sources = cut.stages(lines)
         assert (weights >= 2, sources >= 2) == (True, True)
         assert cut.cluster <= 8
 

@@ -258,19 +258,24 @@ def test_rows_for_few_tokens_leave_more_to_others(row, most):
         assert reasons[row] == (f"is preferred for n <= {most}, not {n}" if n > most else None)
 
 
-@pytest.mark.parametrize("backend", ["inflate_cublas", "inflate_strict", "mma_sp"])
 @pytest.mark.parametrize(
-    "change", [{"x_order": "column"}, {"y_order": "column"}, {"scale_x": "tensor"}, {"scale_w": "row"}]
+    ("backend", "change", "words"),
+    [
+        *(
+            ("inflate_strict", {name: "column"}, "serves x_order and y_order row")
+            for name in ("x_order", "y_order")
+        ),
+        *(
+            (backend, change, "takes no scale_x or scale_w")
+            for backend in ("inflate_cublas", "inflate_strict", "mma_sp")
+            for change in ({"scale_x": "tensor"}, {"scale_w": "row"})
+        ),
+    ],
 )
-def test_kernels_that_serve_rows_and_no_scales_say_so(backend, change):
+def test_kernels_that_serve_rows_alone_or_no_scales_say_so(backend, change, words):
     desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", **change)
     answer = explain(desc, preference=PlanPreference(prefer_backend=backend), device=HOPPER)
     assert answer.chosen is None
-    words = (
-        "takes no scale_x or scale_w"
-        if "order" not in next(iter(change))
-        else "serves x_order and y_order row"
-    )
     assert [reason for _, kind, reason in answer.rows if kind == backend] == [words] * len(
         [row for row in table.ROWS if row.backend == backend]
     )

@@ -45,6 +45,9 @@ KINDS = (
     {"element": "f16", "epilogue": "bias"},
     {"element": "f32", "epilogue": "bias_relu"},
     {"element": "bf16", "epilogue": "bias_silu", "out_element": "f32", "bias_element": "f32"},
+    {"element": "f16", "epilogue": "bias_silu", "x_order": "column", "y_order": "column"},
+    {"element": "bf16", "out_element": "f32", "x_order": "column"},
+    {"element": "bf16", "epilogue": "bias", "out_element": "f32", "y_order": "column"},
     {"element": "f16", "op": "dgrad"},
     {"element": "f32", "op": "dgrad"},
     {"element": "s8", "epilogue": "bias_gelu", "out_element": "s8", "scale_x": "row", "scale_w": "row"},
@@ -71,6 +74,9 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8_promoted": (64, 1024),
 }
 """Every schedule of these n is compiled."""
+COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
+WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
+"""And of these, with X and Y in columns."""
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
@@ -132,6 +138,10 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
                 row.kernel(Choice(desc, device, row, preference, {}))
         for n in WGMMA_TOKENS.get(row.name, ()) if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kinds[0])
+            for schedule in allowed_schedules(desc, row):
+                row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
+        for n in WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()) if capability == HOPPER else ():
+            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **COLUMNS)
             for schedule in allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
     return found

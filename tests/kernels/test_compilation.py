@@ -50,10 +50,12 @@ def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
 @pytest.mark.parametrize("element", ["bf16", "s8"])
 @pytest.mark.parametrize("out_bytes", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 16, 32, 64, 200, 1024])
-def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, out_bytes, n):
+@pytest.mark.parametrize("columns", [False, True])
+def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, out_bytes, n, columns):
     """Nor more: the next launch's would crowd where the first room is."""
+    lines = schedules.Lines(layout_of(ElementKind(element)), out_bytes, columns, columns)
     for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
-        taken = schedule.shared_bytes(layout_of(ElementKind(element)), out_bytes) + RESERVED_BYTES
+        taken = schedule.shared_bytes(lines) + RESERVED_BYTES
         assert MULTIPROCESSOR_BYTES // taken == schedule.blocks_per_sm
 
 

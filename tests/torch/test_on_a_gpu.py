@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, to_sparse24
+from sparse24_plans.torch import Sparse24Linear, products, to_sparse24
 
 from .cases import S, close, randn, weight
 
@@ -28,6 +28,30 @@ def test_the_weight_of_a_layer_is_read_by_a_kernel_on_sparse_tensor_cores():
     assert one.plan(16).tier == "sparse_tensor_core"
     x = randn(16, 256, dtype=torch.bfloat16)
     close(one(x), F.linear(x.double(), one.dense_weight().double(), one.bias.double()))
+
+
+@pytest.mark.parametrize(
+    ("n", "order"), [(1, "row"), (8, "column"), (13, "row"), (72, "column"), (1001, "row")]
+)
+def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, order):
+    """b as it lies where its rows are whole 16 bytes, else a copy; the result in columns always."""
+    values, meta, dense = weight(dtype=torch.bfloat16)
+    b = randn(64, n, dtype=torch.bfloat16)
+    y = S.mm(values, meta, b)
+    close(y, dense.double() @ b.double())
+    form = products._forms[products._key(products.mm_call(values, meta, b, None, None, ""))]
+    desc = form._plan.descriptor
+    assert (desc.x_order, desc.y_order) == (order, "column")
+    assert form._plan.sku.tier == "sparse_tensor_core"
+
+
+@pytest.mark.parametrize("n", [16, 17])
+def test_an_operand_on_the_right_that_begins_anywhere_is_copied(n):
+    values, meta, dense = weight(dtype=torch.float16)
+    whole = randn(64 * n + 3, dtype=torch.float16)
+    for start in (0, 3, 1):
+        b = whole[start : start + 64 * n].view(64, n)
+        close(S.mm(values, meta, b), dense.double() @ b.double())
 
 
 def test_work_is_enqueued_on_the_current_stream():

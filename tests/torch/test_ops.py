@@ -208,10 +208,6 @@ def test_scaled_linear_refuses_what_has_no_scales():
 # The sparse operand on the left -------------------------------------------------------------------
 
 
-def served_in_columns() -> bool:
-    return DEVICE == "cpu"
-
-
 @floats
 @pytest.mark.parametrize("lies", ["rows", "columns", "apart"])
 @pytest.mark.parametrize("n", [1, 5, 16])
@@ -222,7 +218,7 @@ def test_mm_takes_b_as_it_lies(dtype, lies, n):
         "columns": randn(n, 64, dtype=dtype).t(),
         "apart": randn(64, 2 * n, dtype=dtype)[:, ::2],
     }[lies]
-    y = S.mm(values, meta, b, may_transpose=not served_in_columns())
+    y = S.mm(values, meta, b)
     assert y.shape == (96, n)
     assert y.is_contiguous()
     close(y, dense.double() @ b.double())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
@@ -19,8 +20,8 @@ from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
 from ...plan.kernel import Choice, nothing
-from ...plan.operands import Alignment, Views
-from ...vocab import ElementKind, GemmOp
+from ...plan.operands import Alignment, Views, line_stride
+from ...vocab import ElementKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..kernel import MOST_STRIDES, GemmKernel, address
 from ..limits import align_up, cublas_regions
@@ -43,10 +44,20 @@ class _EpilogueParameters(ctypes.Structure):
         ("acc", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("m", ctypes.c_int64),
+        ("lines", ctypes.c_int64),
+        ("width", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
     ]
+
+
+class _Factor(NamedTuple):
+    """Of the library's product, as it lies."""
+
+    size: int
+    """Of the result, along this factor."""
+    transposed: bool
+    leading: int
+    alignment: int
 
 
 class Kernel(GemmKernel):
@@ -61,6 +72,12 @@ class Kernel(GemmKernel):
         self._dense_bytes, self._acc_bytes = cublas_regions(desc)
         self._fused = not desc.epilogue.has_bias
         self._trivial = desc.n * desc.outputs == 0
+        self._in_columns = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
+        # Of X and Y: elements of a row, or of a column.
+        self._widths = tuple(
+            desc.n if columns else width
+            for columns, width in zip(self._in_columns, (desc.reduction, desc.outputs), strict=True)
+        )
         self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
         self._matmul = lru_cache(MOST_STRIDES)(self._find_matmul)
         self._inflate = Inflate(desc.element, device)
@@ -72,7 +89,7 @@ class Kernel(GemmKernel):
                 "epilogue_rows",
                 _THREADS,
                 device,
-                type_defines(desc),
+                {**type_defines(desc), "COLUMNS": int(self._in_columns[1])},
                 _EpilogueParameters,
             )
         self._budget = _SPLIT_K_BYTES
@@ -81,8 +98,7 @@ class Kernel(GemmKernel):
             self._budget = min(self._budget, spare // 256 * 256)
         scratch = 0
         if not self._trivial and desc.reduction:
-            packed_strides = (desc.reduction, desc.outputs)
-            scratch = self._budget = align_up(self._matmul(*packed_strides).workspace_size)
+            scratch = self._budget = align_up(self._matmul(*self._widths).workspace_size)
         self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
         self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
 
@@ -99,10 +115,11 @@ class Kernel(GemmKernel):
         if desc.reduction == 0:
             return self._finish(views, 0)
         dense, acc = workspace, workspace + self._dense_bytes
-        stride = result.strides[0] if self._fused else desc.outputs
+        stride = line_stride(result, desc.y_order) if self._fused else self._widths[1]
         inflate = self._inflate.bind(views["values"], views["metadata"], dense)
-        multiply = self._matmul(source.strides[0], stride).bind(
-            dense, source.address, result.address if self._fused else acc, acc + self._acc_bytes
+        factors = (source.address, dense) if self._in_columns[1] else (dense, source.address)
+        multiply = self._matmul(line_stride(source, desc.x_order), stride).bind(
+            *factors, result.address if self._fused else acc, acc + self._acc_bytes
         )
         finish = None if self._fused else self._finish(views, acc)
 
@@ -115,43 +132,52 @@ class Kernel(GemmKernel):
         return launch
 
     def _finish(self, views: Views, acc: int) -> Launch:
-        n, m = self.descriptor.n, self.descriptor.outputs
+        desc, width = self.descriptor, self._widths[1]
+        lines = desc.outputs if self._in_columns[1] else desc.n
         assert self._epilogue is not None
         return self._epilogue.bind(
-            min(n * -(-m // _CHUNK), _MOST_BLOCKS),
+            min(lines * -(-width // _CHUNK), _MOST_BLOCKS),
             _EpilogueParameters(
                 acc,
                 address(views.get("bias")),
                 views["result"].address,
-                n,
-                m,
-                views["result"].strides[0],
+                lines,
+                width,
+                line_stride(views["result"], desc.y_order),
             ),
         )
 
     def _find_matmul(self, source_stride: int, result_stride: int) -> cublaslt_abi.Matmul:
-        """The pinned product for these row strides: found at select for packed rows, else at first use.
+        """The pinned product for these strides: found at select for packed lines, else at first use.
 
-        Row-major operands are the column-major transposes: result^T = op(W) @ source^T.
+        What lies in rows is, in the library's columns, the transpose: result^T = op(W) @ source^T. Of a
+        result in columns it is the result itself: result = source @ op(W)^T.
         """
         desc = self.descriptor
         library = cublaslt_abi.load(cuda_major())
         assert library is not None  # selection saw it load
         out = desc.out_element if self._fused else ElementKind.F32
+        x_in_columns, y_in_columns = self._in_columns
+        weight = _Factor(desc.outputs, desc.op is GemmOp.FORWARD, desc.k, 256)
+        source = _Factor(desc.n, x_in_columns, source_stride, ALIGNMENT)
+        a, b = weight, source
+        if y_in_columns:  # the transpose of the product, whose factors change places
+            a, b = (one._replace(transposed=not one.transposed) for one in (source, weight))
         try:
             with import_cupy().cuda.Device(self._ordinal):
                 return cublaslt_abi.Matmul(
                     library,
                     cublaslt_abi.handle(library, self._ordinal),
-                    shape=(desc.outputs, desc.n, desc.reduction),
-                    transpose_a=desc.op is GemmOp.FORWARD,
-                    leading=(desc.k, source_stride, result_stride),
+                    shape=(a.size, b.size, desc.reduction),
+                    transpose_a=a.transposed,
+                    transpose_b=b.transposed,
+                    leading=(a.leading, b.leading, result_stride),
                     types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
-                    alignments=(256, ALIGNMENT, ALIGNMENT),
+                    alignments=(a.alignment, b.alignment, ALIGNMENT),
                     alpha=desc.alpha,
                     max_workspace=self._budget,
                 )
         except LibraryError as error:
             raise UnsupportedError(
-                f"cuBLASLt has no algorithm for row strides {source_stride}, {result_stride}: {error}"
+                f"cuBLASLt has no algorithm for strides {source_stride}, {result_stride}: {error}"
             ) from error

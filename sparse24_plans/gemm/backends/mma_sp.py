@@ -9,8 +9,8 @@ from ...device.jit.compiler import digest
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice
-from ...plan.operands import Alignment, Views
-from ...vocab import DeviceProperties
+from ...plan.operands import Alignment, Views, line_stride
+from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.layouts import TILE_M, TILES_16BIT
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
@@ -79,8 +79,8 @@ class Kernel(GemmKernel):
                 desc.n,
                 desc.m,
                 desc.k,
-                source.strides[0],
-                result.strides[0],
+                line_stride(source, desc.x_order),
+                line_stride(result, desc.y_order),
                 -(-desc.m // TILE_M),
                 -(-desc.k // TILES_16BIT.tile_k),
                 desc.alpha,
@@ -119,4 +119,6 @@ def defines(desc: GemmSparse24Descriptor, schedule: Schedule) -> dict[str, int]:
         "BLOCK_TILES": schedule.block_tiles,
         "BLOCKS_PER_SM": schedule.blocks_per_sm,
         "STAGES": schedule.stages,
+        "X_COLUMNS": int(desc.x_order is MatrixOrder.COLUMN),
+        "Y_COLUMNS": int(desc.y_order is MatrixOrder.COLUMN),
     }

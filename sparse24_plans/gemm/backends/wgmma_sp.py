@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import secrets
+from typing import NamedTuple
 
 from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
@@ -18,15 +19,15 @@ from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
 from ...plan.kernel import Choice
-from ...plan.operands import Alignment, Views
-from ...vocab import DeviceProperties, ElementKind, ScaleKind
+from ...plan.operands import Alignment, Views, line_stride
+from ...vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ...weights.layouts import TILE_M, layout_of
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
-from ..schedules.wgmma_sp import Schedule
+from ..schedules.wgmma_sp import Lines, Schedule, pitch_of
 
 _SOURCE = "gemm/wgmma_sp.cu"
 _marks = itertools.count(secrets.randbits(63) | 1)
@@ -39,7 +40,9 @@ class _Parameters(ctypes.Structure):
     _fields_ = [
         ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x_tail_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("scale_x", ctypes.c_void_p),
@@ -50,6 +53,8 @@ class _Parameters(ctypes.Structure):
         ("mark", ctypes.c_uint64),
         ("n", ctypes.c_int64),
         ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
         ("y_stride", ctypes.c_int64),
         ("row_tiles", ctypes.c_int64),
         ("k_tiles", ctypes.c_int64),
@@ -61,7 +66,7 @@ class _Parameters(ctypes.Structure):
         ("whole", ctypes.c_uint32),
         ("range", ctypes.c_uint32),
         ("longer", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 56),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -81,8 +86,8 @@ class Kernel(GemmKernel):
         clusters = resident if schedule.ranges else min(items, resident)
         self._blocks = (clusters if schedule.slices == 1 else items) * schedule.cluster
         self.workspace_size = schedule.workspace_bytes()
-        layout, out_bytes = layout_of(desc.element), desc.out_element.itemsize
-        weight_stages, source_stages = schedule.stages(layout, out_bytes)
+        layout, lines = layout_of(desc.element), Lines.of(desc)
+        weight_stages, source_stages = schedule.stages(lines)
         self.details = (
             f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
             f"{self._blocks} blocks{' in equal shares' if schedule.ranges else ''}, "
@@ -96,25 +101,22 @@ class Kernel(GemmKernel):
             device,
             defines(desc, schedule, self.row.promoted),
             _Parameters,
-            shared_bytes=schedule.shared_bytes(layout, out_bytes),
+            shared_bytes=schedule.shared_bytes(lines),
         )
         k_tiles = -(-desc.k // layout.tile_k)
         whole, range_tiles, longer = schedule.cut_into_ranges(desc.n, desc.m, k_tiles)
-        columns, blocks = 128 // desc.element.itemsize, -(-desc.n // schedule.tokens)
-        tail_rows = schedule.tail_rows(desc.n)
-        # What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
-        self._tail_box = tail_rows, columns
-        self._source_box = (schedule.tokens // schedule.share, columns) if blocks > 1 else self._tail_box
-        self._result_box = schedule.step_tokens(out_bytes), min(TILE_M, 128 // out_bytes)
+        self._source_boxes = _source_boxes(desc, schedule)
+        self._result_box = _result_box(desc, schedule)
         self._parameters = _Parameters(
             n=desc.n,
             m=desc.m,
+            k=desc.k,
             row_tiles=-(-desc.m // TILE_M),
             k_tiles=k_tiles,
             alpha=desc.alpha,
-            token_blocks=blocks,
+            token_blocks=-(-desc.n // schedule.tokens),
             items=items,
-            tail_rows=tail_rows,
+            tail_rows=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
             whole=whole,
             range=range_tiles,
             longer=longer,
@@ -123,19 +125,20 @@ class Kernel(GemmKernel):
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        size, result_stride = result.element.itemsize, result.strides[0]
-        # The copy engine writes whole 16 bytes: where a row of Y ends within them, elements go one by one.
+        size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
+        # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
         copied = self._schedule.slices == 1
-        ends = desc.m * size if copied else 0
+        ends = (desc.m if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
         parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
         try:
-            maps = _map(source, (desc.n, desc.k), self._source_box)
-            maps += _map(source, (desc.n, desc.k), self._tail_box)
+            maps = b"".join(_map(source, desc.x_order, box) for box in self._source_boxes)
             if parameters.aligned and copied:
-                maps += _map(result, (desc.n, desc.m), self._result_box)
+                maps += _map(result, desc.y_order, self._result_box)
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        parameters.x = source.address
+        parameters.x_stride = line_stride(source, desc.x_order)
         parameters.packed = views["packed"].address
         parameters.bias = address(views.get("bias"))
         parameters.scale_x = address(views.get("scale_x"))
@@ -177,12 +180,47 @@ def _schedule_of(choice: Choice) -> Schedule:
     return schedule
 
 
-def _map(view: TensorView, shape: tuple[int, int], box: tuple[int, int]) -> bytes:
+class _Box(NamedTuple):
+    """What the copy engine moves at a time: lines, which are rows or columns, and elements of each."""
+
+    lines: int
+    elements: int
+    pitch: int
+    """Bytes from one line to the next in shared memory."""
+
+
+def _source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule) -> tuple[_Box, _Box, _Box]:
+    """Of X: of all blocks of tokens; of the last block; in columns: its last group's, and that of the others.
+
+    What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
+    """
+    size, line = desc.element.itemsize, 128
+    if desc.x_order is MatrixOrder.ROW:
+        tail = _Box(schedule.tail_rows(desc.n), line // size, line)
+        whole = tail._replace(lines=schedule.tokens // schedule.share) if desc.n > schedule.tokens else tail
+        return whole, tail, whole
+    group = schedule.group(size)
+    boxes = (group, schedule.tail_boxed(desc.n) % group or group, schedule.tokens % group or group)
+    whole, tail, rest = (_Box(schedule.box_lines(group), tokens, group * size) for tokens in boxes)
+    return whole, tail, rest
+
+
+def _result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> _Box:
+    size = desc.out_element.itemsize
+    tokens = schedule.step_tokens(size)
+    if desc.y_order is MatrixOrder.ROW:
+        rows = min(TILE_M, 128 // size)
+        return _Box(tokens, rows, rows * size)
+    return _Box(TILE_M, tokens, pitch_of(tokens * size))
+
+
+def _map(view: TensorView, order: MatrixOrder, box: _Box) -> bytes:
+    shape = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
     size = view.element.itemsize
-    row_bytes = view.strides[0] * size
-    if shape[0] == 1:  # nothing lies a row further, so any distance serves
-        row_bytes = align_up(row_bytes, 16)
-    return cuda_driver_abi.swizzled_matrix_map(view.address, shape, row_bytes, size, box)
+    line_bytes = line_stride(view, order) * size
+    if shape[0] == 1:  # nothing lies a line further, so any distance serves
+        line_bytes = align_up(line_bytes, 16)
+    return cuda_driver_abi.swizzled_matrix_map(view.address, shape, line_bytes, size, box[:2], box.pitch)
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -190,8 +228,8 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 def defines(desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
-    out_bytes = desc.out_element.itemsize
-    weight_stages, source_stages = schedule.stages(layout_of(desc.element), out_bytes)
+    lines = Lines.of(desc)
+    weight_stages, source_stages = schedule.stages(lines)
     return {
         **type_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
@@ -208,5 +246,8 @@ def defines(desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool) -> 
         "BLOCKS_PER_SM": schedule.blocks_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "SOURCE_STAGES": source_stages,
-        "STEP_TOKENS": schedule.step_tokens(out_bytes),
+        "STEP_TOKENS": schedule.step_tokens(lines.out_bytes),
+        "BOX_LINES": schedule.box_lines(schedule.group(2)) if lines.x_columns else 0,
+        "X_COLUMNS": int(lines.x_columns),
+        "Y_COLUMNS": int(lines.y_columns),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...weights.layouts import TILE_M, TileLayout
+from ...vocab import MatrixOrder
+from ...weights.layouts import TILE_M, TileLayout, layout_of
+from ..descriptor import GemmSparse24Descriptor
 from ..limits import align_up
 from .mma_sp import H200_MULTIPROCESSORS
 
@@ -26,6 +28,29 @@ _HANDED_OF_THREE = 72
 """Those of one of three warpgroups, where they may be handed over."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
+
+
+_LINE_BYTES = 128
+"""The longest line that the copy engine swizzles."""
+
+
+class Lines(NamedTuple):
+    """How X and Y lie in the shared memory of a block; all that a schedule must know of a problem for it."""
+
+    layout: TileLayout
+    out_bytes: int
+    x_columns: bool = False
+    y_columns: bool = False
+
+    @classmethod
+    def of(cls, desc: GemmSparse24Descriptor) -> Lines:
+        columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
+        return cls(layout_of(desc.element), desc.out_element.itemsize, *columns)
+
+
+def pitch_of(nbytes: int) -> int:
+    """Bytes from one line of so many to the next, as a swizzle has them: the least of 16, 32, 64 and 128."""
+    return max(16, 1 << (nbytes - 1).bit_length())
 
 
 class Schedule(NamedTuple):
@@ -65,33 +90,56 @@ class Schedule(NamedTuple):
         most = min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
         return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
 
+    def tail_tokens(self, n: int) -> int:
+        """Tokens of the last block."""
+        return n - (-(-n // self.tokens) - 1) * self.tokens
+
+    def tail_boxed(self, n: int) -> int:
+        """Those of X in columns that are copied for it: boxes are fast in steps of 32 bytes."""
+        tokens = self.tail_tokens(n)
+        return align_up(tokens, 16) if self.tokens >= FEW else tokens
+
     def tail_rows(self, n: int) -> int:
         """Rows of X for the last block of tokens that each of the blocks that share it copies."""
-        tokens = n - (-(-n // self.tokens) - 1) * self.tokens
+        tokens = self.tail_tokens(n)
         return tokens if self.share == 1 else align_up(-(-tokens // self.share), 8)
 
-    def _staging_bytes(self, out_bytes: int) -> int:
-        step_bytes = self.step_tokens(out_bytes) * TILE_M * out_bytes
+    def group(self, element_bytes: int) -> int:
+        """Tokens that a line of X in columns holds, all of the block's or as many as there can be."""
+        return min(pitch_of(self.tokens * element_bytes), _LINE_BYTES) // element_bytes
+
+    def box_lines(self, group: int) -> int:
+        """Columns of X in a box, where tokens are adjacent: of ``group`` tokens.
+
+        Of 4 groups, each of two blocks copies two, all columns. Of fewer, all and half of the columns.
+        """
+        columns = _LINE_BYTES // 2
+        return columns if self.tokens == self.share * 2 * group else columns // self.share
+
+    def _staging_bytes(self, lines: Lines) -> int:
+        token_bytes = self.step_tokens(lines.out_bytes) * lines.out_bytes
+        step_bytes = TILE_M * (pitch_of(token_bytes) if lines.y_columns else token_bytes)
         return self.warpgroups * _BUFFERS * step_bytes if self.slices == 1 else 0
 
-    def _stage_bytes(self, layout: TileLayout) -> tuple[int, int]:
-        return self.rows // TILE_M * layout.tile_bytes, 128 * self.tokens
+    def _stage_bytes(self, lines: Lines) -> tuple[int, int]:
+        group = self.group(2) if lines.x_columns else 1
+        return self.rows // TILE_M * lines.layout.tile_bytes, 128 * align_up(self.tokens, group)
 
-    def stages(self, layout: TileLayout, out_bytes: int) -> tuple[int, int]:
+    def stages(self, lines: Lines) -> tuple[int, int]:
         """Of W and of X: as many as fit. X comes in steps half as long."""
-        weight, source = self._stage_bytes(layout)
-        room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(out_bytes)
+        weight, source = self._stage_bytes(lines)
+        room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
-    def shared_bytes(self, layout: TileLayout, out_bytes: int) -> int:
+    def shared_bytes(self, lines: Lines) -> int:
         """At least so much that no more blocks than ``blocks_per_sm`` share a multiprocessor.
 
         Those of the next launch start early: were there room, they would crowd on the multiprocessors that
         are done first, and leave others idle.
         """
-        (weights, sources), (weight, source) = self.stages(layout, out_bytes), self._stage_bytes(layout)
-        used = weights * weight + sources * source + self._staging_bytes(out_bytes) + _BARRIER_BYTES
+        (weights, sources), (weight, source) = self.stages(lines), self._stage_bytes(lines)
+        used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
         return max(used, _SHARED_BYTES[self.blocks_per_sm + 1] + 1)
 
     def items(self, n: int, m: int) -> int:
