@@ -1,4 +1,4 @@
-"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``.
+"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``, attention being the other half of it.
 
 Microseconds of what select chooses, beside dense cuBLAS with the same sizes and, for random blocks of dsd,
 PyTorch's own product of a BSR matrix. Values and dense matrices rotate over copies beyond the L2 cache; the
@@ -23,7 +23,7 @@ from ..errors import BackendUnavailableError, UnsupportedError
 from ..tuning.data import free_memory
 from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
 from ..vocab import BlockSparseOp, ElementKind
-from . import record
+from . import block_attention, record
 from .gemm import rounded
 from .peers import on_torch_stream, torch
 from .record import Record, sources_of
@@ -79,9 +79,9 @@ def cells() -> list[Cell]:
 def measure(
     on_step: Callable[[], None] = lambda: None,
     keep: Callable[[Record], None] = lambda _: None,
-    chosen: Sequence[Cell] | None = None,
+    chosen: Sequence[Cell | block_attention.Cell] | None = None,
 ) -> Record:
-    """A record of the cells, by default all. ``keep`` gets what there is after every one.
+    """A record of the cells, by default those of both halves. ``keep`` gets what there is after every one.
 
     Raises BackendUnavailableError without a GPU or PyTorch, UnsupportedError for a wrong result.
     """
@@ -89,8 +89,12 @@ def measure(
     if torch is None:
         raise BackendUnavailableError("PyTorch is not installed; it gives the times of dense products")
     sources: set[str] = set()
-    for cell in cells() if chosen is None else chosen:
-        found["products"].append(_Problem(cell).measured(sources))
+    every: Sequence[Cell | block_attention.Cell] = [*cells(), *block_attention.cells()]
+    for cell in every if chosen is None else chosen:
+        if isinstance(cell, Cell):
+            found["products"].append(_Problem(cell).measured(sources))
+        else:
+            found["attention"].append(block_attention.measured(cell, sources))
         found.update(record.stamp(record.files_of(sources)))
         keep(found)
         on_step()

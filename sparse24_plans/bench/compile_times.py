@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..blocksparse import table as blocks_table
-from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
+from ..blocksparse.descriptor import BlockSparseAttentionDescriptor, BlockSparseMatmulDescriptor
 from ..blocksparse.shape import BlockSparseShape
 from ..device.devices import cuda_properties
 from ..device.jit.cache import cache_folder
@@ -67,13 +67,23 @@ def problems(row: Row) -> Iterator[Descriptor]:
                 op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
             )
         return
+    if row in blocks_table.ATTENTION_ROWS:
+        for block, element, causal in product((64, 128), row.elements, (False, True)):
+            layout = BlockSparseShape(heads=1, rows=_M, cols=_K, block=block, blocks=_M // block)
+            yield BlockSparseAttentionDescriptor(layout=layout, head_size=128, element=element, causal=causal)
+        return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
 
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
     """One for every row and problem that it serves."""
-    tables: tuple[tuple[Row, ...], ...] = (gemm_table.ROWS, prepare_table.ROWS, blocks_table.MATMUL_ROWS)
+    tables: tuple[tuple[Row, ...], ...] = (
+        gemm_table.ROWS,
+        prepare_table.ROWS,
+        blocks_table.MATMUL_ROWS,
+        blocks_table.ATTENTION_ROWS,
+    )
     for table in tables:
         for row in table:
             if row.on_host or not row.kernel.sources:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..plan.arithmetic import in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, MathPrecision
-from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
 """Of a tile of the tensor cores."""
@@ -25,7 +25,7 @@ def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     return of_sums_in_float32(problem.element, same_bits=False, nonfinite="skips_pruned", terms_per_k=1.0)
 
 
-def tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # Of a result's kept blocks, in increasing k. The tensor cores truncate when they align and add: up to
     # 2^-22 a step. Lines of small blocks share tiles, in which zeros stand for what one of them lacks.
     return PrecisionGuarantee(
@@ -40,6 +40,12 @@ def tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
         unit_roundoff=2.0**-22,
         terms_per_k=1.0,
     )
+
+
+def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
+    # A row of blocks is one thread block's, which takes its kept blocks in order, whatever the others are.
+    # Exponentials enter the second product rounded to the element, as math_precision says.
+    return tensor_cores(problem)
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:

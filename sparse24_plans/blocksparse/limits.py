@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..device.install import install_advice
-from ..vocab import BlockSparseOp, DeviceProperties
-from .descriptor import BlockSparseMatmulDescriptor
+from ..vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
+from .descriptor import BlockSparseAttentionDescriptor, BlockSparseMatmulDescriptor
 
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
@@ -14,6 +14,10 @@ _COPIED = 16
 """Bytes that the copy engine's rows are multiples of."""
 _MOST_DENSITY = {False: {16: 0.12, 32: 0.55}, True: {16: 0.07, 32: 0.4}}
 """Beyond which inflating takes less time; by whether rows of the dense matrix are summed: that is slower."""
+_LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
+"""Of a scale that stays a normal number when it is multiplied by log2(e)."""
+COUNTER_BYTES = 4
+"""Of workspace: a counter that deals a launch's items."""
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
 
@@ -45,6 +49,21 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     for what, count in coordinates.items():
         if count >= _MOST:
             return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+    return None
+
+
+def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
+    one = problem.layout
+    if problem.op is not BlockSparsePass.FORWARD:
+        return f"serves op forward, not {problem.op}"
+    if one.block < _SMALLEST_TILE:
+        return f"serves blocks of 64 and 128, not {one.block}"
+    if problem.head_size not in (64, 128):
+        return f"serves head_size 64 and 128, not {problem.head_size}"
+    if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
+        return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
+    if (rows := problem.batch * one.heads * one.block_rows) >= _MOST:
+        return f"{rows} rows of blocks exceed the kernel's limit, {_MOST - 1}"
     return None
 
 

@@ -82,6 +82,18 @@ SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
 ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
+    BlockSparseRow(
+        "attention_wgmma",
+        BackendKind.ATTENTION_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.fused_attention,
+        (ElementKind.F16, ElementKind.BF16),
+        arch=ArchSku.SM90A,
+        min_compute_capability=limits.WGMMA[0],
+        below_compute_capability=limits.WGMMA[1],
+        limits=limits.attention_wgmma,
+        min_workspace=lambda problem: limits.COUNTER_BYTES,
+    ),
     BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )

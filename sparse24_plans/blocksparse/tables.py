@@ -52,6 +52,9 @@ class LookUp(NamedTuple):
     """[heads * S]: of how many columns each strip keeps a block."""
     column_strip_rows: Array
     """The same of 128 columns."""
+    rows_by_length: Array
+    """[heads * R]: of each head its rows, as h * R + r, those with the most blocks first; of equals the
+    first."""
     group_rows: Array
     """[groups]: h * R + r of each group of neighbouring blocks of a row; -1 past the last group."""
     group_firsts: Array
@@ -70,7 +73,8 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     strips = shape.heads * head_strips(shape.rows), shape.heads * head_strips(shape.cols)
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
-    return rows + 1, count, count, columns + 1, count, count, *bits, *strips, *strips, groups, groups
+    sparse = rows + 1, count, count, columns + 1, count, count
+    return *sparse, *bits, *strips, *strips, rows, groups, groups
 
 
 def words(bits: int) -> int:
@@ -224,6 +228,7 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     _fill_lines(kept, shape.block, tables.row_bits, tables.row_strips, tables.row_strip_columns)
     turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
     _fill_lines(turned, shape.block, tables.column_bits, tables.column_strips, tables.column_strip_rows)
+    tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
 
 
@@ -239,6 +244,12 @@ def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array)
         any_of_strip[:, : part.shape[1]] |= part
     counts[...] = np.count_nonzero(any_of_strip, axis=-1).reshape(-1)
     order[...] = np.argsort(-counts, kind="stable")
+
+
+def _by_length(pointers: Array, heads: int) -> Array:
+    counts = np.diff(pointers).reshape(heads, -1) if heads else np.zeros((0, 0), np.int32)
+    order = np.argsort(-counts, axis=1, kind="stable") + np.arange(heads)[:, None] * counts.shape[1]
+    return order.reshape(-1).astype(np.int32)
 
 
 def _fill_groups(tables: LookUp, size: int) -> None:

@@ -74,7 +74,9 @@ TorchOption = Annotated[
 ]
 BlocksOption = Annotated[
     bool,
-    typer.Option("--blocksparse", help="Instead, products of block-sparse matrices, beside PyTorch's BSR."),
+    typer.Option(
+        "--blocksparse", help="Instead, products of block-sparse matrices and attention, beside PyTorch's."
+    ),
 ]
 GpusOption = Annotated[
     int, typer.Option("--gpus", metavar="N", help=f"With --torch: GPUs that share the decoder, of {_SHARES}.")
@@ -194,9 +196,9 @@ def _measure_blocks(out: Path | None, *, quiet: bool) -> Json:
         check_writable(out)
         before = bench_record.to_extend(out, BLOCKS_KEYS)
     bench_record.machine()  # raises without a GPU, before anything is shown
-    from ..bench import blocks  # PyTorch comes with it
+    from ..bench import block_attention, blocks  # PyTorch comes with them
 
-    with progress("measuring", len(blocks.cells()), quiet) as advance:
+    with progress("measuring", len(blocks.cells()) + len(block_attention.cells()), quiet) as advance:
 
         def keep(found: Json) -> None:
             if out is not None:

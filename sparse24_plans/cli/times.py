@@ -74,6 +74,21 @@ def show_blocks(record: Json) -> None:
         Column("kernel", "backend", optional=True),
     )
     show_table(columns, record["products"], title="products of block-sparse matrices: microseconds")
+    _show_attention(record)
+
+
+def _show_attention(record: Json) -> None:
+    columns = (
+        Column("attention", "direction"),
+        Column("tokens", "tokens", right=True),
+        Column("heads", lambda row: f"{row['heads']} x {row['head_size']}", right=True),
+        Column("block", "block", right=True),
+        Column("kept", lambda row: f"{row['density']:.0%}", right=True),
+        Column("us", partial(_time, "us"), right=True),
+        Column("over dense", lambda row: f"{row['dense_us'] / row['us']:.2f}x", right=True),
+        Column("TFLOP/s", lambda row: f"{row['tflops']:.0f}", right=True),
+    )
+    show_table(columns, record["attention"], title="attention over kept blocks: microseconds")
 
 
 def _ms(key: str, row: Json) -> str:

@@ -344,6 +344,7 @@ class BackendKind(_Word):
     MMA_SP = "mma_sp"
     WGMMA_SP = "wgmma_sp"
     BLOCKS_WGMMA = "blocks_wgmma"
+    ATTENTION_WGMMA = "attention_wgmma"
     CUSPARSELT = "cusparselt"
     PRUNE = "prune"
     DECOMPRESS = "decompress"

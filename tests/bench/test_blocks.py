@@ -54,6 +54,19 @@ def row_of(**fields: object) -> dict:
     return {**about, **figures, **fields}
 
 
+ATTENTION = {
+    "tokens": 16384,
+    "heads": 16,
+    "head_size": 128,
+    "block": 128,
+    "density": 0.1,
+    "direction": "forward",
+    "us": 400.0,
+    "dense_us": 3200.0,
+    "tflops": 545.3,
+}
+
+
 # Cells --------------------------------------------------------------------------------------------
 
 
@@ -95,6 +108,7 @@ def played(monkeypatch):
     def measure(on_step, keep):
         found = record.empty(ABOUT, record.BLOCKS_KEYS)
         found["products"].append(row_of())
+        found["attention"].append(ATTENTION)
         found |= record.stamp(record.files_of(["blocksparse/blocks_wgmma.cu"]))
         keep(found)
         on_step()
@@ -114,7 +128,9 @@ def test_the_command_writes_a_record_and_shows_it(played, tmp_path):
     assert "2.00x" in result.stdout
     found = json.loads(out.read_text())
     assert found["products"] == [row_of()]
-    assert found["attention"] == []
+    assert found["attention"] == [ATTENTION]
+    assert "8.00x" in result.stdout
+    assert "545" in result.stdout
     assert is_current(found)
     assert "kernels_cu/ptx/wgmma_dense.cuh" in found["kernel_files"]
 

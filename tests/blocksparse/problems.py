@@ -267,7 +267,11 @@ def _attention(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:
     bound = plan.guarantee.error_bound(desc.reduction)
     relative = np.expm1(2 * (moved + most)) + bound + 6 * u
     values = np.abs(within(desc, operands, "v"))
-    lost = (p * (relative + bound + u)) @ values + values.sum(axis=-2, keepdims=True) * F32.smallest_subnormal
+    # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
+    weights = ElementKind(plan.guarantee.math_precision.value)
+    least = weights.smallest_subnormal + bound * weights.smallest_normal
+    lost = (p * (relative + bound + weights.unit_roundoff)) @ values
+    lost = lost + values.sum(axis=-2, keepdims=True) * least
     allowed = lost + desc.reduction * F32.smallest_subnormal
     of_lse = 2 * most[..., 0] + bound + 4 * u * (1 + np.abs(np.where(np.isfinite(lse), lse, 0.0)))
     return {"o": (o, allowed + _rounding(o, allowed, desc.element)), "lse": (lse, of_lse)}

@@ -30,6 +30,11 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
         ours = [one for one in places if (one[0], one[2]) == divmod(at, cols)]
         assert [places[i] for i in found.column_order[part]] == ours
         assert found.column_rows[part].tolist() == [row for _, row, _ in ours]
+    counts = np.diff(found.row_pointers).tolist()
+    for head in range(heads):
+        mine = slice(head * rows, (head + 1) * rows)
+        longest = sorted(range(mine.start, mine.stop), key=lambda at: -counts[at])
+        assert found.rows_by_length[mine].tolist() == longest
     assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
     check_lines(layout.bitmap, layout.shape.block, found.row_bits, found.row_strips, found.row_strip_columns)
     turned = layout.bitmap.transpose(0, 2, 1)

@@ -112,7 +112,7 @@ Problem = Product | Preparation | BlockProblem
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     """The problem of this number. On the host every fourth is a call with hostile arguments.
 
-    Every eighth is block-sparse, on a GPU a product.
+    Every eighth is block-sparse, on a GPU a product or attention.
     """
     on_gpu = device != "host"
     key = (seed, case, int(on_gpu))
@@ -120,7 +120,7 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     if not on_gpu and case % 4 == 3:
         return draw_attack(rng)
     if case % 8 == 5:
-        return _block_product_of_gpu(rng, (*key, 1)) if on_gpu else _block_problem(rng, (*key, 1))
+        return _block_problem_of_gpu(rng, (*key, 1)) if on_gpu else _block_problem(rng, (*key, 1))
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
@@ -280,9 +280,11 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     return BlockProblem(desc, layout, preference, data_seed)
 
 
-def _block_product_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
+def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
     """Of what the kernels of a GPU serve: some row does, where nothing is preferred."""
     layout, preference = _layout(rng, 1 << 19), _preference(rng, host=False)
+    if layout.shape.block >= 64 and rng.random() < 0.7:
+        return BlockProblem(_attention_of_gpu(rng, layout), layout, preference, data_seed)
     element = _pick(rng, ("f32", "f16", "bf16", "bf16"))
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
@@ -324,6 +326,14 @@ def _attention(
     fields |= {name: rng.random() < 0.5 for name in ("causal", "lengths")}
     size = max(1, _size(rng, 40))
     return BlockSparseAttentionDescriptor(layout=layout, batch=batch, head_size=size, **fields)
+
+
+def _attention_of_gpu(rng: np.random.Generator, layout: BlockSparseLayout) -> BlockSparseAttentionDescriptor:
+    desc = _attention(rng, layout, int(_pick(rng, (1, 1, 2, 3, 0))))
+    scale = desc.scale or 0.125
+    fields = {"head_size": int(_pick(rng, (64, 128))), "element": _pick(rng, ("f16", "bf16")), "scale": scale}
+    fields["op"] = BlockSparsePass.FORWARD
+    return BlockSparseAttentionDescriptor(**{**desc.model_dump(exclude_unset=True), **fields})
 
 
 # Data ---------------------------------------------------------------------------------------------

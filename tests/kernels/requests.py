@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 
 from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
     DeviceProperties,
@@ -20,7 +22,7 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.blocksparse import table as blocks_table
-from sparse24_plans.blocksparse.table import MatmulRow
+from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import table as gemm_table
 from sparse24_plans.gemm.schedules.wgmma_choice import allowed_schedules
@@ -81,6 +83,7 @@ GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend !
 """Those of our own kernels: the library brings its own."""
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
 BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
+ATTENTION_ROWS = [row for row in blocks_table.ATTENTION_ROWS if not row.on_host]
 
 
 class Request(NamedTuple):
@@ -194,6 +197,28 @@ def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request
     return found
 
 
+def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
+    """Of every kind: of each element, block, head size and mask; of a negative scale a few."""
+    for block, head_size, element in itertools.product((64, 128), (64, 128), ("f16", "bf16")):
+        shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)
+        fields = {"layout": shape, "head_size": head_size, "element": element}
+        for causal, lengths in itertools.product((False, True), repeat=2):
+            yield BlockSparseAttentionDescriptor(causal=causal, lengths=lengths, **fields)
+        yield BlockSparseAttentionDescriptor(scale=-1.0, **fields)
+
+
+@functools.cache
+def attention_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+    """Every variant, on Hopper alone."""
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found:
+        for desc in attention_problems():
+            considered = consider(blocks_table.ATTENTION_ROWS, desc, preference, device)
+            if any(one.row is row and one.reason is None for one in considered):
+                row.kernel(Choice(desc, device, row, preference, {}))
+    return found
+
+
 REQUESTS = list(
     dict.fromkeys(
         request
@@ -201,6 +226,7 @@ REQUESTS = list(
             (GEMM_ROWS, gemm_requests),
             (PREPARE_ROWS, prepare_requests),
             (BLOCKS_ROWS, blocks_requests),
+            (ATTENTION_ROWS, attention_requests),
         )
         for row in rows
         for capability in CAPABILITIES

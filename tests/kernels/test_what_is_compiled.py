@@ -9,6 +9,7 @@ from sparse24_plans.device.jit import codes
 from sparse24_plans.vocab import GemmOp
 
 from .requests import (
+    ATTENTION_ROWS,
     BLOCKS_ROWS,
     CAPABILITIES,
     GEMM_ROWS,
@@ -16,6 +17,7 @@ from .requests import (
     PREPARE_ROWS,
     REQUESTS,
     SOURCES,
+    attention_requests,
     blocks_requests,
     device_of,
     every_source,
@@ -28,6 +30,7 @@ def test_every_device_row_and_every_source_is_covered():
     assert all(gemm_requests(row, HOPPER) for row in GEMM_ROWS)
     assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
     assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ROWS)
+    assert all(attention_requests(row, HOPPER) for row in ATTENTION_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
@@ -35,6 +38,8 @@ def test_every_device_row_and_every_source_is_covered():
 def test_every_architecture_that_a_source_is_for_is_covered(source):
     rows = [row for row in GEMM_ROWS if any(one.source == source for one in gemm_requests(row, HOPPER))]
     rows += [row for row in BLOCKS_ROWS if any(one.source == source for one in blocks_requests(row, HOPPER))]
+    of_source = (row for row in ATTENTION_ROWS if attention_requests(row, HOPPER)[0].source == source)
+    rows += list(of_source)
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}

@@ -83,6 +83,8 @@ PREPARE = (
     MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
 )
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
+LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
+"""Of blocks that kernels of the tensor cores take alone."""
 BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=5, batch=2, element="f32", alpha=0.5),
     BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=5, element="bf16", trans_a=True, epilogue="bias"),
@@ -95,13 +97,17 @@ BLOCKSPARSE: tuple[Any, ...] = (
         layout=SHAPE, element="bf16", head_size=8, batch=2, kv_heads=1, causal=True, lengths=True
     ),
     BlockSparseAttentionDescriptor(layout=SHAPE, element="f32", head_size=4, op="backward"),
+    BlockSparseAttentionDescriptor(layout=LARGE, element="bf16", head_size=64, kv_heads=1, lengths=True),
+    BlockSparseAttentionDescriptor(layout=LARGE, element="f16", head_size=64, causal=True),
 )
 
 
 def is_on_host_alone(desc: Any) -> bool:
     """Whether no kernel of a GPU serves such problems: a test that is given one skips them."""
-    kinds = BlockSparseSoftmaxDescriptor, BlockSparseAttentionDescriptor
-    return isinstance(desc, kinds) or (
+    if isinstance(desc, BlockSparseAttentionDescriptor):
+        large = desc.layout.block >= 64 and desc.head_size in (64, 128)
+        return desc.op == "backward" or desc.element is ElementKind.F32 or not large
+    return isinstance(desc, BlockSparseSoftmaxDescriptor) or (
         isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
     )
 

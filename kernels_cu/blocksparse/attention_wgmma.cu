@@ -1,0 +1,508 @@
+// O = softmax(scale * Q K^T) V over kept blocks, and the logarithm of each row's sum of exponentials.
+//
+// An item is a row of blocks of one head of one batch; a tile is 128 keys: a kept block of 128, or two of 64, in
+// increasing columns. A channel is a warp that copies and the warpgroups that it feeds, each of which has 64 rows: two
+// that share the tiles of a row of blocks of 128, or one with a row of blocks of 64 of its own.
+//
+//   role      who                          what
+//   copy      last warpgroup, warp c       channel c: Q an item; K and V, a slot a tile each, also of the next item
+//   multiply  the first two warpgroups     S = Q K^T, softmax in registers, O += P V with P from registers
+//
+//   barriers  full, free: of a slot. q_full: the item's Q and what it is have come; q_free: its warpgroups have no more
+//             use of them. Named 1, 2: a warpgroup's turn to multiply; 3, 4: the threads of a warpgroup.
+//   registers S 64, P 32, O head_size / 2 a thread; the threads that copy hand theirs over.
+//
+//   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
+//   softmax            | 0      |     | 1             |     | 2             a tile's runs while P V of the last does
+//
+// Slots are filled in the order in which they are read: K0 K1 V0 K2 V1 ... Each row's sums are in increasing columns of
+// kept tiles, by one thread block, so the bits of a result depend on its row of blocks alone.
+//
+// Items: matrices in bands whose K and V stay in L2, and of a band every head's longest row, then the next. A channel
+// takes the first that none has, by a counter in memory: who works on an item changes nothing in it.
+#include "ptx/tensors.cuh"
+#include "ptx/wgmma_registers.cuh"
+
+// Everything that is compiled in.
+struct Config {
+  static constexpr ElementKind kElement = ElementKind(S24_ELEMENT);
+  static constexpr int kBlock = S24_BLOCK, kHead = S24_HEAD;
+  static constexpr bool kCausal = S24_CAUSAL, kLengths = S24_LENGTHS;
+  static constexpr int kSign = S24_SIGN;     // of the scale
+  static constexpr bool kTurns = S24_TURNS;  // whether the warpgroups take turns to multiply
+  static constexpr int kSlots = S24_SLOTS;   // of a channel
+  using In = Element<kElement>;
+
+  static constexpr int kTile = 128, kBeside = kTile / kBlock;         // keys of a tile; its blocks
+  static constexpr int kChannels = kBeside, kGroups = 2 / kChannels;  // warpgroups of a channel
+  static constexpr int kBoxes = kHead / 64;                           // of 128 bytes that a row of K or V has
+  static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128, kPartBytes = kBlock * 128;
+  static constexpr int kQueryBytes = 64 * kHead * 2, kQueryBoxBytes = 64 * 128;  // of a warpgroup
+  static constexpr int kSums = kHead / 2;                                        // of O, a thread
+
+  // Shared memory: Q of each warpgroup, slots of each channel, of each its barriers and what its item is.
+  static constexpr int kSlotsAt = 2 * kQueryBytes, kBarrierAt = kSlotsAt + kChannels * kSlots * kTileBytes;
+  static constexpr int kChannelBytes = 256;
+  static_assert(16 * kSlots + 48 <= kChannelBytes, "barriers, then what the item is");
+
+  static constexpr int kThreads = 384, kCopyRegisters = 40, kSumRegisters = 232;
+};
+using KeyOperand = DenseOperand<Major::K, 128, Config::kBoxBytes>;  // also of Q
+using ValueOperand = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
+
+struct AttentionWgmmaParams {
+  TensorMap q_map, k_map, v_map;  // [Z * heads, rows, head_size]: boxes of 128 bytes x 64 rows, x a block's
+  void* o;                        // [Z * H, rows, head_size]
+  float* lse;                     // [Z * H, rows]
+  const int* order;               // [H * R]: of each head its rows of blocks, the longest first
+  const int* pointers;            // [H * R + 1]: where each row's entries begin
+  const int* columns;             // [blocks]: of its blocks
+  u32* taken;                     // items that were taken beyond every channel's first; 0 before the launch
+  const int* q_lengths;           // [Z], or null
+  const int* kv_lengths;          // [Z], or null
+  float scale;                    // |scale| * log2(e)
+  u32 matrices, heads, group;     // Z * H, H, heads of Q that share one of K and V
+  u32 rows, keys;                 // cells of a head
+  u32 head_rows;                  // rows of blocks of a head
+  u32 band;                       // matrices
+};
+static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
+
+struct Ring {
+  u32 slot = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == Config::kSlots) slot = 0, parity ^= 1;
+  }
+};
+
+// A channel's part of shared memory.
+struct Channel {
+  u32 base, index;
+  __device__ __forceinline__ u32 at() const { return base + Config::kBarrierAt + index * Config::kChannelBytes; }
+  __device__ __forceinline__ u32 full(u32 slot) const { return at() + 8 * slot; }
+  __device__ __forceinline__ u32 free(u32 slot) const { return at() + 8 * (Config::kSlots + slot); }
+  __device__ __forceinline__ u32 q_full() const { return at() + 16 * Config::kSlots; }
+  __device__ __forceinline__ u32 q_free() const { return at() + 16 * Config::kSlots + 8; }
+  __device__ __forceinline__ u32 item() const { return at() + 16 * Config::kSlots + 16; }  // words
+  __device__ __forceinline__ u32 slot(u32 slot) const {
+    return base + Config::kSlotsAt + (index * Config::kSlots + slot) * Config::kTileBytes;
+  }
+  __device__ __forceinline__ u32 query(u32 group) const {
+    return base + (index * Config::kGroups + group) * Config::kQueryBytes;
+  }
+};
+
+// Work -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 items_of(const AttentionWgmmaParams& p) { return p.matrices * p.head_rows; }
+__device__ __forceinline__ u32 channels() { return gridDim.x * Config::kChannels; }
+
+// What a channel works on.
+struct Item {
+  u32 matrix, row;  // the row of blocks, in its head
+  int count, last;  // kept blocks that count, -1: there is no item; and the column of the last
+  int rows, keys;   // cells of the batch that count
+  int begin;        // its first entry of the tables: of the warp that copies alone
+
+  // By a whole warp.
+  __device__ __forceinline__ void find(const AttentionWgmmaParams& p, u32 index, u32 lane) {
+    const u32 in_band = p.band * p.head_rows, band = index / in_band, rest = index % in_band;
+    const u32 wide = min(p.band, p.matrices - band * p.band);
+    matrix = band * p.band + rest % wide;
+    const u32 head = matrix % p.heads, batch = matrix / p.heads;
+    const u32 line = (u32)p.order[head * p.head_rows + rest / wide];
+    row = line - head * p.head_rows;
+    begin = p.pointers[line];
+    count = p.pointers[line + 1] - begin;
+    rows = (int)p.rows, keys = (int)p.keys;
+    if constexpr (Config::kLengths) {
+      rows = max(0, min(rows, p.q_lengths[batch]));
+      keys = max(0, min(keys, p.kv_lengths[batch]));
+      if ((int)(row * Config::kBlock) >= rows) count = 0;
+    }
+    if constexpr (Config::kLengths || Config::kCausal) {
+      int limit = (keys + Config::kBlock - 1) / Config::kBlock;
+      if constexpr (Config::kCausal) limit = min(limit, (int)row + 1);
+      int found = 0;
+      for (int at = 0; at < count; at += 32) {
+        const bool counts = at + (int)lane < count && p.columns[begin + at + lane] < limit;
+        const u32 those = __ballot_sync(~0u, counts);
+        found += __popc(those);
+        if (those != ~0u) break;  // columns increase
+      }
+      count = found;
+    }
+    last = count > 0 ? p.columns[begin + count - 1] : 0;
+  }
+  __device__ __forceinline__ int tiles() const { return (count + Config::kBeside - 1) / Config::kBeside; }
+
+  __device__ __forceinline__ void store(u32 at) const {
+    store_shared(at, matrix), store_shared(at + 4, row), store_shared(at + 8, (u32)count);
+    store_shared(at + 12, (u32)last), store_shared(at + 16, (u32)rows), store_shared(at + 20, (u32)keys);
+  }
+  // The same for all of a warp, which the shuffle tells the compiler.
+  static __device__ __forceinline__ u32 uniform(u32 at) { return __shfl_sync(~0u, load_shared_as<u32>(at), 0); }
+  __device__ __forceinline__ void load(u32 at) {
+    matrix = uniform(at), row = uniform(at + 4), count = (int)uniform(at + 8);
+    last = (int)uniform(at + 12), rows = (int)uniform(at + 16), keys = (int)uniform(at + 20);
+  }
+};
+
+// Copies ---------------------------------------------------------------------------------------------
+
+// A box of a 3-D tensor, of which L2 keeps what it likes: items beside each other share keys and values.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+               "%4}], [%5];"
+               :
+               : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+               : "memory");
+}
+
+// The warp that feeds a channel.
+struct Copier {
+  const AttentionWgmmaParams& p;
+  const Channel channel;
+  const u32 lane;
+  Ring at;
+  u32 q_parity = 1;
+
+  // Keys' rows of up to kBeside blocks.
+  __device__ __forceinline__ void copy_tile(const TensorMap* map, u32 matrix, const int (&columns)[Config::kBeside],
+                                            int blocks) {
+    if (lane == 0) {
+      const u32 full = channel.full(at.slot), to = channel.slot(at.slot);
+      barrier_wait(channel.free(at.slot), at.parity ^ 1);
+      barrier_expect(full, min(blocks, Config::kBeside) * Config::kBlock * Config::kHead * 2);
+#pragma unroll
+      for (int beside = 0; beside < Config::kBeside; ++beside)
+        if (beside < blocks)
+#pragma unroll
+          for (int box = 0; box < Config::kBoxes; ++box)
+            copy_box(to + box * Config::kBoxBytes + beside * Config::kPartBytes, map, box * 64,
+                     (u32)columns[beside] * Config::kBlock, matrix, full);
+    }
+    __syncwarp();
+    at.next();
+  }
+
+  __device__ __forceinline__ void publish(const Item& item) {
+    if (lane == 0) {
+      const u32 full = channel.q_full();
+      barrier_wait(channel.q_free(), q_parity);
+      item.store(channel.item());
+      barrier_expect(full, item.count > 0 ? Config::kGroups * Config::kQueryBytes : 0);
+      if (item.count > 0) {
+#pragma unroll
+        for (int group = 0; group < Config::kGroups; ++group)
+#pragma unroll
+          for (int box = 0; box < Config::kBoxes; ++box)
+            copy_box(channel.query(group) + box * Config::kQueryBoxBytes, &p.q_map, box * 64,
+                     item.row * Config::kBlock + group * 64, item.matrix, full);
+      }
+    }
+    __syncwarp();
+    q_parity ^= 1;
+  }
+
+  // One item; finds the next meanwhile, which lane 0 knows.
+  __device__ __forceinline__ void copy_item(Item& item, u32 next) {
+    const u32 matrix = item.matrix / p.heads * (p.heads / p.group) + item.matrix % p.heads / p.group;
+    const int tiles = item.tiles(), count = item.count;
+    int columns[Config::kBeside], before[Config::kBeside], window = 0;
+    const int* entries = p.columns + item.begin;
+    if (count == 0) publish(item);
+    for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+      for (int beside = 0; beside < Config::kBeside; ++beside) {
+        const int entry = tile * Config::kBeside + beside;
+        if (entry % 32 == 0) window = entry + (int)lane < count ? entries[entry + lane] : 0;
+        before[beside] = columns[beside];
+        columns[beside] = __shfl_sync(~0u, window, entry % 32);
+      }
+      copy_tile(&p.k_map, matrix, columns, count - tile * Config::kBeside);
+      if (tile == 0) publish(item);
+      else copy_tile(&p.v_map, matrix, before, Config::kBeside);
+    }
+    next = __shfl_sync(~0u, next, 0);
+    if (next < items_of(p)) item.find(p, next, lane);
+    else item.count = -1;
+    if (tiles > 0) copy_tile(&p.v_map, matrix, columns, count - (tiles - 1) * Config::kBeside);
+  }
+
+  __device__ __forceinline__ void copy_all() {
+    Item item;
+    const u32 first = blockIdx.x + channel.index * gridDim.x;
+    item.count = -1;
+    if (first < items_of(p)) item.find(p, first, lane);
+    while (item.count >= 0) copy_item(item, lane == 0 ? channels() + atomicAdd(p.taken, 1) : 0);
+    publish(item);
+  }
+};
+
+// Sums -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+__device__ __forceinline__ float nothing() { return __int_as_float(0xff800000); }  // -Inf
+
+// A warpgroup: 64 rows of an item at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is the first.
+struct Multiplier {
+  const AttentionWgmmaParams& p;
+  const Channel channel;
+  const u32 group, warpgroup;
+  Ring at;
+  u32 q_parity = 0;
+  float most[2], sum[2];  // the largest score so far, before the scale; this thread's share of the exponentials
+  u32 weights[32];        // P, rounded
+
+  __device__ __forceinline__ static void release(u32 barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  }
+  // Of those who multiply, the one whose turn it is.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Config::kTurns) threads_meet(1 + warpgroup, 256);
+  }
+  __device__ __forceinline__ void give_turn() const {
+    if constexpr (Config::kTurns) asm volatile("bar.arrive %0, 256;" ::"r"(2 - warpgroup) : "memory");
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&scores)[64]) const {
+    const u64 a = KeyOperand::descriptor(channel.query(group)), b = KeyOperand::descriptor(channel.slot(at.slot));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kHead / 16; ++k) {
+      const u64 left = a + k / 4 * (Config::kQueryBoxBytes >> 4) + k % 4 * KeyOperand::kStep;
+      const u64 right = b + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * KeyOperand::kStep;
+      if (k == 0) wgmma_signed<Config::kElement, 0, Config::kSign>(scores, left, right);
+      else wgmma_signed<Config::kElement, 1, Config::kSign>(scores, left, right);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(float (&out)[Config::kSums], u32 slot) const {
+    const u64 b = ValueOperand::descriptor(channel.slot(slot));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kTile / 16; ++k) {
+      const u32 a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
+      wgmma_registers<Config::kElement, 1>(out, a, b + k * ValueOperand::kStep);
+    }
+    wgmma_commit();
+  }
+
+  // Of the last tile: its last block may have keys that don't count, and others lie behind it.
+  __device__ __forceinline__ void hide(float (&scores)[64], const Item& item) const {
+    const int first = (item.count - 1) % Config::kBeside * Config::kBlock, key = item.last * Config::kBlock;
+    const int query =
+        (int)(item.row * Config::kBlock + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int end = min(Config::kBlock, item.keys - key);
+      if constexpr (Config::kCausal) end = min(end, query + 8 * half + 1 - key);
+      end += first - (int)(threadIdx.x % 4) * 2;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        if (8 * j >= end) scores[4 * j + 2 * half] = nothing();
+        if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = nothing();
+      }
+    }
+  }
+  __device__ __forceinline__ static bool hides(const Item& item) {
+    const bool part = Config::kBeside > 1 && item.count % Config::kBeside;
+    return part || (Config::kCausal && item.last == (int)item.row) ||
+           (Config::kLengths && item.keys < (item.last + 1) * Config::kBlock);
+  }
+
+  // Scores become exponentials; returns by what the sums so far are multiplied.
+  template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[64], float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = kFirst ? nothing() : most[half];
+      const float before = top;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+      top = quad_max(top);
+      most[half] = top;
+      const float base = top == nothing() ? 0.0f : top * p.scale;
+      factor[half] = kFirst ? 0.0f : power_of_2(__fmaf_rn(before, p.scale, -base));
+      float total = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[4 * j + 2 * half + i];
+          score = power_of_2(__fmaf_rn(score, p.scale, -base));
+          total += score;
+        }
+      sum[half] = kFirst ? total : __fmaf_rn(sum[half], factor[half], total);
+    }
+  }
+  __device__ __forceinline__ void round(const float (&scores)[64]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) weights[i] = Config::In::pair(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  // Zeros for the rows of V in the last tile that don't count: what lies there may be NaN.
+  __device__ __forceinline__ void clear_values(const Item& item) const {
+    const int first = (item.count - 1) % Config::kBeside * Config::kBlock;
+    const int end = first + min(Config::kBlock, item.keys - item.last * Config::kBlock);
+    if (end == Config::kTile) return;
+    const u32 to = channel.slot(at.slot);
+    for (int chunk = end * 8 + threadIdx.x % 128; chunk < Config::kTile * 8; chunk += 128)
+#pragma unroll
+      for (int box = 0; box < Config::kBoxes; ++box)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + box * Config::kBoxBytes + chunk * 16), "r"(0)
+                     : "memory");
+    async_proxy_fence();
+    threads_meet(3 + warpgroup, 128);
+  }
+
+  __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {
+    float scores[64], factor[2];
+    const int tiles = item.tiles();
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) out[i] = 0.0f;
+    barrier_wait(channel.full(at.slot), at.parity);
+    take_turn();
+    issue_scores(scores);
+    give_turn();
+    wgmma_wait<0>();
+    wgmma_settle(scores);
+    release(channel.free(at.slot));
+    at.next();
+    if (tiles == 1 && hides(item)) hide(scores, item);
+    softmax<true>(scores, factor);
+    round(scores);
+    for (int tile = 1; tile < tiles; ++tile) {
+      const u32 keys = at.slot;
+      barrier_wait(channel.full(at.slot), at.parity);
+      take_turn();
+      issue_scores(scores);
+      at.next();
+      barrier_wait(channel.full(at.slot), at.parity);
+      issue_values(out, at.slot);
+      give_turn();
+      wgmma_wait<1>();
+      wgmma_settle(scores);
+      release(channel.free(keys));
+      if (tile == tiles - 1 && hides(item)) hide(scores, item);
+      softmax<false>(scores, factor);
+      wgmma_wait<0>();
+      wgmma_settle(out);
+      release(channel.free(at.slot));
+      at.next();
+      round(scores);
+#pragma unroll
+      for (int i = 0; i < Config::kSums; ++i) out[i] *= factor[i / 2 % 2];
+    }
+    release(channel.q_free());
+    barrier_wait(channel.full(at.slot), at.parity);
+    clear_values(item);
+    issue_values(out, at.slot);
+    wgmma_wait<0>();
+    wgmma_settle(out);
+    release(channel.free(at.slot));
+    at.next();
+  }
+
+  // A row's 32 columns from `words`, one of each 8: lane t of a quad gets the t-th 8 of them whole.
+  static __device__ __forceinline__ void turn_quad(u32 (&words)[4]) {
+    const u32 t = threadIdx.x % 4;
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const u32 other = __shfl_xor_sync(~0u, t & bit ? words[i] : words[i | bit], bit);
+        if (t & bit) words[i] = other;
+        else words[i | bit] = other;
+      }
+  }
+
+  __device__ __forceinline__ void write(const float (&out)[Config::kSums], const Item& item) const {
+    const int row0 = (int)(item.row * Config::kBlock + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + 8 * half;
+      const i64 line = (i64)item.matrix * p.rows + row;
+      const bool counts = row < item.rows && item.count > 0;
+      const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
+      if (threadIdx.x % 4 == 0)
+        p.lse[line] =
+            counts && total != 0.0f ? __fmaf_rn(most[half] * p.scale, 0.6931471805599453f, logf(total)) : nothing();
+      u16* to = (u16*)p.o + line * Config::kHead + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < Config::kHead / 32; ++j) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int from = 16 * j + 4 * i + 2 * half;
+          words[i] = counts ? Config::In::pair(out[from] * part, out[from + 1] * part) : 0;
+        }
+        turn_quad(words);
+        *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void work() {
+    if (Config::kTurns && warpgroup == 1) give_turn();
+    float out[Config::kSums];
+    while (true) {
+      Item item;
+      barrier_wait(channel.q_full(), q_parity);
+      q_parity ^= 1;
+      item.load(channel.item());
+      if (item.count < 0) break;
+      if (item.count > 0) {
+        multiply(out, item);
+      } else {
+        release(channel.q_free());
+        sum[0] = sum[1] = 0.0f;
+      }
+      write(out, item);
+    }
+    if (Config::kTurns && warpgroup == 0) take_turn();  // the other's last
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_wgmma(const __grid_constant__ AttentionWgmmaParams p) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (u32 index = 0; index < Config::kChannels; ++index) {
+      const Channel channel{base, index};
+      for (int i = 0; i < Config::kSlots; ++i) {
+        barrier_init(channel.full(i), 1);
+        barrier_init(channel.free(i), 4 * Config::kGroups);
+      }
+      barrier_init(channel.q_full(), 1);
+      barrier_init(channel.q_free(), 4 * Config::kGroups);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  follow_predecessors();
+
+  if (warpgroup == 2) {
+    registers_lower<Config::kCopyRegisters>();
+    const u32 warp = threadIdx.x % 128 / 32;
+    if (warp < Config::kChannels) Copier{p, {base, warp}, threadIdx.x % 32}.copy_all();
+  } else {
+    registers_raise<Config::kSumRegisters>();
+    Multiplier{p, {base, warpgroup / Config::kGroups}, warpgroup % Config::kGroups, warpgroup}.work();
+  }
+}

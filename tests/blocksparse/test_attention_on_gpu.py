@@ -1,0 +1,303 @@
+"""The GPU's fused attention: against float64, at its edges, its bits, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseAttentionPlan,
+    BlockSparseLayout,
+    BlockSparseShape,
+    DeviceProperties,
+    explain,
+)
+
+from .layouts import EDGES, random_layout
+from .problems import Operands, case_of, random_operands
+from .test_attention import check
+
+gpu = pytest.mark.gpu
+H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
+A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0)})
+ROW = "attention_wgmma"
+every_block = pytest.mark.parametrize("block", [64, 128])
+every_head_size = pytest.mark.parametrize("head_size", [64, 128])
+
+
+def plan_of(layout: BlockSparseLayout, **fields: Any) -> BlockSparseAttentionPlan:
+    desc = BlockSparseAttentionDescriptor(
+        **{"layout": layout, "element": "bf16", "head_size": 64, "batch": 2, **fields}
+    )
+    plan = BlockSparseAttentionPlan.select(desc, device=0)
+    assert plan.explain().chosen == ROW
+    return plan
+
+
+def random_check(layout: BlockSparseLayout, seed: int = 4, **fields: Any) -> dict[str, np.ndarray]:
+    plan = plan_of(layout, **fields)
+    return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(seed)))
+
+
+# Selection, without a GPU -------------------------------------------------------------------------
+
+SHAPE = BlockSparseShape(heads=4, rows=1024, cols=1024, block=64, blocks=100)
+
+
+def explained(device: DeviceProperties = H200, **fields: Any) -> Any:
+    desc = BlockSparseAttentionDescriptor(
+        **{"layout": SHAPE, "head_size": 128, "element": "bf16", "kv_heads": 2, **fields}
+    )
+    return explain(desc, device=device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_what_is_served(causal, lengths):
+    for element in ("f16", "bf16"):
+        for head_size in (64, 128):
+            for block in (64, 128):
+                answer = explained(
+                    element=element,
+                    head_size=head_size,
+                    layout=SHAPE.model_copy(update={"block": block}),
+                    causal=causal,
+                    lengths=lengths,
+                    scale=-0.5,
+                )
+                assert answer.chosen == ROW
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"op": "backward"}, "serves op forward, not backward"),
+        ({"head_size": 96}, "serves head_size 64 and 128, not 96"),
+        ({"layout": SHAPE.model_copy(update={"block": 32})}, "serves blocks of 64 and 128, not 32"),
+        ({"scale": 0.0}, "serves scales from 2^-120 to 2^120, got 0.0"),
+        ({"scale": 1e37}, "serves scales from 2^-120 to 2^120, got 1e+37"),
+        ({"batch": 2**29}, "rows of blocks exceed the kernel's limit"),
+        ({"element": "f32"}, "f32"),
+        ({"device": A100}, "compute capability"),
+    ],
+)
+def test_what_is_refused(change, words):
+    answer = explained(**change)
+    assert answer.chosen is None
+    (reason,) = (reason for name, _, reason in answer.rows if name == ROW)
+    assert words in reason
+
+
+# What is computed ---------------------------------------------------------------------------------
+
+
+@gpu
+@every_block
+@every_head_size
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_against_float64(block, head_size, element, causal, lengths):
+    fields = {"head_size": head_size, "element": element, "causal": causal, "lengths": lengths}
+    for seed in range(4 if lengths else 1):
+        random_check(random_layout(seed, rows=5, cols=6, block=block), seed, **fields)
+
+
+@gpu
+@every_block
+@pytest.mark.parametrize("layout", EDGES.values(), ids=EDGES)
+def test_layouts_at_their_edges(block, layout):
+    layout = BlockSparseLayout(layout.bitmap, block)
+    random_check(layout)
+    random_check(layout, batch=0)
+    random_check(layout, batch=1, causal=True, lengths=True)
+
+
+@gpu
+@every_block
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_that_share_keys_and_values(block, kv_heads):
+    layout = random_layout(heads=4, rows=2, cols=3, block=block)
+    random_check(layout, kv_heads=kv_heads, lengths=True)
+
+
+@gpu
+@every_block
+@pytest.mark.parametrize("scale", [1.0, -0.3, 2.0**-20])
+def test_scales(block, scale):
+    random_check(random_layout(block=block), scale=scale, causal=True)
+
+
+@gpu
+@every_block
+def test_more_rows_than_run_at_once(block):
+    layout = random_layout(5, heads=4, rows=80, cols=3, block=block)
+    random_check(layout, lengths=True, batch=1, element="f16")
+
+
+@gpu
+@every_block
+@pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
+def test_more_columns_than_a_warp_has_lanes(block, density):
+    layout = random_layout(6, heads=1, rows=4, cols=75, block=block, density=density)
+    random_check(layout, lengths=True, batch=2, head_size=128)
+    random_check(layout.transposed(), causal=True, batch=1)
+
+
+@gpu
+@every_block
+def test_a_row_that_sees_nothing_is_zeros(block):
+    layout = BlockSparseLayout([[[0, 1, 1], [0, 0, 0], [1, 0, 1]]], block)
+    got = random_check(layout, causal=True)
+    assert (got["o"][:, :, : 2 * block].astype(np.float32) == 0).all()
+    assert np.isneginf(got["lse"][:, :, : 2 * block]).all()
+    assert np.isfinite(got["lse"][:, :, 2 * block :]).all()
+
+
+@gpu
+@every_block
+def test_nothing_beyond_the_lengths_is_read(block):
+    layout = random_layout(rows=3, cols=3, density=1.0, block=block)
+    plan = plan_of(layout, lengths=True, batch=3)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    ends = {"q": [block + 20, -3, 2 * block], "kv": [block + 9, 40, 2 * block]}
+    operands = operands.with_(**{f"{name}_lengths": np.array(end, np.int32) for name, end in ends.items()})
+    spoilt = {name: one.copy() for name, one in operands.arrays.items() if not name.endswith("lengths")}
+    for name, array in spoilt.items():
+        for batch, length in enumerate(ends["kv" if name in "kv" else "q"]):
+            array[batch, :, max(length, 0) :] = np.nan
+    want, got = (case_of(plan, one).run() for one in (operands, operands.with_(**spoilt)))
+    for name, bits in want.items():
+        assert np.array_equal(got[name], bits)
+        beyond = bits[0, :, ends["kv" if name in ("dk", "dv") else "q"][0] :]
+        nothing = np.float32(-np.inf).view(np.uint32) if name == "lse" else 0
+        assert (beyond == nothing).all()
+        assert (bits[1] == nothing).all()
+
+
+@gpu
+@every_block
+def test_infinities_and_nans_stay_in_their_rows(block):
+    layout = BlockSparseLayout([[[1, 1, 0], [0, 1, 1]]], block)
+    plan = plan_of(layout, batch=1)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    want = case_of(plan, operands).run()["o"]
+    for name, at in (("q", 3), ("k", block // 2), ("v", 2 * block + 5)):
+        for value in (np.nan, np.inf):
+            spoilt = operands[name].copy()
+            spoilt[0, 0, at, 1] = value
+            got = case_of(plan, operands.with_(**{name: spoilt})).run()["o"]
+            wide = got[0, 0].view(plan.descriptor.element.dtype).astype(np.float32)
+            finite = np.isfinite(wide).all(axis=-1)
+            reached = {"q": [3], "k": range(block), "v": range(block, 2 * block)}[name]
+            assert set(np.flatnonzero(~finite)) <= set(reached)
+            if name != "k" or np.isnan(value):
+                assert not finite[list(reached)].any()
+            spared = np.setdiff1d(np.arange(2 * block), list(reached))
+            assert np.array_equal(got[0, 0, spared], want[0, 0, spared])
+
+
+@gpu
+@every_block
+def test_scores_far_apart(block):
+    """The largest of a row rises from tile to tile, or falls; what is far below it is nothing."""
+    layout = random_layout(heads=1, rows=1, cols=6, density=1.0, block=block)
+    plan = plan_of(layout, batch=1, scale=1.0, element="f16")
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    steps = np.repeat(np.arange(6), block)[:, None].astype(np.float16)
+    for sizes in (steps, steps[::-1], -steps, 0 * steps):
+        check(plan, operands.with_(k=(operands["k"] * 4 * sizes).astype(np.float16)))
+
+
+# Bits ---------------------------------------------------------------------------------------------
+
+
+@gpu
+@every_block
+def test_bits_of_another_run_and_of_a_batch_alone(block):
+    layout = random_layout(heads=4, rows=24, cols=12, block=block, density=0.3)
+    fields = {"head_size": 128, "causal": True, "lengths": True, "kv_heads": 2}
+    plan = plan_of(layout, batch=3, **fields)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    case = case_of(plan, operands)
+    want = {name: bits.copy() for name, bits in case.run().items()}
+    for _ in range(5):
+        case.poison()
+        assert all(np.array_equal(bits, want[name]) for name, bits in case.run().items())
+    last = case_of(plan_of(layout, batch=1, **fields), operands.batch(plan.descriptor)).run()
+    assert all(np.array_equal(last[name][0], bits[-1]) for name, bits in want.items())
+
+
+@gpu
+@every_block
+def test_bits_of_a_row_do_not_depend_on_other_rows(block):
+    layout = random_layout(rows=20, cols=9, block=block)
+    kept = layout.bitmap.copy()
+    kept[:, 1:] = np.random.default_rng(9).random(kept[:, 1:].shape) < 0.2
+    other = BlockSparseLayout(kept, block)
+    plan = plan_of(layout)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    want = case_of(plan, operands).run()
+    got = case_of(plan_of(other), replace(operands, layout=other)).run()
+    assert all(np.array_equal(got[name][:, :, :block], want[name][:, :, :block]) for name in want)
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+@gpu
+@every_block
+def test_another_mask_reaches_what_was_captured(block):
+    import cupy
+
+    first = random_layout(6, rows=6, cols=8, block=block)
+    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], block)
+    plan = plan_of(first)
+    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
+    wanted = {name: bits.copy() for name, bits in case_of(plan, operands).run().items()}
+    case = case_of(plan, Operands(first, operands.arrays))
+    bound = plan.bind(case.args, workspace=case.space)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    bound.launch(stream=stream)
+    graph = stream.end_capture()
+    for layout in (first, other):
+        case.args.layout.update(layout, stream=stream)
+        for _ in range(2):  # the counter that deals rows starts at 0 each time
+            graph.launch(stream)
+        stream.synchronize()
+        got = case.fetch()
+        assert all(np.array_equal(got[name], wanted[name]) for name in wanted) == (layout is other)
+
+
+# Places -------------------------------------------------------------------------------------------
+
+
+@gpu
+def test_places_beyond_2_to_the_32_bytes():
+    import cupy
+
+    blocks = 2**17 + 3
+    kept = np.zeros((1, blocks, 2), bool)
+    kept[0, [0, -1], [0, 1]] = True
+    layout = BlockSparseLayout(kept, 128)
+    plan = plan_of(layout, head_size=128, batch=1, element="f16")
+    rng = cupy.random.default_rng(0)
+    q = cupy.zeros((1, 1, blocks * 128, 128), cupy.float16)
+    q[:, :, -128:] = rng.standard_normal((128, 128), dtype=cupy.float32)
+    k, v = (rng.standard_normal((1, 1, 256, 128), dtype=cupy.float32).astype(cupy.float16) for _ in range(2))
+    o = cupy.full(q.shape, cupy.nan, cupy.float16)
+    lse = cupy.full(q.shape[:3], cupy.nan, cupy.float32)
+    args = plan.args_type(plan.descriptor)(layout=plan.pack(layout), q=q, k=k, v=v, o=o, lse=lse)
+    plan.run(args, workspace=cupy.empty(plan.workspace_size(), cupy.uint8))
+    scores = q[0, 0, -128:].astype(cupy.float64) @ k[0, 0, 128:].astype(cupy.float64).T * 128**-0.5
+    powers = cupy.exp(scores - scores.max(axis=-1, keepdims=True))
+    exact = powers / powers.sum(axis=-1, keepdims=True) @ v[0, 0, 128:].astype(cupy.float64)
+    assert cupy.abs(o[0, 0, -128:].astype(cupy.float64) - exact).max() < 5e-3
+    assert not o[:, :, 128:-128].any()  # also no NaN is left
+    assert cupy.isneginf(lse[:, :, 128:-128]).all()
