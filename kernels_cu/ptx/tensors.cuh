@@ -22,8 +22,3 @@ __device__ __forceinline__ void copy_tensor_out(const TensorMap* map, u32 column
                : "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(from), "l"(policy)
                : "memory");
 }
-
-// Two 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrix_x2(u32 address, u32 a, u32 b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
-}
