@@ -157,8 +157,11 @@ class Case:
 
 @cache
 def plan_of_row(name: str) -> type[GemmSparse24Plan]:
-    """A plan whose table is this row alone: ``select`` gives it, or says why it can't serve the problem."""
-    (row,) = (row for row in ROWS if row.name == name)
+    """A plan whose table is this row alone: ``select`` gives it, or says why it can't serve the problem.
+
+    Also where the row leaves what isn't asked of it to others.
+    """
+    (row,) = (replace(row, for_a_bound=False) for row in ROWS if row.name == name)
     return type(f"PlanOf_{name}", (GemmSparse24Plan,), {"table": (row,)})
 
 

@@ -13,6 +13,9 @@
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
 //
+// float32 (kXParts) is multiplied in parts of bf16: X comes in parts that gemm/f32_split.cu has made, W is split in
+// registers. gemm/split_products.cuh says how.
+//
 //   role         who                            what
 //   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
 //   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
@@ -27,7 +30,7 @@
 //                a stage are done with it (X: those of all blocks that share it); source_came: threads have copied a
 //                stage. Named barriers 1 ..: a warpgroup's staging area; with slices, 1: all stages have been read;
 //                with ranges, further ones: a warpgroup's sums have been stored, or can be loaded. The cluster meets
-//                round the fold.
+//                round the fold. Of float32, kTurnBarrier and up: a warpgroup's turn in front of the tensor cores.
 //   registers    kSums * kRowBlocks accumulators, twice that with kPromote or kParts > 1: at most 128 a thread. Where
 //                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
 //
@@ -38,11 +41,16 @@
 //   Writer                                        | fill | copy |        while the next item is copied in
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/parts.cuh"
 #include "gemm/slices.cuh"
 #include "ptx/wgmma.cuh"
 
 #define S24_CLUSTER_BLOCKS (S24_SHARE * S24_SLICES)
 #include "common/cluster.cuh"
+
+#if S24_X_PARTS
+#define S24_OF_PARTS  // what compiles for float32 alone
+#endif
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
@@ -51,7 +59,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kTokens = S24_TOKENS;          // of a block
   static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
   static constexpr int kParts = S24_PARTS;
-  static constexpr bool kRanges = S24_RANGES;    // clusters have equal ranges of tiles, wherever items begin and end
+  static constexpr bool kRanges = S24_RANGES;  // clusters have equal ranges of tiles, wherever items begin and end
+  static constexpr int kXParts = S24_X_PARTS;  // of bf16, that stand for float32; 0: X and W are multiplied as they are
   static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
   static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
   static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
@@ -66,8 +75,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
-  using Tile = WeightTile<kEightBit ? 1 : 2>;
-  static constexpr int kBoxColumns = Tile::kColumns / 2;                                       // of X
+  using Tile = WeightTile<kXParts ? 4 : kEightBit ? 1 : 2>;
+  static constexpr int kBoxes = kXParts ? kXParts : 2;                                         // of X, a tile of W
+  static constexpr int kBoxColumns = kXParts ? Tile::kColumns : Tile::kColumns / 2;            // of X
   static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
   static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
   // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. Groups of 64 come
@@ -92,6 +102,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStagingBytes = kBuffers * kStepBytes;
   static constexpr int kBarrierAt = kStagingAt + (kSlices == 1 ? kWarpgroups * kStagingBytes : 0);
 
+  // Of float32: whether two warpgroups take turns in front of the tensor cores, so that one is multiplied for while the
+  // other adds; and whether a tile of W is read before the one in front of it is multiplied, or after, as measured.
+  static constexpr bool kTurns = kXParts && kWarpgroups == 2, kReadAhead = kXParts == 2 && kTokens > 64;
+
   // Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
   static constexpr bool kTrade = kBlocksPerSm == 1 && kWarpgroups == 2;
   static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
@@ -107,7 +121,7 @@ struct WgmmaSpParams {
   TensorMap x_rest_map;  // in columns: of the last group of the other blocks
   TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of 64 rows of W x
                          // kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
-  const u16* x;          // [n, k], column stride x_stride; in columns
+  const void* x;         // [n, k]: in columns, their stride x_stride; of float32, X itself: its maps are of its parts
   const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
   const void* bias;      // [m], or null
   const float* scale_x;  // [1] or [n], as kScaleX says
@@ -126,6 +140,8 @@ struct WgmmaSpParams {
   u32 range, longer;  // kRanges: tiles of a range, and ranges that have one more: the first ones
 };
 static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");
+
+constexpr int kTurnBarrier = 8;
 
 // Sums -----------------------------------------------------------------------------------------------
 
@@ -325,7 +341,7 @@ __device__ __forceinline__ void copy_lines(const WgmmaSpParams& p, u32 base, Bar
     const Item item(p, turn.index, share);
     const bool has = line < kStep && item.token + chunk * 8 < p.n;
     const int first = (int)turn.first * Tile::kColumns + line;
-    const u16* source = p.x + item.token + chunk * 8 + first * p.x_stride;
+    const u16* source = (const u16*)p.x + item.token + chunk * 8 + first * p.x_stride;
     int left = (int)p.k - first;  // columns from this thread's first on
     for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
@@ -367,7 +383,7 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
     const bool is_tail = item.token + Config::kTokens >= p.n;
     const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
     const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
-    for (i64 box = 2 * turn.first; box < 2 * turn.last; ++box, at.next()) {
+    for (i64 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
       if constexpr (Config::kColumnsX) {
@@ -375,10 +391,13 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
         continue;
       }
       barrier_expect(full, Config::kShare * rows * 128);
-      if constexpr (Config::kShare == 1) copy_tensor(to, map, (u32)box * Config::kBoxColumns, (u32)item.token, full);
+      // Of float32, the boxes of the same columns: those of the low part first.
+      const u32 column = (u32)(Config::kXParts ? box / Config::kBoxes : box) * Config::kBoxColumns;
+      const u32 part = Config::kXParts ? Config::kBoxes - 1 - (u32)(box % Config::kBoxes) : 0;
+      const u32 token = (u32)item.token + part * (u32)p.n;
+      if constexpr (Config::kShare == 1) copy_tensor(to, map, column, token, full);
       else
-        copy_tensor_multicast(to + share * rows * 128, map, (u32)box * Config::kBoxColumns,
-                              (u32)item.token + share * rows, full,
+        copy_tensor_multicast(to + share * rows * 128, map, column, token + share * rows, full,
                               (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
     }
   }
@@ -387,6 +406,10 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
     for (int i = 0; i < Config::kSourceStages; ++i, at.next())
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
 }
+
+#ifdef S24_OF_PARTS
+#include "gemm/split_products.cuh"
+#endif
 
 // One warpgroup's sums of one item.
 struct Multiplier {
@@ -411,6 +434,96 @@ struct Multiplier {
     else return matrix_descriptor(address);
   }
 
+  static __device__ __forceinline__ void clear(Sums (&sums)[Config::kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < Config::kSums; ++i) sums[r][i] = 0;
+  }
+  static __device__ __forceinline__ void add(Sums (&totals)[Config::kRowBlocks],
+                                             const Sums (&sums)[Config::kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < Config::kSums; ++i) totals[r][i] += sums[r][i];
+  }
+
+#ifdef S24_OF_PARTS
+  using RowParts = WeightParts[Config::kRowBlocks];
+  using RowTiles = WeightTile32[Config::kRowBlocks];
+
+  // All of K, tile by tile: while the tensor cores multiply one, the next is split.
+  __device__ __forceinline__ void multiply_split(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+    clear(totals);
+    RowParts one, other;
+    if (tiles > 0) {
+      RowTiles tile;
+      read_weight(tile);
+      split_weight(tile, one);
+    }
+    for (i64 at = 1; at <= tiles; at += 2) {
+      multiply_tile(totals, one, other, at < tiles);
+      if (at < tiles) multiply_tile(totals, other, one, at + 1 < tiles);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_tile(Sums (&totals)[Config::kRowBlocks], const RowParts& parts,
+                                                RowParts& next, bool has_next) {
+    RowTiles tile;
+    if (Config::kReadAhead && has_next) read_weight(tile);
+    u64 boxes[Config::kXParts];
+    RingPosition<Config::kSourceStages> box = source;
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i, box.next()) {
+      barrier_wait(barriers.source_full(box.slot), box.parity);
+      boxes[i] = matrix_descriptor(base + Config::kSourceAt + box.slot * Config::kSourceBytes);
+    }
+    if constexpr (Config::kTurns) threads_meet(kTurnBarrier + warpgroup, Config::kMultiplying);
+    Sums sums[Config::kRowBlocks];
+    issue(sums, parts, boxes);
+    if constexpr (Config::kTurns) threads_arrive(kTurnBarrier + (warpgroup ^ 1), Config::kMultiplying);
+    if (!Config::kReadAhead && has_next) read_weight(tile);
+    if (has_next) split_weight(tile, next);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i, source.next()) free_source(source.slot);
+    add(totals, sums);
+  }
+
+  // Box i is of X's part kXParts - 1 - i, which meets those parts of W whose products with it are large enough.
+  __device__ __forceinline__ void issue(Sums (&sums)[Config::kRowBlocks], const RowParts& parts,
+                                        const u64 (&boxes)[Config::kXParts]) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i)
+#pragma unroll
+      for (int part = i; part >= 0; --part)
+#pragma unroll
+        for (int r = 0; r < Config::kRowBlocks; ++r) {
+          const WeightParts& w = parts[r];
+          if (i == 0) wgmma_sp_bf16<0, 0>(sums[r], w.words[0][part], boxes[i], w.metadata[0]);
+          else wgmma_sp_bf16<0, 1>(sums[r], w.words[0][part], boxes[i], w.metadata[0]);
+          wgmma_sp_bf16<1, 1>(sums[r], w.words[1][part], boxes[i] + 4, w.metadata[0]);
+        }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void read_weight(RowTiles& tile) const {
+    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+      tile[r].read(base + weight.slot * Config::kWeightBytes + (warpgroup * Config::kRowBlocks + r) * Tile::kBytes);
+  }
+  __device__ __forceinline__ void split_weight(RowTiles& tile, RowParts& parts) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) parts[r].take(tile[r]);
+    __syncwarp();
+    free_weight(weight.slot);
+    weight.next();
+  }
+#else
   // Two steps: half a tile of W with one stage of X. The half's metadata stays in its registers while its wgmma run,
   // which read them whenever they like; the other half has others.
   template <int kHalf>
@@ -464,20 +577,6 @@ struct Multiplier {
     if (tiles > 0) free_last();
   }
 
-  static __device__ __forceinline__ void clear(Sums (&sums)[Config::kRowBlocks]) {
-#pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r)
-#pragma unroll
-      for (int i = 0; i < Config::kSums; ++i) sums[r][i] = 0;
-  }
-  static __device__ __forceinline__ void add(Sums (&totals)[Config::kRowBlocks],
-                                             const Sums (&sums)[Config::kRowBlocks]) {
-#pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r)
-#pragma unroll
-      for (int i = 0; i < Config::kSums; ++i) totals[r][i] += sums[r][i];
-  }
-
   // All of K, in kParts.
   __device__ __forceinline__ void multiply_parts(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
     multiply(totals, tiles / Config::kParts);
@@ -512,6 +611,7 @@ struct Multiplier {
     source.next();
     add(totals, sums);
   }
+#endif
 };
 
 // Where y has a result.
@@ -563,15 +663,16 @@ template <class Result> struct Writer {
       if (token >= p.n) break;
       const u32 buffer = stage + turn * Config::kStepBytes;
       if (++turn == Config::kBuffers) turn = 0;
-      fill(buffer, sums + step * Config::kStepTokens / 2, token, bias, scale_w);
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
       if (p.aligned) copy_out(buffer, row0, token);
       else copy_elements(buffer, row0, token);
     }
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 token0, const float (&bias)[2],
+  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 row0, i64 token0, const float (&bias)[2],
                                        const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+    u32 nans = 0;  // of float32: which sums
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
       const Sum* d = sums + 4 * j;
@@ -581,6 +682,7 @@ template <class Result> struct Writer {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        if constexpr (Config::kXParts) nans |= (u32)(d[i] != d[i]) << (4 * j + i);
       }
       if constexpr (Config::kColumnsY && kOutBytes == 2) {
         store_matrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
@@ -598,7 +700,24 @@ template <class Result> struct Writer {
           store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
       }
     }
+#ifdef S24_OF_PARTS
+    mend(nans, buffer, row0, token0, bias);
+#endif
   }
+#ifdef S24_OF_PARTS
+  // Sums that are NaN, again: each thread those that it has staged.
+  __device__ __forceinline__ void mend(u32 nans, u32 buffer, i64 row0, i64 token0, const float (&bias)[2]) const {
+    static_assert(Config::kStepTokens / 8 * 4 <= 32, "a bit a sum");
+    for (; nans; nans &= nans - 1) {
+      const int i = __ffs(nans) - 1, half = i / 2 % 2, lane = threadIdx.x % 32;
+      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
+      if (token0 + token >= p.n || row0 + row >= p.m) continue;
+      const float sum = sum_in_order(p, token0 + token, row0 + row);
+      store_shared(buffer + staged_at(token, row),
+                   rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, half ? bias[1] : bias[0])));
+    }
+  }
+#endif
 
   // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
   // next step's buffer has been read.
@@ -748,6 +867,7 @@ struct Folder {
     const i64 n = item.token + token, m = item.row_tile * Tile::kRows + row;
     Config::Out::Bits out[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
+    u32 nans = 0;  // of float32: which sums
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       Sum slices[Config::kSlices];
@@ -757,6 +877,7 @@ struct Folder {
       const Sum total = slices[0];
       const i64 output = kColumns ? m : m + j;
       const bool inside = kColumns || m + j < p.m;
+      if constexpr (Config::kXParts) nans |= (u32)(total != total) << j;
       const float bias = p.bias && inside ? bias_at<Config>(p.bias, output) : 0.0f;
       const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, output) : 1.0f;
       out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
@@ -768,11 +889,19 @@ struct Folder {
       else if constexpr (sizeof(Config::Out::Bits) == 2)
         *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
       else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (kColumns ? n + j < p.n : m + j < p.m) to[j] = out[j];
+      for (int j = 0; j < 4; ++j)
+        if (kColumns ? n + j < p.n : m + j < p.m) to[j] = out[j];
+    }
+#ifdef S24_OF_PARTS
+    for (; nans; nans &= nans - 1) {
+      const int j = __ffs(nans) - 1;
+      if (m + j >= p.m) break;
+      const float sum = sum_in_order(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
+      to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+    }
+#endif
   }
 
   __device__ __forceinline__ void run() const {
@@ -821,8 +950,14 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   }
   __syncthreads();
   if constexpr (Config::kCluster > 1) cluster_meet_relaxed();
-  if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
-  follow_predecessors();
+  if constexpr (Config::kXParts) {
+    // The pass that splits X lets this kernel start when all before it is done: W needs no wait.
+    release_successors();
+    if (threadIdx.x / 32 != Config::kMultiplying / 32) wait_for_predecessors();
+  } else {
+    if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
+    follow_predecessors();
+  }
 
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kTrade) registers_lower<Config::kCopyRegisters>();
@@ -843,17 +978,22 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if constexpr (Config::kSourceShare > 1)
       multiplier.source_free =
           cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
+    if (Config::kTurns && warpgroup == 1) threads_arrive(kTurnBarrier, Config::kMultiplying);  // the other's is first
     Sums sums[Config::kRowBlocks];
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
       const Item item(p, turn.index, share);
       const i64 tiles = turn.last - turn.first;
+#ifdef S24_OF_PARTS
+      multiplier.multiply_split(sums, tiles);
+#else
       if constexpr (Config::kRanges) {
         Handover{p}.take(sums, warpgroup, turn.takes());
         multiplier.multiply<true>(sums, tiles);
       } else if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
       else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles);
       else multiplier.multiply(sums, tiles);
+#endif
       const u32 row_tile = warpgroup * Config::kRowBlocks;
       if constexpr (Config::kRanges) {
         if (turn.gives()) {

@@ -1,8 +1,9 @@
-// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256. A block
-// moves one tile; memory bound.
+// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256, of 32-bit
+// ones to tiles of 64 x 64. A block moves one tile; memory bound.
 //
 //   role         who                what
-//   every warp   256 threads        two chunks of 16 bytes of values a thread, canonical <-> swizzled
+//   every warp   256 threads        two chunks of 16 bytes of values a thread, canonical <-> swizzled (32 bits: <->
+//                                   fragment order, 8 bytes at a time)
 //   metadata     threads 0 to 127   a lane's words of one fragment each, canonical <-> fragment order
 //
 //   no barriers, no shared memory; few registers
@@ -68,15 +69,38 @@ struct Chunk {
 
 // The row, and the 16-bit word in it, of half h of word j of a lane.
 __device__ __forceinline__ i64 row_of(const BlockTile& tile, int w, int g, int t, int h) {
-  return tile.row + 16 * w + g + 8 * (Config::kWidth == 2 ? h : t & 1);
+  return tile.row + 16 * w + g + 8 * (Config::kWidth == 1 ? t & 1 : h);
 }
 __device__ __forceinline__ i64 word_of(const BlockTile& tile, int t, int j, int h) {
-  return tile.column / 8 + (Config::kWidth == 2 ? 2 * (4 * j + t) : 8 * j + 4 * (t >> 1) + 2 * h);
+  return tile.column / 8 + (Config::kWidth == 1 ? 8 * j + 4 * (t >> 1) + 2 * h : 2 * (4 * j + t));
 }
 
 // Where chunk c of row r lies: the 128-byte swizzle.
 __device__ __forceinline__ u8* swizzled(const BlockTile& tile, int r, int c) {
   return tile.packed + (r * Config::kChunks + (c ^ (r & 7))) * 16;
+}
+
+// Of 32 bits, where a half of it lies: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
+__device__ __forceinline__ uint2* fragment(const BlockTile& tile, int r, int c, int half) {
+  const int kept = 4 * c + 2 * half, lane = r % 8 * 4 + kept % 8 / 2;
+  return (uint2*)(tile.packed + (kept / 8 * 128 + r / 16 * 32 + lane) * 16 + r % 16 / 8 * 8);
+}
+
+__device__ __forceinline__ void store_chunk(const BlockTile& tile, int r, int c, uint4 bytes) {
+  if constexpr (Config::kWidth == 4) {
+    __stcs(fragment(tile, r, c, 0), make_uint2(bytes.x, bytes.y));
+    __stcs(fragment(tile, r, c, 1), make_uint2(bytes.z, bytes.w));
+  } else {
+    __stcs((uint4*)swizzled(tile, r, c), bytes);
+  }
+}
+__device__ __forceinline__ uint4 load_chunk(const BlockTile& tile, int r, int c) {
+  if constexpr (Config::kWidth == 4) {
+    const uint2 low = __ldcs(fragment(tile, r, c, 0)), high = __ldcs(fragment(tile, r, c, 1));
+    return make_uint4(low.x, low.y, high.x, high.y);
+  } else {
+    return __ldcs((const uint4*)swizzled(tile, r, c));
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) pack(const __grid_constant__ PackParams p) {
@@ -95,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) pack(const __grid
       if (chunk.bytes > 8) bytes.z = __ldcs(from + 2);
       if (chunk.bytes > 12) bytes.w = __ldcs(from + 3);
     }
-    __stcs((uint4*)swizzled(tile, r, c), bytes);
+    store_chunk(tile, r, c, bytes);
   }
   if (threadIdx.x >= Config::kLanes) return;
   const int w = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -124,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) unpack(const __gr
     const int at = i * Config::kThreads + threadIdx.x, r = at / Config::kChunks, c = at % Config::kChunks;
     const Chunk chunk(p, tile, r, c);
     if (chunk.bytes <= 0) continue;
-    const uint4 bytes = __ldcs((const uint4*)swizzled(tile, r, c));
+    const uint4 bytes = load_chunk(tile, r, c);
     u32* to = (u32*)(p.values + chunk.offset);
     if (tile.pitch % 16 == 0) {
       __stcs((uint4*)to, bytes);

@@ -45,10 +45,19 @@ __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[
 
 // Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
 // here before it touches memory; and it lets the next one start, which then waits in its turn.
-__device__ __forceinline__ void follow_predecessors() {
+__device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void release_successors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void follow_predecessors() {
+  release_successors();
+  wait_for_predecessors();
 }
 
 // Clusters (sm_90): every thread of every block meets; what came before is visible after.
@@ -86,6 +95,12 @@ __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
+}
+
+__device__ __forceinline__ void load_shared_x4(float (&v)[4], u32 address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address));
 }
 
 __device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {

@@ -145,3 +145,47 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
 }
 #undef S24_WGMMA_SP
 #undef S24_WGMMA_SP_OF
+
+// The same step of bf16 with A in registers: of warp w, lane 4g + t, each word a pair of kept values: row 16w + g and
+// columns 2t, 2t + 1; row + 8; then both rows 8 columns on. They must stay as they are until the step is done.
+#define S24_WGMMA_SP_A(n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)                                \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                            \
+               "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32.bf16.bf16 {" numbers "}, {" a0 ", " a1 ", " a2 \
+               ", " a3 "}, " b_ ", " m_ ", " s_ ", p, 1, 1, 0;\n\t}"                                            \
+               : accumulators("+f", 0)                                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
+template <int kSelector, int kAdd, int kCount>
+__device__ __forceinline__ void wgmma_sp_bf16(float (&d)[kCount], const u32 (&a)[4], u64 b, u32 metadata) {
+  if constexpr (kCount == 4) {
+    S24_WGMMA_SP_A("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", "%11");
+  } else if constexpr (kCount == 8) {
+    S24_WGMMA_SP_A("16", S24_D8, S24_N8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", "%15");
+  } else if constexpr (kCount == 12) {
+    S24_WGMMA_SP_A("24", S24_D12, S24_N12, "%12", "%13", "%14", "%15", "%16", "%17", "%18", "%19");
+  } else if constexpr (kCount == 16) {
+    S24_WGMMA_SP_A("32", S24_D16, S24_N16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23");
+  } else if constexpr (kCount == 24) {
+    S24_WGMMA_SP_A("48", S24_D24, S24_N24, "%24", "%25", "%26", "%27", "%28", "%29", "%30", "%31");
+  } else if constexpr (kCount == 32) {
+    S24_WGMMA_SP_A("64", S24_D32, S24_N32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39");
+  } else if constexpr (kCount == 40) {
+    S24_WGMMA_SP_A("80", S24_D40, S24_N40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", "%47");
+  } else if constexpr (kCount == 48) {
+    S24_WGMMA_SP_A("96", S24_D48, S24_N48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55");
+  } else if constexpr (kCount == 56) {
+    S24_WGMMA_SP_A("112", S24_D56, S24_N56, "%56", "%57", "%58", "%59", "%60", "%61", "%62", "%63");
+  } else if constexpr (kCount == 64) {
+    S24_WGMMA_SP_A("128", S24_D64, S24_N64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71");
+  } else if constexpr (kCount == 72) {
+    S24_WGMMA_SP_A("144", S24_D72, S24_N72, "%72", "%73", "%74", "%75", "%76", "%77", "%78", "%79");
+  } else if constexpr (kCount == 80) {
+    S24_WGMMA_SP_A("160", S24_D80, S24_N80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", "%87");
+  } else if constexpr (kCount == 88) {
+    S24_WGMMA_SP_A("176", S24_D88, S24_N88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", "%95");
+  } else if constexpr (kCount == 96) {
+    S24_WGMMA_SP_A("192", S24_D96, S24_N96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103");
+  } else {
+    static_assert(kCount < 0, "no wgmma of this width");
+  }
+}
+#undef S24_WGMMA_SP_A

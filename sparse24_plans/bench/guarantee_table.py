@@ -27,6 +27,7 @@ _TESTS = {
     "unit_roundoff": "`test_error_bound`",
     "terms_per_k": "`test_error_bound`; `test_the_bound_is_gamma_of_the_steps` in `tests/plan/`",
     "promoted_every": "`test_the_promoted_bound_hardly_grows_with_k`",
+    "product_roundoff": "`test_error_bound`; `test_the_parts_of_a_number`",
     "arithmetic": "`test_on_hopper`, `test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for`",
 }
 _HOPPER = DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=132)
@@ -81,6 +82,8 @@ def _text(row: GemmRow, problem: _Problem, field: str) -> str:
         return "yes" if value else "no"
     if field == "unit_roundoff" and value:
         return f"2^-{round(1 / value).bit_length() - 1}"
+    if field == "product_roundoff":
+        return f"{value:.3g}"
     if field == "arithmetic" and value is not None:
         return f"`{re.sub('slices=[0-9]+', 'slices=S', value)}`"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

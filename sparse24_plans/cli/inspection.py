@@ -87,7 +87,9 @@ def _obstacle_on(spec: GemmRow, places: list[DeviceProperties]) -> str | None:
     """None where the kernel serves some problem on one of the places; else the first reason found."""
     reasons: list[str] = []
     first = spec.elements[0]
-    require = {"arithmetic": str(Arithmetic.hopper(first, 1))} if spec.on_request else {}
+    require: dict[str, object] = {"arithmetic": str(Arithmetic.hopper(first, 1))} if spec.on_request else {}
+    if spec.for_a_bound:
+        require["max_error_bound"] = 1.0
     for place in places:
         for n in _PROBE_TOKENS:
             desc = GemmSparse24Descriptor(n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=first, op=spec.ops[0])

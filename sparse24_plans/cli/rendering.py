@@ -133,7 +133,7 @@ def problem_text(desc: Json) -> str:
     return ", ".join(words)
 
 
-_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every")
+_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every", "product_roundoff")
 
 
 def _facts(answer: Json) -> list[Json]:
@@ -157,6 +157,8 @@ def _steps(guarantee: Json) -> str:
     often = f"{guarantee['terms_per_k']:g} for each column of K"
     if guarantee["promoted_every"]:
         often += f"; every {guarantee['promoted_every']} columns are added up in float32"
+    if guarantee["product_roundoff"]:
+        often += f"; of {power_of_two(guarantee['product_roundoff'])}, once a product"
     return f"of {power_of_two(guarantee['unit_roundoff'])}, {often}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..plan.arithmetic import PROMOTED_EVERY, in_order
+from ..plan.arithmetic import PROMOTED_EVERY, SPLIT_TILE, in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic import names
@@ -13,6 +13,9 @@ S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
 
 FP8_ROUNDOFF = 2.0**-13
 """What a step of Hopper's tensor cores costs when they add products of fp8, at most."""
+
+SPLIT_ROUNDOFF = {2: 2.0**-15 + 2.0**-24, 3: 2.0**-23}
+"""Relative error of a product of float32 in so many parts, by what isn't multiplied."""
 
 
 def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
@@ -80,8 +83,28 @@ def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee
     )
 
 
+def split(parts: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    """Of float32 in parts of bf16."""
+    # Products of low parts are small, so they lose little; every 64 columns the sums leave the tensor cores.
+    # The slices of K are chosen for the shape, n included.
+    return wgmma_sp(problem).model_copy(
+        update={
+            "math_precision": MathPrecision.BF16,
+            "unit_roundoff": F32.unit_roundoff,
+            "promoted_every": SPLIT_TILE,
+            "product_roundoff": SPLIT_ROUNDOFF[parts],
+        }
+    )
+
+
+def split_invariant(parts: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    return split(parts, problem).model_copy(update={"batch_invariant": True})
+
+
 def host_tensor_core(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # Whichever of the tensor cores' arithmetics it runs: the bound of the weakest.
+    if problem.element is F32:
+        return split_invariant(2, problem)
     return wgmma_sp_fp8_invariant(problem) if problem.element is FP8 else mma_sp(problem)
 
 

@@ -18,6 +18,8 @@ _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 HOPPER = (9, 0)
 WGMMA = HOPPER, (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
+SPLIT_BLOCK = 2048
+"""Elements of X that a block of the pass over it splits."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -60,6 +62,19 @@ def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:
     if problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16:
         return f"needs columns of X in multiples of 16 bytes, got n = {problem.n}"
     return None
+
+
+def f32_split(parts: int, problem: GemmSparse24Descriptor) -> str | None:
+    """Of float32 in so many parts of bf16, which a pass writes to the workspace first."""
+    rows, blocks = parts * problem.n, -(-problem.n * problem.k // SPLIT_BLOCK)
+    if rows >= 2**31:
+        return f"{parts} parts of {problem.n} tokens exceed a tensor map's coordinates, {2**31 - 1}"
+    return wgmma_sp(problem) or beyond_grid(blocks)
+
+
+def split_bytes(parts: int, problem: GemmSparse24Descriptor) -> int:
+    """Of the parts of X."""
+    return parts * problem.n * problem.k * BF16.itemsize
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..arithmetic.epilogue import IN_STEPS
 from ..plan.table import Row
@@ -10,6 +11,7 @@ from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
     DENSE_F32_LAYOUT,
+    TILE64X64_LAYOUT,
     TILE64X128_LAYOUT,
     TILE64X256_LAYOUT,
     ArchSku,
@@ -22,6 +24,7 @@ from ..vocab import (
     Tier,
 )
 from . import guarantees, limits
+from .arithmetic.split import MOST_PARTS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, F16, F32, FP8, S8
 
@@ -43,6 +46,8 @@ class GemmRow(Row):
     """Of the host: fma by fma, as inflate_strict does; else BLAS."""
     promoted: bool = False
     """Whether sums of fp8 products are added up outside of the tensor cores."""
+    parts: int = 0
+    """Of bf16, in which float32 is multiplied; 0: operands are multiplied as they are."""
 
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
@@ -93,6 +98,31 @@ _WGMMA_SP = replace(
 
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
 
+
+def _split_row(name: str, backend: BackendKind, parts: int) -> GemmRow:
+    """float32 in so many parts of bf16."""
+    return replace(
+        _WGMMA_SP,
+        name=name,
+        backend=backend,
+        guarantee=partial(guarantees.split, parts),
+        elements=(F32,),
+        layout=TILE64X64_LAYOUT,
+        limits=partial(limits.f32_split, parts),
+        min_workspace=partial(limits.split_bytes, parts),
+        for_a_bound=parts < MOST_PARTS,
+        parts=parts,
+    )
+
+
+def _invariant(row: GemmRow) -> GemmRow:
+    guarantee = partial(guarantees.split_invariant, row.parts)
+    return replace(row, name=f"{row.name}_invariant", guarantee=guarantee)
+
+
+_F32_SPLIT3 = _split_row("f32_split3", BackendKind.F32_SPLIT3, 2)
+_F32_SPLIT6 = _split_row("f32_split6", BackendKind.F32_SPLIT6, MOST_PARTS)
+
 _HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
 
 _CUSPARSELT = GemmRow(
@@ -136,6 +166,11 @@ ROWS: tuple[GemmRow, ...] = (
         elements=(FP8,),
         promoted=True,
     ),
+    # The faster first, for those whom its error bound is enough.
+    _F32_SPLIT3,
+    _invariant(_F32_SPLIT3),
+    _F32_SPLIT6,
+    _invariant(_F32_SPLIT6),
     # Where there is no wgmma.
     replace(_MMA_SP_MANY, name="mma_sp", limits=limits.mma_sp_few),
     GemmRow(
@@ -188,7 +223,7 @@ ROWS: tuple[GemmRow, ...] = (
         backend=BackendKind.HOST_TENSOR_CORE,
         tier=Tier.HOST,
         guarantee=guarantees.host_tensor_core,
-        elements=(F16, BF16, FP8),
+        elements=(F32, F16, BF16, FP8),
         ops=(GemmOp.FORWARD,),
         epilogues=IN_STEPS,
         column_order=True,

@@ -6,6 +6,7 @@
 ``hopper_tc/slices=S``       steps of Hopper's tensor cores over each of S slices of K, folded in order
 ``hopper_tc_fp8/slices=S``   the same with the steps of fp8
 ``hopper_tc_fp8/promoted=C`` those steps over every C columns, whose sums are added in order
+``hopper_tc_f32x6/slices=S`` float32 in three parts of bf16, six products of which are added; f32x3: in two
 ============================ =====================================================================
 
 What follows the sum is one sequence for all: docs/guarantees.md has it, with the rules of each name. With a
@@ -20,13 +21,18 @@ from ..errors import InvalidProblemError, shown
 from ..vocab import ElementKind
 
 FMA32, EXACT_SUM, HOPPER, HOPPER_FP8 = "fma32_in_order", "exact_sum", "hopper_tc", "hopper_tc_fp8"
+HOPPER_F32 = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
+"""By the parts of a float32; the number is that of the products of parts that are added."""
 MOST_SLICES, PROMOTED_EVERY = 8, 128
+SPLIT_TILE = 64
+"""Columns whose products of parts are one sum of the tensor cores."""
 FORMS = (
     FMA32,
     EXACT_SUM,
     f"{HOPPER}/slices=1..{MOST_SLICES}",
     f"{HOPPER_FP8}/slices=1..{MOST_SLICES}",
     f"{HOPPER_FP8}/promoted={PROMOTED_EVERY}",
+    *(f"{kind}/slices=1..{MOST_SLICES}" for kind in HOPPER_F32.values()),
 )
 """What there is, for people."""
 _ELEMENTS = {
@@ -34,7 +40,9 @@ _ELEMENTS = {
     EXACT_SUM: (ElementKind.S8,),
     HOPPER: (ElementKind.F16, ElementKind.BF16),
     HOPPER_FP8: (ElementKind.FP8_E4M3,),
+    **dict.fromkeys(HOPPER_F32.values(), (ElementKind.F32,)),
 }
+_OF_ELEMENT = {ElementKind.FP8_E4M3: HOPPER_FP8, ElementKind.F32: HOPPER_F32[3]}
 
 
 def in_order(element: ElementKind) -> str:
@@ -60,8 +68,13 @@ class Arithmetic(NamedTuple):
 
     @classmethod
     def hopper(cls, element: ElementKind, slices: int) -> Arithmetic:
-        """Of tensor cores that sum K in so many slices."""
-        return cls(HOPPER_FP8 if element is ElementKind.FP8_E4M3 else HOPPER, slices)
+        """Of tensor cores that sum K in so many slices; of f32 in three parts."""
+        return cls(_OF_ELEMENT.get(element, HOPPER), slices)
+
+    @classmethod
+    def split(cls, parts: int, slices: int) -> Arithmetic:
+        """Of float32 in so many parts of bf16."""
+        return cls(HOPPER_F32[parts], slices)
 
     @classmethod
     def promoted(cls) -> Arithmetic:
@@ -70,7 +83,12 @@ class Arithmetic(NamedTuple):
 
     @property
     def on_tensor_cores(self) -> bool:
-        return self.kind in (HOPPER, HOPPER_FP8)
+        return self.kind in _ON_TENSOR_CORES
+
+    @property
+    def parts(self) -> int:
+        """Of every operand, in bf16; 0: operands are multiplied as they are."""
+        return _PARTS.get(self.kind, 0)
 
     def takes(self, element: ElementKind) -> bool:
         """Whether it is defined for such operands."""
@@ -82,12 +100,14 @@ class Arithmetic(NamedTuple):
         return f"{self.kind}/slices={self.slices}" if self.slices else self.kind
 
 
+_ON_TENSOR_CORES = (HOPPER, HOPPER_FP8, *HOPPER_F32.values())
+_PARTS = {kind: parts for parts, kind in HOPPER_F32.items()}
 _KNOWN = {
     str(one): one
     for one in (
         Arithmetic(FMA32),
         Arithmetic(EXACT_SUM),
-        *(Arithmetic(kind, slices) for kind in (HOPPER, HOPPER_FP8) for slices in range(1, MOST_SLICES + 1)),
+        *(Arithmetic(kind, slices) for kind in _ON_TENSOR_CORES for slices in range(1, MOST_SLICES + 1)),
         Arithmetic.promoted(),
     )
 }

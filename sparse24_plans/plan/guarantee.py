@@ -36,6 +36,10 @@ ArithmeticName = Annotated[str, AfterValidator(_arithmetics_name)]
 """One of :mod:`sparse24_plans.plan.arithmetic`."""
 
 
+LEAST_IN_PARTS = 2.0**-108
+"""Magnitudes below count as this where float32 is multiplied in parts of bf16 (docs/guarantees.md)."""
+
+
 class PrecisionGuarantee(Model):
     """What a kernel promises about its numbers. A promise that no test confirms is not made.
 
@@ -64,6 +68,8 @@ class PrecisionGuarantee(Model):
     """Steps that can round, for each unit of the reduction length."""
     promoted_every: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
     """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
+    product_roundoff: Annotated[float, Number(least=0)] = 0.0
+    """Relative error of a product before it is added: of operands that are multiplied in parts; else 0."""
     arithmetic: ArithmeticName | None = None
     """Name of the exact sequence of roundings behind every result (docs/guarantees.md defines them); None:
     it isn't known. With the same problem and operands, the same name means the same bits on any device."""
@@ -78,7 +84,8 @@ class PrecisionGuarantee(Model):
         Raises InvalidProblemError for anything but a size.
         """
         k = _length(k)
-        steps = self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
+        steps = self.product_roundoff
+        steps += self.terms_per_k * min(k, self.promoted_every or k) * self.unit_roundoff
         if self.promoted_every:
             steps += -(-k // self.promoted_every) * ElementKind.F32.unit_roundoff
         return steps / (1 - steps) if steps < 1 else float("inf")
@@ -88,13 +95,14 @@ class PrecisionGuarantee(Model):
 
         Tensor cores align the products of a step to the largest exponent that they find, and a subnormal
         operand counts there as the smallest normal number (arXiv 2511.10909). So it does here, where the
-        products aren't float32's or integers'. CuPy's arrays stay on their device. Raises
-        InvalidProblemError.
+        products aren't float32's or integers'. Of operands in parts, what is below 2^-108 counts as that:
+        their low parts are subnormal. CuPy's arrays stay on their device. Raises InvalidProblemError.
         """
         kind, found = element_kind(element, "element"), np.abs(_wide("values", values))
         if self.math_precision in (MathPrecision.F32, MathPrecision.INT8):
             return found
-        raised: Float64s = np.maximum(found, kind.smallest_normal)
+        least = LEAST_IN_PARTS if self.product_roundoff else kind.smallest_normal
+        raised: Float64s = np.maximum(found, least)
         return np.where(found == 0, 0.0, raised)
 
     def tolerance(

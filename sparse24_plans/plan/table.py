@@ -54,6 +54,8 @@ class Row:
     min_workspace: Callable[[Any], int] = lambda descriptor: 0
     on_request: bool = False
     """Whether it serves only where an arithmetic is required by name."""
+    for_a_bound: bool = False
+    """Whether it serves only where an error bound is required, or its backend or arithmetic by name."""
 
     kernel_type: ClassVar[type[Kernel[Any]] | None] = None
     """Where a family has one kernel and no ``backends/``."""
@@ -210,5 +212,8 @@ def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
         return cut
     if row.on_request and require.arithmetic is None:
         return "runs the arithmetic that require names, and only that"
+    asked = require.max_error_bound, require.arithmetic, preference.prefer_backend
+    if row.for_a_bound and asked == (None, None, None):
+        return "has a wider error bound: serves where max_error_bound allows it"
     promised = row.promises(choice, tested, named=require.arithmetic is not None)
     return require.unmet(promised, descriptor.reduction)

@@ -12,7 +12,7 @@ from ..vocab import BackendKind, ElementKind, MathPrecision, PrepareOp, Tier
 from ..weights import inflate
 from .descriptor import ELEMENTS, PrepareDescriptor
 
-PACKED_ELEMENTS = (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
+PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
 """The elements that weights/packing.py has a layout for."""
 BLOCK_BYTES = 16384
 """Dense bytes that a block of prune.cu works on."""

@@ -306,6 +306,7 @@ class MaskLayout(_Word):
 CANONICAL_LAYOUT = "canonical"  # weights/weight.py
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py, as the next
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
+TILE64X64_LAYOUT = "tile64x64_32bit_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
@@ -343,6 +344,8 @@ class BackendKind(_Word):
     INFLATE_CUBLAS = "inflate_cublas"
     MMA_SP = "mma_sp"
     WGMMA_SP = "wgmma_sp"
+    F32_SPLIT3 = "f32_split3"
+    F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
     ATTENTION_WGMMA = "attention_wgmma"
     CUSPARSELT = "cusparselt"

@@ -19,7 +19,7 @@ from ..device.tensors import TensorView, wrong
 from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
-from .layouts import TILE_M, TILES_8BIT, TILES_16BIT
+from .layouts import TILE_LAYOUTS, TILE_M
 from .on_device import on_stream
 from .weight import PackedWeight, Sparse24Weight
 
@@ -42,7 +42,8 @@ def slice_weight(
         Canonical, or as ``plan.pack`` made it: any layout but cuSPARSELt's blob, which is the library's.
     start, stop : int
         0 <= start <= stop <= M (or K). A canonical weight is cut at any row and at any group of four columns;
-        a packed one at its tiles, 64 rows x 128 columns (16-bit elements) or x 256 (8-bit), and at its end.
+        a packed one at its tiles, 64 rows x 128 columns (16-bit elements), x 256 (8-bit) or x 64 (32-bit),
+        and at its end.
         Whatever the layout, the width of what is cut along K is a multiple of 8.
     axis : int
         0: M, out features. 1: K, in features.
@@ -216,7 +217,7 @@ def _grid_of(weight: Any, argument: str) -> _Grid:
         return _Grid(packed, 1, _GROUP, (2 * packed.element.itemsize, 1), "group")
     if packed.layout_id == DENSE_F32_LAYOUT:
         return _Grid(packed, 1, _GROUP, (4 * _GROUP,), "group")
-    for layout in (TILES_16BIT, TILES_8BIT):
+    for layout in TILE_LAYOUTS:
         if packed.layout_id == layout.layout_id:
             return _Grid(packed, TILE_M, layout.tile_k, (layout.tile_bytes,), "tile")
     raise UnsupportedError(

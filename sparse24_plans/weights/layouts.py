@@ -9,6 +9,7 @@ from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
     DENSE_F32_LAYOUT,
+    TILE64X64_LAYOUT,
     TILE64X128_LAYOUT,
     TILE64X256_LAYOUT,
     ElementKind,
@@ -44,14 +45,18 @@ class TileLayout(NamedTuple):
 
 TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
 TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
+TILES_32BIT = TileLayout(TILE64X64_LAYOUT, 4, (ElementKind.F32,))
+TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT)
 
 
 def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
     """The layout of an element. Raises UnsupportedError where it has none."""
-    for layout in (TILES_16BIT, TILES_8BIT):
+    for layout in TILE_LAYOUTS:
         if element in layout.elements:
             return layout
-    raise UnsupportedError(f"{argument}: no tile layout holds {element}, only f16, bf16, s8 and fp8_e4m3")
+    raise UnsupportedError(
+        f"{argument}: no tile layout holds {element}, only f32, f16, bf16, s8 and fp8_e4m3"
+    )
 
 
 def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...] | None:
@@ -63,7 +68,7 @@ def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[
         return (4 * m * k,)
     if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
         return (kept + m * k // 8,)
-    for layout in (TILES_16BIT, TILES_8BIT):
+    for layout in TILE_LAYOUTS:
         if layout_id == layout.layout_id:
             down, across, nbytes = layout.packed_shape(m, k)
             return (down * across * nbytes,)

@@ -1,21 +1,23 @@
-"""The packed layouts that the sparse tensor core kernels read: one for 16-bit elements, one for 8-bit ones.
+"""The packed layouts that the sparse tensor core kernels read: of 16-bit elements, of 8-bit ones, of float32.
 
 A layout serves ``mma.sp`` and ``wgmma.sp`` alike: per 16-row block both hand the metadata to the lanes in the
 same way (PTX ISA 9.7.14, "Warp-level matrix multiply-accumulate with sparse matrix A", and 9.7.15,
 "Asynchronous warpgroup-level multiply-accumulate", ``wgmma.mma_async.sp``).
 
 The weight is one contiguous uint8 buffer [Mt, Kt, bytes]: tiles of 64 rows x 128 dense columns of 16-bit
-elements (``tile64x128_16bit_v1``, 9216 bytes), or x 256 of 8-bit ones (``tile64x256_8bit_v1``, 10240). In a
-tile:
+elements (``tile64x128_16bit_v1``, 9216 bytes), x 256 of 8-bit ones (``tile64x256_8bit_v1``, 10240), or x 64
+of float32 (``tile64x64_32bit_v1``, 8704). In a tile:
 
 - Bytes 0 to 8191, the values: 64 rows of 128 bytes (64 or 128 compressed columns), under the 128-byte
   swizzle of TMA and wgmma. The 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that a kernel copies
   the tile to shared memory as it is, where ``ldmatrix`` and a wgmma descriptor read it without bank
-  conflicts.
+  conflicts. Of float32 they lie in fragment order instead, for a thread loads them to registers and splits
+  them: [step of 32 dense columns][kept columns 0-7, 8-15][block w of 16 rows][lane][row 16w+g, 16w+g+8][pair
+  of kept columns 2t, 2t+1], 16 bytes a lane.
 - Then the metadata in fragment order: uint32 [block w of 16 rows][lane][word j], two words of 16-bit
-  elements, four of 8-bit ones; g = lane / 4, t = lane % 4. A nibble is the canonical code,
+  elements, four of 8-bit ones, one of float32; g = lane / 4, t = lane % 4. A nibble is the canonical code,
   ``position0 | position1 << 2``, the lowest group in the least significant one.
-  16 bits: word j covers the dense columns 64j to 64j+63, which are two steps of 32: step 2j in the lanes
+  16 and 32 bits: word j covers the dense columns 64j to 64j+63, which are steps of 32: step 2j in the lanes
   t = 0, 1 (sparsity selector 0), step 2j+1 in t = 2, 3 (selector 1). The low half is row 16w+g, the high half
   row 16w+g+8. A half is 16 dense columns, 16*(t&1) and up in their step.
   8 bits: word j is the step of 64 dense columns from 64j: of row 16w+g+8*(t&1), 32 columns from 32*(t>>1).
@@ -68,7 +70,7 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
 
         def fill(step: tuple[slice, slice]) -> None:
             there, rows = step
-            tiles[there, :, :VALUE_BYTES] = _swizzled(values[rows], shape[1])
+            tiles[there, :, :VALUE_BYTES] = _tiled(values[rows], shape[1])
             tiles[there, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
 
         threads.for_each(fill, _steps(layout, weight.m, weight.k, weight.device))
@@ -129,12 +131,22 @@ def _tile_rows(rows: int) -> int:
     return -(-rows // TILE_M)
 
 
-def _swizzled(values: Any, kt: int) -> Any:
+# Axes of a tile row of float32 values as rows hold them, [mt, w, half, g, kt, step, columns, t, pair], and
+# where each comes from in fragment order, [mt, kt, step, columns, w, g, t, half, pair].
+_VALUE_AXES = (0, 4, 5, 6, 1, 3, 7, 2, 8)
+_VALUE_SHAPE = (4, 2, 8), (2, 2, 4, 2)
+
+
+def _tiled(values: Any, kt: int) -> Any:
     """Values, unsigned [rows, K/2] -> their bytes in tiles, uint8 [mt, kt, VALUE_BYTES]."""
     xp = canonical.array_module(values)
     mt = _tile_rows(values.shape[0])
     padded = xp.zeros((mt * TILE_M, kt * ROW_BYTES // values.itemsize), values.dtype)
     padded[: values.shape[0], : values.shape[1]] = values
+    if values.itemsize == 4:
+        down, across = _VALUE_SHAPE
+        image = padded.reshape(mt, *down, kt, *across).transpose(_VALUE_AXES)
+        return xp.ascontiguousarray(image).reshape(-1).view(np.uint8).reshape(mt, kt, VALUE_BYTES)
     # [tile row, 8 rows, row % 8, tile column, chunk, the chunk's 16 bytes]
     chunks = padded.view(np.uint64).reshape(mt, 8, 8, kt, 8, 2).transpose(0, 3, 1, 2, 4, 5)
     image = chunks.reshape(mt, kt, 8, 64, 2)[:, :, :, xp.asarray(_SWIZZLE)]
@@ -142,24 +154,30 @@ def _swizzled(values: Any, kt: int) -> Any:
 
 
 def _plain_values(image: Any, dtype: Any) -> Any:
-    """The inverse of :func:`_swizzled`: [64 mt, columns of kt tiles] of ``dtype``, padding included."""
+    """The inverse of :func:`_tiled`: [64 mt, columns of kt tiles] of ``dtype``, padding included."""
     xp = canonical.array_module(image)
     mt, kt, _ = image.shape
+    if dtype.itemsize == 4:
+        down, across = _VALUE_SHAPE
+        shape = (mt, *down, kt, *across)
+        fragments = xp.ascontiguousarray(image).view(dtype).reshape([shape[axis] for axis in _VALUE_AXES])
+        back = [int(axis) for axis in np.argsort(_VALUE_AXES)]
+        return xp.ascontiguousarray(fragments.transpose(back)).reshape(mt * TILE_M, -1)
     chunks = xp.ascontiguousarray(image).view(np.uint64).reshape(mt, kt, 8, 64, 2)
     plain = chunks[:, :, :, xp.asarray(_SWIZZLE)].reshape(mt, kt, 8, 8, 8, 2).transpose(0, 2, 3, 1, 4, 5)
     return xp.ascontiguousarray(plain).view(dtype).reshape(mt * TILE_M, -1)
 
 
 # Axes of a tile row's metadata as rows hold it, and where each comes from in fragment order.
-# 16 bits: uint16 [mt, w, half, g, kt, j, t] <-> [mt, kt, w, g, t, j, half]
+# 16 and 32 bits: uint16 [mt, w, half, g, kt, j, t] <-> [mt, kt, w, g, t, j, half]
 # 8 bits: uint32 [mt, w, t & 1, g, kt, j, t >> 1] <-> [mt, kt, w, g, t >> 1, t & 1, j]
-_FRAGMENT_AXES = {2: (0, 4, 1, 3, 6, 5, 2), 1: (0, 4, 1, 3, 6, 2, 5)}
+_FRAGMENT_AXES = {4: (0, 4, 1, 3, 6, 5, 2), 2: (0, 4, 1, 3, 6, 5, 2), 1: (0, 4, 1, 3, 6, 2, 5)}
 
 
 def _row_axes(layout: TileLayout, mt: int, kt: int) -> tuple[type[np.unsignedinteger[Any]], tuple[int, ...]]:
     """Unit and shape of a tile row's metadata as rows hold it."""
-    if layout.itemsize == 2:
-        return np.uint16, (mt, 4, 2, 8, kt, 2, 4)
+    if layout.itemsize > 1:
+        return np.uint16, (mt, 4, 2, 8, kt, layout.tile_k // 64, 4)
     return np.uint32, (mt, 4, 2, 8, kt, 4, 2)
 
 

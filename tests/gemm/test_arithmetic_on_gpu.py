@@ -28,7 +28,7 @@ from .rows import marked, on_host, row_of, tokens
 from .test_error_bounds import KINDS, operands
 
 IN_STEPS = ("identity", "bias", "bias_relu")
-TIER2 = [row.name for row in ROWS if row.backend in ("mma_sp", "wgmma_sp")]
+TIER2 = [row.name for row in ROWS if row.tier == "sparse_tensor_core" and row.backend != "cusparselt"]
 EACH = [
     marked(row.name, str(element))
     for row in ROWS

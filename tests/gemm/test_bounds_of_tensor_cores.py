@@ -23,6 +23,9 @@ ARITHMETICS = [
     ("wgmma_sp_fp8", "fp8_e4m3", "hopper_tc_fp8/slices=1"),
     ("wgmma_sp_fp8", "fp8_e4m3", "hopper_tc_fp8/slices=8"),
     ("wgmma_sp_fp8_promoted", "fp8_e4m3", "hopper_tc_fp8/promoted=128"),
+    ("f32_split3", "f32", "hopper_tc_f32x3/slices=1"),
+    ("f32_split6", "f32", "hopper_tc_f32x6/slices=1"),
+    ("f32_split6", "f32", "hopper_tc_f32x6/slices=8"),
 ]
 """Each with a row that may name it."""
 every_arithmetic = pytest.mark.parametrize(("row", "element", "name"), ARITHMETICS)

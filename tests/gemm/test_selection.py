@@ -34,9 +34,10 @@ from .rows import MOST_TOKENS
 HOPPER_BARE = gpu_of(9, 0, libraries=False)
 STRICT = PlanPreference(require={"deterministic": True})
 
-# float32 has no sparse-tensor-core kernel, so what follows is about the host and the inflate tier alone.
 PROBLEM = GemmSparse24Descriptor(n=16, m=256, k=512, element="f32")
 WEIGHT_BYTES = 256 * 512 * 4
+PARTS_BYTES = 3 * 16 * 512 * 2
+SIX_BOUND = (2 + 32 + 8) * 2.0**-24 / (1 - 42 * 2.0**-24)
 STRICT_BOUND = 256 * 2.0**-24 / (1 - 256 * 2.0**-24)
 
 
@@ -67,30 +68,45 @@ def choose(device: DeviceProperties, **preference: object) -> table.GemmRow:
         (HOST, {"max_workspace_bytes": 0}, "host_blas"),
         (TURING, {}, None),
         (AMPERE, {}, "inflate_cublas"),
-        (HOPPER, {}, "inflate_cublas"),
-        (HOPPER_BARE, {}, "inflate_strict"),
+        (HOPPER, {}, "f32_split6"),
+        (HOPPER_BARE, {}, "f32_split6"),
         (HOPPER, {"tier": "inflate"}, "inflate_cublas"),
         (HOPPER, {"tier": "host"}, None),
-        (HOPPER, {"tier": "sparse_tensor_core"}, None),
+        (HOPPER, {"tier": "sparse_tensor_core"}, "f32_split6"),
+        (HOPPER, {"prefer_backend": "f32_split3"}, "f32_split3"),
+        (
+            HOPPER,
+            {"prefer_backend": "f32_split6", "require": {"batch_invariant": True}},
+            "f32_split6_invariant",
+        ),
+        (HOPPER, {"require": {"max_error_bound": 1e-4}}, "f32_split3"),
+        (HOPPER, {"require": {"max_error_bound": 1e-4, "batch_invariant": True}}, "f32_split3_invariant"),
+        (HOPPER, {"require": {"max_error_bound": 1e-5}}, "f32_split6"),
+        (HOPPER, {"require": {"max_error_bound": SIX_BOUND}}, "f32_split6"),
+        (HOPPER, {"require": {"math_precision": "bf16"}}, "f32_split6"),
+        (HOPPER, {"require": {"math_precision": "f32"}}, "inflate_cublas"),
         (HOPPER, {"prefer_backend": "inflate_strict"}, "inflate_strict"),
         (HOPPER, {"prefer_backend": "inflate_strict", "tier": "host"}, None),
         (HOPPER, {"prefer_backend": "host"}, None),
         (HOPPER, {"prefer_backend": "cusparselt"}, None),
-        (HOPPER, {"max_workspace_bytes": WEIGHT_BYTES}, "inflate_cublas"),
-        (HOPPER, {"max_workspace_bytes": WEIGHT_BYTES - 1}, "inflate_strict"),
+        (HOPPER, {"max_workspace_bytes": PARTS_BYTES}, "f32_split6"),
+        (HOPPER, {"max_workspace_bytes": PARTS_BYTES - 1}, "inflate_strict"),
+        (AMPERE, {"max_workspace_bytes": WEIGHT_BYTES}, "inflate_cublas"),
+        (AMPERE, {"max_workspace_bytes": WEIGHT_BYTES - 1}, "inflate_strict"),
         (HOPPER, {"max_workspace_bytes": 0}, "inflate_strict"),
         (HOPPER, {"max_workspace_bytes": 0, "prefer_backend": "inflate_cublas"}, None),
-        (HOPPER, {"require": {"deterministic": True}}, "inflate_cublas"),
-        (HOPPER, {"require": {"batch_invariant": True}}, "inflate_strict"),
+        (HOPPER, {"require": {"deterministic": True}}, "f32_split6"),
+        (HOPPER, {"require": {"batch_invariant": True}}, "f32_split6_invariant"),
         (HOPPER, {"require": {"bit_stable_across_hardware": True}}, "inflate_strict"),
         (HOPPER, {"require": {"nonfinite": "propagates"}}, "inflate_cublas"),
-        (HOPPER, {"require": {"nonfinite": "skips_pruned"}}, "inflate_strict"),
+        (HOPPER, {"require": {"nonfinite": "skips_pruned"}}, "f32_split6"),
         (HOPPER, {"require": {"nonfinite": "propagates", "batch_invariant": True}}, None),
         (HOPPER, {"require": {"subnormals": "flushed"}}, None),
         (HOPPER, {"require": {"math_precision": "tf32"}}, None),
         (HOPPER, {"require": {"accumulator": "f16"}}, None),
-        (HOPPER, {"require": {"max_error_bound": STRICT_BOUND}}, "inflate_strict"),
-        (HOPPER, {"require": {"max_error_bound": STRICT_BOUND * 0.999}}, None),
+        (AMPERE, {"require": {"max_error_bound": STRICT_BOUND}}, "inflate_strict"),
+        (AMPERE, {"require": {"max_error_bound": STRICT_BOUND * 0.999}}, None),
+        (HOPPER, {"require": {"max_error_bound": SIX_BOUND * 0.999}}, None),
         (HOPPER, {"allow_sm90a": False}, "inflate_cublas"),
     ],
 )
@@ -149,7 +165,8 @@ def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
         (AMPERE, "bf16", "mma_sp"),
         (HOPPER, "s8", "wgmma_sp_s8"),
         (HOPPER, "fp8_e4m3", "wgmma_sp_fp8_invariant"),
-        (HOPPER, "f32", "inflate_strict"),
+        (HOPPER, "f32", "f32_split6_invariant"),
+        (AMPERE, "f32", "inflate_strict"),
         (HOST, "bf16", "host_strict"),
     ],
     ids=str,
@@ -231,7 +248,8 @@ def test_what_can_be_installed_is_unavailable_and_not_unsupported():
 
 
 def test_what_can_be_installed_does_not_matter_where_another_row_serves():
-    assert choose(HOPPER_BARE).name == "inflate_strict"
+    assert choose(gpu_of(8, 0, libraries=False)).name == "inflate_strict"
+    assert choose(HOPPER_BARE).name == "f32_split6"
 
 
 @pytest.mark.parametrize("backend", ["mma_sp", "wgmma_sp", "cusparselt"])
@@ -399,6 +417,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
         "unit_roundoff": 0 if integer else 2.0**-24,
         "terms_per_k": 0.5 if strict and op is GemmOp.FORWARD else 1,
         "promoted_every": None,
+        "product_roundoff": 0,
         "arithmetic": ("exact_sum" if integer else "fma32_in_order") if strict else None,
         **dict.fromkeys(
             (
@@ -442,10 +461,11 @@ def test_kernels_of_one_element_and_architecture_share_a_layout(row, element, la
 def test_an_explanation_reads_as_one_line_a_row():
     lines = str(explain(PROBLEM, device=HOPPER)).splitlines()
     assert lines[0] == "device: cuda:0 (invented sm_90)"
-    assert lines[1] == "chosen: inflate_cublas"
+    assert lines[1] == "chosen: f32_split6"
     assert len(lines) == 2 + len(table.ROWS)
     by_row = {line.split()[0]: line for line in lines[2:]}
-    assert by_row["inflate_cublas"] == "  inflate_cublas (inflate_cublas): chosen"
+    assert by_row["f32_split6"] == "  f32_split6 (f32_split6): chosen"
+    assert "max_error_bound" in by_row["f32_split3"]
     assert (
         by_row["inflate_strict"]
         == "  inflate_strict (inflate_strict): can serve; a row above it was preferred"
@@ -457,7 +477,7 @@ def test_an_explanation_reads_as_one_line_a_row():
 def test_an_explanation_of_what_can_be_installed():
     answer = explain(PROBLEM, device=HOPPER_BARE)
     rows = {name: (backend, reason) for name, backend, reason in answer.rows}
-    assert answer.chosen == "inflate_strict"
+    assert answer.chosen == "f32_split6"
     assert rows["inflate_strict"] == ("inflate_strict", None)
     assert "pip install" in rows["inflate_cublas"][1]
 
@@ -480,6 +500,8 @@ def test_a_row_serves_somewhere_and_guarantees_for_all_it_serves(spec):
         for op in spec.ops:
             desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element, op=op)
             require = {"arithmetic": str(Arithmetic.hopper(element, 2))} if spec.on_request else {}
+            if spec.for_a_bound:
+                require = {"max_error_bound": 1e-3}
             rows = explain(desc, preference={"require": require}, device=device).rows
             assert (spec.name, spec.backend, None) in rows
             assert spec.guarantee(desc).error_bound(desc.reduction) < 1

@@ -25,7 +25,8 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import table as gemm_table
-from sparse24_plans.gemm.schedules.wgmma_choice import allowed_schedules
+from sparse24_plans.gemm.backends import f32_split
+from sparse24_plans.gemm.schedules import split_choice, wgmma_choice
 from sparse24_plans.gemm.table import GemmRow
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.table import consider
@@ -46,6 +47,8 @@ KINDS = (
     {"element": "bf16", "epilogue": "bias_gelu"},
     {"element": "f16", "epilogue": "bias"},
     {"element": "f32", "epilogue": "bias_relu"},
+    {"element": "f32", "epilogue": "bias_gelu"},
+    {"element": "f32", "epilogue": "bias_silu"},
     {"element": "bf16", "epilogue": "bias_silu", "out_element": "f32", "bias_element": "f32"},
     {"element": "f16", "epilogue": "bias_silu", "x_order": "column", "y_order": "column"},
     {"element": "bf16", "out_element": "f32", "x_order": "column"},
@@ -74,6 +77,8 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8": (8, 1024),
     "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
+    "f32_split3": (8, 64, 128),
+    "f32_split6": (16, 48, 128),
 }
 """Every schedule of these n is compiled."""
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
@@ -141,12 +146,24 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
                 row.kernel(Choice(desc, device, row, preference, {}))
         for n in WGMMA_TOKENS.get(row.name, ()) if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kinds[0])
-            for schedule in allowed_schedules(desc, row):
+            if row.parts:
+                found += split_requests(row, desc, device)
+                continue
+            for schedule in wgmma_choice.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
         for n in WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()) if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **COLUMNS)
-            for schedule in allowed_schedules(desc, row):
+            for schedule in wgmma_choice.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
+    return found
+
+
+def split_requests(row: GemmRow, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
+    """Every schedule of float32 in parts, which no configuration can ask for."""
+    with recorded_loads(row.kernel) as found:
+        for schedule in split_choice.allowed_schedules(desc, row):
+            with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
+                row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 
 

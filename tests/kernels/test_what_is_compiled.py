@@ -65,6 +65,7 @@ def test_every_size_of_blocks_and_element_is_covered_on_hopper(row):
 @pytest.mark.parametrize("row", GEMM_ROWS, ids=lambda row: row.name)
 def test_every_element_and_epilogue_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in gemm_requests(row, HOPPER)]
+    asked = [defines for defines in asked if "ELEMENT" in defines]  # not what only prepares X
     assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
     if "DGRAD" in asked[0]:
         assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in row.ops}

@@ -17,6 +17,11 @@ def sliced(desc: GemmSparse24Descriptor, slices: int) -> str | None:
     return str(Arithmetic.hopper(desc.element, slices)) if desc.epilogue in IN_STEPS else None
 
 
+def split(desc: GemmSparse24Descriptor, parts: int, slices: int) -> str | None:
+    """Of Hopper's tensor cores, float32 in so many parts and K in so many slices."""
+    return str(Arithmetic.split(parts, slices)) if desc.epilogue in IN_STEPS else None
+
+
 def promoted(desc: GemmSparse24Descriptor) -> str | None:
     """Of Hopper's tensor cores, with sums of fp8 products that leave them."""
     return str(Arithmetic.promoted()) if desc.epilogue in IN_STEPS else None

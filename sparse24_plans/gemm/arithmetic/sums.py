@@ -4,6 +4,9 @@
 floor(tiles * s / S). Each slice is summed from +0 in increasing columns, one step of the tensor cores after
 the other (tensor_core.py); K is filled up with zeros, which change nothing. The slices' sums are added in
 float32, to nearest, from the first to the last. ``promoted=C``: the same with every C columns for a slice.
+``hopper_tc_f32x6``, ``hopper_tc_f32x3``: operands are split in parts of bf16 (split.py). Products of parts
+of every 64 columns, a tile, are one sum of the tensor cores, the small ones first; such sums are added in
+float32, to nearest, from the first to the last of a slice.
 ``fma32_in_order``: one float32 fma a kept position, in increasing k (``dgrad``: m), from +0.
 ``exact_sum``: the sum itself.
 """
@@ -16,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arithmetic.fma32 import fma_f32
-from ...plan.arithmetic import EXACT_SUM, Arithmetic
+from ...plan.arithmetic import EXACT_SUM, SPLIT_TILE, Arithmetic
 from ...plan.operands import Views
-from ...vocab import GemmOp
+from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
 from ...weights.layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
-from . import tensor_core
+from . import split, tensor_core
 
 Array = np.ndarray[Any, Any]
 AfterStep = Callable[[int, Array], Array]
@@ -78,18 +81,33 @@ class StepPlace(NamedTuple):
     slice: int
     columns: tuple[int, int]
     """From, and below."""
+    parts: tuple[int, int] | None = None
+    """Of the source and of W, counted from the high one; None: they are multiplied as they are."""
+    tile: int = 0
+    """Of those whose sums leave the tensor cores, in a slice."""
 
 
 def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[StepPlace, ...]:
     """Of every step, in their order; slices are counted from 0, and so are promoted columns."""
-    width = tensor_core.STEPS[desc.element].columns
+    width = tensor_core.STEPS[_multiplied(desc, arithmetic)].columns
     starts = _slice_starts(desc, arithmetic)
     places, at = [], 0
-    for first in range(0, desc.k, width):
-        while at + 1 < len(starts) and first >= starts[at + 1]:
+    for begin in range(0, desc.k, SPLIT_TILE if arithmetic.parts else width):
+        while at + 1 < len(starts) and begin >= starts[at + 1]:
             at += 1
-        places.append(StepPlace(at, (first, min(first + width, desc.k))))
+        if not arithmetic.parts:
+            places.append(StepPlace(at, (begin, min(begin + width, desc.k))))
+            continue
+        end, tile = min(begin + SPLIT_TILE, desc.k), (begin - starts[at]) // SPLIT_TILE
+        for parts in split.pairs(arithmetic.parts):
+            for first in range(begin, end, width):
+                places.append(StepPlace(at, (first, min(first + width, end)), parts, tile))
     return tuple(places)
+
+
+def _multiplied(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> ElementKind:
+    """What the tensor cores multiply."""
+    return ElementKind.BF16 if arithmetic.parts else desc.element
 
 
 def _slice_starts(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> list[int]:
@@ -111,55 +129,84 @@ def _on_tensor_cores(
     outputs: Array,
     after_step: AfterStep | None,
 ) -> Array:
-    desc, step = factors.desc, tensor_core.STEPS[factors.desc.element]
-    total, acc = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float64)
-    columns, last = _Columns(factors, tokens, outputs), 0
-    for number, place in enumerate(step_places(desc, arithmetic)):
-        if place.slice != last:
-            total, acc, last = total + acc.astype(np.float32), np.zeros_like(acc), place.slice
-        acc = tensor_core.add_products(*columns.products(place.columns), acc, step)
+    element = _multiplied(factors.desc, arithmetic)
+    step, places = tensor_core.STEPS[element], step_places(factors.desc, arithmetic)
+    acc = np.zeros(len(tokens), np.float64)
+    total = of_slice = np.zeros(len(tokens), np.float32)
+    columns, last = _Columns(factors, element, tokens, outputs), StepPlace(0, (0, 0))
+    for number, place in enumerate(places):
+        if (place.slice, place.tile) != (last.slice, last.tile):
+            of_slice, acc = of_slice + acc.astype(np.float32), np.zeros_like(acc)
+        if place.slice != last.slice:
+            total, of_slice = total + of_slice, np.zeros_like(total)
+        last = place
+        acc = tensor_core.add_products(*columns.products(place), acc, step)
         if after_step is not None:
             acc = after_step(number, acc)
-    folded: Array = total + acc.astype(np.float32)
+    folded: Array = total + (of_slice + acc.astype(np.float32))
+    if arithmetic.parts and (again := np.isnan(folded)).any():
+        folded[again] = _in_float64(factors, tokens[again], outputs[again])
     return folded
+
+
+def _in_float64(factors: Factors, tokens: Array, outputs: Array) -> Array:
+    """One product after the other in float64, the sum rounded to float32 once."""
+    acc = np.zeros(len(tokens), np.float64)
+    for x, w, _ in _forward_terms(factors, tokens, outputs):
+        for j in range(len(x)):
+            acc = acc + x[j].astype(np.float64) * w[j]  # the product is exact: as one fma
+    return acc.astype(np.float32)
 
 
 class _Columns:
     """Products of some results, a step at a time; decodes each row and token once for _COLUMNS of them."""
 
-    def __init__(self, factors: Factors, tokens: Array, outputs: Array) -> None:
-        self._factors = factors
+    def __init__(self, factors: Factors, element: ElementKind, tokens: Array, outputs: Array) -> None:
+        """``element``: what is multiplied, the operands' own or that of their parts."""
+        self._factors, self._element = factors, element
         self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
         self._rows, self._row_at = np.unique(outputs, return_inverse=True)
         self._first = -1
 
-    def products(self, columns: tuple[int, int]) -> tuple[Array, Array]:
+    def products(self, place: StepPlace) -> tuple[Array, Array]:
         """Exact products float64 [kept, P], and the sums of their operands' exponents, int16."""
-        first = columns[0] // _COLUMNS * _COLUMNS
+        first = place.columns[0] // _COLUMNS * _COLUMNS
         if first != self._first:
             self._decode(first)
-        kept = slice((columns[0] - first) // 2, (columns[1] - first) // 2)
+        kept = slice((place.columns[0] - first) // 2, (place.columns[1] - first) // 2)
+        of_source, of_weight = place.parts or (0, 0)
+        source, weights = self._source[of_source], self._weights[of_weight]
         at = self._positions[kept].take(self._row_at, axis=1)
         at += self._token_at * self._width
-        products = self._source.take(at)
-        products *= self._weights[kept].take(self._row_at, axis=1)
-        exponents = self._source_exponents.take(at)
-        exponents += self._weight_exponents[kept].take(self._row_at, axis=1)
+        products = source.values.take(at)
+        products *= weights.values[kept].take(self._row_at, axis=1)
+        exponents = source.exponents.take(at)
+        exponents += weights.exponents[kept].take(self._row_at, axis=1)
         return products, exponents
 
     def _decode(self, first: int) -> None:
-        factors, element = self._factors, self._factors.desc.element
+        factors, stored = self._factors, self._factors.desc.element
         last = min(first + _COLUMNS, factors.desc.k)
         self._first, self._width = first, last - first
-        source = dense.widened(factors.source[self._tokens, first:last], element).astype(np.float64)
-        self._source = source.reshape(-1)
-        self._source_exponents = tensor_core.exponents(source, element).reshape(-1)
-        weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], element)
-        self._weights = np.ascontiguousarray(weights.astype(np.float64).T)
-        self._weight_exponents = tensor_core.exponents(self._weights, element)
+        source = dense.widened(factors.source[self._tokens, first:last], stored)
+        weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], stored)
+        self._source = self._operands(source.reshape(-1))
+        self._weights = self._operands(np.ascontiguousarray(weights.T))
         self._positions = np.ascontiguousarray(
             canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
+
+    def _operands(self, values: Array) -> tuple[_Operand, ...]:
+        """By part; one where they are multiplied as they are."""
+        whole = self._element is self._factors.desc.element
+        parts = (values,) if whole else split.parts_of(values)
+        wide = [part.astype(np.float64) for part in parts]
+        return tuple(_Operand(part, tensor_core.exponents(part, self._element)) for part in wide)
+
+
+class _Operand(NamedTuple):
+    values: Array
+    exponents: Array
 
 
 # One product after the other ----------------------------------------------------------------------

@@ -29,12 +29,12 @@ from ..limits import align_up
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Lines, Schedule, pitch_of
 
-_SOURCE = "gemm/wgmma_sp.cu"
+SOURCE = "gemm/wgmma_sp.cu"
 _marks = itertools.count(secrets.randbits(63) | 1)
 """One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
 
 
-class _Parameters(ctypes.Structure):
+class Parameters(ctypes.Structure):
     """WgmmaSpParams of the kernel."""
 
     _fields_ = [
@@ -72,7 +72,7 @@ class _Parameters(ctypes.Structure):
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
-    sources = (_SOURCE,)
+    sources = (SOURCE,)
     tunable = True
     workspace_alignment = 256
 
@@ -95,19 +95,19 @@ class Kernel(GemmKernel):
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
         )
         self._function = load(
-            _SOURCE,
+            SOURCE,
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
             defines(desc, schedule, self.row.promoted),
-            _Parameters,
+            Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
         k_tiles = -(-desc.k // layout.tile_k)
         whole, range_tiles, longer = schedule.cut_into_ranges(desc.n, desc.m, k_tiles)
         self._source_boxes = _source_boxes(desc, schedule)
         self._result_box = _result_box(desc, schedule)
-        self._parameters = _Parameters(
+        self._parameters = Parameters(
             n=desc.n,
             m=desc.m,
             k=desc.k,
@@ -124,7 +124,7 @@ class Kernel(GemmKernel):
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
-        parameters = _Parameters.from_buffer_copy(self._parameters)
+        parameters = Parameters.from_buffer_copy(self._parameters)
         size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
         # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
         copied = self._schedule.slices == 1
@@ -164,7 +164,7 @@ class Kernel(GemmKernel):
 
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
-        return f"sources {digest(_SOURCE)}"
+        return f"sources {digest(SOURCE)}"
 
 
 def _schedule_of(choice: Choice) -> Schedule:
@@ -226,10 +226,12 @@ def _map(view: TensorView, order: MatrixOrder, box: _Box) -> bytes:
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
-def defines(desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule."""
+def defines(
+    desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool, parts: int = 0
+) -> dict[str, int]:
+    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32."""
     lines = Lines.of(desc)
-    weight_stages, source_stages = schedule.stages(lines)
+    weight_stages, source_stages = schedule.stages(lines, parts)
     return {
         **type_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
@@ -239,6 +241,7 @@ def defines(desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool) -> 
         "SLICES": schedule.slices,
         "PARTS": schedule.parts,
         "RANGES": int(schedule.ranges > 0),
+        "X_PARTS": parts,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],

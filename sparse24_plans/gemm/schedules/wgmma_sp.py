@@ -125,20 +125,23 @@ class Schedule(NamedTuple):
         group = self.group(2) if lines.x_columns else 1
         return self.rows // TILE_M * lines.layout.tile_bytes, 128 * align_up(self.tokens, group)
 
-    def stages(self, lines: Lines) -> tuple[int, int]:
-        """Of W and of X: as many as fit. X comes in steps half as long."""
+    def stages(self, lines: Lines, parts: int = 0) -> tuple[int, int]:
+        """Of W and of X: as many as fit. X comes in steps half as long, or in ``parts`` of the same width."""
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
+        if parts:
+            tried = [(w, x) for w in range(2, 9) for x in range(parts, 25) if w * weight + x * source <= room]
+            return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
-    def shared_bytes(self, lines: Lines) -> int:
+    def shared_bytes(self, lines: Lines, parts: int = 0) -> int:
         """At least so much that no more blocks than ``blocks_per_sm`` share a multiprocessor.
 
         Those of the next launch start early: were there room, they would crowd on the multiprocessors that
         are done first, and leave others idle.
         """
-        (weights, sources), (weight, source) = self.stages(lines), self._stage_bytes(lines)
+        (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
         used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
         return max(used, _SHARED_BYTES[self.blocks_per_sm + 1] + 1)
 

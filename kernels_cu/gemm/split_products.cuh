@@ -1,0 +1,57 @@
+// float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kXParts > 0, which includes this in its middle.
+//
+// A tile of W is 64 rows x 64 columns of float32; each thread splits what it multiplies in its registers, and the tile
+// is free again. X comes in as many boxes of 64 columns as it has parts, the low part first. Of the products of part i
+// of W and part j of X those with i + j < kXParts are added: the small ones first, where the tensor cores cut little
+// off, high * high last. Each tile's sums then move to float32 outside of the tensor cores.
+
+// A thread's values and metadata of a row tile: two steps of 16 kept columns. In shared memory they lie in fragment
+// order: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
+struct WeightTile32 {
+  float values[4][4];
+  u32 metadata[1];
+
+  __device__ __forceinline__ void read(u32 at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_shared_x4(values[i], at + (i * 128 + threadIdx.x % 128) * 16);
+    load_shared_words(metadata, at + Tile::kValueBytes + threadIdx.x % 128 * 4);
+  }
+};
+
+// The same in parts, as wgmma takes them.
+struct WeightParts {
+  u32 words[2][Config::kXParts][4], metadata[1];
+
+  __device__ __forceinline__ void take(WeightTile32& tile) {
+    metadata[0] = tile.metadata[0];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int part = 0; part < Config::kXParts; ++part) {
+        words[i / 2][part][i % 2 * 2] = take_part(tile.values[i][0], tile.values[i][1]);
+        words[i / 2][part][i % 2 * 2 + 1] = take_part(tile.values[i][2], tile.values[i][3]);
+      }
+  }
+};
+
+// The sum behind a result again, term after term in float64: where parts of Inf, NaN or the largest numbers made NaN
+// of it. So it is NaN or infinite where it has to be.
+__device__ __noinline__ float sum_in_order(const WgmmaSpParams& p, i64 token, i64 row) {
+  const float* x = (const float*)p.x + token * p.x_stride;
+  const u8* tile = p.packed + row / Tile::kRows * p.k_tiles * Tile::kBytes;
+  const int warp = row % Tile::kRows / 16, half = row % 16 / 8, g = row % 8;
+  double sum = 0;
+#pragma unroll 1
+  for (i64 column = 0; column < p.k; column += 4, tile += column % Tile::kColumns ? 0 : Tile::kBytes) {
+    const int group = column % Tile::kColumns / 4, step = group / 8, quad = group % 8 / 4;  // of 16 dense columns
+    const u32 word = *(const u32*)(tile + Tile::kValueBytes + (warp * 32 + 4 * g + 2 * step + quad) * 4);
+    const u32 nibble = word >> (16 * half + group % 4 * 4) & 15;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int kept = group % 8 * 2 + i;
+      const u32 at = ((step * 2 + kept / 8) * 128 + warp * 32 + 4 * g + kept % 8 / 2) * 4 + half * 2 + i;
+      sum = __fma_rn((double)x[column + (nibble >> 2 * i & 3)], (double)((const float*)tile)[at], sum);
+    }
+  }
+  return __double2float_rn(sum);
+}

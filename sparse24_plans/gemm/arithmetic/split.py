@@ -1,0 +1,36 @@
+"""float32 in parts of bf16: high, middle and low, each the one nearest to what those before it leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...vocab import ElementKind
+
+Array = np.ndarray[Any, Any]
+
+MOST_PARTS = 3
+_BF16 = ElementKind.BF16.dtype
+
+
+def parts_of(values: Array) -> tuple[Array, ...]:
+    """All that there are of float32 ``values``, as float32; fewer leave the last ones out.
+
+    Three hold every finite value of at least 2^-110 exactly. What has no finite parts (Inf, NaN, values that
+    round to Inf) has NaN among them, or infinities that cancel.
+    """
+    found = []
+    with np.errstate(all="ignore"):
+        for _ in range(MOST_PARTS):
+            found.append(values.astype(_BF16).astype(np.float32))
+            values = values - found[-1]
+    return tuple(found)
+
+
+def pairs(parts: int) -> tuple[tuple[int, int], ...]:
+    """Which parts of X and of W are multiplied, in their order: the small products first.
+
+    Parts count from the high one. Of i and j those with i + j < parts.
+    """
+    return tuple((x, w) for x in reversed(range(parts)) for w in reversed(range(parts - x)))

@@ -1,0 +1,213 @@
+"""float32 in parts of bf16: what the parts are, what their products lose, and what becomes of Inf and NaN."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
+from sparse24_plans.gemm import limits
+from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
+from sparse24_plans.gemm.schedules import split_choice
+from sparse24_plans.plan.arithmetic import Arithmetic
+from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
+from sparse24_plans.plan.kernel import Choice
+
+from ..places import HOPPER
+from ..support import Data, case_of, make_case, random_data
+from .rows import gpu, row_of
+
+ROWS = ("f32_split3", "f32_split3_invariant", "f32_split6", "f32_split6_invariant")
+every_row = pytest.mark.parametrize("row", ROWS)
+NAMES = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+# Parts ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=500, deadline=None)
+@given(floats)
+def test_the_parts_of_a_number(x):
+    if abs(x) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max):
+        return  # it rounds to an infinity: below
+    high, middle, low = (part.astype(np.float64) for part in parts_of(np.array([x], np.float32)))
+    for part in (high, middle, low):
+        assert float(part[0].astype(ml_dtypes.bfloat16)) == part[0]
+    whole = high + middle + low
+    assert whole == x if abs(x) >= 2.0**-110 or x == 0 else abs(whole - x) <= 2.0**-134
+    least = max(abs(x), LEAST_IN_PARTS)
+    assert abs(middle) <= 2.0**-8 * least
+    assert abs(low) <= 2.0**-17 * least
+
+
+@pytest.mark.parametrize("x", [np.inf, -np.inf, np.nan, 3.4e38, -3.4028235e38])
+def test_what_has_no_finite_parts_shows_in_every_product(x):
+    """So whoever multiplies them sees NaN, whatever the other factor is."""
+    with np.errstate(all="ignore"):
+        for count in (2, 3):
+            mine = parts_of(np.array([x], np.float32))[:count]
+            for other in (0.0, 1.0, -2.5, 1e-45, np.inf, 3.4e38):
+                theirs = parts_of(np.array([other], np.float32))[:count]
+                total = sum(mine[i].astype(np.float64) * theirs[j] for i, j in pairs(count))
+                assert np.isnan(total).all()
+
+
+@pytest.mark.parametrize(("parts", "products"), [(2, 3), (3, 6)])
+def test_the_small_products_come_first(parts, products):
+    order = pairs(parts)
+    assert len(set(order)) == products
+    assert all(i + j < parts for i, j in order)
+    assert order[-1] == (0, 0)
+    assert [i for i, _ in order] == sorted((i for i, _ in order), reverse=True)
+
+
+# Errors ---------------------------------------------------------------------------------------------
+
+
+def sums_of(parts: int, slices: int, x: np.ndarray, dense: np.ndarray) -> np.ndarray:
+    """Of the arithmetic, on the host."""
+    desc = GemmSparse24Descriptor(n=x.shape[0], m=dense.shape[0], k=x.shape[1], element="f32")
+    require = {"arithmetic": str(Arithmetic.split(parts, slices))}
+    plan = GemmSparse24Plan.select(desc, preference={"require": require}, device="host")
+    assert plan.guarantee.arithmetic == f"{NAMES[parts]}/slices={slices}"
+    return case_of(plan, Data(dense, x)).run()
+
+
+def largest_error(got: np.ndarray, x: np.ndarray, dense: np.ndarray) -> float:
+    exact = x.astype(np.float64) @ dense.astype(np.float64).T
+    return float(np.abs(got - exact).max() / np.abs(exact).max())
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "mixed magnitudes"])
+@pytest.mark.parametrize("k", [512, 4096])
+def test_six_products_err_less_than_float32_in_order(kind, k):
+    rng = np.random.default_rng(k)
+    x, dense = rng.standard_normal((4, k)), rng.standard_normal((12, k))
+    if kind == "positive":
+        x, dense = np.abs(x), np.abs(dense)
+    if kind == "mixed magnitudes":
+        x, dense = (values * 2.0 ** rng.integers(-20, 20, values.shape) for values in (x, dense))
+    desc = GemmSparse24Descriptor(n=4, m=12, k=k, element="f32")
+    strict = make_case(
+        desc, preference={"require": {"arithmetic": "fma32_in_order"}},
+        dense=dense.astype(np.float32), x=x.astype(np.float32),
+    )  # fmt: skip
+    kept = strict.dense.astype(np.float32)
+    in_order = largest_error(strict.run(), strict.x, kept)
+    assert largest_error(sums_of(3, 1, strict.x, kept), strict.x, kept) <= max(in_order, 2.0**-23)
+    assert largest_error(sums_of(2, 1, strict.x, kept), strict.x, kept) <= 2.0**-15
+
+
+def test_inf_and_nan_are_where_float32_has_them():
+    """Not where parts of them meet zeros, or others of another sign."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((6, 72)).astype(np.float32)
+    dense = Sparse24Weight.prune_compress(rng.standard_normal((9, 72)).astype(np.float32)).decompress()
+    x[1, 3], x[2, 40], x[3, 7], x[4, 8], x[4, 9] = np.inf, np.nan, 3.4e38, -np.inf, np.inf
+    for row, value in ((2, np.inf), (4, -np.inf), (5, np.nan), (6, -3.4e38)):
+        dense[row, np.flatnonzero(dense[row])[row]] = value
+    dense[7, np.flatnonzero(dense[7])[:3]] = 1e-40, -1e-45, 2.0**-130
+    kept = dense != 0
+    with np.errstate(all="ignore"):
+        products = x[:, None, :].astype(np.float64) * dense[None].astype(np.float64)
+        exact = np.where(kept[None], products, 0).sum(axis=2).astype(np.float32)
+        for parts in (2, 3):
+            for slices in (1, 3):
+                got = sums_of(parts, slices, x, dense)
+                np.testing.assert_array_equal(np.isfinite(got), np.isfinite(exact))
+                special = ~np.isfinite(exact)
+                np.testing.assert_array_equal(got[special], exact[special])
+                np.testing.assert_allclose(got[~special], exact[~special], rtol=0.02, atol=1e-4)
+
+
+# Plans ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 60000) | st.sampled_from([4096, 28672, 57344]),
+    k=st.integers(1, 4096).map(lambda units: 8 * units),
+    tokens=st.lists(st.integers(1, 9000) | st.sampled_from([64, 128, 8192]), min_size=2, max_size=4),
+    shards=st.integers(1, 8),
+)
+def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m, k, tokens, shards):
+    for name in ("f32_split3_invariant", "f32_split6_invariant"):
+        row, part = row_of(name), -(-m // shards)
+        named = set()
+        for n in tokens:
+            for rows, wish in ((m, {}), (part, {"whole_m": m})):
+                desc = GemmSparse24Descriptor(n=n, m=rows, k=k, element="f32")
+                for device in (HOPPER, HOPPER.model_copy(update={"multiprocessors": 66})):
+                    choice = Choice(desc, device, row, PlanPreference(**wish), {})
+                    named.add(row.kernel.arithmetic(choice))
+        assert named == {f"{NAMES[row.parts]}/slices={split_choice.invariant_slices(m, k, row.parts)}"}
+
+
+@every_row
+@pytest.mark.parametrize(("n", "m", "k"), [(1, 64, 8), (7, 100, 72), (300, 64, 4096)])
+def test_the_workspace_holds_the_parts_of_x(row, n, m, k):
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    assert row_of(row).min_workspace(desc) == row_of(row).parts * n * k * 2
+    assert row_of(row).limits(desc) is None
+
+
+@every_row
+def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
+    parts = row_of(row).parts
+    many = GemmSparse24Descriptor(n=-(-(2**31) // parts), m=64, k=8, element="f32")
+    assert "tensor map" in row_of(row).limits(many)
+    assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**29, "k": 2**13}))
+    assert limits.f32_split(parts, many.model_copy(update={"n": 0})) == "serves no empty operands"
+
+
+def test_the_bounds_are_below_those_of_float32_in_order():
+    desc = GemmSparse24Descriptor(n=1, m=64, k=8192, element="f32")
+    six, three, strict, cublas = (
+        row_of(name).guarantee(desc)
+        for name in ("f32_split6", "f32_split3", "inflate_strict", "inflate_cublas")
+    )
+    for k in (2048, 4096, 28672):
+        assert six.error_bound(k) < three.error_bound(k) < strict.error_bound(k) < cublas.error_bound(k)
+    assert three.error_bound(8) > 2.0**-15  # products of low parts are missing, however few are added
+    assert MOST_PARTS == 3
+
+
+# On a GPU -------------------------------------------------------------------------------------------
+
+
+@gpu
+@every_row
+@pytest.mark.parametrize("epilogue", ["identity", "bias_relu"])
+@pytest.mark.parametrize(("n", "m", "k"), [(1, 130, 200), (40, 136, 1032), (300, 200, 520)])
+def test_inf_and_nan_on_a_gpu(row, epilogue, n, m, k):
+    """Whatever the cut: where NaN comes from the parts of an operand, the sum is made again."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32", epilogue=epilogue)
+    rng = np.random.default_rng(n)
+    data = random_data(rng, desc)
+    x, dense = data.x.copy(), data.dense.copy()
+    x[0, 3] = np.inf
+    if n > 4:
+        x[1, 40], x[2, 7], x[3, 8], x[3, 9] = np.nan, 3.4e38, -np.inf, np.inf
+    dense[5, 12], dense[m - 1, 33], dense[70, 50] = -np.inf, np.nan, -3.4e38
+    case = make_case(desc, row=row, seed=n, dense=dense, x=x)
+    got, kept = case.run(), case.dense != 0
+    with np.errstate(all="ignore"):
+        exact = np.empty((n, m), np.float32)
+        for i in range(m):
+            at = np.flatnonzero(kept[i])
+            exact[:, i] = (x[:, at].astype(np.float64) * case.dense[i, at]).sum(axis=1)
+        size = np.abs(x).astype(np.float64) @ np.abs(case.dense).T
+        if case.bias is not None:
+            exact = exact + case.bias.astype(np.float32)
+            exact = np.where(exact < 0, np.float32(0), exact)
+    special = ~np.isfinite(exact)
+    assert np.isnan(exact).any()
+    assert np.isinf(exact).any()
+    np.testing.assert_array_equal(got[special], exact[special])
+    tame = ~special & np.isfinite(size)
+    assert (np.abs(got - exact)[tame] <= 1e-4 * (size[tame] + 1)).all()
+    assert np.isfinite(got[~special]).all()
