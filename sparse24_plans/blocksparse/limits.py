@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from ..device.install import install_advice
 from ..vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
-from .descriptor import BlockSparseAttentionDescriptor, BlockSparseMatmulDescriptor
+from .descriptor import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseSoftmaxDescriptor,
+)
 
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 _MOST = 2**31
-"""A tensor map's coordinates and the kernel's counts are below it."""
+"""A tensor map's coordinates and the kernels' counts are below it."""
 _COPIED = 16
 """Bytes that the copy engine's rows are multiples of."""
 _MOST_DENSITY = {False: {16: 0.12, 32: 0.55}, True: {16: 0.07, 32: 0.4}}
@@ -20,6 +24,7 @@ COUNTER_BYTES = 4
 """Of workspace: a counter that deals a launch's items."""
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
+_TEAM_BYTES = 512
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -70,6 +75,18 @@ def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     largest = max(problem.n, problem.layout.rows, problem.layout.cols, problem.batch * problem.layout.heads)
     return None if largest < _MOST else f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+
+
+def softmax_teams(problem: BlockSparseSoftmaxDescriptor) -> int:
+    """Teams of warps of the kernel: each has the rows of a line that 512 contiguous bytes of a block hold."""
+    one = problem.layout
+    rows = _TEAM_BYTES // (one.block * problem.element.itemsize)
+    return problem.batch * one.heads * one.rows // rows
+
+
+def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
+    teams = softmax_teams(problem)
+    return None if teams < _MOST else f"{teams} teams of rows exceed the kernel's limit, {_MOST - 1}"
 
 
 def align_up(size: int, alignment: int = 256) -> int:

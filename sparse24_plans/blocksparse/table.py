@@ -79,6 +79,14 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
     ),
 )
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
+    BlockSparseRow(
+        "softmax",
+        BackendKind.SOFTMAX,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.fixed_order,
+        FLOATS,
+        limits=limits.softmax,
+    ),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
 ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (

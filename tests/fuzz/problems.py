@@ -112,7 +112,7 @@ Problem = Product | Preparation | BlockProblem
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     """The problem of this number. On the host every fourth is a call with hostile arguments.
 
-    Every eighth is block-sparse, on a GPU a product or attention.
+    Every eighth is block-sparse, on a GPU a product, attention or a softmax.
     """
     on_gpu = device != "host"
     key = (seed, case, int(on_gpu))
@@ -120,6 +120,8 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     if not on_gpu and case % 4 == 3:
         return draw_attack(rng)
     if case % 8 == 5:
+        if on_gpu and case % 32 == 5:
+            return _block_softmax_of_gpu(rng, (*key, 1))
         return _block_problem_of_gpu(rng, (*key, 1)) if on_gpu else _block_problem(rng, (*key, 1))
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
@@ -295,6 +297,12 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
+    return BlockProblem(desc, layout, preference, data_seed)
+
+
+def _block_softmax_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
+    layout, preference = _layout(rng, 1 << 19), _preference(rng, host=False)
+    desc = _softmax(rng, layout, int(_pick(rng, (1, 1, 2, 3, 0))))
     return BlockProblem(desc, layout, preference, data_seed)
 
 

@@ -17,11 +17,13 @@ from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
     DeviceProperties,
     GemmSparse24Descriptor,
     PlanPreference,
 )
 from sparse24_plans.blocksparse import table as blocks_table
+from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import table as gemm_table
@@ -89,6 +91,7 @@ GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend !
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
 BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
 ATTENTION_ROWS = [row for row in blocks_table.ATTENTION_ROWS if not row.on_host]
+SOFTMAX_ROWS = [row for row in blocks_table.SOFTMAX_ROWS if not row.on_host]
 
 
 class Request(NamedTuple):
@@ -236,6 +239,29 @@ def attention_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list
     return found
 
 
+def softmaxes(*, few: bool) -> Iterator[BlockSparseSoftmaxDescriptor]:
+    """Every element, op, size of blocks and team of warps; all that can be added to scores, or nothing."""
+    everything = {"rpe": True, "key_padding_mask": "add", "attn_mask": "mul", "causal": True}
+    one_each = {"key_padding_mask": "mul"}, {"attn_mask": "add"}, {"causal": True}, {"rpe": True}
+    for block, kept in ((32, 1), (128, 1), (128, 5), (16, 40), (64, 100))[: 1 if few else None]:
+        shape = BlockSparseShape(heads=1, rows=block, cols=200 * block, block=block, blocks=kept)
+        for element in FLOATS:
+            fields = {"layout": shape, "element": element}
+            yield BlockSparseSoftmaxDescriptor(**fields, op="backward")
+            for added in ({}, everything, *(one_each if block == 32 and not few else ())):
+                yield BlockSparseSoftmaxDescriptor(**fields, **added)
+
+
+@functools.cache
+def softmax_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+    """Every variant on Hopper, a few elsewhere."""
+    device = device_of(capability)
+    with recorded_loads(row.kernel) as found:
+        for desc in softmaxes(few=capability != HOPPER):
+            row.kernel(Choice(desc, device, row, PlanPreference(), {}))
+    return found
+
+
 REQUESTS = list(
     dict.fromkeys(
         request
@@ -244,6 +270,7 @@ REQUESTS = list(
             (PREPARE_ROWS, prepare_requests),
             (BLOCKS_ROWS, blocks_requests),
             (ATTENTION_ROWS, attention_requests),
+            (SOFTMAX_ROWS, softmax_requests),
         )
         for row in rows
         for capability in CAPABILITIES

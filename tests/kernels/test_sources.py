@@ -36,6 +36,8 @@ def test_codes_are_those_of_the_headers():
     epilogues = {kind.name: code for kind, code in codes.EPILOGUE_CODES.items()}
     assert words_of("common/epilogue.cuh", "EpilogueKind") == epilogues
     assert all(set(codes.EPILOGUE_CODES) == set(row.epilogues) for row in GEMM_ROWS)
+    masks = {kind.name: code for kind, code in codes.MASK_CODES.items()}
+    assert words_of("blocksparse/softmax.cu", "AttentionMask") == masks
 
 
 def test_every_kernel_file_belongs_to_some_kernel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparse24_plans import ElementKind, EpilogueKind
+from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import codes
 from sparse24_plans.vocab import GemmOp
 
@@ -16,6 +17,7 @@ from .requests import (
     HOPPER,
     PREPARE_ROWS,
     REQUESTS,
+    SOFTMAX_ROWS,
     SOURCES,
     attention_requests,
     blocks_requests,
@@ -23,6 +25,7 @@ from .requests import (
     every_source,
     gemm_requests,
     prepare_requests,
+    softmax_requests,
 )
 
 
@@ -31,6 +34,7 @@ def test_every_device_row_and_every_source_is_covered():
     assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
     assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ROWS)
     assert all(attention_requests(row, HOPPER) for row in ATTENTION_ROWS)
+    assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
@@ -71,3 +75,16 @@ def test_every_element_and_epilogue_is_covered_on_hopper(row):
         assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in row.ops}
     heavy = {codes.EPILOGUE_CODES[kind] for kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU)}
     assert heavy <= {d["EPILOGUE"] for d in asked}
+
+
+@pytest.mark.parametrize("row", SOFTMAX_ROWS, ids=lambda row: row.name)
+def test_softmax_is_compiled_for_every_word_of_its_descriptor(row):
+    asked = [dict(request.defines) for request in softmax_requests(row, HOPPER)]
+    wanted = {
+        "ELEMENT": {codes.ELEMENT_CODES[element] for element in row.elements},
+        "BLOCK": set(BLOCK_SIZES),
+        **{name: set(codes.MASK_CODES.values()) for name in ("KEY_MASK", "ATTN_MASK")},
+        **{name: {0, 1} for name in ("BACKWARD", "RPE", "CAUSAL")},
+    }
+    assert {name: {one[name] for one in asked} for name in wanted} == wanted
+    assert {1, 16} <= {one["WARPS"] for one in asked}

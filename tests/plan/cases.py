@@ -107,9 +107,7 @@ def is_on_host_alone(desc: Any) -> bool:
     if isinstance(desc, BlockSparseAttentionDescriptor):
         large = desc.layout.block >= 64 and desc.head_size in (64, 128)
         return desc.op == "backward" or desc.element is ElementKind.F32 or not large
-    return isinstance(desc, BlockSparseSoftmaxDescriptor) or (
-        isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
-    )
+    return isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
 
 
 ON_HOST_ALONE = tuple(desc for desc in BLOCKSPARSE if is_on_host_alone(desc))
@@ -325,6 +323,7 @@ def _gemm(row: str, **change: Any) -> _Medium:
 
 
 _SIZE: dict[str, Any] = {"m": 264, "k": 520, "element": "bf16"}
+_BLOCKS = BlockSparseShape(heads=2, rows=320, cols=2048, block=32, blocks=400)
 KERNELS: dict[str, _Medium] = {
     "inflate_cublas": _gemm("inflate_cublas"),
     "inflate_strict": _gemm("inflate_strict"),
@@ -343,6 +342,12 @@ KERNELS: dict[str, _Medium] = {
     "tile_prune": _Medium(TilePruneSparse24Descriptor(**_SIZE)),
     "mask": _Medium(MaskSparse24Descriptor(**_SIZE)),
     "mask_tiles": _Medium(MaskSparse24Descriptor(**_SIZE, layout="tiles")),
+    "softmax": _Medium(
+        BlockSparseSoftmaxDescriptor(
+            layout=_BLOCKS, element="bf16", batch=2, rpe=True, key_padding_mask="add", causal=True
+        )
+    ),
+    "softmax_backward": _Medium(BlockSparseSoftmaxDescriptor(layout=_BLOCKS, element="f32", op="backward")),
 }
 """One problem for each kernel of the package's own."""
 

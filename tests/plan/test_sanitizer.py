@@ -12,7 +12,8 @@ import pytest
 from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
-PREPARE = [name for name, medium in KERNELS.items() if not medium.row]
+SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
+PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX)]
 SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
 
@@ -43,6 +44,18 @@ def small_weights(name: str, element: str, device: int | str = 0) -> int:
     sizes = ((8, 8), (72, 264), (136, 24))
     for m, k in sizes:
         kernel_case(name, device, m=m, k=k, element=element).run()
+    return len(sizes)
+
+
+def small_softmaxes(name: str, element: str, device: int | str = 0) -> int:
+    from sparse24_plans import BlockSparseShape
+
+    sizes = (1, 1, 1, 128, 1), (2, 2, 3, 16, 5), (1, 2, 90, 16, 85), (1, 3, 2, 64, 3)
+    for heads, rows, cols, block, blocks in sizes:
+        shape = BlockSparseShape(
+            heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks
+        )
+        kernel_case(name, device, layout=shape, element=element).run()
     return len(sizes)
 
 
@@ -90,7 +103,15 @@ def test_weights(name, tool):
     run_under(tool, SANITIZED.format(function="small_weights", more=""), name, elements)
 
 
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmaxes(name, tool):
+    run_under(tool, SANITIZED.format(function="small_softmaxes", more=""), name, "bf16,f32")
+
+
 def test_what_is_sanitized_runs_at_all():
     """On the host, so that a failure there isn't one of the test."""
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
     assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)
+    assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)

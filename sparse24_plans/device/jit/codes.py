@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...vocab import ElementKind, EpilogueKind
+from ...vocab import AttentionMask, ElementKind, EpilogueKind
 
-# The numbers that kernels_cu/common/element.cuh and epilogue.cuh give these words.
+# The numbers that common/element.cuh, common/epilogue.cuh and blocksparse/softmax.cu give these words.
 ELEMENT_CODES = {
     ElementKind.F32: 0,
     ElementKind.F16: 1,
@@ -22,6 +22,7 @@ EPILOGUE_CODES = {
     EpilogueKind.BIAS_GELU: 3,
     EpilogueKind.BIAS_SILU: 4,
 }
+MASK_CODES = {AttentionMask.NONE: 0, AttentionMask.ADD: 1, AttentionMask.MUL: 2}
 
 
 class TypedProblem(Protocol):

@@ -1,0 +1,104 @@
+"""Launches ``blocksparse/softmax.cu``: rows of kept cells, held in registers. One kernel, no workspace."""
+
+from __future__ import annotations
+
+import ctypes
+
+from ...device.jit.codes import ELEMENT_CODES, MASK_CODES
+from ...device.jit.launcher import load
+from ...device.streams import Launch
+from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Kernel as BaseKernel
+from ...plan.operands import Alignment, Views
+from ...vocab import BlockSparsePass
+from ..descriptor import BlockSparseSoftmaxDescriptor
+from ..limits import softmax_teams
+from ..schedules.softmax import SoftmaxSchedule, best_schedule
+from ..tables import addresses
+
+_SOURCE = "blocksparse/softmax.cu"
+_OVERLAPS = (9, 0)
+"""Compute capability from which a kernel can wait for its predecessors by itself."""
+
+
+class _Parameters(ctypes.Structure):
+    """SoftmaxParams of the kernel."""
+
+    _fields_ = [
+        ("pointers", ctypes.c_void_p),
+        ("columns", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("dy", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rpe", ctypes.c_void_p),
+        ("key_mask", ctypes.c_void_p),
+        ("attn_mask", ctypes.c_void_p),
+        ("blocks", ctypes.c_int64),
+        ("line_cells", ctypes.c_int64),
+        ("items", ctypes.c_uint32),
+        ("batch", ctypes.c_uint32),
+        ("head_lines", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
+    default_alignment = Alignment(16)
+    sources = (_SOURCE,)
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc = self.descriptor
+        schedule = best_schedule(desc, choice.device)
+        self._blocks = schedule.blocks(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
+        self._overlapping = choice.device.compute_capability >= _OVERLAPS
+        self.details = (
+            f"{softmax_teams(desc)} pieces of rows on {self._blocks * schedule.teams} teams of "
+            f"{schedule.warps} warps, which hold {schedule.warps * schedule.chunks} blocks"
+        )
+        self._function = load(
+            _SOURCE,
+            "softmax",
+            schedule.threads,
+            choice.device,
+            _defines(desc, schedule),
+            _Parameters,
+            shared_bytes=schedule.shared_bytes(desc),
+        )
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        if self._blocks == 0:
+            return nothing
+        desc, found = self.descriptor, addresses(views["layout"].address, self.descriptor.layout)
+        read, written = ("x", "y") if desc.op is BlockSparsePass.FORWARD else ("y", "dx")
+        places = {"x": read, "out": written, "dy": "dy", "rpe": "rpe"}
+        places |= {"key_mask": "key_padding_mask", "attn_mask": "attn_mask"}
+        parameters = _Parameters(
+            pointers=found["row_pointers"],
+            columns=found["columns"],
+            blocks=desc.layout.blocks,
+            line_cells=desc.layout.cols,
+            items=softmax_teams(desc),
+            batch=desc.batch,
+            head_lines=desc.layout.block_rows,
+            scale=desc.scale,
+            **{field: views[name].address for field, name in places.items() if name in views},
+        )
+        return self._function.bind(self._blocks, parameters, overlapping=self._overlapping)
+
+
+def _defines(desc: BlockSparseSoftmaxDescriptor, schedule: SoftmaxSchedule) -> dict[str, int]:
+    """Macros of the kernel for one problem type and schedule."""
+    return {
+        "ELEMENT": ELEMENT_CODES[desc.element],
+        "BLOCK": desc.layout.block,
+        "WARPS": schedule.warps,
+        "TEAMS": schedule.teams,
+        "CHUNKS": schedule.chunks,
+        "BLOCKS_PER_SM": schedule.blocks_per_sm,
+        "BACKWARD": int(desc.op is BlockSparsePass.BACKWARD),
+        "RPE": int(desc.rpe),
+        "CAUSAL": int(desc.causal),
+        "KEY_MASK": MASK_CODES[desc.key_padding_mask],
+        "ATTN_MASK": MASK_CODES[desc.attn_mask],
+    }
