@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..blocksparse import table as blocks_table
-from ..blocksparse.descriptor import BlockSparseAttentionDescriptor, BlockSparseMatmulDescriptor
+from ..blocksparse.descriptor import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseSoftmaxDescriptor,
+)
 from ..blocksparse.shape import BlockSparseShape
 from ..device.devices import cuda_properties
 from ..device.jit.cache import cache_folder
@@ -39,6 +43,8 @@ _M, _K = 4096, 4096
 _TOKENS = (16, 4096)
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
+_BLOCK_TABLES = (blocks_table.MATMUL_ROWS, blocks_table.SOFTMAX_ROWS, blocks_table.ATTENTION_ROWS)
+_BLOCK_ROWS = tuple(row for table in _BLOCK_TABLES for row in table)
 _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.PruneSparse24Descriptor, {}),
     (prepare.PruneCompressSparse24Descriptor, {}),
@@ -59,21 +65,34 @@ def problems(row: Row) -> Iterator[Descriptor]:
             except Sparse24Error:  # the op doesn't take the element
                 continue
         return
-    if isinstance(row, blocks_table.MatmulRow):
-        for block, element, n, epilogue in product(_BLOCKS, row.elements, _TOKENS, _EPILOGUES):
-            all_blocks = (_M // block) * (_K // block)
-            layout = BlockSparseShape(heads=1, rows=_M, cols=_K, block=block, blocks=all_blocks)
-            yield BlockSparseMatmulDescriptor(
-                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
-            )
-        return
-    if row in blocks_table.ATTENTION_ROWS:
-        for block, element, causal in product((64, 128), row.elements, (False, True)):
-            layout = BlockSparseShape(heads=1, rows=_M, cols=_K, block=block, blocks=_M // block)
-            yield BlockSparseAttentionDescriptor(layout=layout, head_size=128, element=element, causal=causal)
+    if row in _BLOCK_ROWS:
+        yield from block_problems(row)
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
+
+
+def block_problems(row: Row) -> Iterator[Descriptor]:
+    """Those of a row of block-sparse matrices."""
+    if isinstance(row, blocks_table.MatmulRow):
+        for block, element, n, epilogue in product(_BLOCKS, row.elements, _TOKENS, _EPILOGUES):
+            layout = _layout(block, (_M // block) * (_K // block))
+            yield BlockSparseMatmulDescriptor(
+                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
+            )
+    elif row in blocks_table.ATTENTION_ROWS:
+        for block, element, causal in product((64, 128), row.elements, (False, True)):
+            layout = _layout(block, _M // block)
+            yield BlockSparseAttentionDescriptor(layout=layout, head_size=128, element=element, causal=causal)
+    else:
+        for block, element, op in product(_BLOCKS, row.elements, ("forward", "backward")):
+            yield BlockSparseSoftmaxDescriptor(
+                layout=_layout(block, _M // block * 16), element=element, op=op
+            )
+
+
+def _layout(block: int, blocks: int) -> BlockSparseShape:
+    return BlockSparseShape(heads=1, rows=_M, cols=_K, block=block, blocks=blocks)
 
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
@@ -81,8 +100,7 @@ def choices(device: DeviceProperties) -> Iterator[Choice]:
     tables: tuple[tuple[Row, ...], ...] = (
         gemm_table.ROWS,
         prepare_table.ROWS,
-        blocks_table.MATMUL_ROWS,
-        blocks_table.ATTENTION_ROWS,
+        *_BLOCK_TABLES,
     )
     for table in tables:
         for row in table:

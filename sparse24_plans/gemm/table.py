@@ -110,6 +110,7 @@ def _split_row(name: str, backend: BackendKind, parts: int) -> GemmRow:
         layout=TILE64X64_LAYOUT,
         limits=partial(limits.f32_split, parts),
         min_workspace=partial(limits.split_bytes, parts),
+        column_order=False,
         for_a_bound=parts < MOST_PARTS,
         parts=parts,
     )

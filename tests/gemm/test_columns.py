@@ -81,6 +81,18 @@ def test_8_bit_elements_lie_in_rows(order, element):
     assert words == {"serves x_order and y_order row"}
 
 
+@orders
+@pytest.mark.parametrize("n", [5, 64])
+def test_float32_in_columns_goes_to_the_library(order, n):
+    """Its parts are made and multiplied in rows. The fuzzer found that the rows said otherwise."""
+    desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="f32", **order)
+    answer = explain(desc, device=HOPPER)
+    assert answer.chosen == "inflate_cublas"
+    reasons = {name: reason for name, _, reason in answer.rows if name.startswith("f32_split")}
+    assert len(reasons) == 4
+    assert set(reasons.values()) == {"serves x_order and y_order row"}
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(1, 600).map(lambda units: 8 * units),
