@@ -15,8 +15,8 @@ _TEAMS = (1, 2, 3, 4, 5, 8, 16)
 """Warps: of other numbers fewer fit in a multiprocessor."""
 _LEAST_WARPS = 4
 """Of a block of threads."""
-_CHUNKS, _CHUNKS_ON_BLACKWELL, _CHUNKS_BESIDE_MASKS = 8, 5, 4
-"""Those for which the registers suffice."""
+_CHUNKS, _FEWER_CHUNKS, _CHUNKS_BESIDE_MASKS = 8, 5, 4
+"""Those for which the registers suffice; fewer for blocks of 16 and on Blackwell."""
 _BLACKWELL = (10, 0)
 
 
@@ -54,7 +54,8 @@ class SoftmaxSchedule(NamedTuple):
 def best_schedule(desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) -> SoftmaxSchedule:
     """With registers for as many blocks as rows have on average; of longer ones the rest is read twice."""
     masks = desc.rpe or desc.causal or desc.key_padding_mask != "none" or desc.attn_mask != "none"
-    chunks = _CHUNKS if device.compute_capability < _BLACKWELL else _CHUNKS_ON_BLACKWELL
+    fewer = device.compute_capability >= _BLACKWELL or desc.layout.block == 16
+    chunks = _FEWER_CHUNKS if fewer else _CHUNKS
     if masks:
         chunks = _CHUNKS_BESIDE_MASKS
     mean = desc.layout.blocks / max(desc.layout.heads * desc.layout.block_rows, 1)
