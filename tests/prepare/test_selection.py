@@ -65,10 +65,12 @@ def test_one_row_serves_each_place(desc):
         assert [one.row.name for one in rows if one.reason is None] == [name]
 
 
-@pytest.mark.parametrize("element", [e for e in ELEMENTS if e in ("u8", "fp8_e5m2")])
+@pytest.mark.parametrize("element", ["u8", "fp8_e5m2"])
 def test_only_elements_with_a_layout_are_packed(element):
     desc = PackSparse24Descriptor(m=M, k=K, element=element)
-    with pytest.raises(UnsupportedError, match=f"serves elements f32, f16, bf16, s8, fp8_e4m3, not {element}"):
+    with pytest.raises(
+        UnsupportedError, match=f"serves elements f32, f16, bf16, s8, fp8_e4m3, not {element}"
+    ):
         select(desc, "host")
 
 
