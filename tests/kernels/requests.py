@@ -26,8 +26,8 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
+from sparse24_plans.gemm import split
 from sparse24_plans.gemm import table as gemm_table
-from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.schedules import split_choice, wgmma_choice
 from sparse24_plans.gemm.table import GemmRow
 from sparse24_plans.plan.kernel import Choice, Kernel
@@ -165,7 +165,7 @@ def split_requests(row: GemmRow, desc: GemmSparse24Descriptor, device: DevicePro
     """Every schedule of float32 in parts, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
         for schedule in split_choice.allowed_schedules(desc, row):
-            with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
+            with mock.patch.object(split, "best_schedule", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 

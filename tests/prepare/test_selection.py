@@ -18,7 +18,6 @@ from sparse24_plans.prepare import table
 
 from ..places import HOPPER, HOST
 from ..plan.cases import PREPARE, name_of, select
-from .prepare_cases import ELEMENTS
 
 M, K = 16, 32
 every_descriptor = pytest.mark.parametrize("desc", PREPARE, ids=name_of)

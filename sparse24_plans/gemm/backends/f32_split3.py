@@ -1,5 +1,5 @@
-"""float32 as two parts of bf16, three of whose products are added: the kernel of f32_split.py."""
+"""float32 as two parts of bf16, three of whose products are added: the kernel of gemm/split.py."""
 
 from __future__ import annotations
 
-from .f32_split import Kernel as Kernel
+from ..split import Kernel as Kernel

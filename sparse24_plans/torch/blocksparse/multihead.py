@@ -263,7 +263,9 @@ class MultiheadAttention(nn.Module):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key and key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            together: tuple[Tensor, ...]
+            together = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            return together
         if self.in_proj_weight is not None:
             weights: Any = self.in_proj_weight.chunk(3)
         else:
