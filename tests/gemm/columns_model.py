@@ -65,7 +65,7 @@ def read_b(shared: np.ndarray, at: int, tokens: int) -> np.ndarray:
 
 
 def copy_lines(shared: np.ndarray, tokens: int, group: int, x: np.ndarray, token0: int, box: int) -> None:
-    """What the threads of copy_lines of kernels_cu/gemm/wgmma_sp.cu do in one stage. x: [n, k] as bits."""
+    """What the threads of copy_lines of kernels_cu/gemm/wgmma_sp/copies.cuh do in one stage. x: [n, k] as bits."""
     chunks, swapped, filled = tokens // 8, group // 8, []
     step = next(BOX_COLUMNS // most for most in (1, 2, 4, 8) if chunks <= most)
     for thread in range(LINE_THREADS):
@@ -84,7 +84,7 @@ def stage(
     desc: GemmSparse24Descriptor, schedule: Schedule, x: np.ndarray, token0: int, box: int
 ) -> tuple[np.ndarray, int, int]:
     """Shared memory after one stage of X was copied for the tokens from ``token0``, the bytes that the engine
-    moved there, and those that copy_columns of kernels_cu/gemm/wgmma_sp.cu announces. x: [n, k] as bits.
+    moved there, and those that copy_columns of kernels_cu/gemm/wgmma_sp/copies.cuh announces. x: [n, k] as bits.
     """
     group = schedule.group(2)
     _, stage_bytes = schedule._stage_bytes(Lines.of(desc))

@@ -140,7 +140,7 @@ def test_x_in_columns_is_multiplied_as_it_lies(tokens, share):
 @pytest.mark.parametrize("out", ["bf16", "f32"])
 @pytest.mark.parametrize("tokens", sorted({tokens for tokens, _ in CUTS}))
 def test_y_in_columns_is_staged_as_the_copy_engine_reads_it(tokens, out):
-    """staged_at of kernels_cu/gemm/wgmma_sp.cu, written down again."""
+    """staged_at of kernels_cu/gemm/wgmma_sp/writer.cuh, written down again."""
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", out_element=out, y_order="column")
     box = wgmma_sp._result_box(desc, schedules.Schedule(1, 1, tokens))
     size, chunks = desc.out_element.itemsize, box.pitch // 16

@@ -110,9 +110,9 @@ def test_the_hosts_macros_are_read_in_one_place(source):
     """In the kernel's Config, or before it where the preprocessor needs them; bodies ask Config."""
     given = {f"S24_{name}" for one in REQUESTS if one.source == source for name, _ in one.defines}
     given.discard("S24_PARAMETER_BYTES")
-    files = compiler.closure(source)
-    text = code_of(compiler.KERNEL_FOLDER / source)
-    assert text.count("struct Config") == 1
-    bodies = [text[text.index("\n};", text.index("struct Config")) :]]
-    bodies += [code_of(compiler.KERNEL_FOLDER / name) for name in files if name != source]
+    texts = [code_of(compiler.KERNEL_FOLDER / name) for name in compiler.closure(source)]
+    (config,) = [text for text in texts if "struct Config" in text]
+    assert config.count("struct Config") == 1
+    bodies = [config[config.index("\n};", config.index("struct Config")) :]]
+    bodies += [text for text in texts if text is not config]
     assert {word for body in bodies for word in re.findall(r"\bS24_\w+", body)} & given == set()

@@ -1,9 +1,12 @@
-// float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kXParts > 0, which includes this in its middle.
+// float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kXParts > 0.
 //
 // A tile of W is 64 rows x 64 columns of float32; each thread splits what it multiplies in its registers, and the tile
 // is free again. X comes in as many boxes of 64 columns as it has parts, the low part first. Of the products of part i
 // of W and part j of X those with i + j < kXParts are added: the small ones first, where the tensor cores cut little
 // off, high * high last. Each tile's sums then move to float32 outside of the tensor cores.
+#pragma once
+#include "gemm/parts.cuh"
+#include "gemm/wgmma_sp/config.cuh"
 
 // A thread's values and metadata of a row tile: two steps of 16 kept columns. In shared memory they lie in fragment
 // order: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].

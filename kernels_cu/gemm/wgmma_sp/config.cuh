@@ -1,0 +1,102 @@
+// What gemm/wgmma_sp.cu is compiled for: its macros as constants, and what the host hands it.
+#pragma once
+#include "common/epilogue.cuh"
+#include "common/weight_tile.cuh"
+#include "gemm/slices.cuh"
+#include "ptx/wgmma.cuh"
+
+#define S24_CLUSTER_BLOCKS (S24_SHARE * S24_SLICES)
+#include "common/cluster.cuh"
+
+#if S24_X_PARTS
+#define S24_OF_PARTS  // what compiles for float32 alone
+#endif
+
+// Everything that is compiled in.
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+  static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
+  static constexpr int kRowBlocks = S24_ROW_BLOCKS;   // row tiles of a warpgroup
+  static constexpr int kTokens = S24_TOKENS;          // of a block
+  static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
+  static constexpr int kParts = S24_PARTS;
+  static constexpr bool kRanges = S24_RANGES;  // clusters have equal ranges of tiles, wherever items begin and end
+  static constexpr int kXParts = S24_X_PARTS;  // of bf16, that stand for float32; 0: X and W are multiplied as they are
+  static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
+  static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
+  static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;           // 0: none, 1: one for all, 2: one a row
+  static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
+  static constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
+  static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
+  static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
+  static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
+  static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
+  static_assert(!kRanges || !(kColumnsX || kColumnsY), "the warp that hands sums over copies X in columns");
+
+  static constexpr bool kIntegers = kElement == ElementKind::S8;
+  static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
+  using Tile = WeightTile<kXParts ? 4 : kEightBit ? 1 : 2>;
+  static constexpr int kBoxes = kXParts ? kXParts : 2;                                         // of X, a tile of W
+  static constexpr int kBoxColumns = kXParts ? Tile::kColumns : Tile::kColumns / 2;            // of X
+  static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
+  static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
+  // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. Groups of 64 come
+  // in boxes, for which 128 bytes is fast; shorter lines are copied by threads, which take what is adjacent at once.
+  static constexpr int kGroup = kTokens <= 8 ? 8 : kTokens <= 16 ? 16 : kTokens <= 32 ? 32 : 64;
+  static constexpr int kGroups = (kTokens + kGroup - 1) / kGroup, kGroupBytes = kGroup * 128;
+  static constexpr int kBoxLines = S24_BOX_LINES;
+  static constexpr bool kByThreads = kColumnsX && kTokens < 64;
+  static constexpr int kLineThreads = 64;
+  static constexpr int kSourceShare = kByThreads ? 1 : kShare;   // blocks that a stage of X goes to
+  static constexpr int kWeightBytes = kRowTiles * Tile::kBytes,  // of a stage
+      kSourceBytes = kColumnsX ? kGroups * kGroupBytes : kTokens * 128;
+  static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
+  static constexpr int kBand = 8;  // row blocks that are taken with one block of tokens before the next, for L2
+
+  // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
+  static constexpr int kSourceAt = kWeightStages * kWeightBytes;
+  static constexpr int kStagingAt = kSourceAt + kSourceStages * kSourceBytes;
+  static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // of a row of Y, where that is a line
+  static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;
+  static constexpr int kStepBytes = Tile::kRows * (kColumnsY ? kLineBytes : kTokenBytes);
+  static constexpr int kStagingBytes = kBuffers * kStepBytes;
+  static constexpr int kBarrierAt = kStagingAt + (kSlices == 1 ? kWarpgroups * kStagingBytes : 0);
+
+  // Of float32: whether two warpgroups take turns in front of the tensor cores, so that one is multiplied for while the
+  // other adds; and whether a tile of W is read before the one in front of it is multiplied, or after, as measured.
+  static constexpr bool kTurns = kXParts && kWarpgroups == 2, kReadAhead = kXParts == 2 && kTokens > 64;
+
+  // Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
+  static constexpr bool kTrade = kBlocksPerSm == 1 && kWarpgroups == 2;
+  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+};
+using Tile = Config::Tile;
+using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
+
+struct WgmmaSpParams {
+  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle; in columns: in boxes of kGroup tokens x
+  // kBoxLines columns, lines of kGroup tokens swizzled.
+  TensorMap x_map;
+  TensorMap x_tail_map;  // the same in boxes of tail_rows, for the last block of tokens; in columns: its last group's
+  TensorMap x_rest_map;  // in columns: of the last group of the other blocks
+  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of 64 rows of W x
+                         // kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
+  const void* x;         // [n, k]: in columns, their stride x_stride; of float32, X itself: its maps are of its parts
+  const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
+  const void* bias;      // [m], or null
+  const float* scale_x;  // [1] or [n], as kScaleX says
+  const float* scale_w;  // [1] or [m], as kScaleW says
+  void* y;               // [n, m], row or column stride y_stride
+  u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
+  float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over
+  u64 mark;              // of this launch and no other
+  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
+  float alpha;
+  u32 token_blocks;   // of kTokens, that cover n
+  u32 items;          // of a cluster's rows and tokens
+  u32 aligned;        // lines of y begin at multiples of 16 bytes, and end there where the copy engine stores them
+  u32 tail_rows;      // of X that a block copies for the last block of tokens
+  u32 whole;          // items that aren't cut: the first ones
+  u32 range, longer;  // kRanges: tiles of a range, and ranges that have one more: the first ones
+};
+static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");

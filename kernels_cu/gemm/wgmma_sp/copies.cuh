@@ -1,0 +1,139 @@
+// The roles of gemm/wgmma_sp.cu that copy W and X to shared memory.
+#pragma once
+#include "gemm/wgmma_sp/pipeline.cuh"
+
+__device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
+  const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
+  return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
+}
+
+// Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory gives a
+// multiprocessor in that time, more delays what is needed first.
+__device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
+  constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm);
+  constexpr int kAhead = Config::kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
+  const Turns turn(p, slice);
+  const Item item(p, turn.index, share);
+  for (i64 tile = turn.first, end = min(tile + kAhead, turn.last); tile < end; ++tile)
+#pragma unroll
+    for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
+}
+
+// The thread that copies W.
+__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
+                                             u32 slice) {
+  RingPosition<Config::kWeightStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    for (i64 tile = turn.first; tile < turn.last; ++tile, at.next()) {
+      barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
+      barrier_expect(barriers.weight_full(at.slot), Config::kWeightBytes);
+#pragma unroll
+      for (int i = 0; i < Config::kRowTiles; ++i)
+        copy_bulk(base + at.slot * Config::kWeightBytes + i * Tile::kBytes, weight_tile(p, item, i, tile), Tile::kBytes,
+                  barriers.weight_full(at.slot));
+    }
+  }
+}
+
+// X in columns, one stage: this block's part of the boxes, for every block that shares them: whole groups, or of each
+// the same columns.
+__device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
+                                             u32 slice) {
+  constexpr bool kSplitsGroups = Config::kShare > 1 && Config::kBoxLines == Config::kBoxColumns;
+  constexpr u32 kMine = kSplitsGroups ? Config::kGroups / Config::kShare : Config::kGroups;
+  const bool is_tail = item.token + Config::kTokens >= p.n;
+  const u32 tokens = is_tail ? p.tail_rows : Config::kTokens;
+  barrier_expect(full, tokens * Config::kBoxColumns * 2);
+  const u32 line = kSplitsGroups ? 0 : share * Config::kBoxLines;
+#pragma unroll
+  for (u32 i = 0; i < kMine; ++i) {
+    const u32 group = kSplitsGroups ? share * kMine + i : i, first = group * Config::kGroup;
+    if (first >= tokens) break;
+    const TensorMap* map = first + Config::kGroup <= tokens ? &p.x_map : is_tail ? &p.x_tail_map : &p.x_rest_map;
+    const u32 at = to + group * Config::kGroupBytes + line * Config::kGroup * 2;
+    const u32 token = (u32)item.token + first, column = box * Config::kBoxColumns + line;
+    if constexpr (Config::kShare == 1) copy_tensor(at, map, token, column, full);
+    else
+      copy_tensor_multicast(at, map, token, column, full, (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
+  }
+}
+
+// The threads that copy X in columns of few tokens. Each has 8 tokens of every kStep-th column, and so one swizzle.
+__device__ __forceinline__ void copy_lines(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  constexpr int kChunks = Config::kTokens / 8, kSwapped = Config::kGroup / 8, kLine = 2 * Config::kGroup;
+  constexpr int kStep = kChunks <= 1 ? 64 : kChunks <= 2 ? 32 : kChunks <= 4 ? 16 : 8, kPasses = 64 / kStep;
+  static_assert(!Config::kByThreads || kStep * kChunks <= Config::kLineThreads, "a pass has a thread for each chunk");
+  const int thread = threadIdx.x % Config::kLineThreads, line = thread / kChunks, chunk = thread % kChunks;
+  const u32 into = base + Config::kSourceAt + line * kLine + (chunk ^ line * kSwapped / 8 % kSwapped) * 16;
+  const i64 ahead = kStep * p.x_stride;
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    const bool has = line < kStep && item.token + chunk * 8 < p.n;
+    const int first = (int)turn.first * Tile::kColumns + line;
+    const u16* source = (const u16*)p.x + item.token + chunk * 8 + first * p.x_stride;
+    int left = (int)p.k - first;  // columns from this thread's first on
+    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+      const u32 to = into + at.slot * Config::kSourceBytes;
+      if (has) {
+        const bool all = left > (kPasses - 1) * kStep;
+        const u16* from = source;
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i, from += ahead) {
+          const bool keep = all || i * kStep < left;
+          copy_async_16(to + i * kStep * kLine, keep ? from : p.x, keep);
+        }
+      }
+      barrier_arrive_after_copies(barriers.source_came(at.slot));
+      source += kPasses * ahead, left -= Config::kBoxColumns;
+    }
+  }
+}
+
+// The thread that reports stages which threads copied: what they stored is seen by wgmma only after a fence. Theirs
+// would wait for all that they have on the way.
+__device__ __forceinline__ void report_lines(const WgmmaSpParams& p, Barriers barriers, u32 slice) {
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p))
+    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
+      barrier_wait(barriers.source_came(at.slot), at.parity);
+      async_proxy_fence();
+      barrier_arrive(barriers.source_full(at.slot));
+    }
+}
+
+// The thread that copies X: its part, for every block that shares it.
+__device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    // The last tokens come in boxes of their own: rows past them would be written as zeros, which is slow. What the
+    // stage holds there instead is multiplied, and not stored.
+    const bool is_tail = item.token + Config::kTokens >= p.n;
+    const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
+    const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
+    for (i64 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box, at.next()) {
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+      const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
+      if constexpr (Config::kColumnsX) {
+        copy_columns(p, to, (u32)box, item, full, share, slice);
+        continue;
+      }
+      barrier_expect(full, Config::kShare * rows * 128);
+      // Of float32, the boxes of the same columns: those of the low part first.
+      const u32 column = (u32)(Config::kXParts ? box / Config::kBoxes : box) * Config::kBoxColumns;
+      const u32 part = Config::kXParts ? Config::kBoxes - 1 - (u32)(box % Config::kBoxes) : 0;
+      const u32 token = (u32)item.token + part * (u32)p.n;
+      if constexpr (Config::kShare == 1) copy_tensor(to, map, column, token, full);
+      else
+        copy_tensor_multicast(to + share * rows * 128, map, column, token + share * rows, full,
+                              (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
+    }
+  }
+  // Nobody leaves while others may still report to its barriers.
+  if constexpr (Config::kShare > 1)
+    for (int i = 0; i < Config::kSourceStages; ++i, at.next())
+      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+}

@@ -1,0 +1,122 @@
+// The role of gemm/wgmma_sp.cu that stores results where K is sliced along the cluster.
+#pragma once
+#include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/sums.cuh"
+#ifdef S24_OF_PARTS
+#include "gemm/wgmma_sp/split_products.cuh"
+#endif
+
+// A warpgroup's sums to where the blocks of its cluster find them; `row_tile`: its first, in the block.
+__device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks], u32 base, u32 row_tile) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) {
+      if constexpr (Config::kColumnsY) {
+        if (i % 2) continue;
+        const u32 row = (row_tile + r) * Tile::kRows + 16 * warp + lane / 4 + i / 2 % 2 * 8;
+        store_shared_x2(base + Area::offset(i / 4 * 8 + lane % 4 * 2, row), bits_of(sums[r][i]),
+                        bits_of(sums[r][i + 1]));
+        continue;
+      }
+      const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows + 16 * warp +
+                     lane / 4 + i / 2 % 2 * 8;
+      store_shared(base + at * 4, bits_of(sums[r][i]));
+    }
+}
+
+// The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows: four at a time of a
+// line of Y, which is a token's row, or a column.
+struct Folder {
+  const WgmmaSpParams& p;
+  Item item;
+  u32 from[Config::kSlices];
+  int row0;
+
+  static constexpr bool kColumns = Config::kColumnsY;
+  static constexpr int kRowQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices;
+  static constexpr int kShareRows = kColumns ? (Config::kRows + Config::kSlices - 1) / Config::kSlices : 4 * kRowQuads;
+  static constexpr int kQuads = kColumns ? Config::kTokens / 4 : kRowQuads,  // of a line
+      kCount = kQuads * (kColumns ? kShareRows : Config::kTokens);
+  static constexpr int kFolders = Config::kMultiplying;
+  static constexpr int kLoads =
+      (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices / Config::kBlocksPerSm;
+  static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
+
+  __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
+      : p(p), item(item), row0(slice * kShareRows) {
+#pragma unroll
+    for (int s = 0; s < Config::kSlices; ++s) from[s] = cluster_address(base, share + Config::kShare * s);
+  }
+
+  // Of the i-th four results the first's token and row.
+  __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kQuads * 4 : i / kQuads; }
+  __device__ __forceinline__ int row_of(int i) const { return row0 + (kColumns ? i / kQuads : i % kQuads * 4); }
+
+  // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
+  __device__ __forceinline__ bool inside(int token, int row) const {
+    return item.token + token < p.n && row < Config::kRows && item.row_tile * Tile::kRows + row < p.m;
+  }
+
+  __device__ __forceinline__ void store(u32 (&v)[Config::kSlices][4], int token, int row) const {
+    const i64 n = item.token + token, m = item.row_tile * Tile::kRows + row;
+    Config::Out::Bits out[4];
+    const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
+    u32 nans = 0;  // of float32: which sums
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      Sum slices[Config::kSlices];
+#pragma unroll
+      for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
+      fold(slices);
+      const Sum total = slices[0];
+      const i64 output = kColumns ? m : m + j;
+      const bool inside = kColumns || m + j < p.m;
+      if constexpr (Config::kXParts) nans |= (u32)(total != total) << j;
+      const float bias = p.bias && inside ? bias_at<Config>(p.bias, output) : 0.0f;
+      const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, output) : 1.0f;
+      out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
+    }
+    Config::Out::Bits* to = (Config::Out::Bits*)p.y + place(p, n, m);
+    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= p.m)) {
+      if constexpr (sizeof(Config::Out::Bits) == 1)
+        *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
+      else if constexpr (sizeof(Config::Out::Bits) == 2)
+        *(uint2*)to = make_uint2(out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16);
+      else *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (kColumns ? n + j < p.n : m + j < p.m) to[j] = out[j];
+    }
+#ifdef S24_OF_PARTS
+    for (; nans; nans &= nans - 1) {
+      const int j = __ffs(nans) - 1;
+      if (m + j >= p.m) break;
+      const float sum = sum_in_order(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
+      to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+    }
+#endif
+  }
+
+  __device__ __forceinline__ void run() const {
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
+      u32 v[kAhead][Config::kSlices][4];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int i = first + a * kFolders, token = token_of(i), row = row_of(i);
+        if (i >= kCount || !inside(token, row)) continue;
+#pragma unroll
+        for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + Area::offset(token, row));
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int i = first + a * kFolders;
+        const int token = token_of(i), row = row_of(i);
+        if (i < kCount && inside(token, row)) store(v[a], token, row);
+      }
+    }
+  }
+};

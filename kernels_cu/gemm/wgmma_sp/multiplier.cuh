@@ -1,0 +1,212 @@
+// The role of gemm/wgmma_sp.cu that multiplies.
+#pragma once
+#include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/sums.cuh"
+#ifdef S24_OF_PARTS
+#include "gemm/wgmma_sp/split_products.cuh"
+#endif
+
+constexpr int kTurnBarrier = 8;
+
+// One warpgroup's sums of one item.
+struct Multiplier {
+  RingPosition<Config::kWeightStages> weight;
+  RingPosition<Config::kSourceStages> source;
+  u32 base, warpgroup, source_free;  // the last: of the block of the cluster that this lane reports to
+  Barriers barriers;
+  u32 last_weight = 0, last_source = 0;
+
+  __device__ __forceinline__ void free_weight(u32 slot) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot));
+  }
+  __device__ __forceinline__ void free_source(u32 slot) const {
+    if (threadIdx.x % 32 >= Config::kSourceShare) return;
+    if constexpr (Config::kSourceShare == 1) barrier_arrive(source_free + 8 * slot);
+    else barrier_arrive_cluster(source_free + 8 * slot);
+  }
+
+  static __device__ __forceinline__ u64 source_descriptor(u32 address) {
+    if constexpr (Config::kColumnsX)
+      return matrix_descriptor_of_lines<2 * Config::kGroup, Config::kGroupBytes>(address);
+    else return matrix_descriptor(address);
+  }
+
+  static __device__ __forceinline__ void clear(Sums (&sums)[Config::kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < Config::kSums; ++i) sums[r][i] = 0;
+  }
+  static __device__ __forceinline__ void add(Sums (&totals)[Config::kRowBlocks],
+                                             const Sums (&sums)[Config::kRowBlocks]) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < Config::kSums; ++i) totals[r][i] += sums[r][i];
+  }
+
+#ifdef S24_OF_PARTS
+  using RowParts = WeightParts[Config::kRowBlocks];
+  using RowTiles = WeightTile32[Config::kRowBlocks];
+
+  // All of K, tile by tile: while the tensor cores multiply one, the next is split.
+  __device__ __forceinline__ void multiply_split(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+    clear(totals);
+    RowParts one, other;
+    if (tiles > 0) {
+      RowTiles tile;
+      read_weight(tile);
+      split_weight(tile, one);
+    }
+    for (i64 at = 1; at <= tiles; at += 2) {
+      multiply_tile(totals, one, other, at < tiles);
+      if (at < tiles) multiply_tile(totals, other, one, at + 1 < tiles);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_tile(Sums (&totals)[Config::kRowBlocks], const RowParts& parts,
+                                                RowParts& next, bool has_next) {
+    RowTiles tile;
+    if (Config::kReadAhead && has_next) read_weight(tile);
+    u64 boxes[Config::kXParts];
+    RingPosition<Config::kSourceStages> box = source;
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i, box.next()) {
+      barrier_wait(barriers.source_full(box.slot), box.parity);
+      boxes[i] = matrix_descriptor(base + Config::kSourceAt + box.slot * Config::kSourceBytes);
+    }
+    if constexpr (Config::kTurns) threads_meet(kTurnBarrier + warpgroup, Config::kMultiplying);
+    Sums sums[Config::kRowBlocks];
+    issue(sums, parts, boxes);
+    if constexpr (Config::kTurns) threads_arrive(kTurnBarrier + (warpgroup ^ 1), Config::kMultiplying);
+    if (!Config::kReadAhead && has_next) read_weight(tile);
+    if (has_next) split_weight(tile, next);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i, source.next()) free_source(source.slot);
+    add(totals, sums);
+  }
+
+  // Box i is of X's part kXParts - 1 - i, which meets those parts of W whose products with it are large enough.
+  __device__ __forceinline__ void issue(Sums (&sums)[Config::kRowBlocks], const RowParts& parts,
+                                        const u64 (&boxes)[Config::kXParts]) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kXParts; ++i)
+#pragma unroll
+      for (int part = i; part >= 0; --part)
+#pragma unroll
+        for (int r = 0; r < Config::kRowBlocks; ++r) {
+          const WeightParts& w = parts[r];
+          if (i == 0) wgmma_sp_bf16<0, 0>(sums[r], w.words[0][part], boxes[i], w.metadata[0]);
+          else wgmma_sp_bf16<0, 1>(sums[r], w.words[0][part], boxes[i], w.metadata[0]);
+          wgmma_sp_bf16<1, 1>(sums[r], w.words[1][part], boxes[i] + 4, w.metadata[0]);
+        }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void read_weight(RowTiles& tile) const {
+    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+      tile[r].read(base + weight.slot * Config::kWeightBytes + (warpgroup * Config::kRowBlocks + r) * Tile::kBytes);
+  }
+  __device__ __forceinline__ void split_weight(RowTiles& tile, RowParts& parts) {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) parts[r].take(tile[r]);
+    __syncwarp();
+    free_weight(weight.slot);
+    weight.next();
+  }
+#else
+  // Two steps: half a tile of W with one stage of X. The half's metadata stays in its registers while its wgmma run,
+  // which read them whenever they like; the other half has others.
+  template <int kHalf>
+  __device__ __forceinline__ void multiply_half(Sums (&sums)[Config::kRowBlocks],
+                                                u32 (&metadata)[Config::kRowBlocks][Tile::kWords / 2]) {
+    const u32 values = base + weight.slot * Config::kWeightBytes + warpgroup * Config::kRowBlocks * Tile::kBytes;
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+      load_shared_words(metadata[r], values + r * Tile::kBytes + Tile::kValueBytes +
+                                         (threadIdx.x % 128 * Tile::kWords + kHalf * Tile::kWords / 2) * 4);
+    barrier_wait(barriers.source_full(source.slot), source.parity);
+    const u64 a = matrix_descriptor(values);
+    const u64 b = source_descriptor(base + Config::kSourceAt + source.slot * Config::kSourceBytes);
+    constexpr u64 kSecond = Config::kColumnsX ? 4 * Config::kGroup : 4;  // half of the box's columns
+    wgmma_fence();
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) {  // the selector is an immediate; descriptors count 16 bytes
+      const u64 at = a + r * (Tile::kBytes >> 4) + kHalf * 4;
+      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1, Config::kColumnsX>(sums[r], at, b, metadata[r][0]);
+      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1, Config::kColumnsX>(
+          sums[r], at + 2, b + kSecond, metadata[r][Config::kEightBit ? 1 : 0]);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void free_last() const {
+    free_source(last_source);
+    free_weight(last_weight);
+  }
+
+  // kOn: on top of what the sums are.
+  template <bool kOn = false> __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], i64 tiles) {
+    if constexpr (!kOn) clear(sums);
+    u32 first[Config::kRowBlocks][Tile::kWords / 2], second[Config::kRowBlocks][Tile::kWords / 2];
+    for (i64 at = 0; at < tiles; ++at) {
+      barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+      multiply_half<0>(sums, first);
+      wgmma_wait<1>();  // all but the half just issued: the stages before it are free
+      if (at > 0) free_last();
+      last_source = source.slot, last_weight = weight.slot;
+      source.next();
+      multiply_half<1>(sums, second);
+      wgmma_wait<1>();
+      free_source(last_source);
+      last_source = source.slot;
+      source.next(), weight.next();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
+    if (tiles > 0) free_last();
+  }
+
+  // All of K, in kParts.
+  __device__ __forceinline__ void multiply_parts(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+    multiply(totals, tiles / Config::kParts);
+#pragma unroll 1
+    for (int part = 1; part < Config::kParts; ++part) {
+      Sums sums[Config::kRowBlocks];
+      multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
+      add(totals, sums);
+    }
+  }
+
+  // All of K, box by box. The other warpgroup's wgmma run while this one adds.
+  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+    clear(totals);
+    Sums sums[Config::kRowBlocks];
+    u32 metadata[Config::kRowBlocks][Tile::kWords / 2];
+    for (i64 at = 0; at < tiles; ++at) {
+      barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+      multiply_half<0>(sums, metadata);
+      promote(totals, sums);
+      multiply_half<1>(sums, metadata);
+      promote(totals, sums);
+      free_weight(weight.slot);
+      weight.next();
+    }
+  }
+  __device__ __forceinline__ void promote(Sums (&totals)[Config::kRowBlocks], Sums (&sums)[Config::kRowBlocks]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
+    free_source(source.slot);
+    source.next();
+    add(totals, sums);
+  }
+#endif
+};

@@ -1,0 +1,93 @@
+// What the roles of gemm/wgmma_sp.cu share: its rings' barriers, and what a block works on, one after the other.
+#pragma once
+#include "gemm/wgmma_sp/config.cuh"
+
+// Where a role is in a ring of stages, and the parity of the barriers there.
+template <int kStages> struct RingPosition {
+  u32 slot = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+struct Barriers {
+  u32 at;
+  __device__ __forceinline__ u32 weight_full(u32 slot) const { return at + 8 * slot; }
+  __device__ __forceinline__ u32 weight_free(u32 slot) const { return at + 8 * (Config::kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_full(u32 slot) const { return at + 8 * (2 * Config::kWeightStages + slot); }
+  __device__ __forceinline__ u32 source_free(u32 slot) const {
+    return at + 8 * (2 * Config::kWeightStages + Config::kSourceStages + slot);
+  }
+  __device__ __forceinline__ u32 source_came(u32 slot) const {
+    return at + 8 * (2 * Config::kWeightStages + 2 * Config::kSourceStages + slot);
+  }
+};
+
+// What a block works on: its first row tile and token.
+struct Item {
+  i64 row_tile, token;
+
+  __device__ __forceinline__ Item(const WgmmaSpParams& p, u32 index, u32 share) {
+    const u32 row_blocks =
+        (u32)((p.row_tiles + Config::kRowTiles * Config::kShare - 1) / (Config::kRowTiles * Config::kShare));
+    const u32 band = index / (Config::kBand * p.token_blocks), rest = index % (Config::kBand * p.token_blocks);
+    const u32 wide = min((u32)Config::kBand, row_blocks - band * Config::kBand);
+    row_tile = ((i64)(band * Config::kBand + rest % wide) * Config::kShare + share) * Config::kRowTiles;
+    token = (i64)(rest / wide) * Config::kTokens;
+  }
+};
+
+// Of K, in a slice; its end is the next one's first.
+__device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
+  return slice_begin<Config::kSlices>(p.k_tiles, slice);
+}
+
+// What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
+//
+// kRanges: each cluster takes as many tiles as any other. The last p.items - p.whole items' tiles lie in a row, which
+// is cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range
+// and hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of
+// an item that isn't cut. The giver is the cluster before, which runs if this one does.
+struct Turns {
+  u32 index;
+  i64 first, last;  // tiles of K
+  u32 stride;
+  // kRanges. 0: whole items; then, of the range: 1 the item to give, 2 whole ones, 3 the item to go on with.
+  u32 stage = 0;
+  u32 low, low_first, high, high_last;  // items where the range begins and ends, and their tiles there
+
+  __device__ __forceinline__ Turns(const WgmmaSpParams& p, u32 slice)
+      : index(blockIdx.x / Config::kCluster),
+        first(first_tile(p, slice)),
+        last(first_tile(p, slice + 1)),
+        stride(gridDim.x / Config::kCluster) {
+    if constexpr (!Config::kRanges) return;
+    const u32 tiles = (u32)p.k_tiles, begin = p.range * index + min(index, p.longer),
+              end = begin + p.range + (index < p.longer);
+    low = p.whole + begin / tiles, low_first = begin % tiles;
+    high = p.whole + end / tiles, high_last = end % tiles;
+    whole(p, index);
+  }
+  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
+  __device__ __forceinline__ void next(const WgmmaSpParams& p) {
+    if (!Config::kRanges) index += stride;
+    else if (stage == 0) whole(p, index + stride);
+    else if (stage == 1) last = p.k_tiles, inside(p, low + (low_first > 0));
+    else if (stage == 2) inside(p, index + 1);
+    else index = p.items;
+  }
+  __device__ __forceinline__ bool gives() const { return Config::kRanges && stage == 1; }
+  __device__ __forceinline__ bool takes() const { return Config::kRanges && stage == 3; }
+
+  __device__ __forceinline__ void whole(const WgmmaSpParams& p, u32 item) {
+    index = item;
+    if (item < p.whole) return;
+    if (high_last > 0) stage = 1, index = high, last = high_last;
+    else inside(p, low + (low_first > 0));
+  }
+  __device__ __forceinline__ void inside(const WgmmaSpParams& p, u32 item) {
+    stage = 2, index = item;
+    if (item < high) return;
+    stage = 3, index = low_first > 0 ? low : p.items, first = low_first;
+  }
+};

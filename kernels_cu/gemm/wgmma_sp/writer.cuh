@@ -1,0 +1,134 @@
+// The role of gemm/wgmma_sp.cu that stores results where K is not sliced along the cluster.
+#pragma once
+#include "gemm/wgmma_sp/sums.cuh"
+#ifdef S24_OF_PARTS
+#include "gemm/wgmma_sp/split_products.cuh"
+#endif
+
+// Stores 64 rows x kTokens tokens of one warpgroup: kStepTokens at a time are staged, from where the copy engine takes
+// them while others are staged, and while the next item is multiplied.
+template <class Result> struct Writer {
+  typedef typename Result::Bits Bits;
+
+  const WgmmaSpParams& p;
+  u32 stage;
+  int barrier;
+  u32 turn = 0;  // the buffer of the next step
+
+  static constexpr int kOutBytes = sizeof(Bits);
+  // A token's, of a box.
+  static constexpr int kBoxRows = kOutBytes == 4 && !Config::kColumnsY ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;
+
+  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: a row's tokens,
+  // under the swizzle of kLineBytes.
+  static __device__ __forceinline__ u32 staged_at(int token, int row) {
+    if constexpr (Config::kColumnsY) {
+      constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
+      const int in = token * kOutBytes;
+      return row * kLine + (in / 16 ^ row * kChunks / 8 % kChunks) * 16 + in % 16;
+    }
+    const int in = row % kBoxRows * kOutBytes;
+    return (row / kBoxRows * Config::kStepTokens + token) * kBoxBytes +
+           (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
+  }
+
+  __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) {
+    if (row0 >= p.m) return;
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+    float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const i64 row = row0 + 16 * warp + g + 8 * i;
+      if (row >= p.m) continue;
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, row);
+      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
+    }
+#pragma unroll
+    for (int step = 0; step < Config::kTokens / Config::kStepTokens; ++step) {
+      const i64 token = token0 + step * Config::kStepTokens;
+      if (token >= p.n) break;
+      const u32 buffer = stage + turn * Config::kStepBytes;
+      if (++turn == Config::kBuffers) turn = 0;
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
+      if (p.aligned) copy_out(buffer, row0, token);
+      else copy_elements(buffer, row0, token);
+    }
+  }
+
+  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 row0, i64 token0, const float (&bias)[2],
+                                       const float (&scale_w)[2]) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+    u32 nans = 0;  // of float32: which sums
+#pragma unroll
+    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
+      const Sum* d = sums + 4 * j;
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const i64 token = token0 + 8 * j + 2 * t + i % 2;
+        const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        if constexpr (Config::kXParts) nans |= (u32)(d[i] != d[i]) << (4 * j + i);
+      }
+      if constexpr (Config::kColumnsY && kOutBytes == 2) {
+        store_matrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+      } else if constexpr (Config::kColumnsY) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          store_shared_x2(buffer + staged_at(8 * j + 2 * t, row + g + i * 8), rounded<Result>(d[2 * i], v[2 * i]),
+                          rounded<Result>(d[2 * i + 1], v[2 * i + 1]));
+      } else if constexpr (kOutBytes == 2) {
+        store_matrix_transposed_x2(buffer + staged_at(8 * j + lane % 8, row + lane / 8 % 2 * 8),
+                                   Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
+      }
+    }
+#ifdef S24_OF_PARTS
+    mend(nans, buffer, row0, token0, bias);
+#endif
+  }
+#ifdef S24_OF_PARTS
+  // Sums that are NaN, again: each thread those that it has staged.
+  __device__ __forceinline__ void mend(u32 nans, u32 buffer, i64 row0, i64 token0, const float (&bias)[2]) const {
+    static_assert(Config::kStepTokens / 8 * 4 <= 32, "a bit a sum");
+    for (; nans; nans &= nans - 1) {
+      const int i = __ffs(nans) - 1, half = i / 2 % 2, lane = threadIdx.x % 32;
+      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
+      if (token0 + token >= p.n || row0 + row >= p.m) continue;
+      const float sum = sum_in_order(p, token0 + token, row0 + row);
+      store_shared(buffer + staged_at(token, row),
+                   rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, half ? bias[1] : bias[0])));
+    }
+  }
+#endif
+
+  // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
+  // next step's buffer has been read.
+  __device__ __forceinline__ void copy_out(u32 buffer, i64 row0, i64 token) const {
+    async_proxy_fence();
+    if (is_copier()) copies_read<Config::kBuffers - 2>();
+    threads_meet(barrier, 128);
+    if (!is_copier()) return;
+    const int box = threadIdx.x % 128 / 32;
+    if constexpr (Config::kColumnsY) copy_tensor_out(&p.y_map, (u32)token, (u32)row0, buffer);
+    else
+      copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
+    copies_commit();
+  }
+  static __device__ __forceinline__ bool is_copier() {
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < 64 / kBoxRows;
+  }
+
+  __device__ __forceinline__ void copy_elements(u32 buffer, i64 row0, i64 token0) const {
+    threads_meet(barrier, 128);
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * 64; i += 128) {
+      const int t = Config::kColumnsY ? i % Config::kStepTokens : i / 64,
+                r = Config::kColumnsY ? i / Config::kStepTokens : i % 64;
+      const i64 token = token0 + t, row = row0 + r;
+      if (token < p.n && row < p.m) ((Bits*)p.y)[place(p, token, row)] = load_shared_as<Bits>(buffer + staged_at(t, r));
+    }
+  }
+};
