@@ -17,6 +17,7 @@ from multiprocessing import get_context
 
 from sparse24_plans import ElementKind, GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference
 from sparse24_plans.bench import peers
+from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.device.jit.cache import cubin
@@ -31,9 +32,10 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
 )
 from sparse24_plans.gemm.schedules.wgmma_time import predicted
 from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.wgmma import SOURCE, Parameters, defines
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.tuning.data import Matrix, Problem, free_memory
-from sparse24_plans.tuning.timing import Contender, time_contenders
+from sparse24_plans.tuning.data import Matrix, free_memory
+from sparse24_plans.tuning.timing import time_contenders
 
 # (M, K) of models: Qwen2.5, Gemma 2, Phi-3, Llama 2 and 3.2.
 MODELS = """
@@ -76,27 +78,26 @@ def tokens(rng: random.Random) -> int:
 def tried(desc: GemmSparse24Descriptor) -> list[Schedule]:
     more = MORE_OF_FEW if desc.n <= FEW else MORE_OF_MANY if desc.n <= 2048 else ()
     wide = [Schedule(w, r, width, *rest) for width in widths(desc.n) for w, r, *rest in more]
-    known = (*schedules_for(desc.n), *schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n))
+    slices = invariant_slices(desc.m, desc.k, desc.element)
+    known = (*schedules_for(desc.n, desc.m), *schedules_in(slices, desc.n, desc.m))
     found = [one for one in dict.fromkeys((*known, *wide)) if one.fits()]
     guessed = predicted(found, desc)
     return [one for one, us in zip(found, guessed, strict=True) if us < HOPELESS * guessed.min()]
 
 
 def compile_kernel(desc: GemmSparse24Descriptor, schedule: Schedule) -> None:
-    defines = {**backend.defines(desc, schedule, False), "PARAMETER_BYTES": sizeof(backend._Parameters)}
-    cubin("gemm/wgmma_sp.cu", "sm_90a", defines)
+    cubin(SOURCE, "sm_90a", {**defines(desc, schedule, False), "PARAMETER_BYTES": sizeof(Parameters)})
 
 
 def times_of(matrix: Matrix, n: int) -> dict[str, float]:
-    desc = GemmSparse24Descriptor(n=n, m=matrix.m, k=matrix.k, element=matrix.element)
-    cell, device = Problem(desc, matrix), cuda_properties(0)
+    cell, device = Cell(matrix, n), cuda_properties(0)
+    desc = cell.desc
     row = next(row for row in ROWS if row.backend == "wgmma_sp" and desc.element in row.elements)
     contenders = []
     for schedule in tried(desc):
         backend.allowed_schedules = lambda *_, one=schedule: (one,)
         plan = GemmSparse24Plan(Choice(desc, device, row, PlanPreference(), schedule._asdict()), ())
-        launches = [plan.bind(cell.arguments(packed)).launch for packed in matrix.packed(plan)]
-        contenders.append(Contender(",".join(map(str, schedule)), launches))
+        contenders.append(cell.contender(",".join(map(str, schedule)), plan))
     dense = peers.dense(cell.x, cell.y, matrix.dense, matrix.element)
     return time_contenders([*([dense] if dense else []), *contenders], rounds=7, round_ms=1.0)
 

@@ -33,7 +33,7 @@
 //                stage. Named barriers 1 ..: a warpgroup's staging area; with slices, 1: all stages have been read;
 //                with ranges, further ones: a warpgroup's sums have been stored, or can be loaded. The cluster meets
 //                round the fold. Of float32, kTurnBarrier and up: a warpgroup's turn in front of the tensor cores.
-//   registers    kSums * kRowBlocks accumulators, twice that with kPromote or kParts > 1: at most 128 a thread. Where
+//   registers    kSums * kRowBlocks accumulators, twice that with kPromote; kHeld more with kParts > 1: at most 128 a thread, or 192. Where
 //                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
 //
 //   copy_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
@@ -113,7 +113,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         Handover{p}.take(sums, warpgroup, turn.takes());
         multiplier.multiply<true>(sums, tiles);
       } else if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
-      else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles);
+      else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles, Handover{p});
       else multiplier.multiply(sums, tiles);
 #endif
       const u32 row_tile = warpgroup * Config::kRowBlocks;

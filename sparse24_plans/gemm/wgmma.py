@@ -66,6 +66,7 @@ def defines(
         "SHARE": schedule.share,
         "SLICES": schedule.slices,
         "PARTS": schedule.parts,
+        "PARKED": schedule.parked,
         "RANGES": int(schedule.ranges > 0),
         "X_PARTS": parts,
         "PROMOTE": int(promote),

@@ -19,6 +19,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kTokens = S24_TOKENS;          // of a block
   static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
   static constexpr int kParts = S24_PARTS;
+  static constexpr int kParked = S24_PARKED;  // sums of a thread, of the parts before, that wait in the workspace
   static constexpr bool kRanges = S24_RANGES;  // clusters have equal ranges of tiles, wherever items begin and end
   static constexpr int kXParts = S24_X_PARTS;  // of bf16, that stand for float32; 0: X and W are multiplied as they are
   static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
@@ -29,6 +30,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kSourceStages = S24_SOURCE_STAGES;
   static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
   static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
+  static_assert(kParked % 4 == 0 && (!kParked || kParts > 1), "parked are quads of parts before");
   static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
   static_assert(!kRanges || !(kColumnsX || kColumnsY), "the warp that hands sums over copies X in columns");
@@ -51,6 +53,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kWeightBytes = kRowTiles * Tile::kBytes,  // of a stage
       kSourceBytes = kColumnsX ? kGroups * kGroupBytes : kTokens * 128;
   static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
+  static constexpr int kHeld = kRowBlocks * kSums - kParked;  // of the parts before, in registers
   static constexpr int kBand = 8;  // row blocks that are taken with one block of tokens before the next, for L2
 
   // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
@@ -88,7 +91,7 @@ struct WgmmaSpParams {
   const float* scale_w;  // [1] or [m], as kScaleW says
   void* y;               // [n, m], row or column stride y_stride
   u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
-  float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over
+  float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over; or parked
   u64 mark;              // of this launch and no other
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;

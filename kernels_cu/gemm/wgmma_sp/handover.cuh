@@ -1,4 +1,4 @@
-// The role of gemm/wgmma_sp.cu that hands sums over, with ranges.
+// Sums of gemm/wgmma_sp.cu in the workspace: the role that hands them over, with ranges; and parked ones.
 #pragma once
 #include "gemm/wgmma_sp/pipeline.cuh"
 #include "gemm/wgmma_sp/sums.cuh"
@@ -19,16 +19,39 @@ struct Handover {
     return p.sums + (row_tile * kQuads * 128 + threadIdx.x % 128) * 4;
   }
 
-  __device__ __forceinline__ void give(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+  // From the sum kFrom of a thread on.
+  template <int kFrom = 0>
+  __device__ __forceinline__ void park(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {
       float* to = quads(blockIdx.x, warpgroup, r);
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         const Sum* v = sums[r] + 4 * q;
-        store_global(to + q * 512, bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+        if (r * Config::kSums + 4 * q >= kFrom)
+          store_global(to + q * 512, bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
       }
     }
+  }
+  // Onto them what this block has parked.
+  template <int kFrom>
+  __device__ __forceinline__ void add_parked(Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
+      const float* from = quads(blockIdx.x, warpgroup, r);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        if (r * Config::kSums + 4 * q < kFrom) continue;
+        if (q % 8 == 0) __syncwarp();  // else all are loaded first, and registers spilled
+        const uint4 v = __ldcg((const uint4*)(from + q * 512));
+        Sum* to = sums[r] + 4 * q;
+        to[0] += sum_of(v.x), to[1] += sum_of(v.y), to[2] += sum_of(v.z), to[3] += sum_of(v.w);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void give(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+    park(sums, warpgroup);
     threads_arrive(kGiven + warpgroup, 160);
   }
 

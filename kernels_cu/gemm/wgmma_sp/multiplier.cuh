@@ -1,7 +1,6 @@
 // The role of gemm/wgmma_sp.cu that multiplies.
 #pragma once
-#include "gemm/wgmma_sp/pipeline.cuh"
-#include "gemm/wgmma_sp/sums.cuh"
+#include "gemm/wgmma_sp/handover.cuh"
 #ifdef S24_OF_PARTS
 #include "gemm/wgmma_sp/split_products.cuh"
 #endif
@@ -174,14 +173,21 @@ struct Multiplier {
     if (tiles > 0) free_last();
   }
 
-  // All of K, in kParts.
-  __device__ __forceinline__ void multiply_parts(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
-    multiply(totals, tiles / Config::kParts);
+  // All of K, in kParts. Of the sums of the parts before, registers hold as many as they can, `workspace` the others.
+  __device__ __forceinline__ void multiply_parts(Sums (&sums)[Config::kRowBlocks], i64 tiles, Handover workspace) {
+    const u32 all = (u32)tiles;
+    multiply(sums, all / Config::kParts);
 #pragma unroll 1
-    for (int part = 1; part < Config::kParts; ++part) {
-      Sums sums[Config::kRowBlocks];
-      multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
-      add(totals, sums);
+    for (u32 part = 1; part < Config::kParts; ++part) {
+      Sum held[Config::kHeld];
+#pragma unroll
+      for (int i = 0; i < Config::kHeld; ++i)
+        held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
+      workspace.park<Config::kHeld>(sums, warpgroup);
+      multiply(sums, all * (part + 1) / Config::kParts - all * part / Config::kParts);
+#pragma unroll
+      for (int i = 0; i < Config::kHeld; ++i) sums[i / Config::kSums][i % Config::kSums] += held[i];
+      workspace.add_parked<Config::kHeld>(sums, warpgroup);
     }
   }
 

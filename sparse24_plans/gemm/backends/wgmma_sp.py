@@ -25,6 +25,7 @@ from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..limits import align_up
+from ..schedules.mma_sp import H200_MULTIPROCESSORS
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Lines, Schedule, pitch_of
 from ..wgmma import SOURCE, Parameters, defines
@@ -45,7 +46,10 @@ class Kernel(GemmKernel):
         self._schedule = schedule = _schedule_of(choice)
         items = schedule.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
-        resident = schedule.ranges or schedule.resident_clusters(device.multiprocessors)
+        usable = (
+            min(device.multiprocessors, H200_MULTIPROCESSORS) if schedule.parked else device.multiprocessors
+        )
+        resident = schedule.ranges or schedule.resident_clusters(usable)
         clusters = resident if schedule.ranges else min(items, resident)
         self._blocks = (clusters if schedule.slices == 1 else items) * schedule.cluster
         self.workspace_size = schedule.workspace_bytes()
@@ -108,7 +112,7 @@ class Kernel(GemmKernel):
         parameters.scale_w = address(views.get("scale_w"))
         parameters.y = result.address
         parameters.y_stride = result_stride
-        if self._schedule.ranges:
+        if self.workspace_size:
             parameters.flags = workspace
             parameters.sums = workspace + self._schedule.flags_bytes()
             parameters.mark = next(_marks)

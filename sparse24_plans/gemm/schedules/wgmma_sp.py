@@ -28,6 +28,10 @@ _HANDED_OF_THREE = 72
 """Those of one of three warpgroups, where they may be handed over."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
+_PARTS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
+"""Those of one of three warpgroups that sums K in parts; and those that it has twice."""
+_HELD, _HELD_OF_THREE = 168, 72
+"""What there is room for where not all are there twice."""
 
 
 _LINE_BYTES = 128
@@ -78,11 +82,19 @@ class Schedule(NamedTuple):
     def cluster(self) -> int:
         return self.share * self.slices
 
+    @property
+    def parked(self) -> int:
+        """Sums of a thread, of the parts before, that wait in the workspace: those without a register."""
+        sums, three = self.row_blocks * self.tokens // 2, self.warpgroups == 3
+        if self.parts == 1 or sums <= (_SUMS_TWICE_OF_THREE if three else _SUMS_TWICE):
+            return 0
+        return 2 * sums - (_HELD_OF_THREE if three else _HELD)
+
     def fits(self) -> bool:
         """Whether a thread's registers hold its sums, and blocks can share X."""
         most = _SUMS_OF_FOUR if self.blocks_per_sm == 4 else _SUMS
         if self.warpgroups == 3:
-            most = _HANDED_OF_THREE if self.ranges else _SUMS_OF_THREE
+            most = _PARTS_OF_THREE if self.parts > 1 else _HANDED_OF_THREE if self.ranges else _SUMS_OF_THREE
         return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
@@ -166,9 +178,9 @@ class Schedule(NamedTuple):
         return align_up(8 * self.ranges * self.cluster * self.warpgroups, 256)
 
     def workspace_bytes(self) -> int:
-        """Those, and the sums that each block may hand over."""
-        sums = 4 * self.rows * self.tokens
-        return self.flags_bytes() + self.ranges * self.cluster * sums if self.ranges else 0
+        """Those, and the sums that each block may hand over or park."""
+        parking = self.resident_clusters(H200_MULTIPROCESSORS) if self.parked else 0
+        return self.flags_bytes() + (self.ranges or parking) * self.cluster * 4 * self.rows * self.tokens
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
@@ -211,9 +223,11 @@ _OF_FEW = (
     (2, 1, 1, 4, 1),
     (3, 1, 1, 1, 1),
     (3, 1, 1, 2, 1),
+    (3, 1, 1, 3, 1),
     (3, 1, 1, 4, 1),
     (2, 2, 1, 1, 1),
     (2, 2, 1, 2, 1),
+    (2, 2, 1, 3, 1),
 )
 _OF_MANY = ((1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1))
 _OF_SOME = (
@@ -252,6 +266,12 @@ def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
     """Those that sum K in so many slices, along a cluster or in a block: the same bits either way."""
     tried = [one for one in schedules_for(n, m) if one.slices == slices]
     if slices > 1:
+        wide = [
+            Schedule(w, r, tokens, share, parts=slices)
+            for tokens in widths(n)
+            for w, r, share, *_ in _OF_MANY
+        ]
+        tried += [one for one in wide if n > FEW and one.warpgroups > 1 and one.fits()]
         narrow = narrow_schedules(n)
         tried += [one._replace(parts=slices) for one in narrow]
         tried += [one._replace(slices=slices) for one in narrow if one.warpgroups == 1]

@@ -44,7 +44,9 @@ class Fit:
     beside_token: float
     """and for each token."""
     pair: float
-    """Relative to one, what a step takes for blocks that share X."""
+    """Relative to one, what a step takes for blocks that share X,"""
+    pair_in_ranges: float
+    """and where these have equal ranges."""
     alone: float
     """Bytes per microsecond that a block gets from memory with a third of the multiprocessors busy,"""
     apart: float
@@ -62,7 +64,9 @@ class Fit:
     fold: float
     """Microseconds to add up one sum of a cluster's slices."""
     add: float
-    """Microseconds to add one sum of a part to those before it."""
+    """Microseconds to add one sum of a part to those before it,"""
+    park: float
+    """and where those are parked."""
     stored: float
     """Bytes of results per microsecond, while nothing is multiplied."""
     ragged: float
@@ -86,47 +90,53 @@ class Fit:
 
 
 # By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to 2,151
-# problems; where that did no better for matrices that were held out, an earlier fit stands, and what ranges
-# take was found apart. Of such matrices the choice misses the fastest schedule by 0.7 to 1.9% in the mean, by
-# 4 to 8% in one of twenty, by 11 to 33% at the worst.
+# problems; where that did no better for matrices that were held out, an earlier fit stands. What ranges and
+# parking take was found apart. Of 2,287 problems the choice misses the fastest schedule by 0.7 to 1.9% in the
+# mean of a class, by 4 to 8% in one of twenty, by 11 to 33% at the worst.
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
 _FITS = {
     (0, 2): Fit(
         launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
-        beside_token=0.00569, pair=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3, memory=5.41e6,
-        l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, stored=29.6e3, ragged=3.72e3,
-        crowded=1.66, join=1.5, handed=6e-5, loose=0.02, again=0.589, refill=1.82, even=8.96, sharp=3.7,
+        beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3,
+        memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, park=1.1e-4,
+        stored=29.6e3, ragged=3.72e3, crowded=1.66, join=1, handed=1e-4, loose=0.04, again=0.589,
+        refill=1.82, even=8.96, sharp=3.7,
     ),
     (0, 1): Fit(
         launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
-        beside_token=0.00845, pair=1, alone=98.2e3, apart=79.2e3, together=45.1e3, memory=7e6, l2=40e6,
-        copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, stored=31.7e3, ragged=4.79e3, crowded=1.96,
-        join=4, handed=6e-5, loose=0, again=0.475, refill=1.79, even=7.6, sharp=1.98,
+        beside_token=0.00845, pair=1, pair_in_ranges=1, alone=98.2e3, apart=79.2e3, together=45.1e3,
+        memory=7e6, l2=40e6, copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, park=1.1e-4,
+        stored=31.7e3, ragged=4.79e3, crowded=1.96, join=4, handed=6e-5, loose=0, again=0.475, refill=1.79,
+        even=7.6, sharp=1.98,
     ),
     (1, 2): Fit(
         launch=1, cluster=0.418, stall=13.1, step=31.1, step_token=0.173, beside=0.0509,
-        beside_token=0.00271, pair=1.09, alone=50e3, apart=83.6e3, together=56.6e3, memory=7e6, l2=18e6,
-        copied=144e3, unaligned=0.792, fold=1.72e-4, add=4.44e-5, stored=48.4e3, ragged=6.65e3, crowded=1,
-        join=3.55, handed=3.01e-5, loose=0.0817, again=0.578, refill=3.28, even=5.75, sharp=8,
+        beside_token=0.00271, pair=1.09, pair_in_ranges=1, alone=50e3, apart=83.6e3, together=56.6e3,
+        memory=7e6, l2=18e6, copied=144e3, unaligned=0.792, fold=1.72e-4, add=4.44e-5, park=1.1e-4,
+        stored=48.4e3, ragged=6.65e3, crowded=1, join=3.55, handed=3.01e-5, loose=0.0817, again=0.578,
+        refill=3.28, even=5.75, sharp=8,
     ),
     (1, 1): Fit(
         launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
-        beside_token=2.61e-5, pair=1.08, alone=110e3, apart=89.3e3, together=53.6e3, memory=7e6, l2=17.2e6,
-        copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, stored=87e3, ragged=5.46e3, crowded=3.98,
-        join=1.5, handed=1.2e-4, loose=0.02, again=1.33, refill=1.76, even=5.97, sharp=2.26,
+        beside_token=2.61e-5, pair=1.08, pair_in_ranges=1.08, alone=110e3, apart=89.3e3, together=53.6e3,
+        memory=7e6, l2=17.2e6, copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, park=1.1e-4,
+        stored=87e3, ragged=5.46e3, crowded=3.98, join=1.5, handed=1.2e-4, loose=0.02, again=1.33,
+        refill=1.76, even=5.97, sharp=2.26,
     ),
     (2, 2): Fit(
         launch=1, cluster=1.5, stall=16.6, step=17.4, step_token=0.304, beside=0.049, beside_token=0.0033,
-        pair=1, alone=50e3, apart=30e3, together=53.1e3, memory=7e6, l2=15.3e6, copied=161e3,
-        unaligned=0.776, fold=9.50e-5, add=1.94e-5, stored=326e3, ragged=8.97e3, crowded=1.09, join=5.44,
-        handed=1.47e-4, loose=0.0571, again=1.38, refill=4.49, even=5.09, sharp=3.72,
+        pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=53.1e3, memory=7e6, l2=15.3e6,
+        copied=161e3, unaligned=0.776, fold=9.50e-5, add=1.94e-5, park=1.1e-4, stored=326e3, ragged=8.97e3,
+        crowded=1.09, join=5.44, handed=1.47e-4, loose=0.0571, again=1.38, refill=4.49, even=5.09,
+        sharp=3.72,
     ),
     (2, 1): Fit(
         launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
-        beside_token=2.61e-5, pair=1.08, alone=110e3, apart=89.3e3, together=53.6e3, memory=7e6, l2=17.2e6,
-        copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, stored=87e3, ragged=5.46e3, crowded=3.98,
-        join=2.2, handed=1.2e-4, loose=0.03, again=1.33, refill=1.76, even=5.97, sharp=2.26,
+        beside_token=2.61e-5, pair=1.08, pair_in_ranges=1.08, alone=110e3, apart=89.3e3, together=53.6e3,
+        memory=7e6, l2=17.2e6, copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, park=1.1e-4,
+        stored=87e3, ragged=5.46e3, crowded=3.98, join=2.2, handed=1.2e-4, loose=0.03, again=1.33,
+        refill=1.76, even=5.97, sharp=2.26,
     ),
 }  # fmt: skip
 
@@ -143,8 +153,8 @@ class Work:
         rows = [(*_places_of(schedule), *problems[id(desc)]) for schedule, desc in pairs]
         columns = np.array(rows, dtype=np.float64).T
         (_, _, self.width, self.share, self.slices, self.per_sm, self.parts, self.ranges) = columns[:8]
-        (self.resident, self.resident_alone, self.rows, self.cluster) = columns[8:12]
-        (self.n, self.m, self.k, self.size, self.out_size, self.weight) = columns[12:]
+        (self.resident, self.resident_alone, self.rows, self.cluster, self.parked) = columns[8:13]
+        (self.n, self.m, self.k, self.size, self.out_size, self.weight) = columns[13:]
         self.token_blocks = np.ceil(self.n / self.width)
         self.items = np.ceil(self.m / (self.rows * self.share)) * self.token_blocks
         self.tokens = np.minimum(self.width, self.n)
@@ -181,7 +191,14 @@ def _places_of(schedule: Schedule) -> tuple[int, ...]:
     """What doesn't depend on the problem."""
     most = schedule.resident_clusters(H200_MULTIPROCESSORS)
     alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
-    return (*schedule, most, alone, schedule.rows, schedule.cluster)
+    return (
+        *schedule,
+        most,
+        alone,
+        schedule.rows,
+        schedule.cluster,
+        schedule.parked * 128 * schedule.warpgroups,
+    )
 
 
 def _sizes_of(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
@@ -216,11 +233,13 @@ def _of_one(work: Work, fit: Fit) -> Array:
     stored = work.sums * (work.out_size / fit.stored + work.ragged / fit.ragged)
     crowded = (work.per_sm > 1) & (work.items > work.resident_alone)
     out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
-    out = work.turns * out + work.in_turn * fit.add * (work.parts - 1) * work.sums
+    add = fit.add * work.sums + fit.park * work.parked
+    out = work.turns * out + work.in_turn * add * (work.parts - 1)
     again = (work.turns - 1) * (fit.again + fit.refill * folds)
     out += (work.ranges > 0) * (fit.join + fit.handed * work.sums)
     both = (multiply**fit.even + copy**fit.even) ** (1 / fit.even)
-    both = both * np.where(work.share > 1, fit.pair, 1.0) * (1 + fit.loose * work.apart)
+    pair = np.where(work.ranges > 0, fit.pair_in_ranges, fit.pair)
+    both = both * np.where(work.share > 1, pair, 1.0) * (1 + fit.loose * work.apart)
     return both + out + again
 
 
