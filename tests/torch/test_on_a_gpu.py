@@ -39,7 +39,7 @@ def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, 
     b = randn(64, n, dtype=torch.bfloat16)
     y = S.mm(values, meta, b)
     close(y, dense.double() @ b.double())
-    form = products._forms[products._key(products.mm_call(values, meta, b, None, None, ""))]
+    form = products.form_of(products.mm_call(values, meta, b, None, None, ""))
     desc = form._plan.descriptor
     assert (desc.x_order, desc.y_order) == (order, "column")
     assert form._plan.sku.tier == "sparse_tensor_core"
