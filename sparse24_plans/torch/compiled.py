@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..device.log import COMPILE
 from .products import MOST_FORMS, OPERANDS, Form, form_of, run
 
 
@@ -55,3 +56,8 @@ class CallSite:
             self._forms.clear()
         self._forms[(x.shape, x.stride()) if self._moves else None] = form
         return form
+
+
+def report_unknown(op: Any, error: Exception) -> None:
+    """Say that generated code calls the op, as Inductor's internals aren't those that are known here."""
+    COMPILE.warning("%s goes through PyTorch's dispatcher in compiled code: %r", op.name(), error)

@@ -17,7 +17,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
-from .compiled import CallSite
+from .compiled import CallSite, report_unknown
 from .products import OPERANDS, Call
 
 _NAME = "Sparse24CallSite"
@@ -47,7 +47,11 @@ def lower(op: Any, call: Callable[..., Call]) -> None:
     as_op = fallback_handler(op, add_to_fallback_set=False)
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        product = _product(op, call(*args, **kwargs))
+        try:
+            product = _product(op, call(*args, **kwargs))
+        except (AttributeError, TypeError) as error:
+            report_unknown(op, error)
+            product = None
         return as_op(*args, **kwargs) if product is None else product
 
     register_lowering(op, type_promotion_kind=None)(lowered)
@@ -58,8 +62,8 @@ def _product(op: Any, call: Call) -> Any:
     node, graph = V.graph.current_node, V.graph
     if graph.cpp_wrapper or getattr(graph, "fx_wrapper", False) or node.target is not op:
         return None
-    result = node.meta["val"]
-    if result.device.type not in ("cpu", "cuda") or any(_is_symbolic(size) for size in (call.m, call.k)):
+    result = node.meta.get("val")
+    if result is None or any(_is_symbolic(size) for size in (call.m, call.k)):
         return None
     given = {name: getattr(call, name) for name in OPERANDS if getattr(call, name) is not None}
     # rows of x may lie apart, as the kernels read them so

@@ -16,8 +16,8 @@ import torch
 from torch import _C
 from torch.autograd import forward_ad
 
-from ..device.log import COMPILE
 from ..errors import UnsupportedError
+from .compiled import report_unknown
 
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -110,8 +110,8 @@ def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
             from . import inductor
 
             inductor.lower(op, call)
-        except (ImportError, AttributeError, TypeError) as error:  # internals that are others by now
-            COMPILE.warning("%s goes through the dispatcher in compiled code: %s", op.name(), error)
+        except (ImportError, AttributeError, TypeError) as error:
+            report_unknown(op, error)
 
     def announced(*args: Any, **kwargs: Any) -> Any:
         if _LOWERINGS in sys.modules:

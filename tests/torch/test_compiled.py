@@ -243,8 +243,24 @@ def test_internals_that_are_others_leave_the_op_and_say_so(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="sparse24_plans.compile"):
         assert (fake(1), fake(2)) == (1, 2)
     assert len(caplog.records) == 1
-    assert "sparse24::linear goes through the dispatcher in compiled code" in caplog.text
+    assert "sparse24::linear goes through PyTorch's dispatcher in compiled code" in caplog.text
     assert lowering.lowerings == before
+
+
+def test_so_do_internals_that_prove_to_be_others_when_they_are_used(monkeypatch, caplog):
+    layer, x = Sparse24Linear(64, 96, device=DEVICE, dtype=torch.bfloat16), randn(5, 64, dtype=torch.bfloat16)
+    torch.compile(layer)(x)  # so there is a lowering
+    torch._dynamo.reset()
+
+    def other(*_: object) -> None:
+        raise TypeError("there is another argument")
+
+    monkeypatch.setattr(door.inductor, "convert_shape_to_inductor", other)
+    with caplog.at_level(logging.WARNING, logger="sparse24_plans.compile"), torch.no_grad():
+        result, code = code_of(layer, x)
+    assert torch.equal(result, layer(x))
+    assert OP in code
+    assert "there is another argument" in caplog.text
 
 
 def test_code_from_the_cache_needs_no_lowering(monkeypatch):
