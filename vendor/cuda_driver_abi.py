@@ -6,6 +6,7 @@ Provenance: VENDOR.md.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -51,18 +52,13 @@ _MOST_STREAMS = 64
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 _P, _INT = ctypes.c_void_p, ctypes.c_int
-_SIGNATURES: dict[str, list[Any]] = {
-    "cuTensorMapEncodeTiled": [_P, _INT, ctypes.c_uint32, *[_P] * 5, *[_INT] * 4],
-    "cuLaunchKernelEx": [_P] * 4,
-}
+_ENCODE_TILED: list[Any] = [_P, _INT, ctypes.c_uint32, *[_P] * 5, *[_INT] * 4]
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    for name, signature in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = signature, _INT
+    library.cuTensorMapEncodeTiled.argtypes = _ENCODE_TILED
     return library
 
 
@@ -75,20 +71,27 @@ class OverlappingLaunch:
     __slots__ = ("_attribute", "_configs", "_function", "_launch", "_template")
 
     def __init__(self, function: int, blocks: int, threads: int, shared_bytes: int) -> None:
-        self._function, self._launch = function, _driver().cuLaunchKernelEx
+        self._function = ctypes.c_void_p(function)
+        self._launch = _driver()["cuLaunchKernelEx"]  # without argtypes, which would convert at every call
         self._configs: dict[int, Any] = {}  # by stream, never written to again: threads share them
         self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         attributes = ctypes.pointer(self._attribute)
         self._template = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 1)
 
-    def __call__(self, stream: int, parameters: int) -> None:
-        """Enqueue. ``parameters``: address of the array of pointers to them. Raises LibraryError."""
-        config = self._configs.get(stream)
-        if config is None:
-            config = self._config_on(stream)
-        status = self._launch(config, self._function, parameters, None)
-        if status:
-            raise LibraryError("cuLaunchKernelEx", status)
+    def bind(self, parameters: int, keep: Any) -> Callable[[int], None]:
+        """A launcher: call it with a stream handle. It raises LibraryError.
+
+        ``parameters``: address of the array of pointers to them, which ``keep`` keeps alive.
+        """
+        configs, config_on, launch = self._configs, self._config_on, self._launch
+        function, at = self._function, ctypes.c_void_p(parameters)
+
+        def launch_early(stream: int, _keep: Any = keep) -> None:
+            status = launch(configs.get(stream) or config_on(stream), function, at, None)
+            if status:
+                raise LibraryError("cuLaunchKernelEx", status)
+
+        return launch_early
 
     def _config_on(self, stream: int) -> Any:
         config = _LaunchConfig.from_buffer_copy(self._template)

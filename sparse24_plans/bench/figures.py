@@ -20,7 +20,7 @@ from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
-BLOCKS_RECORD = "h200-blocksparse.json"
+BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -40,6 +40,13 @@ _CALLS = {
     "torch_cusparselt_us": "PyTorch's call of cuSPARSELt",
     "import_s": "`import sparse24_plans`",
     "import_all_s": "the import with every public name loaded",
+}
+_TORCH_CALLS = {
+    "f_linear_us": "`F.linear`, dense",
+    "sparse_linear_us": "`Sparse24Linear`",
+    "torch_sparse_us": "PyTorch's own semi-structured tensor",
+    "compiled_dense_us": "compiled, dense",
+    "compiled_sparse_us": "compiled, `Sparse24Linear`",
 }
 
 
@@ -210,6 +217,38 @@ def _blocks(record: Record) -> list[str]:
     return _table(("op", "n", "block", *(f"{density:.0%} kept" for density in densities)), rows)
 
 
+def _torch_record(record: Record) -> Record:
+    """That of PyTorch's door; where there is none, one without rows."""
+    found: Record = record.get("records", {}).get(TORCH_RECORD, {"host": {}, "decoder": []})
+    return found
+
+
+def _torch_host(record: Record) -> list[str]:
+    """Host time of a layer's call in PyTorch, and over the dense one's. No table where it wasn't measured."""
+    host = _torch_record(record)["host"]
+    rows = []
+    for name, label in _TORCH_CALLS.items() if host else ():
+        dense = host["compiled_dense_us" if name.startswith("compiled") else "f_linear_us"]
+        us = host[name]
+        rows.append((label, "-", "-") if us is None else (label, f"{us:.1f} us", f"{us / dense:.2f}"))
+    return _table(("call", "host time", "of dense"), rows) if rows else []
+
+
+def _decoder(record: Record) -> list[str]:
+    """Steps of a decoder, captured and eager, over dense. No table where none was measured."""
+    rows = []
+    for row in _torch_record(record)["decoder"]:
+        step = (f"decode, n {row['n']}", f"prefill of {row['tokens']}")[row["kind"] == "prefill"]
+        cells = [f"{row['graph_dense_ms']:.2f} ms", f"{row['graph_sparse_ms']:.2f} ms"]
+        cells += [
+            f"{row['graph_dense_ms'] / row[f'graph_{kind}_ms']:.2f}" for kind in ("sparse", "invariant")
+        ]
+        cells += [f"{row['eager_dense_ms']:.2f} ms", f"{row['eager_dense_ms'] / row['eager_sparse_ms']:.2f}"]
+        rows.append((step, row["gpus"], *cells))
+    head = ("step", "GPUs", "dense", "sparse", "speed-up", "batch-invariant", "eager: dense", "speed-up")
+    return _table(head, rows) if rows else []
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -245,6 +284,8 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "compilation": _compilation,
     "random": _random,
     "blocks": _blocks,
+    "torch_host": _torch_host,
+    "decoder": _decoder,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 

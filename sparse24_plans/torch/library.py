@@ -7,7 +7,9 @@ called from the autograd key itself, which saves the second trip through the dis
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import _C
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
+from .compiled import report_unknown
 
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _DEVICES = ("CPU", "CUDA")
+_LOWERINGS = "torch._inductor.lowering"
 _BACKENDS = tuple(getattr(_C.DispatchKey, name) for name in _DEVICES)
 _below_views = _C._after_ADInplaceOrView_keyset
 _below_autograd = _C._after_autograd_keyset
@@ -32,6 +36,13 @@ _transform = _C._functorch.maybe_current_level
 Kernel = Callable[..., Any]
 
 
+def _some_wants_gradient(*args: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+
+
+_wants_gradient = getattr(_C, "_any_requires_grad", _some_wants_gradient)  # not every PyTorch has it
+
+
 def define(
     schema: str,
     kernel: Kernel,
@@ -40,20 +51,23 @@ def define(
     backward: Kernel | None = None,
     setup_context: Kernel | None = None,
     autocast: Kernel | None = None,
+    call: Kernel | None = None,
 ) -> None:
     """Register an op.
 
     ``schema`` without the namespace; ``kernel`` serves CPU and CUDA tensors, ``fake`` tensors without a
     value. ``backward`` and ``setup_context`` are those of ``torch.library.register_autograd``; an op without
     has no gradient, and says so. ``autocast`` takes the dtype and the arguments, and gives the arguments to
-    call with.
+    call with. ``call`` makes a product's ``Call`` of the arguments, for Inductor to call it directly.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in _DEVICES:
         _library.impl(name, kernel, device)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if call is not None:
+        fake = _announced(op, call, fake)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     _library.impl(name, _autograd(op, kernel, backward, setup_context), "Autograd", with_keyset=True)
     _library.impl(name, _no_vmap(name), "FuncTorchBatched")
     if autocast is not None:
@@ -83,13 +97,37 @@ def only_dispatches(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     )
 
 
+def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
+    """The fake, which tells Inductor of the product when it is at work.
+
+    Inductor knows no moment at which others may announce what they have; but it, or what runs in front of it,
+    asks for every result's shape before anything is lowered. Until then it isn't imported.
+    """
+
+    @cache
+    def announce() -> None:
+        try:
+            from . import inductor
+
+            inductor.lower(op, call)
+        except (ImportError, AttributeError, TypeError) as error:
+            report_unknown(op, error)
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        if _LOWERINGS in sys.modules:
+            announce()
+        return fake(*args, **kwargs)
+
+    return announced
+
+
 def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: Kernel | None) -> Kernel:
     if backward is None:
         full = _without_gradient(op)
     else:
         about = torch._library.autograd.Info(backward, setup_context)
         full = torch._library.autograd.make_autograd_impl(op, about)
-    grad_enabled, wanted = torch.is_grad_enabled, _C._any_requires_grad
+    grad_enabled, wanted = torch.is_grad_enabled, _wants_gradient
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -113,7 +151,7 @@ def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
 
 def _without_gradient(op: Any) -> Kernel:
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and _wants_gradient(*args):
             raise UnsupportedError(f"{op.name()} has no gradient; call it under torch.no_grad()")
         with _C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & _below_autograd, *args, **kwargs)

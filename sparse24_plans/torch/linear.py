@@ -139,7 +139,7 @@ class Sparse24Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)
-        self._padding = -in_features % _K_STEP
+        self._width, self._padding = (in_features,), -in_features % _K_STEP
         self._choose_options()
         k = in_features + self._padding
         self.values = nn.Parameter(
@@ -395,7 +395,9 @@ class Sparse24Linear(nn.Module):
     # Use ----------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features] -> [..., out_features]. Raises InvalidProblemError for another width."""
+        if x.shape[-1:] != self._width:  # of packed tiles any would do that takes as many
+            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]

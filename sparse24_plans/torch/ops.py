@@ -23,27 +23,12 @@ from . import preparing, products
 from .elements import weight_sizes
 from .library import define
 from .preparing import kept_values
-from .products import Call, dgrad_call, fake_result, mm_call, product_of, scaled_call
+from .products import Call, dgrad_call, fake_result, linear_call, mm_call, product_of, scaled_call
 
 _ops: Any = torch.ops.sparse24
 
 
 # Products: fakes ----------------------------------------------------------------------------------
-
-
-def _fake_linear(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-) -> Tensor:
-    return fake_result(
-        Call(x, weight, meta, bias, m=m, activation=activation, out_dtype=out_dtype, preference=preference)
-    )
 
 
 def _fake_linear_out(
@@ -56,7 +41,7 @@ def _fake_linear_out(
     activation: str = "none",
     preference: str = "",
 ) -> None:
-    wanted = _fake_linear(x, weight, meta, bias, m, activation, out.dtype, preference)
+    wanted = fake_result(linear_call(x, weight, meta, bias, m, activation, out.dtype, preference))
     if out.shape != wanted.shape:
         raise InvalidProblemError(f"out: expected {list(wanted.shape)}, got {list(out.shape)}")
 
@@ -311,10 +296,11 @@ define(
     "linear(Tensor x, Tensor weight, Tensor? meta=None, Tensor? bias=None, SymInt? m=None, "
     f"{_OPTIONS}) -> Tensor",
     products.linear,
-    _fake_linear,
+    _fake_of(linear_call),
     backward=_linear_backward,
     setup_context=_linear_context,
     autocast=_linear_autocast,
+    call=linear_call,
 )
 define(
     "linear_out(Tensor x, Tensor weight, Tensor? meta, Tensor? bias, Tensor(a!) out, SymInt? m=None, "
@@ -327,6 +313,7 @@ define(
     f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}) -> Tensor",
     product_of(scaled_call),
     _fake_of(scaled_call),
+    call=scaled_call,
 )
 define(
     "dgrad(Tensor dy, Tensor weight, Tensor? meta=None, SymInt? m=None, SymInt? k=None, "
@@ -336,6 +323,7 @@ define(
     backward=_dgrad_backward,
     setup_context=_dgrad_context,
     autocast=_dgrad_autocast,
+    call=dgrad_call,
 )
 define(
     "mm(Tensor weight, Tensor? meta, Tensor b, SymInt? m=None, ScalarType? out_dtype=None, "

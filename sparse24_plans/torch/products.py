@@ -49,6 +49,9 @@ class Call(NamedTuple):
     """The result is Y^T, contiguous: Y is in columns."""
 
 
+OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w")
+"""The fields of a call that are tensors; they come first."""
+
 # What a product is --------------------------------------------------------------------------------
 
 
@@ -146,7 +149,7 @@ def fake_result(call: Call) -> Tensor:
 # Forms --------------------------------------------------------------------------------------------
 
 
-class _Form:
+class Form:
     """A checked form of operands, with the plan that serves it."""
 
     def __init__(self, call: Call, out: Tensor | None) -> None:
@@ -181,7 +184,8 @@ class _Form:
         if desc.epilogue.has_bias and call.bias is None:
             self._zeros = torch.zeros(desc.m, dtype=DTYPE_OF[desc.bias_element], device=x.device)
         self._caller = self._first_caller(call, rows, out)
-        self._alignment = self._caller.alignment("source")
+        self.alignment = self._caller.alignment("source")
+        """Bytes that x's address must be a multiple of."""
 
     def _check_out(self, out: Tensor | None) -> None:
         if out is None:
@@ -234,12 +238,16 @@ class _Form:
         if self._copied:
             x = _aligned(x, self.in_columns)
         source = x.data_ptr()
-        if source % self._alignment:
-            if out is not None:
-                raise MisalignedOperandError("x", self._alignment, source)
+        if source % self.alignment:
             return None
         y = self._empty() if out is None else out
-        places: tuple[int, ...] = (source, y.data_ptr())
+        places: tuple[int, ...]
+        if not self._as_it_is:
+            places = (*self._converted_at(weight, meta), source, y.data_ptr())
+        elif meta is None:
+            places = (weight.data_ptr(), source, y.data_ptr())
+        else:
+            places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
         if self._zeros is not None:
             places += (self._zeros.data_ptr(),)
         for other in others:
@@ -249,15 +257,17 @@ class _Form:
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
             space = scratch.data_ptr()
-        self._caller.launch(self._weight_at(weight, meta) + places, space, current_stream(self._ordinal))
+        self._caller.launch(places, space, current_stream(self._ordinal))
         return y
 
-    def _weight_at(self, weight: Tensor, meta: Tensor | None) -> tuple[int, ...]:
-        """Addresses of the weight's buffers, as the kernel reads them."""
-        if self._as_it_is:
-            return (weight.data_ptr(),) if meta is None else (weight.data_ptr(), meta.data_ptr())
+    def _converted_at(self, weight: Tensor, meta: Tensor | None) -> list[int]:
+        """Addresses of the weight's buffers in the layout that the kernel reads."""
         packed = layouts.converted(self._plan, weight, meta, self._m, self._k)
-        return tuple(view.address for view in packed.buffers)
+        return [view.address for view in packed.buffers]
+
+    def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
+        """The call with a copy of x."""
+        return Call(_aligned(call[0], self.in_columns), *call[1:])
 
 
 def _rows(x: Tensor) -> Tensor | None:
@@ -294,48 +304,48 @@ def _in_columns(x: Tensor) -> bool:
     return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
 
 
-_forms: dict[tuple[Any, ...], _Form] = {}
-_linear_forms: dict[tuple[Any, ...], _Form] = {}
-"""Those that ``linear`` found, under keys that are made faster."""
+_forms: dict[tuple[Any, ...], Form] = {}
 _not_turned: set[tuple[Any, ...]] = set()
 """Forms of mm that no kernel serves with X or Y in columns."""
 
 
-def _about(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-
-
-def run(call: Call, out: Tensor | None = None) -> Tensor:
-    """The product, on the device of its operands.
+def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
+    """The product of a :class:`Call`, or of a tuple like one, on the device of its operands.
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
-    form = _form_of(call, out)
+    form = form_of(call, out)
     y = form.run(call[0], call[1], call[2], call[3:6], out)
-    return run(call._replace(x=_aligned(call.x, form.in_columns))) if y is None else y
+    if y is not None:
+        return y
+    if out is not None:
+        raise MisalignedOperandError("x", form.alignment, call[0].data_ptr())
+    return run(form.with_aligned_x(call))
 
 
-def _form_of(call: Call, out: Tensor | None) -> _Form:
-    key = _key(call, out)
+def form_of(call: tuple[Any, ...], out: Tensor | None = None) -> Form:
+    """That of a call, made where it is the first like it. Raises what :func:`run` raises."""
+    key = _key(*call) if out is None else (*_key(*call), _about(out))
     form = _forms.get(key)
     if form is None:
-        form = _Form(call, out)
-        _keep(_forms, key, form)
+        form = Form(Call._make(call), out)
+        if len(_forms) >= MOST_FORMS:
+            _forms.clear()
+        _forms[key] = form
     return form
 
 
-def _keep(forms: dict[tuple[Any, ...], _Form], key: tuple[Any, ...], form: _Form) -> None:
-    if len(forms) >= MOST_FORMS:
-        forms.clear()
-    forms[key] = form
-
-
-def _key(call: Call, out: Tensor | None = None) -> tuple[Any, ...]:
-    """The form of a call."""
-    x, weight, meta, bias, scale_x, scale_w = call[:6]
-    key = (
+def _key(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    *options: Any,
+) -> tuple[Any, ...]:
+    """All that the form of a call hangs on, of its fields. Written out: it is on the path of every call."""
+    return (
         x.shape,
         x.stride(),
         x.dtype,
@@ -346,11 +356,14 @@ def _key(call: Call, out: Tensor | None = None) -> tuple[Any, ...]:
         weight.get_device(),
         None if meta is None else _about(meta),
         None if bias is None else _about(bias),
-        call[6:],
+        None if scale_x is None else _about(scale_x),
+        None if scale_w is None else _about(scale_w),
+        options,
     )
-    if scale_x is None and scale_w is None and out is None:
-        return key
-    return (*key, _about(scale_x), _about(scale_w), _about(out))
+
+
+def _about(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 # The ops ------------------------------------------------------------------------------------------
@@ -376,36 +389,21 @@ def linear(
     preference: str = "",
 ) -> Tensor:
     """As the op: its kernel, and what a layer calls where the dispatcher would only come to it."""
-    key = (
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.get_device(),
-        weight.shape,
-        weight.stride(),
-        weight.dtype,
-        weight.get_device(),
-        meta is None or _about(meta),
-        bias is None or _about(bias),
-        m,
-        activation,
-        out_dtype,
-        preference,
-    )
-    form = _linear_forms.get(key)
-    if form is None:
-        form = _form_of(_linear_call(x, weight, meta, bias, m, activation, out_dtype, preference), None)
-        _keep(_linear_forms, key, form)
-    y = form.run(x, weight, meta, (bias,), None)
-    if y is not None:
-        return y
-    return run(_linear_call(_aligned(x), weight, meta, bias, m, activation, out_dtype, preference))
+    # a plain tuple: making a Call takes as long as finding its form
+    return run((x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference, False))
 
 
-def _linear_call(
-    x: Tensor, weight: Tensor, meta: Tensor | None, bias: Tensor | None, m: int | None, *options: Any
+def linear_call(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor | None = None,
+    bias: Tensor | None = None,
+    m: int | None = None,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    preference: str = "",
 ) -> Call:
-    return Call(x, weight, meta, bias, None, None, m, None, False, *options)
+    return Call(x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference)
 
 
 def linear_out(
@@ -418,7 +416,7 @@ def linear_out(
     activation: str = "none",
     preference: str = "",
 ) -> None:
-    run(_linear_call(x, weight, meta, bias, m, activation, out.dtype, preference), out)
+    run(linear_call(x, weight, meta, bias, m, activation, out.dtype, preference), out)
 
 
 def scaled_call(
@@ -463,7 +461,7 @@ def mm(
     call = mm_call(weight, meta, b, m, out_dtype, preference)
     if not may_transpose:
         return run(call)
-    key = _key(call)
+    key = _key(*call)
     if key not in _not_turned:
         try:
             return run(call)

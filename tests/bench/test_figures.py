@@ -73,6 +73,58 @@ def test_compile_times_are_of_each_kernel_and_source():
     assert figures.TABLES["compilation"]({"records": {}}) == [], "no record, no table"
 
 
+STEP = {
+    "kind": "decode",
+    "n": 8,
+    "tokens": 1,
+    "weights": "bf16",
+    "gpus": 2,
+    "graph_dense_ms": 3.0,
+    "graph_sparse_ms": 2.0,
+    "graph_invariant_ms": 2.5,
+    "eager_dense_ms": 9.0,
+    "eager_sparse_ms": 10.0,
+}
+HOST = {
+    "f_linear_us": 10.0,
+    "sparse_linear_us": 12.5,
+    "torch_sparse_us": None,
+    "compiled_dense_us": 20.0,
+    "compiled_sparse_us": 19.0,
+}
+
+
+def torch_tables(**parts: object) -> dict[str, list[str]]:
+    """Of a record of PyTorch's door with these parts."""
+    found = {"records": {figures.TORCH_RECORD: {"host": {}, "decoder": [], **parts}}}
+    return {name: figures.TABLES[name](found) for name in ("torch_host", "decoder")}
+
+
+def test_steps_of_a_decoder_are_over_dense():
+    prefill = {**STEP, "kind": "prefill", "n": 1, "tokens": 2048, "gpus": 1}
+    head, _, *rows = torch_tables(decoder=[STEP, prefill])["decoder"]
+    assert head.startswith("| step | GPUs | dense | sparse | speed-up | batch-invariant | eager: dense |")
+    assert rows == [
+        "| decode, n 8 | 2 | 3.00 ms | 2.00 ms | 1.50 | 1.20 | 9.00 ms | 0.90 |",
+        "| prefill of 2048 | 1 | 3.00 ms | 2.00 ms | 1.50 | 1.20 | 9.00 ms | 0.90 |",
+    ]
+
+
+def test_the_host_time_in_pytorch_is_over_the_dense_call_of_its_kind():
+    assert torch_tables(host=HOST)["torch_host"][2:] == [
+        "| `F.linear`, dense | 10.0 us | 1.00 |",
+        "| `Sparse24Linear` | 12.5 us | 1.25 |",
+        "| PyTorch's own semi-structured tensor | - | - |",
+        "| compiled, dense | 20.0 us | 1.00 |",
+        "| compiled, `Sparse24Linear` | 19.0 us | 0.95 |",
+    ]
+
+
+def test_what_was_not_measured_in_pytorch_has_no_table():
+    assert torch_tables() == {"torch_host": [], "decoder": []}
+    assert [figures.TABLES[name]({"records": {}}) for name in ("torch_host", "decoder")] == [[], []]
+
+
 def product(backend: str, us: float, m: int = 8) -> dict:
     about = {"m": m, "k": 8, "n": 16, "element": "bf16", "backend": backend}
     return {**about, "us": us, "dense_us": 12.0, "cusparselt_us": None}

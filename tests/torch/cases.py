@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import sparse24_plans.torch  # noqa: F401 - registers the ops
@@ -29,6 +31,11 @@ def integers(*shape: int, most: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(-most, most + 1, shape, generator=generator, dtype=torch.int8).to(DEVICE)
 
 
+def wanting(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that wants a gradient."""
+    return tensor.detach().clone().requires_grad_()
+
+
 def pruned(dense: torch.Tensor) -> torch.Tensor:
     """The two largest |values| of every four, found by sorting: independent of the package."""
     groups = dense.reshape(dense.shape[0], -1, 4)
@@ -50,3 +57,35 @@ def close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None =
     """``result`` is the float64 ``exact`` up to what a product of a hundred terms may lose."""
     loss = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype or result.dtype]
     torch.testing.assert_close(result.double(), exact.double(), rtol=loss, atol=loss * 10)
+
+
+def assert_on_the_current_stream(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Its work is enqueued behind a kernel that takes long, and before what reads the result."""
+    stream, wanted = torch.cuda.Stream(), call(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        y = call(late)
+    stream.synchronize()
+    assert torch.equal(y, wanted)
+
+
+def captured(
+    call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of the call, which has run before, and its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(x)
+    return graph, y
+
+
+def assert_replays(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """A captured call follows what x holds at replay."""
+    graph, y = captured(call, x)
+    for seed in range(3):
+        x.copy_(randn(*x.shape, seed=seed))
+        graph.replay()
+        assert torch.equal(y, call(x))

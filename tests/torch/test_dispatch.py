@@ -11,21 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
 
-from .cases import DEVICE, S, close, defined_ops, integers, randn, weight
+from .cases import DEVICE, S, close, defined_ops, integers, randn, wanting, weight
+from .dispatching import assert_fakes, assert_no_vmap, assert_opcheck, names_of
 from .test_ops import ACTIVATIONS
 
 F = torch.nn.functional
 needs_a_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler for CPUs"
 )
-
-
-def wanting(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
 
 
 def samples() -> dict[str, tuple]:
@@ -82,34 +78,24 @@ def test_every_op_has_a_sample():
     """Those of block-sparse matrices have theirs in blocksparse/test_dispatch.py."""
     names = defined_ops()
     ours = {name for name in names if not name.startswith("blocksparse_")}
-    assert {op.__name__ for op, *_ in SAMPLES.values()} == ours
+    assert names_of(SAMPLES) == ours
     assert len(names) > len(ours)
 
 
 @every_op
 def test_opcheck(name):
-    """PyTorch's own checks: the schema, autograd's registration, fakes against results, symbolic shapes."""
-    op, *args = SAMPLES[name]
-    assert set(torch.library.opcheck(op.default, tuple(args)).values()) == {"SUCCESS"}
-
-
-def tensors(result) -> list[torch.Tensor]:
-    return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
+    assert_opcheck(SAMPLES[name])
 
 
 @every_op
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 def test_tensors_without_values_have_the_results_shape_dtype_and_strides(name, mode):
-    op, *args = SAMPLES[name]
-    with torch.no_grad():
-        real = tensors(op(*args))
-        if mode == "meta":
-            empty = tensors(op(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]))
-        else:
-            with FakeTensorMode() as fakes:
-                copies = [fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-                empty = tensors(op(*copies))
-    assert [(t.shape, t.dtype, t.stride()) for t in empty] == [(t.shape, t.dtype, t.stride()) for t in real]
+    assert_fakes(SAMPLES[name], mode)
+
+
+@every_op
+def test_vmap_is_refused(name):
+    assert_no_vmap(SAMPLES[name])
 
 
 def test_fakes_refuse_what_the_ops_refuse():
@@ -201,12 +187,6 @@ def test_forward_mode_is_refused_instead_of_giving_no_tangent():
 
 
 # Modes --------------------------------------------------------------------------------------------
-
-
-def test_vmap_is_refused():
-    values, meta, _ = weight()
-    with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
-        torch.vmap(lambda x: S.linear(x, values, meta))(randn(3, 5, 64))
 
 
 def test_inference_mode_gives_the_same_bits():

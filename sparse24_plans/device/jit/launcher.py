@@ -50,11 +50,7 @@ class Function:
             if early is None:
                 early = cuda_driver_abi.OverlappingLaunch(function, blocks, threads, shared)
                 self._overlapping[blocks] = early
-
-            def launch_early(stream: int, _keep: Any = keep) -> None:
-                early(stream, address)
-
-            return launch_early
+            return early.bind(address, keep)
 
         def launch_on(stream: int, _keep: Any = keep) -> None:
             launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, address, 0)

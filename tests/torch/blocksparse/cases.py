@@ -31,10 +31,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def wanting(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
 def dense_of(values: Tensor, layout: Layout) -> Tensor:
     """[Z, heads, rows, cols] in float64, block by block: independent of the package but for the bitmap."""
     one = layout.shape

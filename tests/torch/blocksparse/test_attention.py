@@ -7,8 +7,9 @@ import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.blocksparse import attention, problems
+from tests.torch.cases import wanting
 
-from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn, wanting
+from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn
 
 
 @pytest.fixture(params=["fused", "unfused"])

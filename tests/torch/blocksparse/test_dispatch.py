@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse24_plans import UnsupportedError
 from sparse24_plans.torch.blocksparse import (
@@ -16,9 +15,10 @@ from sparse24_plans.torch.blocksparse import (
     matmul,
     softmax,
 )
-from tests.torch.cases import S, defined_ops
+from tests.torch.cases import S, defined_ops, wanting
+from tests.torch.dispatching import assert_fakes, assert_no_vmap, assert_opcheck, names_of, tensors
 
-from .cases import close, layout_of, operands, product, randn, wanting
+from .cases import close, layout_of, operands, product, randn
 
 
 def samples() -> dict[str, tuple]:
@@ -56,33 +56,18 @@ every_op = pytest.mark.parametrize("name", SAMPLES)
 
 def test_every_op_has_a_sample():
     ours = {name for name in defined_ops() if name.startswith("blocksparse_")}
-    assert {op.__name__ for op, *_ in SAMPLES.values()} == ours
+    assert names_of(SAMPLES) == ours
 
 
 @every_op
 def test_opcheck(name):
-    """PyTorch's own checks: the schema, autograd's registration, fakes against results, symbolic shapes."""
-    op, *args = SAMPLES[name]
-    assert set(torch.library.opcheck(op.default, tuple(args)).values()) == {"SUCCESS"}
-
-
-def tensors(result) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else list(result)
+    assert_opcheck(SAMPLES[name])
 
 
 @every_op
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 def test_tensors_without_values_have_the_results_shape_dtype_and_strides(name, mode):
-    op, *args = SAMPLES[name]
-    with torch.no_grad():
-        real = tensors(op(*args))
-        if mode == "meta":
-            empty = tensors(op(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]))
-        else:
-            with FakeTensorMode() as fakes:
-                copies = [fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-                empty = tensors(op(*copies))
-    assert [(t.shape, t.dtype, t.stride()) for t in empty] == [(t.shape, t.dtype, t.stride()) for t in real]
+    assert_fakes(SAMPLES[name], mode)
 
 
 @every_op
@@ -97,9 +82,7 @@ def test_results_are_new_and_contiguous(name):
 
 @every_op
 def test_vmap_is_refused(name):
-    op, *args = SAMPLES[name]
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"torch\.vmap"):
-        torch.vmap(lambda first: op(first, *args[1:]))(args[0][None])
+    assert_no_vmap(SAMPLES[name])
 
 
 def test_forward_mode_is_refused_instead_of_giving_no_tangent():

@@ -12,8 +12,9 @@ import torch
 
 from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError
 from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul
+from tests.torch.cases import wanting
 
-from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn, wanting
+from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn
 
 OTHER = [[[0, 1, 1], [0, 0, 1]], [[1, 1, 1], [1, 0, 0]]]
 """As many blocks as "two heads"."""

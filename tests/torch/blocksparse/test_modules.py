@@ -12,8 +12,9 @@ from torch import nn
 from sparse24_plans import BlockSparseLayout, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import blocksparse
 from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, MultiheadAttention, SparsityInfo
+from tests.torch.cases import wanting
 
-from .cases import FLOATS, close, randn, wanting
+from .cases import FLOATS, close, randn
 
 BITMAP = [[1, 0, 1], [0, 1, 0]]
 F = nn.functional

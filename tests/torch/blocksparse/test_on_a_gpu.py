@@ -10,8 +10,9 @@ from sparse24_plans import InvalidProblemError
 from sparse24_plans.blocksparse.table import MATMUL_ROWS, SOFTMAX_ROWS
 from sparse24_plans.torch.blocksparse import Layout, Linear, MultiheadAttention, attention, matmul, softmax
 from sparse24_plans.vocab import BackendKind
+from tests.torch.cases import assert_on_the_current_stream, captured, wanting
 
-from .cases import FLOATS, close, layout_of, operands, wanting
+from .cases import FLOATS, close, layout_of, operands
 
 
 def needs_a_kernel(rows):
@@ -109,27 +110,14 @@ def linear():
 
 
 def test_work_is_enqueued_on_the_current_stream():
-    """Behind a kernel that takes long, and before what reads the result."""
-    layer, stream = linear(), torch.cuda.Stream()
-    x = torch.randn(64, 256, device="cuda").bfloat16()
-    wanted = layer(x)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        late = torch.zeros_like(x)
-        torch.cuda._sleep(50_000_000)
-        late.copy_(x)
-        y = layer(late)
-    stream.synchronize()
-    assert torch.equal(y, wanted)
+    assert_on_the_current_stream(linear(), torch.randn(64, 256, device="cuda").bfloat16())
 
 
 def test_a_captured_product_follows_inputs_and_mask():
     layer = linear().requires_grad_(False)
     x = torch.randn(64, 256, device="cuda").bfloat16()
     layer(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
+    graph, y = captured(layer, x)
     bitmap = layer.layout.layout.bitmap
     for mask in (bitmap, bitmap[:, ::-1], bitmap[:, :, ::-1]):
         layer.layout.update(mask)

@@ -9,8 +9,9 @@ import torch
 
 from sparse24_plans import InvalidProblemError, PlanPreference
 from sparse24_plans.torch.blocksparse import MatMul, matmul
+from tests.torch.cases import wanting
 
-from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn, wanting
+from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn
 
 F = torch.nn.functional
 modes = pytest.mark.parametrize("mode", SPARSE)

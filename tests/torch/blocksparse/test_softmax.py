@@ -7,8 +7,9 @@ import torch
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.blocksparse import Softmax, softmax
+from tests.torch.cases import wanting
 
-from .cases import BITMAPS, FLOATS, close, dense_of, layout_of, mask_of, randn, wanting
+from .cases import BITMAPS, FLOATS, close, dense_of, layout_of, mask_of, randn
 
 SCALE = 0.3
 ADDED = ("rpe", "key_padding_mask", "attn_mask")

@@ -1,0 +1,88 @@
+"""What torch.compile makes of products: a direct call into a buffer of Inductor's.
+
+The one module that touches Inductor's internals, loaded when Inductor is at work (library.py). An ordinary
+op costs a trip through the dispatcher and back into Python at every call; a dense product doesn't. Where a
+direct call can't stand (generated C++, sizes of the weight that vary), the op stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.utils import convert_shape_to_inductor
+from torch._inductor.virtualized import V
+
+from .compiled import CallSite, report_unknown
+from .products import OPERANDS, Call
+
+_NAME = "Sparse24CallSite"
+_IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"
+
+if "add_import_once" not in PythonWrapperCodegen.__init__.__code__.co_names:
+    raise ImportError("PythonWrapperCodegen has no add_import_once")
+
+
+class _Product(ir.ExternKernelOut):  # type: ignore[misc]
+    """A product in the graph; its call site becomes a global of the generated module."""
+
+    def __init__(self, layout: Any, operands: dict[str, Any], x_moves: bool, options: Any) -> None:
+        super().__init__(layout, list(operands.values()))
+        self.python_kernel_name = f"sparse24_{self.get_name()}"
+        arguments = ", ".join(map(repr, (" ".join(operands), x_moves, *options)))
+        self._site = f"{self.python_kernel_name} = {_NAME}({arguments})"
+
+    def codegen(self, wrapper: Any) -> None:
+        for line in (_IMPORT, self._site):
+            wrapper.add_import_once(line)
+        super().codegen(wrapper)
+
+
+def lower(op: Any, call: Callable[..., Call]) -> None:
+    """Have Inductor call the product that ``call`` makes of the op's arguments directly."""
+    as_op = fallback_handler(op, add_to_fallback_set=False)
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            product = _product(op, call(*args, **kwargs))
+        except (AttributeError, TypeError) as error:
+            report_unknown(op, error)
+            product = None
+        return as_op(*args, **kwargs) if product is None else product
+
+    register_lowering(op, type_promotion_kind=None)(lowered)
+
+
+def _product(op: Any, call: Call) -> Any:
+    """None where the op must stay."""
+    node, graph = V.graph.current_node, V.graph
+    if graph.cpp_wrapper or getattr(graph, "fx_wrapper", False) or node.target is not op:
+        return None
+    result = node.meta.get("val")
+    if result is None or any(_is_symbolic(size) for size in (call.m, call.k)):
+        return None
+    given = {name: getattr(call, name) for name in OPERANDS if getattr(call, name) is not None}
+    # rows of x may lie apart, as the kernels read them so
+    operands = {name: ir.ExternKernel.require_contiguous(each) for name, each in given.items()}
+    if any(_moves(each) for name, each in operands.items() if name not in ("x", "scale_x")):
+        return None
+    layout = ir.FixedLayout(
+        result.device,
+        result.dtype,
+        convert_shape_to_inductor(result.size()),
+        convert_shape_to_inductor(result.stride()),
+    )
+    moves = any(_moves(operands[name]) for name in ("x", "scale_x") if name in operands)
+    return ir.TensorBox.create(_Product(layout, operands, moves, call[len(OPERANDS) :]))
+
+
+def _is_symbolic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) or bool(getattr(size, "free_symbols", ()))
+
+
+def _moves(operand: Any) -> bool:
+    return any(_is_symbolic(size) for size in (*operand.get_size(), *operand.get_stride()))
