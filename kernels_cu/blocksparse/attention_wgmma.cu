@@ -20,8 +20,7 @@
 //
 // Items: matrices in bands whose K and V stay in L2, and of a band every head's longest row, then the next. A channel
 // takes the first that none has, by a counter in memory: who works on an item changes nothing in it.
-#include "ptx/tensors.cuh"
-#include "ptx/wgmma_registers.cuh"
+#include "blocksparse/attention.cuh"
 
 // Everything that is compiled in.
 struct Config {
@@ -140,8 +139,6 @@ struct Item {
     store_shared(at, matrix), store_shared(at + 4, row), store_shared(at + 8, (u32)count);
     store_shared(at + 12, (u32)last), store_shared(at + 16, (u32)rows), store_shared(at + 20, (u32)keys);
   }
-  // The same for all of a warp, which the shuffle tells the compiler.
-  static __device__ __forceinline__ u32 uniform(u32 at) { return __shfl_sync(~0u, load_shared_as<u32>(at), 0); }
   __device__ __forceinline__ void load(u32 at) {
     matrix = uniform(at), row = uniform(at + 4), count = (int)uniform(at + 8);
     last = (int)uniform(at + 12), rows = (int)uniform(at + 16), keys = (int)uniform(at + 20);
@@ -149,15 +146,6 @@ struct Item {
 };
 
 // Copies ---------------------------------------------------------------------------------------------
-
-// A box of a 3-D tensor, of which L2 keeps what it likes: items beside each other share keys and values.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-               "%4}], [%5];"
-               :
-               : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
-               : "memory");
-}
 
 // The warp that feeds a channel.
 struct Copier {
@@ -242,11 +230,6 @@ struct Copier {
 
 // Sums -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
@@ -358,15 +341,8 @@ struct Multiplier {
   __device__ __forceinline__ void clear_values(const Item& item) const {
     const int first = (item.count - 1) % Config::kBeside * Config::kBlock;
     const int end = first + min(Config::kBlock, item.keys - item.last * Config::kBlock);
-    if (end == Config::kTile) return;
-    const u32 to = channel.slot(at.slot);
-    for (int chunk = end * 8 + threadIdx.x % 128; chunk < Config::kTile * 8; chunk += 128)
-#pragma unroll
-      for (int box = 0; box < Config::kBoxes; ++box)
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + box * Config::kBoxBytes + chunk * 16), "r"(0)
-                     : "memory");
-    async_proxy_fence();
-    threads_meet(3 + warpgroup, 128);
+    if (end < Config::kTile)
+      clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.slot), end, 3 + warpgroup);
   }
 
   __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {
@@ -415,20 +391,6 @@ struct Multiplier {
     wgmma_settle(out);
     release(channel.free(at.slot));
     at.next();
-  }
-
-  // A row's 32 columns from `words`, one of each 8: lane t of a quad gets the t-th 8 of them whole.
-  static __device__ __forceinline__ void turn_quad(u32 (&words)[4]) {
-    const u32 t = threadIdx.x % 4;
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const u32 other = __shfl_xor_sync(~0u, t & bit ? words[i] : words[i | bit], bit);
-        if (t & bit) words[i] = other;
-        else words[i | bit] = other;
-      }
   }
 
   __device__ __forceinline__ void write(const float (&out)[Config::kSums], const Item& item) const {

@@ -6,16 +6,26 @@
 #pragma once
 #include "ptx/wgmma_dense.cuh"
 
-#define S24_WGMMA_OF(shape_types, d_, numbers, text, ...) \
-  asm volatile("wgmma.mma_async.sync.aligned." shape_types " {" numbers "}, " text ";" : d_("+f", 0) : __VA_ARGS__)
-#define S24_WGMMA(n, d_, ...)                                                                            \
-  if constexpr (kElement == ElementKind::F16) S24_WGMMA_OF("m64n" n "k16.f32.f16.f16", d_, __VA_ARGS__); \
-  else S24_WGMMA_OF("m64n" n "k16.f32.bf16.bf16", d_, __VA_ARGS__)
+// c: constraint of D.
+#define S24_WGMMA_OF(shape_types, d_, c, numbers, text, ...) \
+  asm volatile("wgmma.mma_async.sync.aligned." shape_types " {" numbers "}, " text ";" : d_(c, 0) : __VA_ARGS__)
+#define S24_WGMMA(n, ...)                                                                            \
+  if constexpr (kElement == ElementKind::F16) S24_WGMMA_OF("m64n" n "k16.f32.f16.f16", __VA_ARGS__); \
+  else S24_WGMMA_OF("m64n" n "k16.f32.bf16.bf16", __VA_ARGS__)
 
 // D = A * (kSign * B), or += where kAdd is 1; A and B K-major in shared memory. One asynchronous step of 16 k.
-template <ElementKind kElement, int kAdd, int kSign>
-__device__ __forceinline__ void wgmma_signed(float (&d)[64], u64 a, u64 b) {
-  S24_WGMMA("128", S24_D64, S24_N64, "%64, %65, %66, 1, %67, 0, 0", "l"(a), "l"(b), "n"(kAdd), "n"(kSign));
+template <ElementKind kElement, int kAdd, int kSign, int kCount>
+__device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
+  static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
+  if constexpr (kCount == 32 && !kAdd) {
+    S24_WGMMA("64", S24_D32, "=f", S24_N32, "%32, %33, 0, 1, %34, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  } else if constexpr (kCount == 32) {
+    S24_WGMMA("64", S24_D32, "+f", S24_N32, "%32, %33, 1, 1, %34, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  } else if constexpr (!kAdd) {
+    S24_WGMMA("128", S24_D64, "=f", S24_N64, "%64, %65, 0, 1, %66, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  } else {
+    S24_WGMMA("128", S24_D64, "+f", S24_N64, "%64, %65, 1, 1, %66, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  }
 }
 
 // D = A * B, or += where kAdd is 1; A in registers, B N-major in shared memory.
@@ -23,10 +33,10 @@ template <ElementKind kElement, int kAdd, int kCount>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kCount], const u32 (&a)[4], u64 b) {
   static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
   if constexpr (kCount == 32) {
-    S24_WGMMA("64", S24_D32, S24_N32, "{%32, %33, %34, %35}, %36, %37, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+    S24_WGMMA("64", S24_D32, "+f", S24_N32, "{%32, %33, %34, %35}, %36, %37, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
               "r"(a[3]), "l"(b), "n"(kAdd));
   } else {
-    S24_WGMMA("128", S24_D64, S24_N64, "{%64, %65, %66, %67}, %68, %69, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+    S24_WGMMA("128", S24_D64, "+f", S24_N64, "{%64, %65, %66, %67}, %68, %69, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
               "r"(a[3]), "l"(b), "n"(kAdd));
   }
 }

@@ -81,9 +81,13 @@ def block_problems(row: Row) -> Iterator[Descriptor]:
                 op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
             )
     elif row in blocks_table.ATTENTION_ROWS:
-        for block, element, causal in product((64, 128), row.elements, (False, True)):
+        for block, element, op, causal in product(
+            (64, 128), row.elements, ("forward", "backward"), (False, True)
+        ):
             layout = _layout(block, _M // block)
-            yield BlockSparseAttentionDescriptor(layout=layout, head_size=128, element=element, causal=causal)
+            yield BlockSparseAttentionDescriptor(
+                layout=layout, head_size=128, element=element, op=op, causal=causal
+            )
     else:
         for block, element, op in product(_BLOCKS, row.elements, ("forward", "backward")):
             yield BlockSparseSoftmaxDescriptor(

@@ -22,6 +22,8 @@ _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Of a scale that stays a normal number when it is multiplied by log2(e)."""
 COUNTER_BYTES = 4
 """Of workspace: a counter that deals a launch's items."""
+PASSES = 2
+"""Of attention's gradients: over rows of blocks and over columns, each with a counter."""
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
 _TEAM_BYTES = 512
@@ -58,18 +60,40 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
+    return _of_attention(problem, BlockSparsePass.FORWARD)
+
+
+def attention_backward_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
+    return _of_attention(problem, BlockSparsePass.BACKWARD)
+
+
+def _of_attention(problem: BlockSparseAttentionDescriptor, op: BlockSparsePass) -> str | None:
     one = problem.layout
-    if problem.op is not BlockSparsePass.FORWARD:
-        return f"serves op forward, not {problem.op}"
+    if problem.op is not op:
+        return f"serves op {op}, not {problem.op}"
     if one.block < _SMALLEST_TILE:
         return f"serves blocks of 64 and 128, not {one.block}"
     if problem.head_size not in (64, 128):
         return f"serves head_size 64 and 128, not {problem.head_size}"
     if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
         return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
-    if (rows := problem.batch * one.heads * one.block_rows) >= _MOST:
-        return f"{rows} rows of blocks exceed the kernel's limit, {_MOST - 1}"
+    lines = {"rows": one.block_rows}
+    if op is BlockSparsePass.BACKWARD:
+        lines["columns"] = one.block_cols
+    for name, count in lines.items():
+        if (items := problem.batch * one.heads * count) >= _MOST:
+            return f"{items} {name} of blocks exceed the kernel's limit, {_MOST - 1}"
     return None
+
+
+def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
+    """Of Q, in all heads of all batches."""
+    return problem.batch * problem.layout.heads * problem.layout.rows
+
+
+def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
+    """Bytes: of each row of Q two float32, and the counters behind them."""
+    return 8 * rows_of_queries(problem) + PASSES * COUNTER_BYTES
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:

@@ -102,6 +102,18 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
         limits=limits.attention_wgmma,
         min_workspace=lambda problem: limits.COUNTER_BYTES,
     ),
+    BlockSparseRow(
+        "attention_backward_wgmma",
+        BackendKind.ATTENTION_BACKWARD_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.fused_attention,
+        (ElementKind.F16, ElementKind.BF16),
+        arch=ArchSku.SM90A,
+        min_compute_capability=limits.WGMMA[0],
+        below_compute_capability=limits.WGMMA[1],
+        limits=limits.attention_backward_wgmma,
+        min_workspace=limits.backward_workspace,
+    ),
     BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )

@@ -55,6 +55,8 @@ class LookUp(NamedTuple):
     rows_by_length: Array
     """[heads * R]: of each head its rows, as h * R + r, those with the most blocks first; of equals the
     first."""
+    columns_by_length: Array
+    """[heads * C]: the same of the columns, as h * C + c."""
     group_rows: Array
     """[groups]: h * R + r of each group of neighbouring blocks of a row; -1 past the last group."""
     group_firsts: Array
@@ -74,7 +76,7 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    return *sparse, *bits, *strips, *strips, rows, groups, groups
+    return *sparse, *bits, *strips, *strips, rows, columns, groups, groups
 
 
 def words(bits: int) -> int:
@@ -229,6 +231,7 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
     _fill_lines(turned, shape.block, tables.column_bits, tables.column_strips, tables.column_strip_rows)
     tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
+    tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
 
 

@@ -348,6 +348,7 @@ class BackendKind(_Word):
     F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
     ATTENTION_WGMMA = "attention_wgmma"
+    ATTENTION_BACKWARD_WGMMA = "attention_backward_wgmma"
     SOFTMAX = "softmax"
     CUSPARSELT = "cusparselt"
     PRUNE = "prune"

@@ -294,7 +294,14 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
     of_delta = (gamma(depth) + u) * np.abs(do * o).sum(axis=-1, keepdims=True) + depth * tiny
     ds, inner = p * (dp - delta), np.abs(dp - delta)
     of_inner = of_dp + of_delta + u * inner
-    of_ds = of_p * (inner + of_inner) + p * of_inner + u * np.abs(ds) + tiny
+    # P, and then dS, are what the kernel multiplies.
+    weights = ElementKind(plan.guarantee.math_precision.value)
+
+    def rounded(exact: Array, lost: Array) -> Array:
+        return lost + weights.unit_roundoff * (np.abs(exact) + lost) + weights.smallest_subnormal
+
+    of_p = rounded(p, of_p)
+    of_ds = rounded(ds, of_p * (inner + of_inner) + p * of_inner + u * np.abs(ds) + tiny)
 
     def product(left: Array, lost: Array, right: Array, terms: int) -> tuple[Array, Array]:
         sums = (np.abs(left) + lost) @ np.abs(right)

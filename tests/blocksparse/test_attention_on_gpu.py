@@ -1,4 +1,4 @@
-"""The GPU's fused attention: against float64, at its edges, its bits, and what it refuses."""
+"""The GPU's fused attention and its gradients: against float64, at the edges, their bits, what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .test_attention import check
 gpu = pytest.mark.gpu
 H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
 A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0)})
-ROW = "attention_wgmma"
+ROWS = {"forward": "attention_wgmma", "backward": "attention_backward_wgmma"}
+every_op = pytest.mark.parametrize("op", ROWS)
 every_block = pytest.mark.parametrize("block", [64, 128])
 every_head_size = pytest.mark.parametrize("head_size", [64, 128])
 
@@ -34,7 +35,7 @@ def plan_of(layout: BlockSparseLayout, **fields: Any) -> BlockSparseAttentionPla
         **{"layout": layout, "element": "bf16", "head_size": 64, "batch": 2, **fields}
     )
     plan = BlockSparseAttentionPlan.select(desc, device=0)
-    assert plan.explain().chosen == ROW
+    assert plan.explain().chosen == ROWS[desc.op]
     return plan
 
 
@@ -55,13 +56,15 @@ def explained(device: DeviceProperties = H200, **fields: Any) -> Any:
     return explain(desc, device=device)
 
 
+@every_op
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [False, True])
-def test_what_is_served(causal, lengths):
+def test_what_is_served(op, causal, lengths):
     for element in ("f16", "bf16"):
         for head_size in (64, 128):
             for block in (64, 128):
                 answer = explained(
+                    op=op,
                     element=element,
                     head_size=head_size,
                     layout=SHAPE.model_copy(update={"block": block}),
@@ -69,13 +72,13 @@ def test_what_is_served(causal, lengths):
                     lengths=lengths,
                     scale=-0.5,
                 )
-                assert answer.chosen == ROW
+                assert answer.chosen == ROWS[op]
 
 
+@every_op
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"op": "backward"}, "serves op forward, not backward"),
         ({"head_size": 96}, "serves head_size 64 and 128, not 96"),
         ({"layout": SHAPE.model_copy(update={"block": 32})}, "serves blocks of 64 and 128, not 32"),
         ({"scale": 0.0}, "serves scales from 2^-120 to 2^120, got 0.0"),
@@ -85,73 +88,98 @@ def test_what_is_served(causal, lengths):
         ({"device": A100}, "compute capability"),
     ],
 )
-def test_what_is_refused(change, words):
-    answer = explained(**change)
+def test_what_is_refused(op, change, words):
+    answer = explained(op=op, **change)
     assert answer.chosen is None
-    (reason,) = (reason for name, _, reason in answer.rows if name == ROW)
-    assert words in reason
+    reasons = {name: reason for name, _, reason in answer.rows}
+    assert words in reasons[ROWS[op]]
+
+
+@every_op
+def test_each_kernel_serves_its_op_alone(op):
+    (other,) = set(ROWS) - {op}
+    reasons = {name: reason for name, _, reason in explained(op=op).rows}
+    assert reasons[ROWS[op]] is None
+    assert reasons[ROWS[other]] == f"serves op {other}, not {op}"
+
+
+def test_the_other_side_is_limited_too():
+    """Columns of blocks are what dK and dV are dealt by."""
+    shape = BlockSparseShape(heads=4, rows=64, cols=2**24, block=64, blocks=100)
+    reasons = {name: reason for name, _, reason in explained(op="backward", layout=shape, batch=2**11).rows}
+    assert "2147483648 columns of blocks exceed the kernel's limit" in reasons[ROWS["backward"]]
 
 
 # What is computed ---------------------------------------------------------------------------------
 
 
 @gpu
+@every_op
 @every_block
 @every_head_size
 @pytest.mark.parametrize("element", ["f16", "bf16"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [False, True])
-def test_against_float64(block, head_size, element, causal, lengths):
-    fields = {"head_size": head_size, "element": element, "causal": causal, "lengths": lengths}
+def test_against_float64(op, block, head_size, element, causal, lengths):
+    fields = {"op": op, "head_size": head_size, "element": element, "causal": causal, "lengths": lengths}
     for seed in range(4 if lengths else 1):
         random_check(random_layout(seed, rows=5, cols=6, block=block), seed, **fields)
 
 
 @gpu
+@every_op
 @every_block
 @pytest.mark.parametrize("layout", EDGES.values(), ids=EDGES)
-def test_layouts_at_their_edges(block, layout):
+def test_layouts_at_their_edges(op, block, layout):
     layout = BlockSparseLayout(layout.bitmap, block)
-    random_check(layout)
-    random_check(layout, batch=0)
-    random_check(layout, batch=1, causal=True, lengths=True)
+    random_check(layout, op=op)
+    random_check(layout, op=op, batch=0)
+    random_check(layout, op=op, batch=1, causal=True, lengths=True)
 
 
 @gpu
+@every_op
 @every_block
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_heads_that_share_keys_and_values(block, kv_heads):
+def test_heads_that_share_keys_and_values(op, block, kv_heads):
     layout = random_layout(heads=4, rows=2, cols=3, block=block)
-    random_check(layout, kv_heads=kv_heads, lengths=True)
+    random_check(layout, op=op, kv_heads=kv_heads, lengths=True)
+    random_check(layout, op=op, kv_heads=kv_heads, causal=True, head_size=128)
 
 
 @gpu
+@every_op
 @every_block
 @pytest.mark.parametrize("scale", [1.0, -0.3, 2.0**-20])
-def test_scales(block, scale):
-    random_check(random_layout(block=block), scale=scale, causal=True)
+def test_scales(op, block, scale):
+    random_check(random_layout(block=block), op=op, scale=scale, causal=True)
 
 
 @gpu
+@every_op
 @every_block
-def test_more_rows_than_run_at_once(block):
+def test_more_rows_than_run_at_once(op, block):
     layout = random_layout(5, heads=4, rows=80, cols=3, block=block)
-    random_check(layout, lengths=True, batch=1, element="f16")
+    random_check(layout, op=op, lengths=True, batch=1, element="f16")
+    random_check(layout.transposed(), op=op, lengths=True, batch=1, element="f16")
 
 
 @gpu
+@every_op
 @every_block
 @pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
-def test_more_columns_than_a_warp_has_lanes(block, density):
+def test_more_columns_than_a_warp_has_lanes(op, block, density):
     layout = random_layout(6, heads=1, rows=4, cols=75, block=block, density=density)
-    random_check(layout, lengths=True, batch=2, head_size=128)
-    random_check(layout.transposed(), causal=True, batch=1)
+    random_check(layout, op=op, lengths=True, batch=2, head_size=128)
+    random_check(layout.transposed(), op=op, causal=True, batch=1)
 
 
 @gpu
 @every_block
 def test_a_row_that_sees_nothing_is_zeros(block):
     layout = BlockSparseLayout([[[0, 1, 1], [0, 0, 0], [1, 0, 1]]], block)
+    got = random_check(layout, op="backward", causal=True)
+    assert (got["dq"][:, :, : 2 * block].astype(np.float32) == 0).all()
     got = random_check(layout, causal=True)
     assert (got["o"][:, :, : 2 * block].astype(np.float32) == 0).all()
     assert np.isneginf(got["lse"][:, :, : 2 * block]).all()
@@ -159,10 +187,11 @@ def test_a_row_that_sees_nothing_is_zeros(block):
 
 
 @gpu
+@every_op
 @every_block
-def test_nothing_beyond_the_lengths_is_read(block):
+def test_nothing_beyond_the_lengths_is_read(op, block):
     layout = random_layout(rows=3, cols=3, density=1.0, block=block)
-    plan = plan_of(layout, lengths=True, batch=3)
+    plan = plan_of(layout, op=op, lengths=True, batch=3)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
     ends = {"q": [block + 20, -3, 2 * block], "kv": [block + 9, 40, 2 * block]}
     operands = operands.with_(**{f"{name}_lengths": np.array(end, np.int32) for name, end in ends.items()})
@@ -203,6 +232,32 @@ def test_infinities_and_nans_stay_in_their_rows(block):
 
 @gpu
 @every_block
+def test_infinities_and_nans_stay_in_their_gradients(block):
+    layout = BlockSparseLayout([[[1, 1, 0], [0, 1, 1]]], block)
+    plan = plan_of(layout, batch=1, op="backward")
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    want = {name: bits.copy() for name, bits in case_of(plan, operands).run().items()}
+    rows, keys = 2 * block, 3 * block
+    reached = {  # operand -> its row, and the rows of each gradient that may not be finite
+        "do": (3, {"dq": [3], "dk": range(2 * block), "dv": range(2 * block)}),
+        "q": (3, {"dq": [3], "dk": range(2 * block), "dv": range(2 * block)}),
+        "k": (block // 2, {"dq": range(block), "dk": [block // 2], "dv": [block // 2]}),
+        "v": (2 * block + 5, {"dq": range(block, rows), "dk": [2 * block + 5], "dv": []}),
+    }
+    for name, (at, lines) in reached.items():
+        spoilt = operands[name].copy()
+        spoilt[0, 0, at, 1] = np.nan
+        got = case_of(plan, operands.with_(**{name: spoilt})).run()
+        for result, those in lines.items():
+            wide = got[result][0, 0].view(plan.descriptor.element.dtype).astype(np.float32)
+            finite = np.isfinite(wide).all(axis=-1)
+            assert not finite[list(those)].any(), (name, result)
+            spared = np.setdiff1d(np.arange(rows if result == "dq" else keys), list(those))
+            assert np.array_equal(got[result][0, 0, spared], want[result][0, 0, spared]), (name, result)
+
+
+@gpu
+@every_block
 def test_scores_far_apart(block):
     """The largest of a row rises from tile to tile, or falls; what is far below it is nothing."""
     layout = random_layout(heads=1, rows=1, cols=6, density=1.0, block=block)
@@ -217,10 +272,11 @@ def test_scores_far_apart(block):
 
 
 @gpu
+@every_op
 @every_block
-def test_bits_of_another_run_and_of_a_batch_alone(block):
+def test_bits_of_another_run_and_of_a_batch_alone(op, block):
     layout = random_layout(heads=4, rows=24, cols=12, block=block, density=0.3)
-    fields = {"head_size": 128, "causal": True, "lengths": True, "kv_heads": 2}
+    fields = {"op": op, "head_size": 128, "causal": True, "lengths": True, "kv_heads": 2}
     plan = plan_of(layout, batch=3, **fields)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
     case = case_of(plan, operands)
@@ -230,6 +286,20 @@ def test_bits_of_another_run_and_of_a_batch_alone(block):
         assert all(np.array_equal(bits, want[name]) for name, bits in case.run().items())
     last = case_of(plan_of(layout, batch=1, **fields), operands.batch(plan.descriptor)).run()
     assert all(np.array_equal(last[name][0], bits[-1]) for name, bits in want.items())
+
+
+@gpu
+@every_block
+def test_bits_of_a_column_do_not_depend_on_other_columns(block):
+    layout = random_layout(rows=20, cols=9, block=block)
+    kept = layout.bitmap.copy()
+    kept[:, :, 1:] = np.random.default_rng(9).random(kept[:, :, 1:].shape) < 0.2
+    other = BlockSparseLayout(kept, block)
+    plan = plan_of(layout, op="backward")
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    want = case_of(plan, operands).run()
+    got = case_of(plan_of(other, op="backward"), replace(operands, layout=other)).run()
+    assert all(np.array_equal(got[name][:, :, :block], want[name][:, :, :block]) for name in ("dk", "dv"))
 
 
 @gpu
@@ -250,13 +320,14 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(block):
 
 
 @gpu
+@every_op
 @every_block
-def test_another_mask_reaches_what_was_captured(block):
+def test_another_mask_reaches_what_was_captured(op, block):
     import cupy
 
     first = random_layout(6, rows=6, cols=8, block=block)
     other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], block)
-    plan = plan_of(first)
+    plan = plan_of(first, op=op)
     operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
     wanted = {name: bits.copy() for name, bits in case_of(plan, operands).run().items()}
     case = case_of(plan, Operands(first, operands.arrays))

@@ -30,11 +30,14 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
         ours = [one for one in places if (one[0], one[2]) == divmod(at, cols)]
         assert [places[i] for i in found.column_order[part]] == ours
         assert found.column_rows[part].tolist() == [row for _, row, _ in ours]
-    counts = np.diff(found.row_pointers).tolist()
-    for head in range(heads):
-        mine = slice(head * rows, (head + 1) * rows)
-        longest = sorted(range(mine.start, mine.stop), key=lambda at: -counts[at])
-        assert found.rows_by_length[mine].tolist() == longest
+    for order, pointers, lines in (
+        (found.rows_by_length, found.row_pointers, rows),
+        (found.columns_by_length, found.column_pointers, cols),
+    ):
+        counts = np.diff(pointers).tolist()
+        for head in range(heads):
+            mine = slice(head * lines, (head + 1) * lines)
+            assert order[mine].tolist() == sorted(range(mine.start, mine.stop), key=lambda at: -counts[at])
     assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
     check_lines(layout.bitmap, layout.shape.block, found.row_bits, found.row_strips, found.row_strip_columns)
     turned = layout.bitmap.transpose(0, 2, 1)

@@ -340,7 +340,6 @@ def _attention_of_gpu(rng: np.random.Generator, layout: BlockSparseLayout) -> Bl
     desc = _attention(rng, layout, int(_pick(rng, (1, 1, 2, 3, 0))))
     scale = desc.scale or 0.125
     fields = {"head_size": int(_pick(rng, (64, 128))), "element": _pick(rng, ("f16", "bf16")), "scale": scale}
-    fields["op"] = BlockSparsePass.FORWARD
     return BlockSparseAttentionDescriptor(**{**desc.model_dump(exclude_unset=True), **fields})
 
 

@@ -16,6 +16,7 @@ import pytest
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
+    BlockSparsePass,
     BlockSparseShape,
     BlockSparseSoftmaxDescriptor,
     DeviceProperties,
@@ -218,12 +219,12 @@ def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
-    """Of every kind: of each element, block, head size and mask; of a negative scale a few."""
+    """Of every kind: of each op, element, block, head size and mask; of a negative scale a few."""
     for block, head_size, element in itertools.product((64, 128), (64, 128), ("f16", "bf16")):
         shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)
         fields = {"layout": shape, "head_size": head_size, "element": element}
-        for causal, lengths in itertools.product((False, True), repeat=2):
-            yield BlockSparseAttentionDescriptor(causal=causal, lengths=lengths, **fields)
+        for op, causal, lengths in itertools.product(BlockSparsePass, (False, True), (False, True)):
+            yield BlockSparseAttentionDescriptor(op=op, causal=causal, lengths=lengths, **fields)
         yield BlockSparseAttentionDescriptor(scale=-1.0, **fields)
 
 

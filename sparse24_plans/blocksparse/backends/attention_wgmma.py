@@ -6,25 +6,21 @@ import ctypes
 import math
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import ELEMENT_CODES
 from ...device.jit.launcher import load
-from ...device.streams import Launch, driver_error
-from ...device.tensors import TensorView, import_cupy
+from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
 from ..tables import addresses
+from ..wgmma import BOX, SHARED_BYTES, THREADS, band, from_zero, maps
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
-_THREADS, _SHARED_BYTES = 384, 227 << 10
 _BARRIER_BYTES = 256
 """Of a channel: barriers, and what its item is."""
-_TILE, _BOX, _MOST_SLOTS = 128, 64, 8
-_BAND_BYTES = 16 << 20
-"""Of K and V that the items of a band read: L2 has them, and those of the bands beside."""
+_TILE, _MOST_SLOTS = 128, 8
 
 
 class _Parameters(ctypes.Structure):
@@ -75,7 +71,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         self._function = load(
             _SOURCE,
             "attention_wgmma",
-            _THREADS,
+            THREADS,
             device,
             defines(desc),
             _Parameters,
@@ -105,33 +101,10 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             parameters.q_lengths = views["q_lengths"].address
             parameters.kv_lengths = views["kv_lengths"].address
         if desc.layout.blocks:  # else nothing is read
-            lines = {"q": _BOX, "k": desc.layout.block, "v": desc.layout.block}
-            try:
-                maps = b"".join(_map(views[name], count) for name, count in lines.items())
-            except LibraryError as error:
-                raise driver_error(error) from error
-            ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+            found = maps((views["q"], BOX), *((views[name], desc.layout.block) for name in "kv"))
+            ctypes.memmove(ctypes.addressof(parameters), found, len(found))  # the maps come first
         parameters.taken = workspace
-        return _from_zero(workspace, self._function.bind(self._blocks, parameters))
-
-
-def _from_zero(counter: int, kernel: Launch) -> Launch:
-    """``kernel`` behind a fill of the counter that deals its items."""
-    fill = import_cupy().cuda.runtime.memsetAsync
-
-    def launch(stream: int) -> None:
-        fill(counter, 0, COUNTER_BYTES, stream)
-        kernel(stream)
-
-    return launch
-
-
-def _map(view: TensorView, lines: int) -> bytes:
-    """Boxes of so many rows x 128 bytes."""
-    batch, heads, rows, width = view.shape
-    return cuda_driver_abi.swizzled_matrices_map(
-        view.address, (batch * heads, rows, width), view.element.itemsize, (lines, _BOX)
-    )
+        return from_zero(workspace, COUNTER_BYTES, self._function.bind(self._blocks, parameters))
 
 
 def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:
@@ -145,16 +118,14 @@ def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
 
 def _slots(desc: BlockSparseAttentionDescriptor) -> int:
     """Of a channel."""
-    space = (_SHARED_BYTES - _fixed_bytes(desc)) // (_TILE // desc.layout.block)
+    space = (SHARED_BYTES - _fixed_bytes(desc)) // (_TILE // desc.layout.block)
     return min(space // _tile_bytes(desc), _MOST_SLOTS)
 
 
 def _band(desc: BlockSparseAttentionDescriptor) -> int:
     """Matrices of Q whose rows are taken together."""
-    matrices = desc.batch * desc.layout.heads
     of_one = 2 * desc.layout.cols * desc.head_size * desc.element.itemsize / max(desc.group, 1)
-    bands = math.ceil(matrices * of_one / _BAND_BYTES)
-    return max(1, -(-matrices // max(bands, 1)))
+    return band(desc.batch * desc.layout.heads, of_one)
 
 
 def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
