@@ -10,6 +10,10 @@ from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSpars
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.pattern24 import CompressedBlocks as CompressedBlocks
+from .blocksparse.pattern24 import compress_blocks as compress_blocks
+from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
+from .blocksparse.pattern24 import prune_blocks as prune_blocks
 from .blocksparse.plan import BlockSparseAttentionPlan as BlockSparseAttentionPlan
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
@@ -84,6 +88,7 @@ from .vocab import ArchSku as ArchSku
 from .vocab import AttentionMask as AttentionMask
 from .vocab import BackendKind as BackendKind
 from .vocab import BlockSparseOp as BlockSparseOp
+from .vocab import BlockPattern as BlockPattern
 from .vocab import BlockSparsePass as BlockSparsePass
 from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind
