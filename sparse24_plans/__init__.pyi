@@ -88,12 +88,12 @@ from .vocab import ArchSku as ArchSku
 from .vocab import AttentionMask as AttentionMask
 from .vocab import BackendKind as BackendKind
 from .vocab import BlockSparseOp as BlockSparseOp
-from .vocab import BlockPattern as BlockPattern
 from .vocab import BlockSparsePass as BlockSparsePass
 from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind
 from .vocab import EpilogueKind as EpilogueKind
 from .vocab import GemmOp as GemmOp
+from .vocab import InnerPattern as InnerPattern
 from .vocab import MaskLayout as MaskLayout
 from .vocab import MathPrecision as MathPrecision
 from .vocab import MatrixOrder as MatrixOrder

@@ -13,13 +13,13 @@ from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
     AttentionMask,
-    BlockPattern,
     BlockSparseOp,
     BlockSparsePass,
     ElementKind,
     ElementLike,
     EpilogueKind,
     Flag,
+    InnerPattern,
     Integer,
     OpCategory,
 )
@@ -111,7 +111,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     epilogue, alpha, out_element, bias_element : optional
         As of GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C (``dsd``)
         or column (``dds``) of each head. ``sdd`` takes only ``identity``.
-    pattern : BlockPattern
+    inner : InnerPattern
         ``dense`` (default), or ``sparse24``: the kept blocks of A (``dsd``) or B (``dds``) are 2:4 along the
         sums, and stored as values [Z, blocks, block, block/2] and metadata [Z, blocks, block, block/8], as
         ``compress_blocks`` makes them, a line each row of op(A) or column of op(B). For ``f16`` and ``bf16``
@@ -127,7 +127,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     n: Count
     trans_a: Flag = False
     trans_b: Flag = False
-    pattern: BlockPattern = BlockPattern.DENSE
+    inner: InnerPattern = InnerPattern.DENSE
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
     out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
@@ -147,7 +147,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
             batch: SupportsIndex = ...,
             trans_a: bool = ...,
             trans_b: bool = ...,
-            pattern: BlockPattern | str = ...,
+            inner: InnerPattern | str = ...,
             epilogue: EpilogueKind | str = ...,
             alpha: SupportsFloat = ...,
             out_element: ElementLike = ...,
@@ -161,18 +161,18 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         self._expect("bias_element", biases_of(self.element, self.out_element))
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
-        if self.pattern is BlockPattern.SPARSE24:
-            self._check_pattern()
+        if self.inner is InnerPattern.SPARSE24:
+            self._check_inner()
         self._check_sizes(self.n)
         return self
 
-    def _check_pattern(self) -> None:
+    def _check_inner(self) -> None:
         if self.op is BlockSparseOp.SDD:
-            raise ValueError("pattern: expected dense for op sdd, whose result has no pattern, got sparse24")
+            raise ValueError("inner: expected dense for op sdd, whose result has no pattern, got sparse24")
         self._expect("element", PATTERNED)
         if self.layout.block not in PATTERNED_BLOCKS:
             raise ValueError(
-                f"layout: expected blocks of 64 or 128 for pattern sparse24, got {self.layout.block}"
+                f"layout: expected blocks of 64 or 128 for inner sparse24, got {self.layout.block}"
             )
 
     @property
@@ -207,7 +207,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         return {"sdd": self.n, "dsd": cols, "dds": rows}[self.op]
 
     def operands(self) -> tuple[Operand, ...]:
-        """The tables, ``a``, ``b``, ``c``; ``metadata``, and ``bias`` [H, rows or columns], of those with any."""
+        """The tables, ``a``, ``b``, ``c``; where there are any ``metadata``, ``bias`` [H, rows or columns]."""
         (rows, cols), n, element, out = self.sides, self.n, self.element, self.out_element
         a, b = (
             partial(self._dense, name, Role.IN, element=element, transposed=transposed)
@@ -216,7 +216,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         tables = self._tables()
         if self.op is BlockSparseOp.SDD:
             return tables, a(rows, n), b(n, cols), self._blocks("c", Role.OUT, out)
-        half, block = self.pattern is BlockPattern.SPARSE24, self.layout.block
+        half, block = self.inner is InnerPattern.SPARSE24, self.layout.block
         values = partial(self._blocks, role=Role.IN, element=element, width=block // 2 if half else block)
         found: tuple[Operand, ...]
         if self.op is BlockSparseOp.DSD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.arithmetic import in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
-from ..vocab import BlockPattern, ElementKind, MathPrecision
+from ..vocab import ElementKind, InnerPattern, MathPrecision
 from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
@@ -24,7 +24,7 @@ def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
 
 def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
     """Of what multiplies kept cells alone."""
-    half = problem.pattern is BlockPattern.SPARSE24
+    half = problem.inner is InnerPattern.SPARSE24
     return found.model_copy(update={"terms_per_k": 0.5}) if half else found
 
 
@@ -44,7 +44,7 @@ def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 def host_blas_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Cells that 2:4 blocks don't keep are multiplied as zeros.
-    half = problem.pattern is BlockPattern.SPARSE24
+    half = problem.inner is InnerPattern.SPARSE24
     found = host_blas(problem)
     return found.model_copy(update={"nonfinite": "propagates"}) if half else found
 

@@ -349,7 +349,9 @@ def _bitmap(argument: str, at: Array, sizes: tuple[int, int, int]) -> Array:
     if int(np.count_nonzero(kept)) != at.shape[1]:
         seen, counts = np.unique(at, axis=1, return_counts=True)
         twice = seen[:, int((counts > 1).argmax())]
-        raise InvalidProblemError(f"{argument}: expected each block once, got {place_of(twice)} more than once")
+        raise InvalidProblemError(
+            f"{argument}: expected each block once, got {place_of(twice)} more than once"
+        )
     return kept
 
 

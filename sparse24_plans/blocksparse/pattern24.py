@@ -1,4 +1,4 @@
-"""Kept blocks that are 2:4 inside: what products with pattern ``sparse24`` take, from and to whole blocks.
+"""Kept blocks that are 2:4 inside: what products with inner ``sparse24`` take, from and to whole blocks.
 
 Of a block of side b every line, of the b cells that the product sums over, keeps two of four: b/2 values, in
 increasing columns. A code says which two of a group of four: ``first | second << 2``, as in metadata of 2:4
@@ -19,7 +19,7 @@ from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, integer
 from ..weights import canonical
 from ..weights.codes import VALID_CODES
-from .descriptor import PATTERNED, PATTERNED_BLOCKS
+from .descriptor import FLOATS, PATTERNED, PATTERNED_BLOCKS
 from .layout import BlockSparseLayout, on_host, place_of
 
 Array = np.ndarray[Any, Any]
@@ -31,20 +31,20 @@ class CompressedBlocks(NamedTuple):
     """Two of four cells of every line of a layout's kept blocks, in host memory."""
 
     values: Array
-    """[Z, blocks, block, block/2] of the element, a line each row of the block; ``along`` rows: each column."""
+    """[Z, blocks, block, block/2] of the element: of each row of a block; ``along`` rows: of each column."""
     metadata: Array
     """uint8 [Z, blocks, block, block/8]."""
 
 
 def compress_blocks(layout: BlockSparseLayout, values: Any, *, along: Along) -> CompressedBlocks:
-    """``values`` [Z, blocks, block, block] of f16 or bf16, whose blocks of 64 or 128 are 2:4, without the rest.
+    """What is kept of ``values`` [Z, blocks, block, block], f16 or bf16, whose blocks of 64 or 128 are 2:4.
 
     ``along``: what the groups of four lie along, and the product sums over: ``columns`` of the stored blocks
     for ``dsd``, and for ``dds`` with trans_b; ``rows`` for ``dds``, and for ``dsd`` with trans_a. Host memory
     in, new arrays out. -0.0 is a zero. Raises InvalidProblemError naming the argument, and FormatError for
     the first block that has a group with more than two non-zeros.
     """
-    cells, element = _cells(layout, values, layout.shape.block)
+    cells, element = _cells(layout, values)
     lines = _lined(cells, along)
     codes, crowded = canonical.covering_codes(_rows(lines), element)
     if crowded is not None:
@@ -56,16 +56,14 @@ def compress_blocks(layout: BlockSparseLayout, values: Any, *, along: Along) -> 
     return _kept(lines, codes, element)
 
 
-def decompress_blocks(
-    layout: BlockSparseLayout, values: Any, metadata: Any, *, along: Along
-) -> Array:
+def decompress_blocks(layout: BlockSparseLayout, values: Any, metadata: Any, *, along: Along) -> Array:
     """The blocks [Z, blocks, block, block] that :func:`compress_blocks` was given, in host memory.
 
     Raises InvalidProblemError naming the argument, and FormatError for the first block with metadata that
     are no two increasing positions.
     """
+    cells, element = _cells(layout, values, kept=2)
     block = layout.shape.block
-    cells, element = _cells(layout, values, block // 2)
     found = on_host("metadata", metadata)
     wanted = (*cells.shape[:3], block // 8)
     if found.element is not ElementKind.U8 or found.shape != wanted:
@@ -87,7 +85,7 @@ def decompress_blocks(
 def prune_blocks(
     matrix: Any, block: int, density: float, *, along: Along, scores: Any = None
 ) -> tuple[BlockSparseLayout, CompressedBlocks]:
-    """The blocks of highest energy of ``matrix`` [rows, cols], or [heads, rows, cols], and 2:4 inside of them.
+    """The blocks of ``matrix`` [rows, cols], or [heads, rows, cols], that weigh most, and 2:4 inside of them.
 
     Parameters
     ----------
@@ -96,12 +94,11 @@ def prune_blocks(
     density : float
         From 0 to 1: of all heads' blocks, so many are kept, rounded to a whole number (a half to even).
     along : str
-        As of :func:`compress_blocks`: of every four cells along it the two largest are kept, as
-        ``PruneSparse24Plan`` does: by magnitude, NaN above Inf, of equals those in front.
+        As of :func:`compress_blocks`: of every four cells along it two are kept, as ``PruneSparse24Plan``
+        does: the largest by magnitude, or by score, signed; NaN above Inf, of equals those in front.
     scores : array, optional
-        Like the matrix, of any float element: what energies and magnitudes are of; the matrix by default.
-        A block's energy is the sum of its scores' squares; of equals the block in front is kept, one with a
-        NaN before all others.
+        Like the matrix, ``f32``, ``f16`` or ``bf16``. A block weighs the sum of its scores, without scores
+        that of its cells' squares: in float64; NaN weighs most, and of equals the block in front is kept.
 
     Returns
     -------
@@ -110,23 +107,32 @@ def prune_blocks(
     cells, element = _matrices("matrix", matrix)
     if element not in PATTERNED:
         raise wrong("matrix", "f16 or bf16", str(element))
-    judged, kind = (cells, element) if scores is None else _matrices("scores", scores)
-    if judged.shape != cells.shape or kind.is_integer:
-        raise InvalidProblemError(f"scores: expected floats {list(cells.shape)}, got {kind}{list(judged.shape)}")
     everything = BlockSparseLayout(np.ones(_grid(cells, block), bool), block)
-    judged_blocks = everything.values_of(judged.view(kind.dtype))
-    kept = _highest(_energies(judged_blocks[0]), density)
+    blocks = everything.values_of(cells.view(element.dtype))
+    judged, kind = blocks, element
+    if scores is not None:
+        found, kind = _matrices("scores", scores)
+        if found.shape != cells.shape or kind not in FLOATS:
+            raise InvalidProblemError(
+                f"scores: expected f32, f16 or bf16 {list(cells.shape)}, got {kind}{list(found.shape)}"
+            )
+        judged = everything.values_of(found.view(kind.dtype))
+    kept = _heaviest(_weights(judged[0], squared=scores is None), density)
     layout = BlockSparseLayout(kept.reshape(everything.bitmap.shape), block)
-    lines = _lined(everything.values_of(cells.view(element.dtype))[:, kept].view(cells.dtype), along)
-    ranked = _lined(judged_blocks[:, kept].view(judged.dtype), along)
-    return layout, _kept(lines, canonical.magnitude_codes(_rows(ranked), kind), element)
+    ranked = _rows(_lined(judged[:, kept], along)).view(kind.bits_dtype)
+    codes = (
+        canonical.magnitude_codes(ranked, kind)
+        if scores is None
+        else canonical.rank_codes(canonical.value_keys(ranked, kind))
+    )
+    return layout, _kept(_lined(blocks[:, kept].view(cells.dtype), along), codes, element)
 
 
 # For the backends ---------------------------------------------------------------------------------
 
 
 def codes_of(metadata: Array) -> Array:
-    """The codes uint8 [Z, blocks, block, block/4] of metadata uint8 [Z, blocks, block, block/8], unchecked."""
+    """Codes uint8 [Z, blocks, block, block/4] of metadata uint8 [Z, blocks, block, block/8], unchecked."""
     batch, blocks, block, _ = metadata.shape
     words = np.ascontiguousarray(metadata).view("<u2").reshape(batch, blocks, *_tiled(block))
     halves = words.transpose(0, 1, 2, 3, 7, 4, 6, 5).reshape(batch, blocks, block, block // 16, 1)
@@ -147,14 +153,15 @@ def metadata_of(codes: Array) -> Array:
 def whole(values: Array, codes: Array) -> Array:
     """Lines [.., block] of kept ones [.., block/2], zeros elsewhere; by codes [.., block/4]."""
     *outer, width = values.shape
-    found = canonical.scatter(_rows(values), codes.reshape(-1))
+    found: Array = canonical.scatter(_rows(values), codes.reshape(-1))
     return found.reshape(*outer, 2 * width)
 
 
 def positions(codes: Array) -> Array:
     """In its line the column of each kept value, [.., block/2], of codes [.., block/4]."""
     *outer, groups = codes.shape
-    return canonical.positions(codes.reshape(-1, groups)).reshape(*outer, 2 * groups)
+    found: Array = canonical.positions(codes.reshape(-1, groups))
+    return found.reshape(*outer, 2 * groups)
 
 
 def _tiled(block: int) -> tuple[int, ...]:
@@ -183,14 +190,14 @@ def _kept(lines: Array, codes: Array, element: ElementKind) -> CompressedBlocks:
     )
 
 
-def _cells(layout: BlockSparseLayout, values: Any, width: int) -> tuple[Array, ElementKind]:
-    """Bits of values [Z, blocks, block, width], and their element."""
+def _cells(layout: BlockSparseLayout, values: Any, kept: int = 4) -> tuple[Array, ElementKind]:
+    """Bits of values [Z, blocks, block, ..] that have so many cells of four, and their element."""
     if type(layout) is not BlockSparseLayout:
         raise wrong("layout", "BlockSparseLayout", layout)
     one = layout.shape
     if one.block not in PATTERNED_BLOCKS:
         raise InvalidProblemError(f"layout: expected blocks of 64 or 128, got {one.block}")
-    view = on_host("values", values)
+    view, width = on_host("values", values), one.block * kept // 4
     if len(view.shape) != 4 or view.shape[1:] != (one.blocks, one.block, width):
         raise InvalidProblemError(
             f"values: expected [Z, {one.blocks}, {one.block}, {width}], got shape {list(view.shape)}"
@@ -217,19 +224,20 @@ def _grid(cells: Array, block: object) -> tuple[int, int, int]:
     return heads, rows // size, cols // size
 
 
-def _energies(blocks: Array) -> Array:
+def _weights(blocks: Array, *, squared: bool) -> Array:
     """Of blocks [count, b, b]; of one with a NaN Inf, which nothing exceeds."""
     with np.errstate(all="ignore"):
-        found: Array = np.square(blocks.astype(np.float64)).sum(axis=(1, 2))
+        wide = blocks.astype(np.float64)
+        found: Array = (wide * wide if squared else wide).sum(axis=(1, 2))
     return np.where(np.isnan(found), np.inf, found)
 
 
-def _highest(energies: Array, density: object) -> Array:
+def _heaviest(weights: Array, density: object) -> Array:
     """Which are kept."""
     if type(density) not in (int, float) or not 0 <= density <= 1:  # type: ignore[operator]
         raise wrong("density", "a number from 0 to 1", density)
-    kept = np.zeros(len(energies), bool)
-    kept[np.argsort(-energies, kind="stable")[: round(density * len(energies))]] = True  # type: ignore[operator]
+    kept = np.zeros(len(weights), bool)
+    kept[np.argsort(-weights, kind="stable")[: round(density * len(weights))]] = True  # type: ignore[operator]
     return kept
 
 

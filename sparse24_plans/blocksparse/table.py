@@ -9,10 +9,10 @@ from ..vocab import (
     BLOCKS_LAYOUT,
     ArchSku,
     BackendKind,
-    BlockPattern,
     BlockSparseOp,
     ElementKind,
     EpilogueKind,
+    InnerPattern,
     Tier,
 )
 from . import guarantees, limits
@@ -36,11 +36,11 @@ class MatmulRow(BlockSparseRow):
     blocks: tuple[int, ...] = BLOCK_SIZES
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
     epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
-    patterns: tuple[BlockPattern, ...] = (BlockPattern.DENSE,)
+    inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
-        if descriptor.pattern not in self.patterns:
-            return f"does not serve pattern {descriptor.pattern}"
+        if descriptor.inner not in self.inners:
+            return f"does not serve inner {descriptor.inner}"
         if descriptor.op not in self.ops:
             return f"does not serve op {descriptor.op}"
         if descriptor.epilogue not in self.epilogues:
@@ -80,7 +80,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
         epilogues=_EXACT_EPILOGUES,
-        patterns=(BlockPattern.SPARSE24,),
+        inners=(InnerPattern.SPARSE24,),
     ),
     MatmulRow(
         "inflate_cublas",
@@ -95,9 +95,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
     ),
     # For what inflating doesn't promise.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
-    MatmulRow(
-        "host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, patterns=tuple(BlockPattern)
-    ),
+    MatmulRow("host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)),
     MatmulRow(
         "host_strict",
         *_HOST,
@@ -105,7 +103,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         MATMUL_ELEMENTS,
         strict=True,
         epilogues=_EXACT_EPILOGUES,
-        patterns=tuple(BlockPattern),
+        inners=tuple(InnerPattern),
     ),
 )
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (

@@ -271,7 +271,7 @@ class BlockSparseOp(_Word):
     DDS = "dds"
 
 
-class BlockPattern(_Word):
+class InnerPattern(_Word):
     """What the kept blocks of a block-sparse matrix hold.
 
     ``dense``: every cell. ``sparse24``: at most 2 of every 4 consecutive cells along the sums of the product,

@@ -36,7 +36,7 @@ EDGES_OF_TILES = (8, 56, 64, 72, 128, 136, 248, 256, 264, 520, 1040)
 
 def plan_of(**fields: Any) -> BlockSparseMatmulPlan:
     desc = BlockSparseMatmulDescriptor(
-        **{"n": 72, "batch": 2, "element": "bf16", "pattern": "sparse24", **fields}
+        **{"n": 72, "batch": 2, "element": "bf16", "inner": "sparse24", **fields}
     )
     plan = BlockSparseMatmulPlan.select(desc, device=0)
     assert plan.explain().chosen == "blocks_wgmma_sp"
@@ -55,7 +55,7 @@ SHAPE = BlockSparseShape(heads=1, rows=4096, cols=4096, block=128, blocks=200)
 
 def explained(device: DeviceProperties = H200, **fields: Any) -> Any:
     desc = BlockSparseMatmulDescriptor(
-        **{"op": "dsd", "layout": SHAPE, "n": 4096, "element": "bf16", "pattern": "sparse24", **fields}
+        **{"op": "dsd", "layout": SHAPE, "n": 4096, "element": "bf16", "inner": "sparse24", **fields}
     )
     return explain(desc, device=device)
 
@@ -64,17 +64,17 @@ def test_what_is_chosen():
     assert explained().chosen == "blocks_wgmma_sp"
     assert explained(op="dds", n=4097, element="f16").chosen == "blocks_wgmma_sp"
     assert explained(layout=SHAPE.model_copy(update={"block": 64})).chosen == "blocks_wgmma_sp"
-    assert explained(pattern="dense").chosen == "blocks_wgmma"
+    assert explained(inner="dense").chosen == "blocks_wgmma"
     assert explained(n=4097).chosen is None  # rows that the copy engine can't take
     older = H200.model_copy(update={"compute_capability": (8, 0)})
     assert explained(device=older).chosen is None
 
 
 def test_why_not():
-    desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", pattern="sparse24")
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
     with pytest.raises(UnsupportedError, match=r"needs rows of b in multiples of 16 bytes, got n = 4097"):
         BlockSparseMatmulPlan.compile(desc, device=H200)
-    with pytest.raises(UnsupportedError, match=r"inflate_cublas: does not serve pattern sparse24"):
+    with pytest.raises(UnsupportedError, match=r"inflate_cublas: does not serve inner sparse24"):
         BlockSparseMatmulPlan.compile(desc, device=H200)
 
 

@@ -199,10 +199,10 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
                 continue
             for n in (256,) if few else (64, 128, 256, 4096):
                 for turned in turns:
-                    yield _block_problem(op, shape, n, turned, {"element": "bf16", "pattern": "sparse24"})
+                    yield _block_problem(op, shape, n, turned, {"element": "bf16", "inner": "sparse24"})
             for kind in kinds:
                 if kind["element"] != "f32":
-                    yield _block_problem(op, shape, 4096, (False, False), {**kind, "pattern": "sparse24"})
+                    yield _block_problem(op, shape, 4096, (False, False), {**kind, "inner": "sparse24"})
 
 
 def _block_problem(

@@ -91,8 +91,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         items = schedule.items(desc)
         self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
         self.details = (
-            f"{items * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._blocks} blocks, "
-            f"clusters of {schedule.share}, {schedule.dense_stages} stages"
+            f"{items * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._blocks} "
+            f"blocks, clusters of {schedule.share}, {schedule.dense_stages} stages"
         )
         self._function = load(
             _SOURCE,

@@ -17,7 +17,7 @@ from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import AttentionMask, BlockPattern, BlockSparseOp, BlockSparsePass, ElementKind
+from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind, InnerPattern
 from ...weights import dense
 from .. import pattern24
 from ..arithmetic import products, softmax
@@ -92,7 +92,7 @@ class _Matmul(_Work):
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
         multiply, turn = partial(products.sparse_times_dense, multiply=self._multiply), transposed
-        if desc.pattern is BlockPattern.SPARSE24:
+        if desc.inner is InnerPattern.SPARSE24:
             codes = pattern24.codes_of(views["metadata"].bits())
             turn = False  # lines are those of what enters the product
             if self._strict:
