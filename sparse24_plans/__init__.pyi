@@ -10,7 +10,6 @@ from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSpars
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
-from .blocksparse.pattern24 import CompressedBlocks as CompressedBlocks
 from .blocksparse.pattern24 import compress_blocks as compress_blocks
 from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
 from .blocksparse.pattern24 import prune_blocks as prune_blocks

@@ -16,14 +16,13 @@
 //   write       the same                     its results, staged for the copy engine, while the next are copied in
 //
 //   barriers    sparse_full, dense_full: a stage's bytes have come; sparse_free, dense_free: all warps that read it are
-//               done: of S those of the whole cluster. Named 1, 2: a warpgroup's staging area; 3: the lead.
+//               done: of S those of the whole cluster. Named 1, 2: a warpgroup's staging area.
 //   registers   kTokens / 2 accumulators; threads that copy hand theirs over.
 //
-//   copy       | S, X X | S, X X | ..
-//   multiply 0          | wgmma 0 1 2 3 .. | write  | wgmma ..
-//   multiply 1              | wgmma 0 1 2 3 .. | write  | wgmma ..
-//
-// The first warpgroup is kLead columns ahead from the start: while one writes, the other one multiplies.
+//   copy     | S, X X | S, X X | ..
+//   multiply          | wgmma 0 | 1 | 2 | 3 | ..                 one step in flight, the stages before it freed
+//                                                                meanwhile
+//   write                                   | fill | copy |
 //
 // Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
 // takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
@@ -42,7 +41,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kShare = S24_SHARE;                          // blocks of a cluster
   static constexpr int kSparseStages = S24_SPARSE_STAGES, kDenseStages = S24_DENSE_STAGES;
   static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
-  static constexpr int kLead = S24_LEAD;                            // columns of blocks; 0: none
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X lies; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
 
@@ -66,7 +64,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
   static_assert(kBlock == 64 || kBlock == 128, "a row tile is of one line");
   static_assert(kTokens % 64 == 0 && kTokens <= 256, "a warpgroup has whole groups of tokens");
-  static_assert(kLead * kHalves <= kDenseStages && kLead <= kSparseStages, "a lead that the stages allow");
 
   // Registers of a thread that copies and of one that multiplies, once they part.
   static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
@@ -75,7 +72,6 @@ constexpr int kGroupBytes = 64 * 128;  // 64 lines of 128 bytes
 using SparseOperand = DenseOperand<Major::K, Config::kLineBytes, 0>;
 using XOperand = DenseOperand<Config::kDenseMajor, 128, kGroupBytes>;
 using Sums = float[Config::kSums];  // a thread's share of 64 rows x kTokens
-constexpr int kLeadBarrier = 3;
 
 struct BlocksWgmmaSpParams {
   TensorMap values_map;  // [Z * blocks * b, b / 2]: boxes of b / kShare rows
@@ -268,7 +264,6 @@ struct DenseCopier {
 struct Multiplier {
   u32 base, row_group, sparse_free;  // the last: of the block of the cluster that this lane reports to
   Barriers barriers;
-  u32 lead;  // columns after which the other warpgroup may start; 0: it isn't waiting
   SparseRing sparse;
   DenseRing dense;
   bool flying = false;  // a step, of these stages
@@ -288,11 +283,6 @@ struct Multiplier {
   __device__ __forceinline__ bool has_line() const {
     if constexpr (Config::kLines == 1) return true;
     return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(sparse.slot)) >> row_group & 1, 0);
-  }
-
-  __device__ __forceinline__ void let_the_other_start() {
-    lead = 0;
-    threads_arrive(kLeadBarrier, Config::kMultiplying);
   }
 
   // Two steps of wgmma: 64 k of the block with one stage of X. Its metadata stay in their register while these run,
@@ -345,9 +335,7 @@ struct Multiplier {
         else if (at % 2) multiply_half<0>(sums, second);
         else multiply_half<0>(sums, first);
       }
-      if (lead && --lead == 0) let_the_other_start();
     }
-    if (lead) let_the_other_start();
     finish();
     wgmma_settle(sums);
   }
@@ -463,18 +451,15 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
   } else {
     registers_raise<Config::kSumRegisters>();
-    Multiplier multiplier{base, warpgroup, barriers.sparse_free(0), barriers, warpgroup == 0 ? Config::kLead : 0u};
+    Multiplier multiplier{base, warpgroup, barriers.sparse_free(0), barriers};
     if constexpr (Config::kShare > 1)
       multiplier.sparse_free = cluster_address(barriers.sparse_free(0), threadIdx.x % 32 % Config::kShare);
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
                                1 + (int)warpgroup};
-    bool waits = Config::kLead > 0 && warpgroup == 1;
     Sums sums;
     for (u32 turn = 0; turn < turns_of(p); ++turn) {
       if (item_of(turn) >= items_of(p)) continue;
       const Item item(p, item_of(turn), share);
-      if (waits) threads_meet(kLeadBarrier, Config::kMultiplying);
-      waits = false;
       multiplier.multiply(sums, item.count);
       writer.write(sums, item, warpgroup);
     }

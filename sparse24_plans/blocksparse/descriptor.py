@@ -207,7 +207,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         return {"sdd": self.n, "dsd": cols, "dds": rows}[self.op]
 
     def operands(self) -> tuple[Operand, ...]:
-        """The tables, ``a``, ``b``, ``c``; where there are any ``metadata``, ``bias`` [H, rows or columns]."""
+        """The tables, ``a``, ``b``, ``c``; and ``metadata`` and ``bias`` where there are any."""
         (rows, cols), n, element, out = self.sides, self.n, self.element, self.out_element
         a, b = (
             partial(self._dense, name, Role.IN, element=element, transposed=transposed)

@@ -10,7 +10,7 @@ them. The 16 groups of 64 cells of a line are four times 16 bits, ``half[line, t
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,22 +27,16 @@ Along = Literal["columns", "rows"]
 ALONG = ("columns", "rows")
 
 
-class CompressedBlocks(NamedTuple):
-    """Two of four cells of every line of a layout's kept blocks, in host memory."""
-
-    values: Array
-    """[Z, blocks, block, block/2] of the element: of each row of a block; ``along`` rows: of each column."""
-    metadata: Array
-    """uint8 [Z, blocks, block, block/8]."""
-
-
-def compress_blocks(layout: BlockSparseLayout, values: Any, *, along: Along) -> CompressedBlocks:
+def compress_blocks(layout: BlockSparseLayout, values: Any, *, along: Along) -> tuple[Array, Array]:
     """What is kept of ``values`` [Z, blocks, block, block], f16 or bf16, whose blocks of 64 or 128 are 2:4.
 
     ``along``: what the groups of four lie along, and the product sums over: ``columns`` of the stored blocks
-    for ``dsd``, and for ``dds`` with trans_b; ``rows`` for ``dds``, and for ``dsd`` with trans_a. Host memory
-    in, new arrays out. -0.0 is a zero. Raises InvalidProblemError naming the argument, and FormatError for
-    the first block that has a group with more than two non-zeros.
+    for ``dsd``, and for ``dds`` with trans_b; ``rows`` for ``dds``, and for ``dsd`` with trans_a. A line is a
+    row of a block then, or a column.
+
+    Returns the values [Z, blocks, block, block/2] of the lines and their metadata, uint8 [Z, blocks, block,
+    block/8], in new arrays on the host, where ``values`` is too. -0.0 is a zero. Raises InvalidProblemError
+    naming the argument, and FormatError for the first block that has a group with more than two non-zeros.
     """
     cells, element = _cells(layout, values)
     lines = _lined(cells, along)
@@ -84,7 +78,7 @@ def decompress_blocks(layout: BlockSparseLayout, values: Any, metadata: Any, *, 
 
 def prune_blocks(
     matrix: Any, block: int, density: float, *, along: Along, scores: Any = None
-) -> tuple[BlockSparseLayout, CompressedBlocks]:
+) -> tuple[BlockSparseLayout, tuple[Array, Array]]:
     """The blocks of ``matrix`` [rows, cols], or [heads, rows, cols], that weigh most, and 2:4 inside of them.
 
     Parameters
@@ -102,7 +96,8 @@ def prune_blocks(
 
     Returns
     -------
-    The layout, and the kept cells. Raises InvalidProblemError naming the argument.
+    The layout, and the values and metadata that :func:`compress_blocks` would give. Raises InvalidProblemError
+    naming the argument.
     """
     cells, element = _matrices("matrix", matrix)
     if element not in PATTERNED:
@@ -182,12 +177,10 @@ def _lined(blocks: Array, along: object) -> Array:
     return blocks if along == "columns" else blocks.swapaxes(-1, -2)
 
 
-def _kept(lines: Array, codes: Array, element: ElementKind) -> CompressedBlocks:
+def _kept(lines: Array, codes: Array, element: ElementKind) -> tuple[Array, Array]:
     batch, blocks, block, _ = lines.shape
     values = canonical.gather(_rows(lines), codes).reshape(batch, blocks, block, block // 2)
-    return CompressedBlocks(
-        values.view(element.dtype), metadata_of(codes.reshape(batch, blocks, block, block // 4))
-    )
+    return values.view(element.dtype), metadata_of(codes.reshape(batch, blocks, block, block // 4))
 
 
 def _cells(layout: BlockSparseLayout, values: Any, kept: int = 4) -> tuple[Array, ElementKind]:

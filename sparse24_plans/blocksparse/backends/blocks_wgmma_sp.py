@@ -171,7 +171,6 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, 
         "SPARSE_STAGES": schedule.sparse_stages,
         "DENSE_STAGES": schedule.dense_stages,
         "BUFFERS": schedule.buffers,
-        "LEAD": schedule.lead,
         "DENSE_MAJOR": form.right_major,
         "TOKENS_CONTIGUOUS": int(form.tokens_contiguous),
     }

@@ -23,7 +23,6 @@ _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 _MOST_STAGES = 6
 _SPARSE_STAGES = 3
-_LEAD = 1
 _BUFFERS = 2
 
 
@@ -37,8 +36,6 @@ class Schedule(NamedTuple):
     sparse_stages: int
     dense_stages: int
     buffers: int
-    lead: int
-    """Columns of blocks that one warpgroup is ahead of the other."""
 
     def shared_bytes(self, block: int) -> int:
         staging = 2 * self.buffers * _STAGING_LINES * _LINE_BYTES
@@ -76,9 +73,9 @@ def _sparse_bytes(block: int) -> int:
 
 def fitting(block: int, tokens: int, share: int) -> Schedule:
     """With as many stages of X as shared memory has room for."""
-    one = Schedule(tokens, share, _SPARSE_STAGES, 0, _BUFFERS, 0)
+    one = Schedule(tokens, share, _SPARSE_STAGES, 0, _BUFFERS)
     stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MOST_STAGES)
-    return one._replace(dense_stages=stages, lead=_LEAD)
+    return one._replace(dense_stages=stages)
 
 
 def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
