@@ -96,7 +96,7 @@ def prune_blocks(
 
     Returns
     -------
-    The layout, and the values and metadata that :func:`compress_blocks` would give. Raises InvalidProblemError
+    The layout, and values and metadata as :func:`compress_blocks` gives them. Raises InvalidProblemError
     naming the argument.
     """
     cells, element = _matrices("matrix", matrix)
