@@ -24,8 +24,9 @@
 //                                                                meanwhile
 //   write                                   | fill | copy |
 //
-// Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
-// takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
+// Items: strips from the longest to the shortest with every token tile of a band, then the next band, of whose X the
+// items that run at once read the same. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so
+// that none has only the longer ones; every other band the other way round, for at its end some have one item less.
 #include "common/epilogue.cuh"
 #include "ptx/multicast.cuh"
 #include "ptx/tensors.cuh"
@@ -90,7 +91,7 @@ struct BlocksWgmmaSpParams {
   u32 words;                            // of a line's bits
   u32 heads, batch;
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
-  u32 band;                    // of token tiles of all batches, before the next band
+  u32 band, bands;             // token tiles of all batches in a band; how many bands
 };
 static_assert(matches_host<BlocksWgmmaSpParams>(), "the host has another BlocksWgmmaSpParams");
 
@@ -122,10 +123,8 @@ struct Item {
   u32 head, line, batch, token;  // line: the first, in its head
   int count;                     // columns of blocks
 
-  __device__ __forceinline__ Item(const BlocksWgmmaSpParams& p, u32 index, u32 share) {
-    const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
-    const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
-    const u32 strip = (u32)p.order[rest / wide];
+  // tile: of tokens, in all batches.
+  __device__ __forceinline__ Item(const BlocksWgmmaSpParams& p, u32 strip, u32 tile, u32 share) {
     head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
     batch = tile / p.token_clusters;
     token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
@@ -135,18 +134,30 @@ struct Item {
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaSpParams& p) const { return batch * p.heads + head; }
 };
 
-// The item of a cluster's turn; all of them: the first that none has.
-__device__ __forceinline__ u32 item_of(u32 turn) {
-  const u32 clusters = gridDim.x / Config::kShare, mine = blockIdx.x / Config::kShare;
-  return turn * clusters + (turn % 2 ? clusters - 1 - mine : mine);
-}
-__device__ __forceinline__ u32 items_of(const BlocksWgmmaSpParams& p) {
-  return p.batch * p.token_clusters * p.strips;
-}
-__device__ __forceinline__ u32 turns_of(const BlocksWgmmaSpParams& p) {
-  const u32 clusters = gridDim.x / Config::kShare;
-  return (items_of(p) + clusters - 1) / clusters;
-}
+// A cluster's turns: those of each band, one band after the other. In a band's last turn it may have no item.
+struct Turns {
+  const BlocksWgmmaSpParams& p;
+  u32 band = 0, turn = 0;
+
+  __device__ __forceinline__ bool more() const { return band < p.bands; }
+  __device__ __forceinline__ void next() {
+    if (++turn * clusters() >= items()) turn = 0, ++band;
+  }
+  __device__ __forceinline__ bool has_item() const { return index() < items(); }
+  __device__ __forceinline__ Item item(u32 share) const {
+    return {p, (u32)p.order[index() / wide()], band * p.band + index() % wide(), share};
+  }
+
+ private:
+  static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kShare; }
+  // Token tiles of the band; its items; this turn's.
+  __device__ __forceinline__ u32 wide() const { return min(p.band, p.batch * p.token_clusters - band * p.band); }
+  __device__ __forceinline__ u32 items() const { return p.strips * wide(); }
+  __device__ __forceinline__ u32 index() const {
+    const u32 mine = blockIdx.x / Config::kShare;
+    return turn * clusters() + ((turn + band) % 2 ? clusters() - 1 - mine : mine);
+  }
+};
 
 // Copies ---------------------------------------------------------------------------------------------
 
@@ -198,9 +209,9 @@ struct SparseCopier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      for_columns<true>(p, Item(p, item_of(turn), share), lane, [&](u32, bool keeps, u32 place) {
+    for (Turns turns{p}; turns.more(); turns.next()) {
+      if (!turns.has_item()) continue;
+      for_columns<true>(p, turns.item(share), lane, [&](u32, bool keeps, u32 place) {
         barrier_wait(barriers.sparse_free(at.slot), at.parity ^ 1);
         const u32 full = barriers.sparse_full(at.slot), present = __ballot_sync(~0u, keeps);
         if (lane == 0) {
@@ -243,9 +254,9 @@ struct DenseCopier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+    for (Turns turns{p}; turns.more(); turns.next()) {
+      if (!turns.has_item()) continue;
+      const Item item = turns.item(share);
       const u32 matrix = item.matrix(p);
       for_columns<false>(p, item, lane, [&](u32 column, bool, u32) {
 #pragma unroll
@@ -440,6 +451,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   const Barriers barriers{base + Config::kBarrierAt};
   const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) init_barriers(barriers);
+  if (threadIdx.x == Config::kMultiplying && p.blocks) {  // else there are no maps but C's
+    prefetch_map(&p.values_map), prefetch_map(&p.right_map), prefetch_map(&p.out_map);
+  }
   __syncthreads();
   if constexpr (Config::kShare > 1) cluster_meet_relaxed();
   follow_predecessors();
@@ -457,9 +471,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
                                1 + (int)warpgroup};
     Sums sums;
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+    for (Turns turns{p}; turns.more(); turns.next()) {
+      if (!turns.has_item()) continue;
+      const Item item = turns.item(share);
       multiplier.multiply(sums, item.count);
       writer.write(sums, item, warpgroup);
     }

@@ -48,7 +48,8 @@ class _Parameters(ctypes.Structure):
         ("tokens", ctypes.c_uint32),
         ("token_clusters", ctypes.c_uint32),
         ("band", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 28),  # a tensor map's alignment is the struct's
+        ("bands", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 24),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -115,6 +116,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             tokens=desc.n,
             token_clusters=schedule.token_clusters(desc),
             band=schedule.band(desc),
+            bands=schedule.bands(desc),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:

@@ -23,6 +23,7 @@ _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 _MOST_STAGES = 6
 _SPARSE_STAGES = 3
+"""Of 128 columns."""
 _BUFFERS = 2
 
 
@@ -59,11 +60,18 @@ class Schedule(NamedTuple):
         return max(1, multiprocessors // self.share)
 
     def band(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' token tiles that are taken with every strip before the next ones."""
+        """Clusters' token tiles that are taken with every strip before the next ones.
+
+        Bands of equal size where there are such: of the last one, too, every cluster has a like share.
+        """
         tiles = desc.batch * self.token_clusters(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        bands = -(-tiles * tile_bytes // _BAND_BYTES)
-        return -(-tiles // max(bands, 1))
+        least = max(-(-tiles * tile_bytes // _BAND_BYTES), 1)
+        bands = next((one for one in range(least, 2 * least) if tiles % one == 0), least)
+        return -(-tiles // bands)
+
+    def bands(self, desc: BlockSparseMatmulDescriptor) -> int:
+        return -(-desc.batch * self.token_clusters(desc) // max(self.band(desc), 1))
 
 
 def _sparse_bytes(block: int) -> int:
@@ -73,7 +81,7 @@ def _sparse_bytes(block: int) -> int:
 
 def fitting(block: int, tokens: int, share: int) -> Schedule:
     """With as many stages of X as shared memory has room for."""
-    one = Schedule(tokens, share, _SPARSE_STAGES, 0, _BUFFERS)
+    one = Schedule(tokens, share, STRIP // block * _SPARSE_STAGES, 0, _BUFFERS)
     stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MOST_STAGES)
     return one._replace(dense_stages=stages)
 
