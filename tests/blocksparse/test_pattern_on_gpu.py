@@ -16,6 +16,7 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule
 
 from ..strategies import results_of
 from ..support import same_bits
@@ -76,6 +77,19 @@ def test_why_not():
         BlockSparseMatmulPlan.compile(desc, device=H200)
     with pytest.raises(UnsupportedError, match=r"inflate_cublas: does not serve inner sparse24"):
         BlockSparseMatmulPlan.compile(desc, device=H200)
+
+
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(4096, 4096, 1), (8192, 8192, 1), (4096, 14336, 3)])
+def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
+    """Of X, what the items of a band read."""
+    shape = BlockSparseShape(heads=1, rows=rows, cols=cols, block=128, blocks=200)
+    desc = BlockSparseMatmulDescriptor(
+        op="dsd", layout=shape, n=4096, batch=batch, element="bf16", inner="sparse24"
+    )
+    schedule = best_schedule(desc, 132)
+    band, bands, tiles = schedule.band(desc), schedule.bands(desc), batch * schedule.token_clusters(desc)
+    assert band * bands == tiles
+    assert band * schedule.tokens * schedule.share * cols * 2 <= 40 << 20
 
 
 # What is computed ---------------------------------------------------------------------------------
