@@ -16,6 +16,7 @@ _HOME = {
     "blocksparse.descriptor": "BlockSparseAttentionDescriptor BlockSparseMatmulDescriptor "
     "BlockSparseSoftmaxDescriptor",
     "blocksparse.layout": "BlockSparseLayout",
+    "blocksparse.pattern24": "compress_blocks decompress_blocks prune_blocks",
     "blocksparse.plan": "BlockSparseAttentionPlan BlockSparseMatmulPlan BlockSparseSoftmaxPlan",
     "blocksparse.shape": "BlockSparseShape",
     "blocksparse.tables": "BlockSparseTables",
@@ -48,8 +49,9 @@ _HOME = {
     "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
     "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "vocab": "ArchSku AttentionMask BackendKind BlockSparseOp BlockSparsePass DeviceProperties ElementKind "
-    "EpilogueKind GemmOp MaskLayout MathPrecision MatrixOrder OpCategory PrepareOp ScaleKind Tier TileRule",
+    "vocab": "ArchSku AttentionMask BackendKind BlockSparseOp BlockSparsePass DeviceProperties "
+    "ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
+    "OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",
     "weights.weight": "PackedWeight Sparse24Weight prune",
 }

@@ -10,6 +10,9 @@ from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSpars
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.pattern24 import compress_blocks as compress_blocks
+from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
+from .blocksparse.pattern24 import prune_blocks as prune_blocks
 from .blocksparse.plan import BlockSparseAttentionPlan as BlockSparseAttentionPlan
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
@@ -89,6 +92,7 @@ from .vocab import DeviceProperties as DeviceProperties
 from .vocab import ElementKind as ElementKind
 from .vocab import EpilogueKind as EpilogueKind
 from .vocab import GemmOp as GemmOp
+from .vocab import InnerPattern as InnerPattern
 from .vocab import MaskLayout as MaskLayout
 from .vocab import MathPrecision as MathPrecision
 from .vocab import MatrixOrder as MatrixOrder

@@ -21,6 +21,7 @@ from sparse24_plans import (
     GemmOp,
     GemmSparse24Descriptor,
     GuaranteeRequirement,
+    InnerPattern,
     MaskLayout,
     MaskSparse24Descriptor,
     MathPrecision,
@@ -117,7 +118,10 @@ def block_products(draw: st.DrawFn) -> BlockSparseMatmulDescriptor:
     if op is not BlockSparseOp.SDD:
         fields["epilogue"] = draw(st.sampled_from(EpilogueKind))
     sizes = {"n": draw(st.integers(0, 2**20)), "batch": draw(st.integers(0, 64))}
-    return BlockSparseMatmulDescriptor(op=op, layout=draw(block_shapes()), element=element, **sizes, **fields)
+    layout = draw(block_shapes())
+    if op is not BlockSparseOp.SDD and element in ("f16", "bf16") and layout.block >= 64:
+        fields["inner"] = draw(st.sampled_from(InnerPattern))
+    return BlockSparseMatmulDescriptor(op=op, layout=layout, element=element, **sizes, **fields)
 
 
 @st.composite

@@ -20,6 +20,7 @@ from sparse24_plans import (
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
+    InnerPattern,
     InvalidProblemError,
     MaskLayout,
     MathPrecision,
@@ -41,6 +42,7 @@ WORDS = {
     ScaleKind: "none tensor row",
     BlockSparseOp: "sdd dsd dds",
     BlockSparsePass: "forward backward",
+    InnerPattern: "dense sparse24",
     AttentionMask: "none add mul",
     PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
@@ -49,7 +51,8 @@ WORDS = {
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate sparse_tensor_core",
     BackendKind: "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp f32_split3 f32_split6 "
-    "blocks_wgmma attention_wgmma attention_backward_wgmma softmax cusparselt prune decompress pack tile_prune",
+    "blocks_wgmma blocks_wgmma_sp attention_wgmma attention_backward_wgmma softmax cusparselt prune decompress "
+    "pack tile_prune",
 }
 every_enum = pytest.mark.parametrize("enum", WORDS, ids=lambda enum: enum.__name__)
 every_word = pytest.mark.parametrize("word", [word for enum in WORDS for word in enum], ids=repr)

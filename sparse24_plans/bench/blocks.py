@@ -1,4 +1,4 @@
-"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``, attention being the other half of it.
+"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``, with 2:4 blocks and attention.
 
 Microseconds of what select chooses, beside dense cuBLAS with the same sizes and, for random blocks of dsd,
 PyTorch's own product of a BSR matrix. Values and dense matrices rotate over copies beyond the L2 cache; the
@@ -23,7 +23,7 @@ from ..errors import BackendUnavailableError, UnsupportedError
 from ..tuning.data import free_memory
 from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
 from ..vocab import BlockSparseOp, ElementKind
-from . import block_attention, record
+from . import block_attention, blocks24, record
 from .gemm import rounded
 from .peers import on_torch_stream, torch
 from .record import Record, sources_of
@@ -76,12 +76,20 @@ def cells() -> list[Cell]:
     ]
 
 
+AnyCell = Cell | blocks24.Cell | block_attention.Cell
+
+
+def every_cell() -> list[AnyCell]:
+    """Of the whole record."""
+    return [*cells(), *blocks24.cells(), *block_attention.cells()]
+
+
 def measure(
     on_step: Callable[[], None] = lambda: None,
     keep: Callable[[Record], None] = lambda _: None,
-    chosen: Sequence[Cell | block_attention.Cell] | None = None,
+    chosen: Sequence[AnyCell] | None = None,
 ) -> Record:
-    """A record of the cells, by default those of both halves. ``keep`` gets what there is after every one.
+    """A record of the cells, by default of all of them. ``keep`` gets what there is after every one.
 
     Raises BackendUnavailableError without a GPU or PyTorch, UnsupportedError for a wrong result.
     """
@@ -89,10 +97,11 @@ def measure(
     if torch is None:
         raise BackendUnavailableError("PyTorch is not installed; it gives the times of dense products")
     sources: set[str] = set()
-    every: Sequence[Cell | block_attention.Cell] = [*cells(), *block_attention.cells()]
-    for cell in every if chosen is None else chosen:
+    for cell in every_cell() if chosen is None else chosen:
         if isinstance(cell, Cell):
             found["products"].append(_Problem(cell).measured(sources))
+        elif isinstance(cell, blocks24.Cell):
+            found["sparse24"].append(blocks24.measured(cell, sources))
         else:
             found["attention"].append(block_attention.measured(cell, sources))
         found.update(record.stamp(record.files_of(sources)))

@@ -75,10 +75,11 @@ def problems(row: Row) -> Iterator[Descriptor]:
 def block_problems(row: Row) -> Iterator[Descriptor]:
     """Those of a row of block-sparse matrices."""
     if isinstance(row, blocks_table.MatmulRow):
-        for block, element, n, epilogue in product(_BLOCKS, row.elements, _TOKENS, _EPILOGUES):
+        blocks = [block for block in _BLOCKS if block in row.blocks]
+        for block, element, n, epilogue in product(blocks, row.elements, _TOKENS, _EPILOGUES):
             layout = _layout(block, (_M // block) * (_K // block))
             yield BlockSparseMatmulDescriptor(
-                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue
+                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
             )
     elif row in blocks_table.ATTENTION_ROWS:
         for block, element, op, causal in product(

@@ -38,6 +38,7 @@ _KEYS: Lists = {
 }
 BLOCKS_KEYS: Lists = {
     "products": ("op", "m", "k", "n", "block", "density", "pattern", "element"),
+    "sparse24": ("op", "m", "k", "n", "block", "density", "element"),
     "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
 }
 TORCH_KEYS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}

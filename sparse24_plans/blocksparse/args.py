@@ -16,7 +16,9 @@ class BlockSparseMatmulArgs(Args):
     Tensors of any framework, contiguous, on the plan's device. A sparse matrix is its values [Z, blocks,
     block, block], a dense one [Z, H, rows, columns]. ``a`` and ``b`` are of the element and are read, ``c``
     of ``out_element`` is written. ``bias`` [H, rows of C], for ``dds`` [H, columns of C], of
-    ``bias_element``, exactly when the epilogue has one.
+    ``bias_element``, exactly when the epilogue has one. Of a descriptor with inner ``sparse24`` the sparse
+    matrix is values [Z, blocks, block, block/2] and ``metadata`` in uint8 [Z, blocks, block, block/8]: what
+    ``compress_blocks`` gives.
     """
 
     layout: BlockSparseTables
@@ -24,6 +26,7 @@ class BlockSparseMatmulArgs(Args):
     b: Any
     c: Any
     bias: Any = None
+    metadata: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ..vocab import (
     ElementLike,
     EpilogueKind,
     Flag,
+    InnerPattern,
     Integer,
     OpCategory,
 )
@@ -34,6 +35,10 @@ MATMUL_ELEMENTS = (
     ElementKind.FP8_E4M3,
 )
 """The elements that can be multiplied."""
+
+PATTERNED = (ElementKind.F16, ElementKind.BF16)
+"""The elements of values whose blocks are 2:4: of these, metadata have one order."""
+PATTERNED_BLOCKS = (64, 128)
 
 FLOATS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
 """The elements of softmax and attention."""
@@ -68,9 +73,14 @@ class BlockSparseDescriptor(Descriptor):
         size = (length(self.layout),)
         return Operand("layout", Role.TABLES, size, ElementKind.I32, of=partial(view_of, self.layout))
 
-    def _blocks(self, name: str, role: Role, element: ElementKind, may_be: str | None = None) -> Operand:
+    def _blocks(
+        self, name: str, role: Role, element: ElementKind, may_be: str | None = None, *, width: int = 0
+    ) -> Operand:
+        """Blocks, or lines of them of another width."""
         one = self.layout
-        return Operand(name, role, (self.batch, one.blocks, one.block, one.block), element, may_be=may_be)
+        return Operand(
+            name, role, (self.batch, one.blocks, one.block, width or one.block), element, may_be=may_be
+        )
 
     def _dense(
         self, name: str, role: Role, rows: int, cols: int, element: ElementKind, *, transposed: bool = False
@@ -101,6 +111,11 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     epilogue, alpha, out_element, bias_element : optional
         As of GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C (``dsd``)
         or column (``dds``) of each head. ``sdd`` takes only ``identity``.
+    inner : InnerPattern
+        ``dense`` (default), or ``sparse24``: the kept blocks of A (``dsd``) or B (``dds``) are 2:4 along the
+        sums, and stored as values [Z, blocks, block, block/2] and metadata [Z, blocks, block, block/8], as
+        ``compress_blocks`` makes them, a line each row of op(A) or column of op(B). For ``f16`` and ``bf16``
+        with blocks of 64 and 128.
 
     Raises
     ------
@@ -112,6 +127,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     n: Count
     trans_a: Flag = False
     trans_b: Flag = False
+    inner: InnerPattern = InnerPattern.DENSE
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
     out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
@@ -131,6 +147,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
             batch: SupportsIndex = ...,
             trans_a: bool = ...,
             trans_b: bool = ...,
+            inner: InnerPattern | str = ...,
             epilogue: EpilogueKind | str = ...,
             alpha: SupportsFloat = ...,
             out_element: ElementLike = ...,
@@ -144,8 +161,19 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         self._expect("bias_element", biases_of(self.element, self.out_element))
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
+        if self.inner is InnerPattern.SPARSE24:
+            self._check_inner()
         self._check_sizes(self.n)
         return self
+
+    def _check_inner(self) -> None:
+        if self.op is BlockSparseOp.SDD:
+            raise ValueError("inner: expected dense for op sdd, whose result has no pattern, got sparse24")
+        self._expect("element", PATTERNED)
+        if self.layout.block not in PATTERNED_BLOCKS:
+            raise ValueError(
+                f"layout: expected blocks of 64 or 128 for inner sparse24, got {self.layout.block}"
+            )
 
     @property
     def op_name(self) -> str:
@@ -179,7 +207,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         return {"sdd": self.n, "dsd": cols, "dds": rows}[self.op]
 
     def operands(self) -> tuple[Operand, ...]:
-        """The layout's tables, ``a``, ``b``, ``c``, and ``bias`` [H, rows or columns] where there is one."""
+        """The tables, ``a``, ``b``, ``c``; and ``metadata`` and ``bias`` where there are any."""
         (rows, cols), n, element, out = self.sides, self.n, self.element, self.out_element
         a, b = (
             partial(self._dense, name, Role.IN, element=element, transposed=transposed)
@@ -188,14 +216,19 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
         tables = self._tables()
         if self.op is BlockSparseOp.SDD:
             return tables, a(rows, n), b(n, cols), self._blocks("c", Role.OUT, out)
+        half, block = self.inner is InnerPattern.SPARSE24, self.layout.block
+        values = partial(self._blocks, role=Role.IN, element=element, width=block // 2 if half else block)
+        found: tuple[Operand, ...]
         if self.op is BlockSparseOp.DSD:
-            found = self._blocks("a", Role.IN, element), b(cols, n), self._dense("c", Role.OUT, rows, n, out)
+            found = tables, values("a"), b(cols, n), self._dense("c", Role.OUT, rows, n, out)
         else:
-            found = a(n, rows), self._blocks("b", Role.IN, element), self._dense("c", Role.OUT, n, cols, out)
+            found = tables, a(n, rows), values("b"), self._dense("c", Role.OUT, n, cols, out)
+        if half:
+            found = *found, self._blocks("metadata", Role.IN, ElementKind.U8, width=block // 8)
         if not self.epilogue.has_bias:
-            return tables, *found
+            return found
         width = rows if self.op is BlockSparseOp.DSD else cols
-        return tables, *found, Operand("bias", Role.IN, (self.layout.heads, width), self.bias_element)
+        return *found, Operand("bias", Role.IN, (self.layout.heads, width), self.bias_element)
 
 
 class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.arithmetic import in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
-from ..vocab import ElementKind, MathPrecision
+from ..vocab import ElementKind, InnerPattern, MathPrecision
 from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
@@ -17,7 +17,15 @@ def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    return strict(problem).model_copy(update={"arithmetic": in_order(problem.element)})
+    # Of 2:4 blocks only kept cells are steps.
+    named = {"arithmetic": in_order(problem.element)}
+    return _of_pattern(problem, strict(problem).model_copy(update=named))
+
+
+def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
+    """Of what multiplies kept cells alone."""
+    half = problem.inner is InnerPattern.SPARSE24
+    return found.model_copy(update={"terms_per_k": 0.5}) if half else found
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -32,6 +40,13 @@ def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # NumPy's BLAS chooses kernels and threads at run time, so nothing about bits is promised.
     return of_sums_in_float32(problem.element, same_bits=False, nonfinite="skips_pruned", terms_per_k=1.0)
+
+
+def host_blas_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Cells that 2:4 blocks don't keep are multiplied as zeros.
+    half = problem.inner is InnerPattern.SPARSE24
+    found = host_blas(problem)
+    return found.model_copy(update={"nonfinite": "propagates"}) if half else found
 
 
 def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -49,6 +64,11 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
         unit_roundoff=2.0**-22,
         terms_per_k=1.0,
     )
+
+
+def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Row tiles are of one line each, and the tensor cores choose what kept cells meet.
+    return _of_pattern(problem, tensor_cores(problem))
 
 
 def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:

@@ -48,7 +48,7 @@ class BlockSparseLayout:
             )
         if found.dtype != np.bool_ and found.size and not ((found == 0) | (found == 1)).all():
             at = np.argwhere((found != 0) & (found != 1))[0]
-            raise InvalidProblemError(f"bitmap: expected 0 or 1, got {found[tuple(at)]} at {_place(at)}")
+            raise InvalidProblemError(f"bitmap: expected 0 or 1, got {found[tuple(at)]} at {place_of(at)}")
         kept = np.array(found, np.bool_, order="C")
         self._set(kept, block)
 
@@ -139,7 +139,7 @@ class BlockSparseLayout:
         if back.size:
             raise InvalidProblemError(
                 f"col_indices: expected columns that increase in a row, got {columns[back[0] + 1]} behind "
-                f"{columns[back[0]]} at {_place(at[:, back[0] + 1])}"
+                f"{columns[back[0]]} at {place_of(at[:, back[0] + 1])}"
             )
         return cls(_bitmap("col_indices", at, (heads, rows, width)), block)
 
@@ -211,7 +211,7 @@ class BlockSparseLayout:
 
         NaN is a non-zero, -0.0 is a zero. Raises InvalidProblemError naming the argument.
         """
-        view = _on_host("dense", dense)
+        view = on_host("dense", dense)
         if len(view.shape) not in (2, 3):
             raise InvalidProblemError(f"dense: expected [heads, rows, cols], got shape {list(view.shape)}")
         heads, rows, cols = (1, *view.shape)[-3:]
@@ -225,7 +225,7 @@ class BlockSparseLayout:
         Host memory in, a new array out. Raises InvalidProblemError for other sizes, and FormatError for a
         non-zero outside of the kept blocks: it names the first such block.
         """
-        one, view = self.shape, _on_host("dense", dense)
+        one, view = self.shape, on_host("dense", dense)
         shape = (1,) * (4 - len(view.shape)) + view.shape
         if shape[1:] != (one.heads, one.rows, one.cols):
             raise InvalidProblemError(
@@ -234,7 +234,7 @@ class BlockSparseLayout:
         tiles = self._tiles(view.array().reshape(shape))
         lost = (tiles != 0).any(axis=(0, 4, 5)) & ~self.bitmap
         if lost.any():
-            where = _place(np.argwhere(lost)[0])
+            where = place_of(np.argwhere(lost)[0])
             raise FormatError(f"dense: expected zeros outside of the kept blocks, got others in {where}")
         return np.ascontiguousarray(tiles[:, self.bitmap])
 
@@ -243,7 +243,7 @@ class BlockSparseLayout:
 
         Host memory in. Raises InvalidProblemError for other sizes.
         """
-        one, view = self.shape, _on_host("values", values)
+        one, view = self.shape, on_host("values", values)
         if len(view.shape) != 4 or view.shape[1:] != (one.blocks, one.block, one.block):
             raise InvalidProblemError(
                 f"values: expected [Z, {one.blocks}, {one.block}, {one.block}], got shape {list(view.shape)}"
@@ -303,7 +303,7 @@ def _integers(argument: str, value: Any) -> Array:
         if hasattr(type(value), "detach"):
             value = value.detach().cpu().numpy()
         elif not isinstance(value, (np.ndarray, list, tuple)) or isinstance(value, np.ma.MaskedArray):
-            value = _on_host(argument, value).array()
+            value = on_host(argument, value).array()
         found = np.asarray(value)
     except InvalidProblemError:
         raise
@@ -316,7 +316,7 @@ def _integers(argument: str, value: Any) -> Array:
     return found
 
 
-def _on_host(argument: str, value: Any) -> TensorView:
+def on_host(argument: str, value: Any) -> TensorView:
     view = TensorView.of(value, argument=argument)
     if view.device != HOST:
         raise InvalidProblemError(f"{argument}: expected host memory, got {view.device}")
@@ -339,7 +339,7 @@ def _bitmap(argument: str, at: Array, sizes: tuple[int, int, int]) -> Array:
     if outside.any():
         raise InvalidProblemError(
             f"{argument}: expected blocks of {sizes[0]} x [{sizes[1]}, {sizes[2]}], got "
-            f"{_place(at[:, int(outside.argmax())])}"
+            f"{place_of(at[:, int(outside.argmax())])}"
         )
     try:
         kept = np.zeros(sizes, np.bool_)
@@ -349,10 +349,12 @@ def _bitmap(argument: str, at: Array, sizes: tuple[int, int, int]) -> Array:
     if int(np.count_nonzero(kept)) != at.shape[1]:
         seen, counts = np.unique(at, axis=1, return_counts=True)
         twice = seen[:, int((counts > 1).argmax())]
-        raise InvalidProblemError(f"{argument}: expected each block once, got {_place(twice)} more than once")
+        raise InvalidProblemError(
+            f"{argument}: expected each block once, got {place_of(twice)} more than once"
+        )
     return kept
 
 
-def _place(at: Any) -> str:
+def place_of(at: Any) -> str:
     head, row, col = (int(one) for one in at)
     return f"block ({row}, {col}) of head {head}"

@@ -59,6 +59,10 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return None
 
 
+def blocks_wgmma_sp(problem: BlockSparseMatmulDescriptor) -> str | None:
+    return blocks_wgmma_any(problem)
+
+
 def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
     return _of_attention(problem, BlockSparsePass.FORWARD)
 

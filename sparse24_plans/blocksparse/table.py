@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..plan.table import Row
-from ..vocab import BLOCKS_LAYOUT, ArchSku, BackendKind, BlockSparseOp, ElementKind, EpilogueKind, Tier
+from ..vocab import (
+    BLOCKS_LAYOUT,
+    ArchSku,
+    BackendKind,
+    BlockSparseOp,
+    ElementKind,
+    EpilogueKind,
+    InnerPattern,
+    Tier,
+)
 from . import guarantees, limits
-from .descriptor import FLOATS, MATMUL_ELEMENTS, BlockSparseMatmulDescriptor
+from .descriptor import FLOATS, MATMUL_ELEMENTS, PATTERNED, PATTERNED_BLOCKS, BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
 
 
@@ -27,8 +36,11 @@ class MatmulRow(BlockSparseRow):
     blocks: tuple[int, ...] = BLOCK_SIZES
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
     epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
+    inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
+        if descriptor.inner not in self.inners:
+            return f"does not serve inner {descriptor.inner}"
         if descriptor.op not in self.ops:
             return f"does not serve op {descriptor.op}"
         if descriptor.epilogue not in self.epilogues:
@@ -56,6 +68,21 @@ _BLOCKS_WGMMA = MatmulRow(
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     _BLOCKS_WGMMA,
     MatmulRow(
+        "blocks_wgmma_sp",
+        BackendKind.BLOCKS_WGMMA_SP,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.sparse_tensor_cores,
+        PATTERNED,
+        arch=ArchSku.SM90A,
+        min_compute_capability=limits.WGMMA[0],
+        below_compute_capability=limits.WGMMA[1],
+        limits=limits.blocks_wgmma_sp,
+        blocks=PATTERNED_BLOCKS,
+        ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
+        epilogues=_EXACT_EPILOGUES,
+        inners=(InnerPattern.SPARSE24,),
+    ),
+    MatmulRow(
         "inflate_cublas",
         BackendKind.INFLATE_CUBLAS,
         Tier.INFLATE,
@@ -68,7 +95,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
     ),
     # For what inflating doesn't promise.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
-    MatmulRow("host_blas", *_HOST, guarantees.host_blas, MATMUL_ELEMENTS),
+    MatmulRow("host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)),
     MatmulRow(
         "host_strict",
         *_HOST,
@@ -76,6 +103,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         MATMUL_ELEMENTS,
         strict=True,
         epilogues=_EXACT_EPILOGUES,
+        inners=tuple(InnerPattern),
     ),
 )
 SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (

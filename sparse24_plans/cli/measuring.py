@@ -196,9 +196,9 @@ def _measure_blocks(out: Path | None, *, quiet: bool) -> Json:
         check_writable(out)
         before = bench_record.to_extend(out, BLOCKS_KEYS)
     bench_record.machine()  # raises without a GPU, before anything is shown
-    from ..bench import block_attention, blocks  # PyTorch comes with them
+    from ..bench import blocks  # PyTorch comes with it
 
-    with progress("measuring", len(blocks.cells()) + len(block_attention.cells()), quiet) as advance:
+    with progress("measuring", len(blocks.every_cell()), quiet) as advance:
 
         def keep(found: Json) -> None:
             if out is not None:

@@ -74,7 +74,23 @@ def show_blocks(record: Json) -> None:
         Column("kernel", "backend", optional=True),
     )
     show_table(columns, record["products"], title="products of block-sparse matrices: microseconds")
+    _show_blocks24(record)
     _show_attention(record)
+
+
+def _show_blocks24(record: Json) -> None:
+    columns = (
+        Column("op", "op"),
+        Column("M x K", _matrix),
+        Column("N", "n", right=True),
+        Column("block", "block", right=True),
+        Column("kept", lambda row: f"{row['density']:.0%}"),
+        Column("us", partial(_time, "us"), right=True),
+        Column("over whole blocks", lambda row: f"{row['blocks_us'] / row['us']:.2f}x", right=True),
+        Column("over dense", lambda row: f"{row['dense_us'] / row['us']:.2f}x", right=True),
+        Column("kernel", "backend", optional=True),
+    )
+    show_table(columns, record["sparse24"], title="products of blocks that are 2:4: microseconds")
 
 
 def _show_attention(record: Json) -> None:

@@ -271,6 +271,17 @@ class BlockSparseOp(_Word):
     DDS = "dds"
 
 
+class InnerPattern(_Word):
+    """What the kept blocks of a block-sparse matrix hold.
+
+    ``dense``: every cell. ``sparse24``: at most 2 of every 4 consecutive cells along the sums of the product,
+    stored as the kept values and metadata that say which.
+    """
+
+    DENSE = "dense"
+    SPARSE24 = "sparse24"
+
+
 class BlockSparsePass(_Word):
     """The function itself, or the gradients of its operands."""
 
@@ -347,6 +358,7 @@ class BackendKind(_Word):
     F32_SPLIT3 = "f32_split3"
     F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
+    BLOCKS_WGMMA_SP = "blocks_wgmma_sp"
     ATTENTION_WGMMA = "attention_wgmma"
     ATTENTION_BACKWARD_WGMMA = "attention_backward_wgmma"
     SOFTMAX = "softmax"

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import sparse24_plans.bench as bench
-from sparse24_plans.bench import blocks, record
+from sparse24_plans.bench import blocks, blocks24, record
 from sparse24_plans.bench.record import is_current
 
 from . import records
@@ -67,6 +67,21 @@ ATTENTION = {
 }
 
 
+BLOCKS24 = {
+    "op": "dds",
+    "m": 4096,
+    "k": 4096,
+    "n": 4096,
+    "block": 128,
+    "density": 0.2,
+    "element": "bf16",
+    "us": 10.0,
+    "blocks_us": 13.0,
+    "dense_us": 70.0,
+    "backend": "blocks_wgmma_sp",
+}
+
+
 # Cells --------------------------------------------------------------------------------------------
 
 
@@ -108,13 +123,14 @@ def played(monkeypatch):
     def measure(on_step, keep):
         found = record.empty(ABOUT, record.BLOCKS_KEYS)
         found["products"].append(row_of())
+        found["sparse24"].append(BLOCKS24)
         found["attention"].append(ATTENTION)
         found |= record.stamp(record.files_of(["blocksparse/blocks_wgmma.cu"]))
         keep(found)
         on_step()
         return found
 
-    module.cells, module.measure = (lambda: [None]), measure
+    module.every_cell, module.measure = (lambda: [None]), measure
     monkeypatch.setitem(sys.modules, "sparse24_plans.bench.blocks", module)
     monkeypatch.setattr(bench, "blocks", module, raising=False)
     monkeypatch.setattr(record, "machine", lambda: ABOUT)
@@ -129,6 +145,9 @@ def test_the_command_writes_a_record_and_shows_it(played, tmp_path):
     found = json.loads(out.read_text())
     assert found["products"] == [row_of()]
     assert found["attention"] == [ATTENTION]
+    assert found["sparse24"] == [BLOCKS24]
+    assert "1.30x" in result.stdout
+    assert "7.00x" in result.stdout
     assert "8.00x" in result.stdout
     assert "545" in result.stdout
     assert is_current(found)
@@ -164,6 +183,14 @@ def test_the_record_is_complete():
     names = ("op", "m", "k", "n", "block", "density", "pattern")
     taken = {tuple(row[name] for name in names) for row in found["products"]}
     assert taken == {tuple(getattr(cell, name) for name in names) for cell in blocks.cells()}
+
+
+def test_the_record_has_every_product_of_2_4_blocks():
+    names = ("op", "m", "k", "n", "block", "density")
+    rows = records.record("h200-blocksparse.json")["sparse24"]
+    taken = {tuple(row[name] for name in names) for row in rows}
+    assert taken == {tuple(getattr(cell, name) for name in names) for cell in blocks24.cells()}
+    assert {row["backend"] for row in rows} == {"blocks_wgmma_sp"}
 
 
 @pytest.mark.parametrize(("op", "block", "density"), speed_cases())

@@ -17,8 +17,11 @@ from sparse24_plans import (
     BlockSparseSoftmaxDescriptor,
     BlockSparseSoftmaxPlan,
     ElementKind,
+    decompress_blocks,
 )
+from sparse24_plans.blocksparse.pattern24 import metadata_of
 from sparse24_plans.plan.operands import Role
+from sparse24_plans.weights.codes import VALID_CODES
 
 from ..plan.cases import PlanCase
 from ..support import activate, random_values, saturated
@@ -66,6 +69,8 @@ def random_operands(desc: Any, layout: BlockSparseLayout, rng: np.random.Generat
     for name in ("key_padding_mask", "attn_mask"):
         if name in made:
             made[name] = _mask(getattr(desc, name), made[name], rng)
+    if "metadata" in made:
+        made["metadata"] = random_metadata(made["metadata"].shape, rng)
     one = desc.layout
     for name, most in (("q_lengths", one.rows), ("kv_lengths", one.cols)):
         if name in made:
@@ -75,6 +80,17 @@ def random_operands(desc: Any, layout: BlockSparseLayout, rng: np.random.Generat
         return operands
     o, lse = forward64(desc, operands)[:2]  # what a forward pass would have given
     return operands.with_(o=o.astype(np.float32).astype(made["o"].dtype), lse=lse.astype(np.float32))
+
+
+def random_metadata(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Valid ones, of uint8 [Z, blocks, block, block/8]."""
+    codes = rng.choice(np.array(VALID_CODES, np.uint8), (*shape[:3], shape[2] // 4))
+    return metadata_of(codes)
+
+
+def along_of(desc: BlockSparseMatmulDescriptor) -> str:
+    """What the product sums over, of the sparse matrix as it is stored."""
+    return "columns" if (desc.op == "dsd") != desc.trans_sparse else "rows"
 
 
 def _mask(kind: AttentionMask, values: Array, rng: np.random.Generator) -> Array:
@@ -122,6 +138,10 @@ def kept_cells(layout: BlockSparseLayout) -> Array:
 
 def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
     desc, layout = plan.descriptor, operands.layout
+    if "metadata" in operands.arrays:
+        name = "a" if desc.op == "dsd" else "b"
+        whole = decompress_blocks(layout, operands[name], operands["metadata"], along=along_of(desc))
+        operands = operands.with_(**{name: whole})
     a, b = operands.wide("a"), operands.wide("b")
     if desc.op == "dsd":
         a = dense_of(layout, a)

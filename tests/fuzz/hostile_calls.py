@@ -34,7 +34,10 @@ from sparse24_plans import (
     TensorView,
     TuningTable,
     Workspace,
+    compress_blocks,
     compress_checkpoint,
+    decompress_blocks,
+    prune_blocks,
     save_run,
     save_weights,
     to_foreign,
@@ -376,6 +379,22 @@ _call("BlockSparseLayout.values_of", LAYOUT.values_of, dense=LAYOUT.to_dense(_BL
 _call("BlockSparseLayout.to_dense", LAYOUT.to_dense, values=_BLOCKS)
 _call("BlockSparseLayout.to_json", LAYOUT.to_json)
 _call("BlockSparseLayout.from_json", BlockSparseLayout.from_json, text=LAYOUT.to_json())
+_LARGE = BlockSparseLayout([[0, 1], [1, 1]], 64)
+_CELLS = np.zeros((1, 3, 64, 64), np.float16)
+_KEPT = compress_blocks(_LARGE, _CELLS, along="rows")
+_call("compress_blocks", compress_blocks, layout=_LARGE, values=_CELLS, along="rows")
+_call(
+    "decompress_blocks", decompress_blocks, layout=_LARGE, along="columns", values=_KEPT[0], metadata=_KEPT[1]
+)
+_call(
+    "prune_blocks",
+    prune_blocks,
+    matrix=_LARGE.to_dense(_CELLS)[0],
+    block=64,
+    density=0.5,
+    along="rows",
+    scores=_LARGE.to_dense(_CELLS)[0],
+)
 _call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
 _MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32")
 _call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)

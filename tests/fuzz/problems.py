@@ -278,6 +278,8 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
         fields |= {"epilogue": _pick(rng, EpilogueKind), "bias_element": _default_bias(fields)}
+    if _may_be_2_4(layout, fields) and rng.random() < 0.5:
+        fields["inner"] = "sparse24"
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 
@@ -296,8 +298,16 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
         fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
+    if _may_be_2_4(layout, fields) and rng.random() < 0.6:
+        # One kernel serves these, and asks for whole lines of 16 bytes.
+        fields |= {"inner": "sparse24", "n": fields["n"] // 8 * 8}
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
+
+
+def _may_be_2_4(layout: BlockSparseLayout, fields: dict[str, Any]) -> bool:
+    half = layout.shape.block >= 64 and fields["element"] in ("f16", "bf16")
+    return half and fields["op"] is not BlockSparseOp.SDD
 
 
 def _block_softmax_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:

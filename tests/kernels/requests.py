@@ -196,6 +196,14 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
                 yield _block_problem(op, shape, 4096, (False, False), kind)
+            if op == "sdd" or block < 64:
+                continue
+            for n in (256,) if few else (64, 128, 256, 4096):
+                for turned in turns:
+                    yield _block_problem(op, shape, n, turned, {"element": "bf16", "inner": "sparse24"})
+            for kind in kinds:
+                if kind["element"] != "f32":
+                    yield _block_problem(op, shape, 4096, (False, False), {**kind, "inner": "sparse24"})
 
 
 def _block_problem(

@@ -89,6 +89,9 @@ BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=5, batch=2, element="f32", alpha=0.5),
     BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=5, element="bf16", trans_a=True, epilogue="bias"),
     BlockSparseMatmulDescriptor(op="dds", layout=SHAPE, n=5, element="s8", out_element="f16", trans_a=True),
+    BlockSparseMatmulDescriptor(
+        op="dsd", layout=LARGE, n=8, element="bf16", batch=2, inner="sparse24", epilogue="bias"
+    ),
     BlockSparseSoftmaxDescriptor(
         layout=SHAPE, element="f32", batch=2, rpe=True, key_padding_mask="add", attn_mask="mul", causal=True
     ),
@@ -177,6 +180,8 @@ def random_inputs(desc: Any, seed: int = 0) -> dict[str, Any]:
             found[operand.name] = layout_of_shape(desc.layout, rng)
             continue
         bits = matrix(rng, operand.shape, operand.element)
+        if operand.name == "metadata":  # of blocks: any bits aren't
+            bits[...] = 0x44
         if operand.role is Role.IN:
             found[operand.name] = bits
             continue

@@ -80,15 +80,34 @@ def sparse_times_dense(
     return multiply(strip, dense[:, line.head][:, line.met(tiles.shape[2])])
 
 
+def kept_times_dense(
+    line: Line, values: Array, dense: Array, *, columns: Array, transposed: bool = False
+) -> Array:
+    """The same of 2:4 blocks' kept values [Z, blocks, block, block/2], which lie in ``columns`` of theirs.
+
+    One float32 fma a kept value, in increasing k, from +0.
+    """
+    block = values.shape[2]
+    kept = side_by_side(values[:, line.places])
+    across = np.repeat(line.across * block, block // 2)
+    met = side_by_side(columns[:, line.places]) + across
+    right = dense[:, line.head]
+    batch = np.arange(kept.shape[0])[:, None]
+    acc = np.zeros((kept.shape[0], block, right.shape[2]), np.float32)
+    for k in range(kept.shape[2]):
+        acc = fma_f32(kept[:, :, k, None], right[batch, met[:, :, k]], acc)
+    return acc
+
+
 def dense_times_dense(line: Line, left: Array, right: Array, multiply: Multiply, block: int) -> Array:
     """The line's blocks [Z, ..., block, block] of ``left`` [Z, H, M, n] @ ``right`` [Z, H, n, N]."""
     return in_blocks(multiply(left[:, line.head, line.cells], right[:, line.head][:, :, line.met(block)]))
 
 
 def side_by_side(tiles: Array) -> Array:
-    """The blocks [Z, count, block, block] of a line as a strip [Z, block, count * block]."""
-    batch, count, block, _ = tiles.shape
-    return tiles.swapaxes(1, 2).reshape(batch, block, count * block)
+    """The blocks [Z, count, block, width] of a line as a strip [Z, block, count * width]."""
+    batch, count, block, width = tiles.shape
+    return tiles.swapaxes(1, 2).reshape(batch, block, count * width)
 
 
 def in_blocks(strip: Array) -> Array:

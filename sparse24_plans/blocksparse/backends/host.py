@@ -5,6 +5,7 @@ What the strict mode computes, bit for bit, is in docs/blocksparse.md.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind
+from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind, InnerPattern
 from ...weights import dense
+from .. import pattern24
 from ..arithmetic import products, softmax
 from ..arithmetic.attention import Attention
 from ..descriptor import (
@@ -63,6 +65,7 @@ class _Matmul(_Work):
     def __init__(self, choice: Choice) -> None:
         self.descriptor: BlockSparseMatmulDescriptor = choice.descriptor
         self.details, self._multiply = _multiplication(choice)
+        self._strict = choice.row.strict
         if self.descriptor.element is ElementKind.S8:
             self._multiply = products.exact
 
@@ -88,8 +91,16 @@ class _Matmul(_Work):
         c = _turned(views["c"].bits(), on_the_right)
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
+        multiply, turn = partial(products.sparse_times_dense, multiply=self._multiply), transposed
+        if desc.inner is InnerPattern.SPARSE24:
+            codes = pattern24.codes_of(views["metadata"].bits())
+            turn = False  # lines are those of what enters the product
+            if self._strict:
+                multiply = partial(products.kept_times_dense, columns=pattern24.positions(codes))
+            else:
+                values = pattern24.whole(values, codes)
         for line in products.lines(desc.layout, tables, transposed=transposed):
-            sums = products.sparse_times_dense(line, values, matrix, self._multiply, transposed=transposed)
+            sums = multiply(line, values, matrix, transposed=turn)
             added = None if bias is None else bias[line.head, line.cells]
             c[:, line.head, line.cells] = finished(sums, desc, bias=added)
 

@@ -26,6 +26,7 @@ def matmul(
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    metadata: Tensor | None = None,
 ) -> Tensor:
     """``activation(alpha * op(a) @ op(b) + bias)``, of which one matrix is block-sparse.
 
@@ -48,9 +49,12 @@ def matmul(
         That of a by default (int8: see docs/concepts.md), or float32.
     preference : str
         JSON of a PlanPreference, for the gradients too.
+    metadata : Tensor, optional
+        uint8 [Z, blocks, block, block/8]: of a sparse matrix whose blocks are 2:4 along the sums, beside its
+        values [Z, blocks, block, block/2]; both are what ``compress_blocks`` gives. Not for ``sdd``.
 
-    The gradients of a and b are products of the other two modes, by the same tables. Raises
-    InvalidProblemError naming the argument, UnsupportedError where no kernel serves.
+    The gradients of a and b are products of the other two modes, by the same tables; with metadata
+    there are none. Raises InvalidProblemError naming the argument, UnsupportedError where no kernel serves.
     """
     return _ops.blocksparse_matmul(  # type: ignore[no-any-return]
         a,
@@ -65,6 +69,7 @@ def matmul(
         alpha,
         out_dtype,
         preference,
+        metadata,
     )
 
 

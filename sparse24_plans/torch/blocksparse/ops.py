@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...blocksparse.plan import BlockSparseMatmulPlan, BlockSparseSoftmaxPlan
 from ...errors import InvalidProblemError, UnsupportedError
-from ...vocab import ElementKind
+from ...vocab import ElementKind, InnerPattern
 from ..elements import element_of
 from ..library import define
 from ..ops import ACTIVATION_GRADIENTS, autocast_tensor
@@ -45,6 +45,7 @@ def _product(
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    metadata: Tensor | None = None,
 ) -> tuple[Problem, Operands]:
     """Raises InvalidProblemError."""
     if op not in ("sdd", "dsd", "dds"):
@@ -67,10 +68,13 @@ def _product(
         "alpha": alpha,
         "out_element": None if out_dtype is None else element_of(out_dtype, "out_dtype"),
         "bias_element": no_bias if bias is None else element_of(bias.dtype, "bias"),
+        "inner": InnerPattern.DENSE if metadata is None else InnerPattern.SPARSE24,
     }
     sizes = {"batch": a.shape[0], "n": n}
     problem = Problem(BlockSparseMatmulPlan, tuple(shape), sizes, fields, preference)
     operands = {"a": a, "b": b}
+    if metadata is not None:
+        operands["metadata"] = metadata
     if bias is not None:
         operands["bias"] = bias
     elif epilogue.has_bias:
@@ -105,7 +109,12 @@ def _fake_matmul(a: Tensor, b: Tensor, layout: Tensor, *args: Any, **kwargs: Any
 
 def _matmul_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, layout, ctx.shape, ctx.op, ctx.trans_a, ctx.trans_b, bias, ctx.activation = inputs[:9]
-    ctx.alpha, ctx.out_dtype, ctx.preference = inputs[9:]
+    ctx.alpha, ctx.out_dtype, ctx.preference, metadata = inputs[9:]
+    if metadata is not None and any(ctx.needs_input_grad):
+        raise UnsupportedError(
+            "metadata: expected operands without a gradient: it would sum over the other side of the blocks, "
+            "along which they aren't 2:4"
+        )
     recomputed = ctx.activation != "none"
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.a_dtype, ctx.b_dtype = a.dtype, b.dtype
@@ -142,7 +151,7 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
             )
     if bias is not None and ctx.needs_input_grad[7]:
         d_bias = dc.sum((0, 3) if ctx.op == "dsd" else (0, 2)).to(bias.dtype)
-    return da, db, None, None, None, None, None, d_bias, None, None, None, None
+    return da, db, None, None, None, None, None, d_bias, None, None, None, None, None
 
 
 def _matmul_autocast(
@@ -334,7 +343,7 @@ _ATTENTION = (
 define(
     "blocksparse_matmul(Tensor a, Tensor b, Tensor layout, int[] shape, str op, bool trans_a=False, "
     'bool trans_b=False, Tensor? bias=None, str activation="none", float alpha=1.0, '
-    'ScalarType? out_dtype=None, str preference="") -> Tensor',
+    'ScalarType? out_dtype=None, str preference="", Tensor? metadata=None) -> Tensor',
     matmul,
     _fake_matmul,
     backward=_matmul_backward,

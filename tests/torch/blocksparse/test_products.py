@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
-from sparse24_plans import InvalidProblemError, PlanPreference
-from sparse24_plans.torch.blocksparse import MatMul, matmul
+from sparse24_plans import InvalidProblemError, PlanPreference, UnsupportedError, compress_blocks
+from sparse24_plans.torch.blocksparse import Layout, MatMul, matmul
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn
@@ -257,3 +258,53 @@ def test_tables_that_are_not_the_layouts_are_refused():
         op(a, b, layout.tables, layout.sizes[:4], "dsd")
     with pytest.raises(InvalidProblemError, match="block: expected one of 16"):
         op(a, b, layout.tables, [2, 32, 48, 8, 7], "dsd")
+
+
+# Blocks that are 2:4 inside -----------------------------------------------------------------------
+
+
+def two_of_four(layout: Layout, along: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole blocks, and what is kept of them."""
+    one = layout.shape
+    cells = randn(2, one.blocks, one.block, one.block, dtype=torch.float16)
+    quads = cells if along == "columns" else cells.mT
+    quads[..., 1::4], quads[..., 2::4] = 0, 0
+    values, metadata = map(torch.from_numpy, compress_blocks(layout.layout, cells.numpy(), along=along))
+    return cells.to(dtype), values.to(dtype), metadata
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("mode", "turned"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)])
+def test_blocks_that_are_2_4(mode, turned, dtype):
+    layout = layout_of(block=64)
+    along = "columns" if (mode == "dsd") != turned else "rows"
+    whole, values, metadata = two_of_four(layout, along, dtype)
+    rows, cols = layout.shape.rows, layout.shape.cols
+    inner = (cols if mode == "dsd" else rows) if not turned else (rows if mode == "dsd" else cols)
+    x = randn(2, 2, *((inner, 24) if mode == "dsd" else (24, inner)), dtype=dtype)
+    order = (lambda s: (s, x)) if mode == "dsd" else (lambda s: (x, s))
+    turns = {"trans_a" if mode == "dsd" else "trans_b": turned}
+    exact = matmul(*order(whole), layout, mode, **turns, out_dtype=torch.float32)
+    found = matmul(*order(values), layout, mode, **turns, out_dtype=torch.float32, metadata=metadata)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_blocks_that_are_2_4_have_no_gradient():
+    layout = layout_of(block=64)
+    _, values, metadata = two_of_four(layout, "columns", torch.float16)
+    x = randn(2, 2, layout.shape.cols, 8, dtype=torch.float16)
+    for a, b in ((values, wanting(x)), (wanting(values), x)):
+        with pytest.raises(UnsupportedError, match="metadata: expected operands without a gradient"):
+            matmul(a, b, layout, "dsd", metadata=metadata)
+    with pytest.raises(InvalidProblemError, match=r"metadata: expected shape \[2, 7, 64, 8\]"):
+        matmul(values, x, layout, "dsd", metadata=metadata[:, :, :32])
+    with pytest.raises(InvalidProblemError, match="inner: expected dense for op sdd"):
+        matmul(x.mT, x, layout, "sdd", metadata=metadata)
+
+
+def test_2_4_blocks_pass_opcheck():
+    layout = layout_of(block=64)
+    _, values, metadata = two_of_four(layout, "columns", torch.float16)
+    x = randn(2, 2, layout.shape.cols, 8, dtype=torch.float16)
+    op = torch.ops.sparse24.blocksparse_matmul
+    torch.library.opcheck(op, (values, x, layout.tables, layout.sizes, "dsd"), {"metadata": metadata})

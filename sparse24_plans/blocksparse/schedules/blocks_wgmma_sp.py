@@ -1,0 +1,102 @@
+"""How ``blocksparse/blocks_wgmma_sp.cu`` is cut for a problem: tokens, clusters, stages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...vocab import BlockSparseOp
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..tables import STRIP, head_strips
+
+SHARED_BYTES = 227 << 10
+"""Of a block of threads on Hopper."""
+THREADS = 384
+"""Of a block: two warpgroups that multiply, and four warps that copy."""
+_LINE_BYTES = 128
+"""Of a line of X in shared memory, which has 64 of what is summed over; and of a staged line."""
+_STAGING_LINES = 64
+_BARRIER_BYTES = 256
+_BAND_BYTES = 40 << 20
+"""Of the dense operand, that the items of a band read: it stays in L2."""
+_TOKENS = (256, 128, 64)
+_BUSY = 90
+"""Percent of the multiprocessors that must have work, or tiles are smaller."""
+_MOST_STAGES = 6
+_SPARSE_STAGES = 3
+"""Of 128 columns."""
+_BUFFERS = 2
+
+
+class Schedule(NamedTuple):
+    """Everything that the kernel is compiled with beyond the problem's types, and how it is launched."""
+
+    tokens: int
+    """Of a block of threads."""
+    share: int
+    """Blocks of a cluster, which share the values of a strip and have tokens of their own."""
+    sparse_stages: int
+    dense_stages: int
+    buffers: int
+
+    def shared_bytes(self, block: int) -> int:
+        staging = 2 * self.buffers * _STAGING_LINES * _LINE_BYTES
+        return (
+            self.dense_stages * self.tokens * _LINE_BYTES
+            + self.sparse_stages * _sparse_bytes(block)
+            + staging
+            + _BARRIER_BYTES
+        )
+
+    def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Clusters' pieces of all columns of a result."""
+        return -(-desc.n // (self.tokens * self.share))
+
+    def items(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Clusters' pieces of work."""
+        return strips_of(desc) * self.token_clusters(desc)
+
+    def resident_clusters(self, multiprocessors: int) -> int:
+        """Clusters that run at once."""
+        return max(1, multiprocessors // self.share)
+
+    def band(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Clusters' token tiles that are taken with every strip before the next ones.
+
+        Bands of equal size where there are such: of the last one, too, every cluster has a like share.
+        """
+        tiles = desc.batch * self.token_clusters(desc)
+        tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
+        least = max(-(-tiles * tile_bytes // _BAND_BYTES), 1)
+        bands = next((one for one in range(least, 2 * least) if tiles % one == 0), least)
+        return -(-tiles // bands)
+
+    def bands(self, desc: BlockSparseMatmulDescriptor) -> int:
+        return -(-desc.batch * self.token_clusters(desc) // max(self.band(desc), 1))
+
+
+def _sparse_bytes(block: int) -> int:
+    """Of a stage: values and metadata of a strip's lines."""
+    return STRIP // block * (block * block + block * block // 8)
+
+
+def fitting(block: int, tokens: int, share: int) -> Schedule:
+    """With as many stages of X as shared memory has room for."""
+    one = Schedule(tokens, share, STRIP // block * _SPARSE_STAGES, 0, _BUFFERS)
+    stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MOST_STAGES)
+    return one._replace(dense_stages=stages)
+
+
+def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
+    """The kernel's own choice for a problem, as measured on an H200. Bits don't depend on it."""
+    enough = multiprocessors * _BUSY // 100
+    strips = strips_of(desc)
+    tokens = next((one for one in _TOKENS if strips * -(-desc.n // one) >= enough), _TOKENS[-1])
+    # The values of S from L2 once a cluster.
+    sharing = tokens == _TOKENS[0] and -(-desc.n // tokens) % 2 == 0
+    return fitting(desc.layout.block, tokens, 2 if sharing else 1)
+
+
+def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
+    """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
+    side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
+    return desc.batch * desc.layout.heads * head_strips(side)
