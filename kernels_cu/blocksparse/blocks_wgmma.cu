@@ -23,8 +23,12 @@
 //                                                                meanwhile
 //   write                                    | fill | copy |
 //
+// Of a convolution X's rows are pixels (images.cuh): S24_IMAGES is 1; of the gradient of strided X, whose results lie in
+// phases, 2. A gradient of X reads the filter by columns, tap by tap, in strips as they come.
+//
 // Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
 // takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
+#include "blocksparse/images.cuh"
 #include "common/epilogue.cuh"
 #include "ptx/tensors.cuh"
 #include "ptx/wgmma_dense.cuh"
@@ -44,6 +48,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // how op(S) lies in its blocks
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X does; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
+  static constexpr bool kImages = S24_IMAGES > 0, kPhases = S24_IMAGES > 1;
+  static constexpr bool kTurnedImages = kImages && !kSampled && kSparseMajor == Major::MN;  // gradients of X
 
   // A step has 64 k: half of a large block, or small ones side by side.
   static constexpr int kHalves = kBlock > 64 ? kBlock / 64 : 1, kBeside = kBlock < 64 && !kSampled ? 64 / kBlock : 1;
@@ -101,6 +107,7 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
+  Images<Config::kImages> images;
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
@@ -139,11 +146,26 @@ struct Item {
     }
     const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
     const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
-    const u32 strip = (u32)p.order[rest / wide];
+    const u32 strip = Config::kTurnedImages ? rest / wide : (u32)p.order[rest / wide];
     head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
     batch = tile / p.token_clusters;
     token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    first = 0, count = p.counts[strip];
+    first = 0, count = Config::kTurnedImages ? 0 : p.counts[strip];
+  }
+  // Of a gradient of X: count, which takes a warp.
+  __device__ __forceinline__ void count_columns(const BlocksWgmmaParams& p) {
+    if constexpr (Config::kTurnedImages) {
+      const u32* kept = p.kept + (u64)line * p.words;
+      const u32 lines = min((u32)Config::kLines, p.head_lines - line);
+      u32 found = 0;
+      for (u32 word = threadIdx.x % 32; word < p.words; word += 32) {
+        if (!p.images.meets(head, word / p.images.tap_words)) continue;
+        u32 any = 0;
+        for (u32 of = 0; of < lines; ++of) any |= kept[of * p.words + word];
+        found += __popc(any);
+      }
+      count = (int)__reduce_add_sync(~0u, found);
+    }
   }
   __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
     return Config::kSampled ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
@@ -211,6 +233,7 @@ template <bool kLeft> struct Copier {
   // What the next stage has: columns of blocks; this lane's; its line's block among all values, if it keeps one.
   u32 beside = 0, column = 0, place = 0;
   bool here = false;
+  Pixel pixel = {};  // of images: the item's first
 
   __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
 
@@ -230,10 +253,19 @@ template <bool kLeft> struct Copier {
     const u32 to =
         stage() + Config::kSparseBytes +
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
-    if (lane / 8 < beside)
+    if (lane / 8 >= beside) return;
+    if constexpr (Config::kImages) {
+      const u32 before = Config::kTurnedImages ? p.images.tap_words * 32 : p.images.taps;
+      const u32 channels = Config::kTurnedImages ? column % before : column / before;
+      const u32 tap = Config::kTurnedImages ? column / before : column % before;
+      if (lane % 8 == 0)
+        p.images.copy(to, &p.right_map, channels * Config::kBlock + half * 64, pixel, item.head, tap,
+                      barriers.full(at.slot), Config::kDensePolicy);
+    } else {
       copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(&p.right_map, to,
                                                                      column * Config::kBlock + half * 64, item.token,
                                                                      matrix, barriers.full(at.slot), lane % 8, 8);
+    }
   }
 
   // Of small blocks: the lines of the row tiles in `present` that lack a block and whose places hold no zeros.
@@ -278,14 +310,23 @@ template <bool kLeft> struct Copier {
   // A strip's columns of blocks, in increasing order.
   __device__ __forceinline__ void copy_strip(const Item& item) {
     const u32 matrix = item.matrix(p), of = lane % 8;
-    const i64 line = (i64)item.head * p.head_lines + item.line + of;
+    const i64 line = (Config::kTurnedImages ? 0 : (i64)item.head * p.head_lines) + item.line + of;
     const bool mine = of < Config::kLines && item.line + of < p.head_lines;
     const u32* kept = p.kept + line * p.words;
-    int next = kLeft && mine ? p.pointers[line] : p.blocks, entry = entry_at(next);
+    int next = kLeft && mine && !Config::kTurnedImages ? p.pointers[line] : p.blocks, entry = entry_at(next);
+    if constexpr (Config::kImages) pixel = p.images.pixel(item.token);
     u32 ahead = mine && p.words ? kept[0] : 0;
     for (u32 word = 0; word < p.words; ++word) {
-      const u32 bits = ahead;
+      u32 bits = ahead;
       ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+      if constexpr (Config::kTurnedImages) {
+        const u32 tap = word / p.images.tap_words;
+        if (kLeft && mine && word % p.images.tap_words == 0) {
+          next = p.pointers[line * p.images.taps + tap];
+          entry = entry_at(next);
+        }
+        if (!p.images.meets(item.head, tap)) bits = 0;
+      }
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
@@ -303,20 +344,34 @@ template <bool kLeft> struct Copier {
 
   // Of sdd: the line's rows of op(A), or op(B)'s columns of every block of the group, a lane each.
   __device__ __forceinline__ void copy_group(const Item& item) {
-    const u32 matrix = item.matrix(p), count = item.count;
+    const u32 matrix = Config::kImages ? 0 : item.matrix(p), count = item.count;
+    const u32 before = Config::kImages ? item.batch * p.steps : 0;  // of images batches have pixels in turn
     const int column = lane < count ? p.columns[item.first + lane] : 0;
-    for (u32 step = 0; step < (count ? p.steps : 0); ++step, next_stage()) {
+    for (u32 step = before; step < before + (count ? p.steps : 0); ++step, next_stage()) {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
         barrier_expect(full, Config::kSparseBytes + count * Config::kPart * 128);
         copy_dense<Config::kSparseMajor, Config::kBlock, 64>(&p.left_map, stage(), step * 64, item.row(), matrix, full);
       }
-      if (!kLeft && lane < count)
-        copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, right + lane * Config::kPart * 128, step * 64,
-                                                           column * Config::kBlock + item.token, matrix, full);
+      if (!kLeft && lane < count) {
+        const u32 to = right + lane * Config::kPart * 128;
+        if constexpr (Config::kImages) copy_channels(to, column, item.token, step, full);
+        else
+          copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, to, step * 64,
+                                                             column * Config::kBlock + item.token, matrix, full);
+      }
       __syncwarp();
     }
+  }
+
+  // Of images: a step's pixels, those channels of a column of blocks.
+  __device__ __forceinline__ void copy_channels(u32 to, u32 column, u32 token, u32 step, u32 full) const {
+    const u32 channel = column / p.images.taps * Config::kBlock + token, tap = column % p.images.taps;
+    const Pixel pixel = p.images.pixel(step * 64);
+#pragma unroll
+    for (u32 at = 0; at < Config::kPart; at += 64)
+      p.images.copy(to + at * 128, &p.right_map, channel + at, pixel, 0, tap, full, Config::kDensePolicy);
   }
 
   __device__ __forceinline__ void copy_all() {
@@ -478,7 +533,9 @@ template <class Out> struct Writer {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       const u32 from = buffer + box * kLines * 128;
-      if constexpr (Config::kTokensContiguous)
+      if constexpr (Config::kPhases)  // there the matrix is a phase
+        p.images.copy_out(matrix, row0 + box * kWide, token, from, Config::kOutPolicy);
+      else if constexpr (Config::kTokensContiguous)
         copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
       else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
     }
@@ -520,7 +577,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     Sums sums;
     for (u32 turn = 0; turn < turns_of(p); ++turn) {
       if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+      Item item(p, item_of(turn), share);
+      item.count_columns(p);
       if (Config::kSampled && item.count == 0) continue;  // a group that isn't there
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ..device.install import install_advice
-from ..vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
+from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, DeviceProperties
+from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
+from .tables import groups
 
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
@@ -70,6 +72,58 @@ def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
     if (rows := problem.batch * one.heads * one.block_rows) >= _MOST:
         return f"{rows} rows of blocks exceed the kernel's limit, {_MOST - 1}"
     return None
+
+
+_MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE, _MOST_PHASES = 127, 255, 8, 4
+"""What the copy engine's im2col mode takes, and the maps that the kernel has room for."""
+
+
+def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
+    one, found = problem.layout, problem.geometry
+    if problem.op is BlockSparseConvOp.WGRAD and one.block < _SMALLEST_TILE:
+        return f"serves op wgrad with blocks of 64 and 128, not {one.block}"
+    if found.phases > _MOST_PHASES:
+        return f"serves op dgrad with strides of up to {_MOST_PHASES} phases, got {list(problem.stride)}"
+    for name, axis, size in (("height", found.h, problem.height), ("width", found.w, problem.width)):
+        if size < axis.divide:
+            return f"needs a {name} of at least the stride {axis.divide}, got {size}"
+        if axis.stride > _MOST_STRIDE:
+            return f"serves strides up to {_MOST_STRIDE}, got {axis.stride}"
+        if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MOST_OFFSET:
+            return f"serves kernels of up to {_MOST_OFFSET} pixels, {_MOST_CORNER} beyond the {name}"
+    pixels = problem.batch * max(found.pixels * found.phases, problem.height * problem.width)
+    coordinates = {"pixels": pixels, "rows of values": one.blocks * one.block}
+    coordinates["tiles"] = -(-pixels // _SMALLEST_TILE) * max(one.block_rows, one.block_cols)
+    for what, count in coordinates.items():
+        if count >= _MOST:
+            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+    return None
+
+
+PARTS_OF = 132
+"""Items that a filter's gradient is cut for: the multiprocessors of an H200. Bits depend on the cut."""
+_LEAST_STEPS, _MOST_PARTS = 16, 32
+_STEP_PIXELS = 64
+
+
+def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
+    """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each."""
+    steps = -(-problem.reduction // _STEP_PIXELS)
+    items = max(groups(problem.layout), 1)
+    most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
+    parts = min(
+        range(1, most + 1), key=lambda count: (-(-count * items // PARTS_OF) * -(-steps // count), count)
+    )
+    each = -(-steps // parts)
+    return -(-steps // max(each, 1)), each
+
+
+def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
+    """Bytes of the parts of a filter's gradient, in float32."""
+    if problem.op is not BlockSparseConvOp.WGRAD or not problem.reduction:
+        return 0
+    parts, one = filter_parts(problem)[0], problem.layout
+    return 0 if parts == 1 else 4 * parts * one.blocks * one.block**2
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:

@@ -278,6 +278,14 @@ class BlockSparsePass(_Word):
     BACKWARD = "backward"
 
 
+class BlockSparseConvOp(_Word):
+    """A convolution, or the gradient of its input (``dgrad``) or of its filter (``wgrad``)."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
 class AttentionMask(_Word):
     """What an attention mask does to scores.
 
@@ -322,6 +330,7 @@ class OpCategory(_Word):
     PACK = "pack"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
+    CONVOLUTION = "convolution"
 
 
 class ArchSku(_Word):
@@ -348,6 +357,7 @@ class BackendKind(_Word):
     F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
     ATTENTION_WGMMA = "attention_wgmma"
+    CONV_WGMMA = "conv_wgmma"
     SOFTMAX = "softmax"
     CUSPARSELT = "cusparselt"
     PRUNE = "prune"
