@@ -115,7 +115,7 @@ def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
         range(1, most + 1), key=lambda count: (-(-count * items // PARTS_OF) * -(-steps // count), count)
     )
     each = -(-steps // parts)
-    return -(-steps // max(each, 1)), each
+    return max(1, -(-steps // max(each, 1))), each
 
 
 def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:

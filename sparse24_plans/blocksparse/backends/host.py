@@ -159,7 +159,7 @@ class _Convolution(_Work):
         pixels = convolution.Pixels(_widened(views[read]), self._geometry)
         lines = convolution.lines(desc.layout, tables, self._geometry, turned=turned)
         if desc.op is BlockSparseConvOp.WGRAD:
-            dy, out = _widened(views["dy"]).reshape(-1, desc.layout.rows), views["dweight"].bits()
+            dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dweight"].bits()
             for line in lines:
                 sums = convolution.of_filter(line, dy, pixels, self._multiply)
                 out[0, line.places] = finished(sums, desc)
