@@ -143,21 +143,22 @@ class PixelBox(NamedTuple):
 def swizzled_images_map(
     address: int,
     shape: tuple[int, int, int, int],
-    pitches: tuple[int, int, int],
     itemsize: int,
     walk: PixelBox,
     box: tuple[int, int],
 ) -> bytes:
-    """A CUtensorMap in im2col mode of images (images, rows, columns, channels): boxes (pixels, channels).
+    """A CUtensorMap in im2col mode of contiguous images (images, rows, columns, channels).
 
-    A copy names the pixel that its box begins at and an offset that moves all of the walk. In shared memory
-    pixels are as far apart as their channels are wide, under that swizzle. What lies outside of an image
-    reads as zero bits and isn't written. ``pitches``: bytes of an image, a row, a pixel, multiples of 16. The
-    driver takes first and last pixels up to 128 outside of an image, strides up to 8 and offsets to 255.
-    Raises LibraryError.
+    It is read in boxes (pixels, channels). A copy names the pixel that its box begins at and an offset that
+    moves all of the walk. In shared memory pixels are as far apart as their channels are wide, under that
+    swizzle. What lies outside of an image reads as zero bits. A pixel's bytes are a multiple of 16; first
+    and last pixels are up to 128 outside of an image, strides up to 8 and offsets to 255. Raises
+    LibraryError.
     """
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    _, rows, columns, channels = shape
+    pitches = [itemsize * channels * size for size in (1, columns, columns * rows)]
     upper = [
         first + (count - 1) * stride - (size - 1)
         for first, count, stride, size in zip(*walk, shape[1:3], strict=True)
@@ -168,7 +169,7 @@ def swizzled_images_map(
         4,
         address,
         (ctypes.c_uint64 * 4)(*reversed(shape)),
-        (ctypes.c_uint64 * 3)(*reversed(pitches)),
+        (ctypes.c_uint64 * 3)(*pitches),
         (ctypes.c_int * 2)(*reversed(walk.lower)),
         (ctypes.c_int * 2)(*reversed(upper)),
         box[1],

@@ -107,7 +107,7 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
-  Images<Config::kImages> images;
+  Images<S24_IMAGES> images;
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
@@ -313,19 +313,18 @@ template <bool kLeft> struct Copier {
     const i64 line = (Config::kTurnedImages ? 0 : (i64)item.head * p.head_lines) + item.line + of;
     const bool mine = of < Config::kLines && item.line + of < p.head_lines;
     const u32* kept = p.kept + line * p.words;
-    int next = kLeft && mine && !Config::kTurnedImages ? p.pointers[line] : p.blocks, entry = entry_at(next);
+    const i64 first = Config::kTurnedImages ? line * p.images.taps : line;
+    int next = kLeft && mine ? p.pointers[first] : p.blocks, entry = entry_at(next);
     if constexpr (Config::kImages) pixel = p.images.pixel(item.token);
     u32 ahead = mine && p.words ? kept[0] : 0;
     for (u32 word = 0; word < p.words; ++word) {
       u32 bits = ahead;
       ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
       if constexpr (Config::kTurnedImages) {
-        const u32 tap = word / p.images.tap_words;
-        if (kLeft && mine && word % p.images.tap_words == 0) {
-          next = p.pointers[line * p.images.taps + tap];
-          entry = entry_at(next);
+        if (!p.images.meets(item.head, word / p.images.tap_words)) {  // another phase's
+          if (kLeft && bits) entry = entry_at(next += __popc(bits));
+          bits = 0;
         }
-        if (!p.images.meets(item.head, tap)) bits = 0;
       }
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
@@ -494,6 +493,11 @@ template <class Out> struct Writer {
       if (is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
       threads_meet(barrier, 128);
       fill(buffer, sums + step * Config::kStepTokens / 2, bias);
+      if constexpr (Config::kPhases) {
+        threads_meet(barrier, 128);
+        write_phase(buffer, row0, token, item.head);
+        continue;
+      }
       async_proxy_fence();
       threads_meet(barrier, 128);
       if (!is_copier()) continue;
@@ -528,14 +532,26 @@ template <class Out> struct Writer {
     }
   }
 
+  // Of a gradient of strided X: its pixels lie apart.
+  __device__ __forceinline__ void write_phase(u32 buffer, u32 row0, u32 token, u32 phase) const {
+    constexpr u32 kVector = 16 / kOutBytes, kVectors = 64 / kVector;
+    const u32 rows = p.head_lines * Config::kBlock, row = threadIdx.x % kVectors * kVector;
+#pragma unroll
+    for (u32 at = threadIdx.x % 128 / kVectors; at < Config::kStepTokens; at += 128 / kVectors) {
+      void* to = p.images.result(phase, token + at, rows, kOutBytes);
+      if (!to || row0 + row >= rows) continue;
+      float v[4];  // bits of some results
+      load_shared_x4(v, buffer + staged_at(row, at));
+      ((float4*)to)[(row0 + row) / kVector] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+
   // What lies outside of C isn't copied.
   __device__ __forceinline__ void copy_out(u32 buffer, u32 row0, u32 token, u32 matrix) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       const u32 from = buffer + box * kLines * 128;
-      if constexpr (Config::kPhases)  // there the matrix is a phase
-        p.images.copy_out(matrix, row0 + box * kWide, token, from, Config::kOutPolicy);
-      else if constexpr (Config::kTokensContiguous)
+      if constexpr (Config::kTokensContiguous)
         copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
       else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
     }

@@ -34,12 +34,3 @@ __device__ __forceinline__ void copy_pixels(u32 to, const TensorMap* map, u32 ch
                  "h"(offset_h), "l"(policy)
                : "memory");
 }
-// The same, shared to global, without an offset; what lies outside of an image is not written.
-__device__ __forceinline__ void copy_pixels_out(const TensorMap* map, u32 channel, u32 w, u32 h, u32 image, u32 from,
-                                                u64 policy) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group.L2::cache_hint [%0, {%1, %2, %3, "
-               "%4}], [%5], %6;"
-               :
-               : "l"(map), "r"(channel), "r"(w), "r"(h), "r"(image), "r"(from), "l"(policy)
-               : "memory");
-}

@@ -19,35 +19,38 @@ STEP, LINE_BYTES = 64, 128
 """Columns of a step, and rows or tokens of a box that isn't K-major; bytes of a line of a box."""
 
 
-class Parameters(ctypes.Structure):
-    """BlocksWgmmaParams of the kernel."""
+PARAMETERS = [
+    ("left_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+    ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+    ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+    ("order", ctypes.c_void_p),
+    ("counts", ctypes.c_void_p),
+    ("kept", ctypes.c_void_p),
+    ("pointers", ctypes.c_void_p),
+    ("columns", ctypes.c_void_p),
+    ("places", ctypes.c_void_p),
+    ("bias", ctypes.c_void_p),
+    ("blocks", ctypes.c_int32),
+    ("alpha", ctypes.c_float),
+    ("strips", ctypes.c_uint32),
+    ("head_strips", ctypes.c_uint32),
+    ("head_lines", ctypes.c_uint32),
+    ("words", ctypes.c_uint32),
+    ("heads", ctypes.c_uint32),
+    ("batch", ctypes.c_uint32),
+    ("tokens", ctypes.c_uint32),
+    ("token_clusters", ctypes.c_uint32),
+    ("band", ctypes.c_uint32),
+    ("groups", ctypes.c_uint32),
+    ("steps", ctypes.c_uint32),
+]
+"""Fields of BlocksWgmmaParams of the kernel, but for images."""
 
-    _fields_ = [
-        ("left_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("order", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("blocks", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("strips", ctypes.c_uint32),
-        ("head_strips", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("token_clusters", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 20),  # a tensor map's alignment is the struct's
-    ]
+
+class Parameters(ctypes.Structure):
+    """BlocksWgmmaParams of products."""
+
+    _fields_ = [*PARAMETERS, ("padding", ctypes.c_char * 20)]  # a tensor map's alignment is the struct's
 
 
 class Form:

@@ -24,10 +24,9 @@ from ..limits import conv_workspace, filter_parts
 from ..schedule import best_schedule, filter_schedule
 from ..shape import BlockSparseShape
 from ..tables import groups, words
-from ..wgmma import K_MAJOR, LINE_BYTES, SOURCE, STEP, Form, Parameters, defines, dense_map, values_map
+from ..wgmma import K_MAJOR, LINE_BYTES, PARAMETERS, SOURCE, STEP, Form, defines, dense_map, values_map
 
 _ADD_SOURCE = "blocksparse/conv_wgmma.cu"
-_PHASES = 4
 _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
 
 
@@ -41,26 +40,32 @@ class _Axis(ctypes.Structure):
         ("step", ctypes.c_int32),
         ("divide", ctypes.c_int32),
         ("count", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
     ]
 
     @classmethod
-    def of(cls, axis: Axis) -> _Axis:
-        return cls(axis.lower, axis.stride, axis.start, axis.step, axis.divide, axis.count)
+    def of(cls, axis: Axis, size: int) -> _Axis:
+        return cls(axis.lower, axis.stride, axis.start, axis.step, axis.divide, axis.count, size)
 
 
-class _Parameters(ctypes.Structure):
-    """BlocksWgmmaParams of the kernel for images."""
+class _Images(ctypes.Structure):
+    """Images of the kernel."""
 
     _fields_ = [
-        ("product", Parameters),
-        ("out_maps", ctypes.c_char * (_PHASES * cuda_driver_abi.TENSOR_MAP_BYTES)),
+        ("results", ctypes.c_void_p),
         ("h", _Axis),
         ("w", _Axis),
         ("taps", ctypes.c_uint32),
         ("taps_w", ctypes.c_uint32),
         ("tap_words", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 4),
+        ("images", ctypes.c_uint32),
     ]
+
+
+class _Parameters(ctypes.Structure):
+    """BlocksWgmmaParams of a convolution."""
+
+    _fields_ = [*PARAMETERS, ("images", _Images)]
 
 
 class _AddParameters(ctypes.Structure):
@@ -151,49 +156,48 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
     def _of_shape(self) -> _Parameters:
         """What doesn't depend on where operands are."""
         desc, product, form, schedule = self.descriptor, self._product, self._form, self._schedule
-        one, found = desc.layout, desc.geometry
-        tap_words = words(one.block_rows)
+        one, (h, w) = desc.layout, desc.geometry
+        taps, tap_words = desc.geometry.taps, words(one.block_rows)
         forward = desc.op is BlockSparseConvOp.FORWARD
         return _Parameters(
-            product=Parameters(
-                blocks=one.blocks,
-                alpha=product.alpha,
-                strips=form.strips,
-                head_strips=form.head_strips,
-                head_lines=form.head_lines,
-                words=words(one.block_cols) if forward else found.taps * tap_words,
-                heads=product.layout.heads,
-                batch=product.batch,
-                tokens=product.n,
-                token_clusters=schedule.token_clusters(product),
-                band=schedule.band(product),
-                groups=groups(one),
-                steps=-(-product.n // STEP),
+            blocks=one.blocks,
+            alpha=product.alpha,
+            strips=form.strips,
+            head_strips=form.head_strips,
+            head_lines=form.head_lines,
+            words=words(one.block_cols) if forward else taps * tap_words,
+            heads=product.layout.heads,
+            batch=product.batch,
+            tokens=product.n,
+            token_clusters=schedule.token_clusters(product),
+            band=schedule.band(product),
+            groups=groups(one),
+            steps=-(-product.n // STEP),
+            images=_Images(
+                h=_Axis.of(h, desc.height),
+                w=_Axis.of(w, desc.width),
+                taps=taps,
+                taps_w=w.taps,
+                tap_words=tap_words,
+                images=desc.batch,
             ),
-            h=_Axis.of(found.h),
-            w=_Axis.of(found.w),
-            taps=found.taps,
-            taps_w=found.w.taps,
-            tap_words=tap_words,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
             return nothing
-        desc = self.descriptor
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        tables = self._form.tables(views["layout"].address, desc.layout)
-        for field, at in tables.items():
-            setattr(parameters.product, field, at)
+        for field, at in self._form.tables(views["layout"].address, self.descriptor.layout).items():
+            setattr(parameters, field, at)
         try:
             maps = self._maps(views, workspace)
-            phases = self._phase_maps(views["dx"]) if self._phases > 1 else b""
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
-        ctypes.memmove(ctypes.addressof(parameters) + _Parameters.out_maps.offset, phases, len(phases))
         if "bias" in views:
-            parameters.product.bias = views["bias"].address
+            parameters.bias = views["bias"].address
+        if "dx" in views:
+            parameters.images.results = views["dx"].address
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
         return multiply if self._add is None else self._with_add(multiply, views["dweight"], workspace)
 
@@ -243,49 +247,10 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         """Boxes of what the results' pixels meet at a tap."""
         h, w = self.descriptor.geometry
         walk = cuda_driver_abi.PixelBox((h.lower, w.lower), (h.count, w.count), (h.stride, w.stride))
-        return _images_map(
-            images.address, images.shape, images.shape, images.element, walk, (pixels, channels)
+        count, height, width, depth = images.shape
+        return cuda_driver_abi.swizzled_images_map(
+            images.address, (count, height, width, depth), images.element.itemsize, walk, (pixels, channels)
         )
-
-    def _phase_maps(self, dx: TensorView) -> bytes:
-        """Of each phase its pixels of the input's gradient; boxes as large as the staging areas'."""
-        h, w = self.descriptor.geometry
-        images, height, width, channels = dx.shape
-        wide = LINE_BYTES // dx.element.itemsize
-        walk = cuda_driver_abi.PixelBox((0, 0), (h.count, w.count), (1, 1))
-        found = b""
-        for row in range(h.divide):
-            for column in range(w.divide):
-                first = (row * width + column) * channels * dx.element.itemsize
-                shape = images, _share(height, row, h.divide), _share(width, column, w.divide), channels
-                found += _images_map(
-                    dx.address + first, shape, dx.shape, dx.element, walk, (wide, wide), (h.divide, w.divide)
-                )
-        return found
-
-
-def _images_map(
-    address: int,
-    shape: tuple[int, ...],
-    within: tuple[int, ...],
-    element: ElementKind,
-    walk: cuda_driver_abi.PixelBox,
-    box: tuple[int, int],
-    every: tuple[int, int] = (1, 1),
-) -> bytes:
-    """Of images ``shape`` that are every so manieth row and column of images ``within``."""
-    _, height, width, channels = within
-    pixel = channels * element.itemsize
-    pitches = height * width * pixel, every[0] * width * pixel, every[1] * pixel
-    images, rows, columns, _ = shape
-    return cuda_driver_abi.swizzled_images_map(
-        address, (images, rows, columns, channels), pitches, element.itemsize, walk, box
-    )
-
-
-def _share(size: int, phase: int, phases: int) -> int:
-    """How many of ``size`` pixels a phase has."""
-    return -(-(size - phase) // phases)
 
 
 def _as_matrix(images: TensorView) -> TensorView:
