@@ -23,12 +23,8 @@
 //                                                                meanwhile
 //   write                                    | fill | copy |
 //
-// Of a convolution X's rows are pixels (images.cuh): S24_IMAGES is 1; of the gradient of strided X, whose results lie in
-// phases, 2. A gradient of X reads the filter by columns, tap by tap, in strips as they come.
-//
 // Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
 // takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
-#include "blocksparse/images.cuh"
 #include "common/epilogue.cuh"
 #include "ptx/tensors.cuh"
 #include "ptx/wgmma_dense.cuh"
@@ -48,8 +44,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // how op(S) lies in its blocks
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X does; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
-  static constexpr bool kImages = S24_IMAGES > 0, kPhases = S24_IMAGES > 1;
-  static constexpr bool kTurnedImages = kImages && !kSampled && kSparseMajor == Major::MN;  // gradients of X
 
   // A step has 64 k: half of a large block, or small ones side by side.
   static constexpr int kHalves = kBlock > 64 ? kBlock / 64 : 1, kBeside = kBlock < 64 && !kSampled ? 64 / kBlock : 1;
@@ -107,7 +101,6 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
-  Images<S24_IMAGES> images;
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
@@ -146,26 +139,11 @@ struct Item {
     }
     const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
     const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
-    const u32 strip = Config::kTurnedImages ? rest / wide : (u32)p.order[rest / wide];
+    const u32 strip = (u32)p.order[rest / wide];
     head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
     batch = tile / p.token_clusters;
     token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    first = 0, count = Config::kTurnedImages ? 0 : p.counts[strip];
-  }
-  // Of a gradient of X: count, which takes a warp.
-  __device__ __forceinline__ void count_columns(const BlocksWgmmaParams& p) {
-    if constexpr (Config::kTurnedImages) {
-      const u32* kept = p.kept + (u64)line * p.words;
-      const u32 lines = min((u32)Config::kLines, p.head_lines - line);
-      u32 found = 0;
-      for (u32 word = threadIdx.x % 32; word < p.words; word += 32) {
-        if (!p.images.meets(head, word / p.images.tap_words)) continue;
-        u32 any = 0;
-        for (u32 of = 0; of < lines; ++of) any |= kept[of * p.words + word];
-        found += __popc(any);
-      }
-      count = (int)__reduce_add_sync(~0u, found);
-    }
+    first = 0, count = p.counts[strip];
   }
   __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
     return Config::kSampled ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
@@ -233,7 +211,6 @@ template <bool kLeft> struct Copier {
   // What the next stage has: columns of blocks; this lane's; its line's block among all values, if it keeps one.
   u32 beside = 0, column = 0, place = 0;
   bool here = false;
-  Pixel pixel = {};  // of images: the item's first
 
   __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
 
@@ -253,19 +230,10 @@ template <bool kLeft> struct Copier {
     const u32 to =
         stage() + Config::kSparseBytes +
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
-    if (lane / 8 >= beside) return;
-    if constexpr (Config::kImages) {
-      const u32 before = Config::kTurnedImages ? p.images.tap_words * 32 : p.images.taps;
-      const u32 channels = Config::kTurnedImages ? column % before : column / before;
-      const u32 tap = Config::kTurnedImages ? column / before : column % before;
-      if (lane % 8 == 0)
-        p.images.copy(to, &p.right_map, channels * Config::kBlock + half * 64, pixel, item.head, tap,
-                      barriers.full(at.slot), Config::kDensePolicy);
-    } else {
+    if (lane / 8 < beside)
       copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(&p.right_map, to,
                                                                      column * Config::kBlock + half * 64, item.token,
                                                                      matrix, barriers.full(at.slot), lane % 8, 8);
-    }
   }
 
   // Of small blocks: the lines of the row tiles in `present` that lack a block and whose places hold no zeros.
@@ -310,22 +278,14 @@ template <bool kLeft> struct Copier {
   // A strip's columns of blocks, in increasing order.
   __device__ __forceinline__ void copy_strip(const Item& item) {
     const u32 matrix = item.matrix(p), of = lane % 8;
-    const i64 line = (Config::kTurnedImages ? 0 : (i64)item.head * p.head_lines) + item.line + of;
+    const i64 line = (i64)item.head * p.head_lines + item.line + of;
     const bool mine = of < Config::kLines && item.line + of < p.head_lines;
     const u32* kept = p.kept + line * p.words;
-    const i64 first = Config::kTurnedImages ? line * p.images.taps : line;
-    int next = kLeft && mine ? p.pointers[first] : p.blocks, entry = entry_at(next);
-    if constexpr (Config::kImages) pixel = p.images.pixel(item.token);
+    int next = kLeft && mine ? p.pointers[line] : p.blocks, entry = entry_at(next);
     u32 ahead = mine && p.words ? kept[0] : 0;
     for (u32 word = 0; word < p.words; ++word) {
-      u32 bits = ahead;
+      const u32 bits = ahead;
       ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
-      if constexpr (Config::kTurnedImages) {
-        if (!p.images.meets(item.head, word / p.images.tap_words)) {  // another phase's
-          if (kLeft && bits) entry = entry_at(next += __popc(bits));
-          bits = 0;
-        }
-      }
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
@@ -343,34 +303,20 @@ template <bool kLeft> struct Copier {
 
   // Of sdd: the line's rows of op(A), or op(B)'s columns of every block of the group, a lane each.
   __device__ __forceinline__ void copy_group(const Item& item) {
-    const u32 matrix = Config::kImages ? 0 : item.matrix(p), count = item.count;
-    const u32 before = Config::kImages ? item.batch * p.steps : 0;  // of images batches have pixels in turn
+    const u32 matrix = item.matrix(p), count = item.count;
     const int column = lane < count ? p.columns[item.first + lane] : 0;
-    for (u32 step = before; step < before + (count ? p.steps : 0); ++step, next_stage()) {
+    for (u32 step = 0; step < (count ? p.steps : 0); ++step, next_stage()) {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
         barrier_expect(full, Config::kSparseBytes + count * Config::kPart * 128);
         copy_dense<Config::kSparseMajor, Config::kBlock, 64>(&p.left_map, stage(), step * 64, item.row(), matrix, full);
       }
-      if (!kLeft && lane < count) {
-        const u32 to = right + lane * Config::kPart * 128;
-        if constexpr (Config::kImages) copy_channels(to, column, item.token, step, full);
-        else
-          copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, to, step * 64,
-                                                             column * Config::kBlock + item.token, matrix, full);
-      }
+      if (!kLeft && lane < count)
+        copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, right + lane * Config::kPart * 128, step * 64,
+                                                           column * Config::kBlock + item.token, matrix, full);
       __syncwarp();
     }
-  }
-
-  // Of images: a step's pixels, those channels of a column of blocks.
-  __device__ __forceinline__ void copy_channels(u32 to, u32 column, u32 token, u32 step, u32 full) const {
-    const u32 channel = column / p.images.taps * Config::kBlock + token, tap = column % p.images.taps;
-    const Pixel pixel = p.images.pixel(step * 64);
-#pragma unroll
-    for (u32 at = 0; at < Config::kPart; at += 64)
-      p.images.copy(to + at * 128, &p.right_map, channel + at, pixel, 0, tap, full, Config::kDensePolicy);
   }
 
   __device__ __forceinline__ void copy_all() {
@@ -493,11 +439,6 @@ template <class Out> struct Writer {
       if (is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
       threads_meet(barrier, 128);
       fill(buffer, sums + step * Config::kStepTokens / 2, bias);
-      if constexpr (Config::kPhases) {
-        threads_meet(barrier, 128);
-        write_phase(buffer, row0, token, item.head);
-        continue;
-      }
       async_proxy_fence();
       threads_meet(barrier, 128);
       if (!is_copier()) continue;
@@ -529,20 +470,6 @@ template <class Out> struct Writer {
         store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
                                    Out::pair(v[2], v[3]));
       }
-    }
-  }
-
-  // Of a gradient of strided X: its pixels lie apart.
-  __device__ __forceinline__ void write_phase(u32 buffer, u32 row0, u32 token, u32 phase) const {
-    constexpr u32 kVector = 16 / kOutBytes, kVectors = 64 / kVector;
-    const u32 rows = p.head_lines * Config::kBlock, row = threadIdx.x % kVectors * kVector;
-#pragma unroll
-    for (u32 at = threadIdx.x % 128 / kVectors; at < Config::kStepTokens; at += 128 / kVectors) {
-      void* to = p.images.result(phase, token + at, rows, kOutBytes);
-      if (!to || row0 + row >= rows) continue;
-      float v[4];  // bits of some results
-      load_shared_x4(v, buffer + staged_at(row, at));
-      ((float4*)to)[(row0 + row) / kVector] = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
 
@@ -593,8 +520,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     Sums sums;
     for (u32 turn = 0; turn < turns_of(p); ++turn) {
       if (item_of(turn) >= items_of(p)) continue;
-      Item item(p, item_of(turn), share);
-      item.count_columns(p);
+      const Item item(p, item_of(turn), share);
       if (Config::kSampled && item.count == 0) continue;  // a group that isn't there
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);

@@ -94,11 +94,6 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     return fitting(STRIP, tokens, 2, 2 if sharing else 1)
 
 
-def filter_schedule(desc: BlockSparseMatmulDescriptor) -> Schedule:
-    """Of a convolution's filter's gradient, which has as many batches as give work to the device."""
-    return fitting(desc.layout.block, _TOKENS[0], 2, 1)
-
-
 def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
     """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]

@@ -290,10 +290,8 @@ LARGE = {"layout": random_layout(heads=1, rows=2, cols=18, block=64), "height": 
             {"op": "wgrad", "layout": random_layout(heads=1, rows=2, cols=18, block=32)},
             "serves op wgrad with blocks of 64 and 128, not 32",
         ),
-        ({"op": "dgrad", "stride": (3, 2)}, "serves op dgrad with strides of up to 4 phases, got [3, 2]"),
         ({"stride": 9}, "serves strides up to 8, got 9"),
         ({"padding": 200}, "serves kernels of up to 255 pixels, 127 beyond the height"),
-        ({"op": "dgrad", "stride": (4, 1), "height": 3}, "needs a height of at least the stride 4, got 3"),
         ({"batch": 2**20}, "pixels exceed the kernel's limit"),
     ],
 )
