@@ -102,33 +102,33 @@ class BlockSparseConv2dArgs(Args):
     """Operands of a ``forward`` convolution; ``layout`` is what ``plan.pack`` returned.
 
     Tensors of any framework, contiguous, on the plan's device. Read: ``x`` [N, height, width, C] and
-    ``weight``, the filter's values [1, blocks, block, block], of the element; ``bias`` [K] of
+    ``filter``, its values [1, blocks, block, block], of the element; ``bias`` [K] of
     ``bias_element``, exactly when the epilogue has one. Written: ``y`` [N, rows, columns, K] of
     ``out_element``.
     """
 
     layout: BlockSparseTables
     x: Any
-    weight: Any
+    filter: Any
     y: Any
     bias: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseConv2dDgradArgs(Args):
-    """Operands of a ``dgrad``: ``dy`` like y and ``weight`` are read, ``dx`` like x is written."""
+    """Operands of a ``dgrad``: ``dy`` like y and ``filter`` are read, ``dx`` like x is written."""
 
     layout: BlockSparseTables
     dy: Any
-    weight: Any
+    filter: Any
     dx: Any
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseConv2dWgradArgs(Args):
-    """Operands of a ``wgrad``: ``x`` and ``dy`` like y are read, ``dweight`` like weight is written."""
+    """Operands of a ``wgrad``: ``x`` and ``dy`` like y are read, ``dfilter`` like filter is written."""
 
     layout: BlockSparseTables
     x: Any
     dy: Any
-    dweight: Any
+    dfilter: Any

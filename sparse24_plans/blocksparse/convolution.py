@@ -170,7 +170,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
         ]
 
     def operands(self) -> tuple[Operand, ...]:
-        """The layout's tables; ``x``, ``weight``, ``y`` and ``bias`` [K]; or those of gradients."""
+        """The layout's tables; ``x``, ``filter``, ``y`` and ``bias`` [K]; or those of gradients."""
         one, (h, w) = self.layout, self.forward
         read, written = Role.IN, Role.OUT
         images = (self.batch, self.height, self.width, self.channels)
@@ -180,19 +180,19 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
         if self.op is BlockSparseConvOp.DGRAD:
             found = [
                 Operand("dy", read, results, element),
-                Operand("weight", read, values, element),
+                Operand("filter", read, values, element),
                 Operand("dx", written, images, out),
             ]
         elif self.op is BlockSparseConvOp.WGRAD:
             found = [
                 Operand("x", read, images, element),
                 Operand("dy", read, results, element),
-                Operand("dweight", written, values, out),
+                Operand("dfilter", written, values, out),
             ]
         else:
             found = [
                 Operand("x", read, images, element),
-                Operand("weight", read, values, element),
+                Operand("filter", read, values, element),
                 Operand("y", written, results, out),
             ]
             if self.epilogue.has_bias:

@@ -360,13 +360,13 @@ def _convolved(desc: BlockSparseConv2dDescriptor, layout: BlockSparseLayout, rea
     sides = ((0, 0), (top, top), (left, left), (0, 0))
     if desc.op == "dgrad":
         dx = np.zeros((desc.batch, desc.height + 2 * top, desc.width + 2 * left, desc.channels))
-        filter = filter_of(desc, layout, read["weight"])
+        filter = filter_of(desc, layout, read["filter"])
         for (r, s), met in _each_tap(desc, dx):
             met += read["dy"] @ filter[:, r, s]
         return dx[:, top : top + desc.height, left : left + desc.width]
     taps = _each_tap(desc, np.pad(read["x"], sides))
     if desc.op == "forward":
-        filter = filter_of(desc, layout, read["weight"])
+        filter = filter_of(desc, layout, read["filter"])
         return sum(met @ filter[:, r, s].T for (r, s), met in taps)
     block, one = desc.layout.block, desc.layout
     found = np.zeros((one.rows, desc.channels // block, *desc.kernel, block))
@@ -382,7 +382,7 @@ def _convolution(plan: BlockSparseConv2dPlan, operands: Operands) -> Expected:
     exact = desc.alpha * _convolved(desc, layout, read)
     abs_sum = _convolved(desc, layout, {name: np.abs(one) for name, one in read.items()})
     out, k = desc.out_element, desc.reduction
-    name = {"forward": "y", "dgrad": "dx", "wgrad": "dweight"}[desc.op]
+    name = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
     if "bias" not in operands.arrays:
         return {name: (saturated(exact, out), plan.guarantee.tolerance(k, exact, abs_sum, out, desc.alpha))}
     v = exact + operands.wide("bias")

@@ -29,7 +29,7 @@ from .problems import Operands, case_of, filter_of, random_operands, reference
 STRICT = {"require": {"bit_stable_across_hardware": True}}
 ROWS = {"host_blas": None, "host_strict": STRICT}
 OPS = ("forward", "dgrad", "wgrad")
-RESULT = {"forward": "y", "dgrad": "dx", "wgrad": "dweight"}
+RESULT = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}
 every_row = pytest.mark.parametrize("row", ROWS)
 every_op = pytest.mark.parametrize("op", OPS)
 
@@ -177,7 +177,7 @@ def test_strict_sums_by_channels_then_taps():
     operands = random_operands(desc, layout, np.random.default_rng(1))
     got = case_of(plan, operands).run()["y"].view(np.float32)
     padded = np.pad(operands["x"], ((0, 0), (1, 1), (1, 1), (0, 0)))
-    filter = filter_of(desc, layout, operands["weight"]).astype(np.float32)
+    filter = filter_of(desc, layout, operands["filter"]).astype(np.float32)
     acc = np.zeros_like(got)
     for column in range(layout.shape.block_cols):
         channels, (r, s) = column // 6, divmod(column % 6, 3)

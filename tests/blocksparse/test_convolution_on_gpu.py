@@ -1,4 +1,4 @@
-"""The GPU's kernel of convolutions against float64: every walk, edges of tiles, parts of sums, bits, masks."""
+"""The GPU's kernel of convolutions against float64: walks, edges of tiles, sums in parts, bits, masks."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
-        result = {"forward": "y", "dgrad": "dx", "wgrad": "dweight"}[desc.op]
+        result = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
         parameters.results = views[result].address
         if "bias" in views:
             parameters.bias = views["bias"].address
@@ -171,7 +171,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         if desc.op is BlockSparseConvOp.WGRAD:
             if one.blocks and desc.reduction:  # else nothing is read
                 read = _rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
-            out, rows = views["dweight"], self._schedule.parts * one.blocks * one.block
+            out, rows = views["dfilter"], self._schedule.parts * one.blocks * one.block
             address, itemsize = (workspace, 4) if self.workspace_size else (out.address, out.element.itemsize)
             box = _STEP, _LINE_BYTES // itemsize
             return read + cuda_driver_abi.swizzled_matrix_map(
@@ -180,7 +180,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         forward = desc.op is BlockSparseConvOp.FORWARD
         if one.blocks:
             lines = (one.block if forward else step) // cut.share
-            read = _rows_map(views["weight"], (lines, step))
+            read = _rows_map(views["filter"], (lines, step))
             read += self._pixels_map(views["x" if forward else "dy"], (cut.tokens, step))
         if desc.geometry.phases > 1:
             return read

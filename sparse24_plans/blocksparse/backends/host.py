@@ -159,12 +159,12 @@ class _Convolution(_Work):
         pixels = convolution.Pixels(_widened(views[read]), self._geometry)
         lines = convolution.lines(desc.layout, tables, self._geometry, turned=turned)
         if desc.op is BlockSparseConvOp.WGRAD:
-            dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dweight"].bits()
+            dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
             for line in lines:
                 sums = convolution.of_filter(line, dy, pixels, self._multiply)
                 out[0, line.places] = finished(sums, desc)
             return
-        values, out = _widened(views["weight"])[0], views["dx" if turned else "y"].bits()
+        values, out = _widened(views["filter"])[0], views["dx" if turned else "y"].bits()
         bias = views["bias"].array() if "bias" in views else None
         for line in lines:
             sums = convolution.of_results(line, values, pixels, self._multiply, turned=turned)

@@ -17,7 +17,7 @@ _ops: Any = torch.ops.sparse24
 
 def conv2d(
     x: Tensor,
-    weight: Tensor,
+    filter: Tensor,
     layout: Layout,
     kernel_size: Any,
     bias: Tensor | None = None,
@@ -34,8 +34,8 @@ def conv2d(
     x : Tensor
         [N, C, height, width] of float32, float16 or bfloat16. ``channels_last`` is read as it is, anything
         else is copied.
-    weight : Tensor
-        The filter's values [blocks, block, block], or [1, ...] of it: out by in channels of a tap.
+    filter : Tensor
+        Its values [blocks, block, block], or [1, ...] of it: out by in channels of a tap.
     layout : Layout
         Of the filter: one head of [K, C * R * S], a bitmap [K/block, C/block, R, S] as
         [1, K/block, C/block * R * S].
@@ -46,7 +46,7 @@ def conv2d(
     preference : str
         JSON of a PlanPreference, for the gradients too.
 
-    The result [N, K, rows, columns] is ``channels_last``. x, weight and bias have gradients. Where the device
+    The result [N, K, rows, columns] is ``channels_last``. x, filter and bias have gradients. Where the device
     has no kernel for the problem and nothing is preferred, PyTorch convolves with the filter as a dense one.
     Raises InvalidProblemError naming the argument.
     """
@@ -61,7 +61,7 @@ def conv2d(
             ("dilation", dilation),
         )
     ]
-    values = weight[None] if weight.dim() == 3 else weight
+    values = filter[None] if filter.dim() == 3 else filter
     y = _ops.blocksparse_conv2d(
         x.permute(0, 2, 3, 1), values, layout.tables, layout.sizes, *pairs, bias, preference
     )

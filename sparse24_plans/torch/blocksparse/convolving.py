@@ -94,21 +94,21 @@ def _dense(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
     """By PyTorch, with the filter as a dense one."""
     fields, shape = problem.fields, problem.shape
     images = {
-        name: one.permute(0, 3, 1, 2) for name, one in operands.items() if one.dim() == 4 and name != "weight"
+        name: one.permute(0, 3, 1, 2) for name, one in operands.items() if one.dim() == 4 and name != "filter"
     }
     walk = {name: fields[name] for name in ("stride", "padding", "dilation")}
     if fields["op"] == "wgrad":
         sides = shape[1], shape[2] // (fields["kernel"][0] * fields["kernel"][1]), *fields["kernel"]
         found = torch.nn.grad.conv2d_weight(images["x"], sides, images["dy"], **walk)  # type: ignore[no-untyped-call]
         return values_of_filter(found, layout, shape).contiguous()
-    filter = filter_of(operands["weight"], layout, shape, fields["kernel"])
+    dense = filter_of(operands["filter"], layout, shape, fields["kernel"])
     if fields["op"] == "dgrad":
-        size = problem.sizes["batch"], filter.shape[1], fields["height"], fields["width"]
-        found = torch.nn.grad.conv2d_input(size, filter, images["dy"], **walk)  # type: ignore[no-untyped-call]
+        size = problem.sizes["batch"], dense.shape[1], fields["height"], fields["width"]
+        found = torch.nn.grad.conv2d_input(size, dense, images["dy"], **walk)  # type: ignore[no-untyped-call]
     else:
         bias = operands.get("bias")
-        bias = None if bias is None else bias.to(filter.dtype)
-        found = torch.nn.functional.conv2d(images["x"], filter, bias, **walk)
+        bias = None if bias is None else bias.to(dense.dtype)
+        found = torch.nn.functional.conv2d(images["x"], dense, bias, **walk)
     return found.permute(0, 2, 3, 1).contiguous()
 
 
@@ -117,7 +117,7 @@ def _dense(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
 
 def _forward(
     x: Tensor,
-    weight: Tensor,
+    filter: Tensor,
     layout: Tensor,
     shape: Sequence[int],
     kernel: Sequence[int],
@@ -128,7 +128,7 @@ def _forward(
     preference: str = "",
 ) -> tuple[Problem, Operands]:
     check_dims(x, "x", _IMAGES)
-    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    operands = {"x": x, "filter": filter} | ({} if bias is None else {"bias": bias})
     more = {
         "epilogue": epilogue_of("none", bias),
         "bias_element": None if bias is None else element_of(bias.dtype, "bias"),
@@ -139,7 +139,7 @@ def _forward(
 
 def _input_gradient(
     dy: Tensor,
-    weight: Tensor,
+    filter: Tensor,
     layout: Tensor,
     shape: Sequence[int],
     size: Sequence[int],
@@ -154,7 +154,7 @@ def _input_gradient(
         raise InvalidProblemError(f"size: expected height and width, got {list(size)}")
     walk = Walk(kernel, stride, padding, dilation)
     whole = dy.shape[0], *size
-    return _problem("dgrad", {"dy": dy, "weight": weight}, whole, shape, walk, preference)
+    return _problem("dgrad", {"dy": dy, "filter": filter}, whole, shape, walk, preference)
 
 
 def _filter_gradient(
@@ -193,57 +193,57 @@ def _fake_of(describe: Any) -> Any:
 
 
 def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, layout, ctx.shape, *ctx.walk = inputs[:8]
+    x, filter, layout, ctx.shape, *ctx.walk = inputs[:8]
     bias, ctx.preference = inputs[8:]
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_x, needs_filter = ctx.needs_input_grad[:2]
     ctx.size = x.shape[1:3]
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, layout, bias)
-    ctx.dtype = weight.dtype
+    ctx.save_for_backward(x if needs_filter else None, filter if needs_x else None, layout, bias)
+    ctx.dtype = filter.dtype
 
 
 def _forward_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, weight, layout, bias = ctx.saved_tensors
-    dx = dweight = d_bias = None
+    x, filter, layout, bias = ctx.saved_tensors
+    dx = dfilter = d_bias = None
     d = dy.to(ctx.dtype)
     if ctx.needs_input_grad[0]:
         dx = _ops.blocksparse_conv2d_input(
-            d, weight, layout, ctx.shape, ctx.size, *ctx.walk, preference=ctx.preference
+            d, filter, layout, ctx.shape, ctx.size, *ctx.walk, preference=ctx.preference
         )
     if ctx.needs_input_grad[1]:
-        dweight = _ops.blocksparse_conv2d_weight(
+        dfilter = _ops.blocksparse_conv2d_filter(
             x, d, layout, ctx.shape, *ctx.walk, preference=ctx.preference
         )
     if bias is not None and ctx.needs_input_grad[8]:
         d_bias = dy.sum((0, 1, 2)).to(bias.dtype)
-    return dx, dweight, *[None] * 6, d_bias, None
+    return dx, dfilter, *[None] * 6, d_bias, None
 
 
 def _input_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    dy, weight, layout, ctx.shape, _, *ctx.walk = inputs[:9]
+    dy, filter, layout, ctx.shape, _, *ctx.walk = inputs[:9]
     ctx.preference = inputs[9]
-    ctx.save_for_backward(dy, weight, layout)
+    ctx.save_for_backward(dy, filter, layout)
 
 
 def _input_backward(ctx: Any, ddx: Tensor) -> tuple[Any, ...]:
-    dy, weight, layout = ctx.saved_tensors
-    ddy = dweight = None
+    dy, filter, layout = ctx.saved_tensors
+    ddy = dfilter = None
     if ctx.needs_input_grad[0]:
-        ddy = _ops.blocksparse_conv2d(ddx, weight, layout, ctx.shape, *ctx.walk, preference=ctx.preference)
+        ddy = _ops.blocksparse_conv2d(ddx, filter, layout, ctx.shape, *ctx.walk, preference=ctx.preference)
     if ctx.needs_input_grad[1]:
-        dweight = _ops.blocksparse_conv2d_weight(
+        dfilter = _ops.blocksparse_conv2d_filter(
             ddx, dy, layout, ctx.shape, *ctx.walk, preference=ctx.preference
         )
-    return ddy, dweight, *[None] * 8
+    return ddy, dfilter, *[None] * 8
 
 
-def _weight_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _filter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, dy, layout, ctx.shape, *ctx.walk = inputs[:8]
     ctx.preference = inputs[8]
     ctx.size = x.shape[1:3]
     ctx.save_for_backward(x, dy, layout)
 
 
-def _weight_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
+def _filter_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
     x, dy, layout = ctx.saved_tensors
     dx = ddy = None
     if ctx.needs_input_grad[0]:
@@ -256,20 +256,20 @@ def _weight_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
 
 
 def _autocast(
-    wanted: torch.dtype, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+    wanted: torch.dtype, x: Tensor, filter: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at = 6  # of the bias, behind x and weight
+    at = 6  # of the bias, behind x and filter
     if len(args) > at:
         args = (*args[:at], autocast_tensor(args[at], wanted), *args[at + 1 :])
     elif "bias" in kwargs:
         kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
-    return (autocast_tensor(x, wanted), autocast_tensor(weight, wanted), *args), kwargs
+    return (autocast_tensor(x, wanted), autocast_tensor(filter, wanted), *args), kwargs
 
 
 _WALK = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 
 define(
-    f"blocksparse_conv2d(Tensor x, Tensor weight, Tensor layout, int[] shape, {_WALK}, Tensor? bias=None, "
+    f"blocksparse_conv2d(Tensor x, Tensor filter, Tensor layout, int[] shape, {_WALK}, Tensor? bias=None, "
     'str preference="") -> Tensor',
     _kernel_of(_forward),
     _fake_of(_forward),
@@ -278,7 +278,7 @@ define(
     autocast=_autocast,
 )
 define(
-    f"blocksparse_conv2d_input(Tensor dy, Tensor weight, Tensor layout, int[] shape, int[] size, {_WALK}, "
+    f"blocksparse_conv2d_input(Tensor dy, Tensor filter, Tensor layout, int[] shape, int[] size, {_WALK}, "
     'str preference="") -> Tensor',
     _kernel_of(_input_gradient),
     _fake_of(_input_gradient),
@@ -286,10 +286,10 @@ define(
     setup_context=_input_context,
 )
 define(
-    f"blocksparse_conv2d_weight(Tensor x, Tensor dy, Tensor layout, int[] shape, {_WALK}, "
+    f"blocksparse_conv2d_filter(Tensor x, Tensor dy, Tensor layout, int[] shape, {_WALK}, "
     'str preference="") -> Tensor',
     _kernel_of(_filter_gradient),
     _fake_of(_filter_gradient),
-    backward=_weight_backward,
-    setup_context=_weight_context,
+    backward=_filter_backward,
+    setup_context=_filter_context,
 )

@@ -190,9 +190,9 @@ def test_wrong_arguments():
         conv2d(x[0], weight, layout, **walk)
     with pytest.raises(InvalidProblemError, match=r"x: expected shape \[2, 9, 8, 32\], got \[2, 9, 8, 16\]"):
         conv2d(x[:, :16], weight, layout, **walk)
-    with pytest.raises(InvalidProblemError, match="weight: expected shape"):
+    with pytest.raises(InvalidProblemError, match="filter: expected shape"):
         conv2d(x, weight[1:], layout, **walk)
-    with pytest.raises(InvalidProblemError, match=r"weight: expected torch\.float32, got torch\.float16"):
+    with pytest.raises(InvalidProblemError, match=r"filter: expected torch\.float32, got torch\.float16"):
         conv2d(x, weight.half(), layout, **walk)
     with pytest.raises(InvalidProblemError, match=r"stride: expected an integer or two, got 1\.5"):
         conv2d(x, weight, layout, 3, stride=1.5)

@@ -60,7 +60,7 @@ def convolutions() -> dict[str, tuple]:
         "conv2d": (S.blocksparse_conv2d, wanting(x), wanting(weight), *about, *walk),
         "conv2d with bias": (S.blocksparse_conv2d, wanting(x), wanting(weight), *about, *walk, bias),
         "conv2d input": (S.blocksparse_conv2d_input, wanting(dy), wanting(weight), *about, (5, 6), *walk),
-        "conv2d weight": (S.blocksparse_conv2d_weight, wanting(x), wanting(dy), *about, *walk),
+        "conv2d filter": (S.blocksparse_conv2d_filter, wanting(x), wanting(dy), *about, *walk),
     }
 
 
