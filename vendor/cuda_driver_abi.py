@@ -131,11 +131,11 @@ def swizzled_matrices_map(
 
 
 class PixelBox(NamedTuple):
-    """The pixels that a map walks, row by row: from ``lower``, ``count`` of them ``stride`` apart."""
+    """The pixels that a map walks, row by row: from ``lower``, ``steps`` of them ``stride`` apart."""
 
     lower: tuple[int, int]
     """In rows and columns of the image; below 0 outside of it."""
-    count: tuple[int, int]
+    steps: tuple[int, int]
     stride: tuple[int, int]
 
 

@@ -123,7 +123,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
                 f"got {one.block_cols}"
             )
         for name, axis, at in (("height", self.forward.h, 0), ("width", self.forward.w, 1)):
-            if axis.count < 1:
+            if axis.results < 1:
                 least = self.dilation[at] * (self.kernel[at] - 1) + 1 - 2 * self.padding[at]
                 raise ValueError(
                     f"{name}: expected at least {least}, as kernel and padding have it, got {axis.size}"
@@ -174,7 +174,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
         one, (h, w) = self.layout, self.forward
         read, written = Role.IN, Role.OUT
         images = (self.batch, self.height, self.width, self.channels)
-        results = (self.batch, h.count, w.count, one.rows)
+        results = (self.batch, h.results, w.results, one.rows)
         values = (1, one.blocks, one.block, one.block)
         element, out = self.element, self.out_element
         if self.op is BlockSparseConvOp.DGRAD:

@@ -17,7 +17,7 @@ class Axis(NamedTuple):
 
     size: int
     """Pixels of what is read."""
-    count: int
+    results: int
     """Results of a phase, those counted that a phase may lack at the end."""
     lower: int
     stride: int
@@ -28,14 +28,14 @@ class Axis(NamedTuple):
 
     @classmethod
     def forward(cls, size: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
-        """Of a convolution's results; ``count`` is 0 or less where the kernel is wider than the image."""
-        count = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-        return cls(size, count, -padding, stride, 0, dilation, 1, kernel)
+        """Of a convolution's results; ``results`` is 0 or less where the kernel is wider than the image."""
+        results = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        return cls(size, results, -padding, stride, 0, dilation, 1, kernel)
 
     @classmethod
     def gradient(cls, size: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
         """Of the gradient of the input, which has ``size`` pixels and reads that of the results."""
-        read = cls.forward(size, kernel, stride, padding, dilation).count
+        read = cls.forward(size, kernel, stride, padding, dilation).results
         lower = -((dilation * (kernel - 1) - padding) // stride)
         start = padding - stride * lower
         return cls(read, -(-size // stride), lower, 1, start, -dilation, stride, kernel)
@@ -53,7 +53,7 @@ class Axis(NamedTuple):
     @property
     def upper(self) -> int:
         """The last result's pixel at offset 0, counted from the last one of the image."""
-        return self.lower + self.stride * (self.count - 1) - (self.size - 1)
+        return self.lower + self.stride * (self.results - 1) - (self.size - 1)
 
 
 class Geometry(NamedTuple):
@@ -74,7 +74,7 @@ class Geometry(NamedTuple):
     @property
     def pixels(self) -> int:
         """Results of an image in a phase."""
-        return self.h.count * self.w.count
+        return self.h.results * self.w.results
 
     def offsets(self, phase: int, tap: int) -> tuple[int, int] | None:
         """None where the phase meets no pixels at the tap."""

@@ -78,7 +78,7 @@ class Pixels:
         offsets = self._geometry.offsets(phase, tap)
         assert offsets is not None
         rows, columns = (
-            slice(first + offset, first + offset + axis.stride * (axis.count - 1) + 1, axis.stride)
+            slice(first + offset, first + offset + axis.stride * (axis.results - 1) + 1, axis.stride)
             for first, offset, axis in zip(self._first, offsets, self._geometry, strict=True)
         )
         found = self._padded[:, rows, columns, channels]
@@ -87,7 +87,7 @@ class Pixels:
 
 def _margins(axis: Axis) -> tuple[int, int]:
     """Zeros before and behind the pixels."""
-    last = axis.lower + axis.most_offset + axis.stride * (axis.count - 1)
+    last = axis.lower + axis.most_offset + axis.stride * (axis.results - 1)
     return max(0, -axis.lower), max(0, last - (axis.size - 1))
 
 
@@ -95,11 +95,12 @@ def of_results(line: FilterLine, values: Array, pixels: Pixels, multiply: Multip
     """The sums [pixels, block] of a line, of ``values`` [blocks, block, block]."""
     tiles = values[None, line.places]
     strip = side_by_side(tiles.swapaxes(2, 3) if turned else tiles)
-    sums = multiply(strip, pixels.met(line, tiles.shape[2]).swapaxes(1, 2))
-    return sums[0].T
+    sums: Array = multiply(strip, pixels.met(line, tiles.shape[2]).swapaxes(1, 2))[0].T
+    return sums
 
 
 def of_filter(line: FilterLine, dy: Array, pixels: Pixels, multiply: Multiply) -> Array:
     """The line's blocks [blocks, block, block] of the filter's gradient, of ``dy`` [pixels, K]."""
     found = dy[:, line.cells]
-    return in_blocks(multiply(found.T[None], pixels.met(line, found.shape[1])))[0]
+    blocks: Array = in_blocks(multiply(found.T[None], pixels.met(line, found.shape[1])))[0]
+    return blocks

@@ -63,7 +63,7 @@ class _Axis(ctypes.Structure):
 
     @classmethod
     def of(cls, axis: Axis, size: int) -> _Axis:
-        return cls(axis.lower, axis.stride, axis.start, axis.step, axis.divide, axis.count, size)
+        return cls(axis.lower, axis.stride, axis.start, axis.step, axis.divide, axis.results, size)
 
 
 class _Parameters(ctypes.Structure):
@@ -194,7 +194,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
     def _pixels_map(self, images: TensorView, box: tuple[int, int]) -> bytes:
         """Boxes (pixels, channels) of what the results' pixels meet at a tap."""
         h, w = self.descriptor.geometry
-        walk = cuda_driver_abi.PixelBox((h.lower, w.lower), (h.count, w.count), (h.stride, w.stride))
+        walk = cuda_driver_abi.PixelBox((h.lower, w.lower), (h.results, w.results), (h.stride, w.stride))
         count, height, width, channels = images.shape
         return cuda_driver_abi.swizzled_images_map(
             images.address, (count, height, width, channels), images.element.itemsize, walk, box

@@ -176,7 +176,7 @@ class _Convolution(_Work):
         h, w = self._geometry
         row, column = divmod(line.phase, w.divide)
         into = out[:, row :: h.divide, column :: w.divide, line.cells]
-        made = found.reshape(out.shape[0], h.count, w.count, found.shape[-1])
+        made = found.reshape(out.shape[0], h.results, w.results, found.shape[-1])
         into[...] = made[:, : into.shape[1], : into.shape[2]]
 
 

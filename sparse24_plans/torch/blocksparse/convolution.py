@@ -172,13 +172,21 @@ class Conv2d(nn.Module):
             )
         filter, bias = conv.weight.detach(), conv.bias
         options = {"device": filter.device, "dtype": filter.dtype, **options}
-        walk = {"padding": conv.padding, "stride": conv.stride, "dilation": conv.dilation}
-        sides = conv.in_channels, conv.out_channels, conv.kernel_size
-        found = cls(*sides, layout, block, **walk, bias=bias is not None, **options)
+        walk: dict[str, Any] = {"padding": conv.padding, "stride": conv.stride, "dilation": conv.dilation}
+        found = cls(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,
+            layout,
+            block,
+            bias=bias is not None,
+            **walk,
+            **options,
+        )
         one = found.layout
         with torch.no_grad():
             found.weight.copy_(convolving.values_of_filter(filter, one.tables, one.sizes)[0])
-            if found.bias is not None:
+            if found.bias is not None and bias is not None:
                 found.bias.copy_(bias)
         return found
 

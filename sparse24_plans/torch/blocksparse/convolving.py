@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ...blocksparse.plan import BlockSparseConv2dPlan
 from ...errors import InvalidProblemError, UnsupportedError
@@ -46,7 +47,7 @@ class Walk(NamedTuple):
 def _problem(
     op: str,
     operands: Operands,
-    size: tuple[Any, Any, Any],
+    size: Sequence[Any],
     shape: Sequence[int],
     walk: Walk,
     preference: str,
@@ -80,13 +81,13 @@ def _run(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
 def filter_of(values: Tensor, layout: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
     """``values`` [1, blocks, block, block] as a dense filter [K, C, R, S], zero elsewhere; differentiable."""
     block, (rows, columns) = shape[3], kernel
-    tiles = to_dense(values, layout, shape)[0, 0].unflatten(1, (-1, rows, columns, block))
+    tiles: Tensor = to_dense(values, layout, shape)[0, 0].unflatten(1, (-1, rows, columns, block))
     return tiles.permute(0, 1, 4, 2, 3).flatten(1, 2)
 
 
 def values_of_filter(filter: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     """The kept blocks [1, blocks, block, block] of a dense filter [K, C, R, S]; the others are dropped."""
-    tiles = filter.unflatten(1, (-1, shape[3])).permute(0, 1, 3, 4, 2)
+    tiles: Tensor = filter.unflatten(1, (-1, shape[3])).permute(0, 1, 3, 4, 2)
     return kept_blocks(tiles.flatten(1)[None, None], layout, shape)
 
 
@@ -99,17 +100,18 @@ def _dense(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
     walk = {name: fields[name] for name in ("stride", "padding", "dilation")}
     if fields["op"] == "wgrad":
         sides = shape[1], shape[2] // (fields["kernel"][0] * fields["kernel"][1]), *fields["kernel"]
-        found = torch.nn.grad.conv2d_weight(images["x"], sides, images["dy"], **walk)  # type: ignore[no-untyped-call]
+        found = conv2d_weight(images["x"], sides, images["dy"], **walk)
         return values_of_filter(found, layout, shape).contiguous()
     dense = filter_of(operands["filter"], layout, shape, fields["kernel"])
     if fields["op"] == "dgrad":
         size = problem.sizes["batch"], dense.shape[1], fields["height"], fields["width"]
-        found = torch.nn.grad.conv2d_input(size, dense, images["dy"], **walk)  # type: ignore[no-untyped-call]
+        found = conv2d_input(size, dense, images["dy"], **walk)
     else:
         bias = operands.get("bias")
         bias = None if bias is None else bias.to(dense.dtype)
         found = torch.nn.functional.conv2d(images["x"], dense, bias, **walk)
-    return found.permute(0, 2, 3, 1).contiguous()
+    result: Tensor = found.permute(0, 2, 3, 1).contiguous()
+    return result
 
 
 # The convolution ------------------------------------------------------------------------------------
