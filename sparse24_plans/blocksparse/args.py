@@ -116,7 +116,10 @@ class BlockSparseConv2dArgs(Args):
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseConv2dDgradArgs(Args):
-    """Operands of a ``dgrad``: ``dy`` like y and ``filter`` are read, ``dx`` like x is written."""
+    """Operands of a ``dgrad``: ``dy`` like y and ``filter`` are read, ``dx`` like x is written.
+
+    ``layout`` is what ``plan.pack`` returned.
+    """
 
     layout: BlockSparseTables
     dy: Any
@@ -126,7 +129,10 @@ class BlockSparseConv2dDgradArgs(Args):
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseConv2dWgradArgs(Args):
-    """Operands of a ``wgrad``: ``x`` and ``dy`` like y are read, ``dfilter`` like filter is written."""
+    """Operands of a ``wgrad``: ``x`` and ``dy`` like y are read, ``dfilter`` like filter is written.
+
+    ``layout`` is what ``plan.pack`` returned.
+    """
 
     layout: BlockSparseTables
     x: Any
