@@ -91,10 +91,17 @@ using Sums = float[Config::kSums];  // a thread's share of 64 rows x kColumns
 // (start + f + step * t) / divide` at tap t, where the quotient has no rest. Phase f's results are f + divide * i.
 struct Axis {
   int lower, stride, start, step, divide;
-  u32 count;  // results of a phase
-  u32 size;   // all of X's pixels
+  u32 count;              // results of a phase
+  u32 size;               // all of X's pixels
+  u32 multiplier, shift;  // of a division by count
 
   __device__ __forceinline__ int numerator(u32 phase, u32 tap) const { return start + (int)phase + step * (int)tap; }
+  // index / count, below 2^31; index becomes the rest.
+  __device__ __forceinline__ u32 divide_by_count(u32& index) const {
+    const u32 quotient = (u32)((u64)index * multiplier >> shift);
+    index -= quotient * count;
+    return quotient;
+  }
 };
 
 struct ConvWgmmaParams {
@@ -131,9 +138,9 @@ struct Pixel {
 
   __device__ __forceinline__ Pixel() : w(0), h(0), image(0) {}
   __device__ __forceinline__ Pixel(const ConvWgmmaParams& p, u32 index) {
-    const u32 row = index / p.w.count;
-    w = p.w.lower + p.w.stride * (int)(index % p.w.count);
-    h = p.h.lower + p.h.stride * (int)(row % p.h.count), image = row / p.h.count;
+    u32 row = p.w.divide_by_count(index);
+    image = p.h.divide_by_count(row);
+    w = p.w.lower + p.w.stride * (int)index, h = p.h.lower + p.h.stride * (int)row;
   }
   // A box from it on, of what results of a phase meet at a tap.
   __device__ __forceinline__ void copy(const ConvWgmmaParams& p, u32 to, u32 channel, u32 phase, u32 tap,
@@ -536,12 +543,13 @@ template <class Out> struct Writer {
   __device__ __forceinline__ void store_pixels(u32 buffer, u32 row0, u32 column, u32 phase) const {
     constexpr u32 kVector = 16 / kOutBytes, kVectors = 64 / kVector;
     const u32 rows = p.lines * Config::kBlock, row = threadIdx.x % kVectors * kVector;
+    const u32 below = phase / p.w.divide, beside = phase % p.w.divide;
     if (row0 + row >= rows) return;
 #pragma unroll
     for (u32 at = threadIdx.x % 128 / kVectors; at < Config::kStepColumns; at += 128 / kVectors) {
-      const u32 index = column + at, line = index / p.w.count, image = line / p.h.count;
-      const u32 y = line % p.h.count * p.h.divide + phase / p.w.divide;
-      const u32 x = index % p.w.count * p.w.divide + phase % p.w.divide;
+      u32 x = column + at, y = p.w.divide_by_count(x);
+      const u32 image = p.h.divide_by_count(y);
+      x = x * p.w.divide + beside, y = y * p.h.divide + below;
       if (image >= p.images || y >= p.h.size || x >= p.w.size) continue;
       float v[4];  // bits of some results
       load_shared_x4(v, buffer + staged_at(row, at));

@@ -96,20 +96,24 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
     return None
 
 
-PARTS_OF = 132
-"""Items that a filter's gradient is cut for: the multiprocessors of an H200. Bits depend on the cut."""
-_LEAST_STEPS, _MOST_PARTS = 16, 32
-_STEP_PIXELS = 64
+_STEP_PIXELS, _LEAST_STEPS, _MOST_PARTS = 64, 8, 32
+_AT_ONCE, _STEP_US, _ITEM_US, _ADDED_BYTES_PER_US = 132, {64: 0.5, 128: 0.75}, 3.0, 3e6
+"""Of an H200, as measured; bits depend on them, so they are those of every GPU."""
 
 
 def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
-    """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each."""
-    steps = -(-problem.reduction // _STEP_PIXELS)
-    items = max(groups(problem.layout), 1)
+    """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each: the fastest."""
+    one = problem.layout
+    steps, items = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
+    step_us = _STEP_US.get(one.block, 1.0)
+
+    def us(parts: int) -> float:
+        turns = -(-parts * items // _AT_ONCE)
+        added = parts * one.blocks * one.block**2 * 8 / _ADDED_BYTES_PER_US if parts > 1 else 0.0
+        return turns * (-(-steps // parts) * step_us + _ITEM_US) + added
+
     most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
-    parts = min(
-        range(1, most + 1), key=lambda count: (-(-count * items // PARTS_OF) * -(-steps // count), count)
-    )
+    parts = min(range(1, most + 1), key=lambda count: (us(count), count))
     each = -(-steps // parts)
     return max(1, -(-steps // max(each, 1))), each
 

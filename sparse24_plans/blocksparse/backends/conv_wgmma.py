@@ -59,11 +59,16 @@ class _Axis(ctypes.Structure):
         ("divide", ctypes.c_int32),
         ("count", ctypes.c_uint32),
         ("size", ctypes.c_uint32),
+        ("multiplier", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
     ]
 
     @classmethod
     def of(cls, axis: Axis, size: int) -> _Axis:
-        return cls(axis.lower, axis.stride, axis.start, axis.step, axis.divide, axis.results, size)
+        shift = 31 + (axis.results - 1).bit_length()
+        multiplier = -(-(1 << shift) // axis.results)  # times less than 2^31, shifted: the quotient
+        walk = axis.lower, axis.stride, axis.start, axis.step, axis.divide
+        return cls(*walk, axis.results, size, multiplier, shift)
 
 
 class _Parameters(ctypes.Structure):
@@ -101,7 +106,7 @@ class _Parameters(ctypes.Structure):
         ("groups", ctypes.c_uint32),
         ("parts", ctypes.c_uint32),
         ("steps", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 56),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 40),  # a tensor map's alignment is the struct's
     ]
 
 
