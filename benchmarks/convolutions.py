@@ -1,8 +1,8 @@
 """Convolutions with block-sparse filters beside cuDNN's dense ones: ``python benchmarks/convolutions.py``.
 
 Needs a GPU and PyTorch. Microseconds of 3x3 convolutions in bf16, ``channels_last``, in a CUDA graph each: of
-the plan that ``select`` gives, with blocks drawn at random, and of PyTorch's dense convolution by the algorithm
-that cuDNN finds fastest. Each result is checked against a dense convolution in float32 before it is timed. The
+the plan that ``select`` gives, with blocks drawn at random, and of PyTorch's dense convolution by cuDNN's
+fastest algorithm. Each result is checked against a dense convolution in float32 before it is timed. The
 operands are larger than the L2 cache, or nearly.
 """
 
