@@ -603,6 +603,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+#if S24_PARTS
 // The parts of wgrad, in order. Cells are a multiple of four.
 extern "C" __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ ConvWgmmaParams p) {
   using Out = Problem::Out;
@@ -619,3 +620,4 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(const __grid_constan
       ((Out::Bits*)p.results)[at + i] = Out::from_float(epilogue<Problem, FastMath>(v[i], p.alpha, 0.0f));
   }
 }
+#endif
