@@ -11,13 +11,16 @@ from typing import Any as _Any
 
 _HOME = {
     "_version": "__version__",
-    "blocksparse.args": "BlockSparseAttentionArgs BlockSparseAttentionBackwardArgs BlockSparseMatmulArgs "
-    "BlockSparseSoftmaxArgs BlockSparseSoftmaxBackwardArgs",
+    "blocksparse.args": "BlockSparseAttentionArgs BlockSparseAttentionBackwardArgs BlockSparseConv2dArgs "
+    "BlockSparseConv2dDgradArgs BlockSparseConv2dWgradArgs BlockSparseMatmulArgs BlockSparseSoftmaxArgs "
+    "BlockSparseSoftmaxBackwardArgs",
+    "blocksparse.convolution": "BlockSparseConv2dDescriptor",
     "blocksparse.descriptor": "BlockSparseAttentionDescriptor BlockSparseMatmulDescriptor "
     "BlockSparseSoftmaxDescriptor",
     "blocksparse.layout": "BlockSparseLayout",
     "blocksparse.pattern24": "compress_blocks decompress_blocks prune_blocks",
-    "blocksparse.plan": "BlockSparseAttentionPlan BlockSparseMatmulPlan BlockSparseSoftmaxPlan",
+    "blocksparse.plan": "BlockSparseAttentionPlan BlockSparseConv2dPlan BlockSparseMatmulPlan "
+    "BlockSparseSoftmaxPlan",
     "blocksparse.shape": "BlockSparseShape",
     "blocksparse.tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",
@@ -49,8 +52,8 @@ _HOME = {
     "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
     "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "vocab": "ArchSku AttentionMask BackendKind BlockSparseOp BlockSparsePass DeviceProperties "
-    "ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
+    "vocab": "ArchSku AttentionMask BackendKind BlockSparseConvOp BlockSparseOp BlockSparsePass "
+    "DeviceProperties ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
     "OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",
     "weights.weight": "PackedWeight Sparse24Weight prune",

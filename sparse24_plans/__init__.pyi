@@ -3,9 +3,13 @@
 from ._version import __version__ as __version__
 from .blocksparse.args import BlockSparseAttentionArgs as BlockSparseAttentionArgs
 from .blocksparse.args import BlockSparseAttentionBackwardArgs as BlockSparseAttentionBackwardArgs
+from .blocksparse.args import BlockSparseConv2dArgs as BlockSparseConv2dArgs
+from .blocksparse.args import BlockSparseConv2dDgradArgs as BlockSparseConv2dDgradArgs
+from .blocksparse.args import BlockSparseConv2dWgradArgs as BlockSparseConv2dWgradArgs
 from .blocksparse.args import BlockSparseMatmulArgs as BlockSparseMatmulArgs
 from .blocksparse.args import BlockSparseSoftmaxArgs as BlockSparseSoftmaxArgs
 from .blocksparse.args import BlockSparseSoftmaxBackwardArgs as BlockSparseSoftmaxBackwardArgs
+from .blocksparse.convolution import BlockSparseConv2dDescriptor as BlockSparseConv2dDescriptor
 from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSparseAttentionDescriptor
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
@@ -14,6 +18,7 @@ from .blocksparse.pattern24 import compress_blocks as compress_blocks
 from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
 from .blocksparse.pattern24 import prune_blocks as prune_blocks
 from .blocksparse.plan import BlockSparseAttentionPlan as BlockSparseAttentionPlan
+from .blocksparse.plan import BlockSparseConv2dPlan as BlockSparseConv2dPlan
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape
@@ -86,6 +91,7 @@ from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku
 from .vocab import AttentionMask as AttentionMask
 from .vocab import BackendKind as BackendKind
+from .vocab import BlockSparseConvOp as BlockSparseConvOp
 from .vocab import BlockSparseOp as BlockSparseOp
 from .vocab import BlockSparsePass as BlockSparsePass
 from .vocab import DeviceProperties as DeviceProperties

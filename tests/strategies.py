@@ -8,6 +8,8 @@ from sparse24_plans import (
     AttentionMask,
     BackendKind,
     BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
+    BlockSparseConvOp,
     BlockSparseMatmulDescriptor,
     BlockSparseOp,
     BlockSparsePass,
@@ -132,6 +134,39 @@ def block_softmaxes(draw: st.DrawFn) -> BlockSparseSoftmaxDescriptor:
         fields |= {name: draw(st.booleans()) for name in ("rpe", "causal")}
         fields |= {name: draw(st.sampled_from(AttentionMask)) for name in ("key_padding_mask", "attn_mask")}
     return BlockSparseSoftmaxDescriptor(layout=draw(block_shapes()), element=draw(_FLOATS), **fields)
+
+
+@st.composite
+def block_convolutions(draw: st.DrawFn) -> BlockSparseConv2dDescriptor:
+    """Every valid combination of fields."""
+    pairs, element = (
+        st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        draw(st.sampled_from(["f32", "f16", "bf16"])),
+    )
+    kernel, stride, dilation = draw(pairs), draw(pairs), draw(pairs)
+    padding = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
+    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    block, rows = draw(st.sampled_from([16, 32, 64, 128])), draw(st.integers(0, 64))
+    cols = draw(st.integers(0, 16)) * kernel[0] * kernel[1]
+    shape = BlockSparseShape(
+        heads=1, rows=rows * block, cols=cols * block, block=block, blocks=draw(st.integers(0, rows * cols))
+    )
+    fields = {"op": draw(st.sampled_from(BlockSparseConvOp)), "alpha": draw(_SCALES)}
+    fields["out_element"] = draw(st.sampled_from(results_of(element)))
+    if fields["op"] is BlockSparseConvOp.FORWARD:
+        fields["epilogue"] = draw(st.sampled_from(EpilogueKind))
+    return BlockSparseConv2dDescriptor(
+        layout=shape,
+        batch=draw(st.integers(0, 64)),
+        height=least[0] + draw(st.integers(0, 64)),
+        width=least[1] + draw(st.integers(0, 64)),
+        kernel=kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        element=element,
+        **fields,
+    )
 
 
 block_attentions = st.builds(

@@ -30,6 +30,7 @@ from sparse24_plans.vocab import Model
 
 from .strategies import (
     block_attentions,
+    block_convolutions,
     block_products,
     block_softmaxes,
     devices,
@@ -62,7 +63,14 @@ def assert_survives_json(model: Model) -> None:
 
 
 MODELS = (
-    *(gemm_descriptors(), prepare_descriptors(), block_products(), block_softmaxes(), block_attentions),
+    *(
+        gemm_descriptors(),
+        prepare_descriptors(),
+        block_products(),
+        block_softmaxes(),
+        block_attentions,
+        block_convolutions(),
+    ),
     *(requirements, preferences, devices),
 )
 

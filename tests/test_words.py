@@ -11,6 +11,7 @@ from sparse24_plans import (
     ArchSku,
     AttentionMask,
     BackendKind,
+    BlockSparseConvOp,
     BlockSparseOp,
     BlockSparsePass,
     DeviceProperties,
@@ -43,16 +44,17 @@ WORDS = {
     BlockSparseOp: "sdd dsd dds",
     BlockSparsePass: "forward backward",
     InnerPattern: "dense sparse24",
+    BlockSparseConvOp: "forward dgrad wgrad",
     AttentionMask: "none add mul",
     PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
-    OpCategory: "gemm prune compress decompress pack softmax attention",
+    OpCategory: "gemm prune compress decompress pack softmax attention convolution",
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate sparse_tensor_core",
     BackendKind: "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp f32_split3 f32_split6 "
-    "blocks_wgmma blocks_wgmma_sp attention_wgmma attention_backward_wgmma softmax cusparselt prune decompress "
-    "pack tile_prune",
+    "blocks_wgmma blocks_wgmma_sp attention_wgmma attention_backward_wgmma conv_wgmma softmax cusparselt prune "
+    "decompress pack tile_prune",
 }
 every_enum = pytest.mark.parametrize("enum", WORDS, ids=lambda enum: enum.__name__)
 every_word = pytest.mark.parametrize("word", [word for enum in WORDS for word in enum], ids=repr)

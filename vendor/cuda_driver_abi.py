@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .library_error import LibraryError
 
@@ -52,13 +52,21 @@ _MOST_STREAMS = 64
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 _P, _INT = ctypes.c_void_p, ctypes.c_int
-_ENCODE_TILED: list[Any] = [_P, _INT, ctypes.c_uint32, *[_P] * 5, *[_INT] * 4]
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuTensorMapEncodeTiled": [_P, _INT, ctypes.c_uint32, *[_P] * 5, *[_INT] * 4],
+    "cuTensorMapEncodeIm2col": [
+        *[_P, _INT, ctypes.c_uint32, *[_P] * 5],
+        *[ctypes.c_uint32] * 2,
+        *[_P, *[_INT] * 4],
+    ],
+}
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuTensorMapEncodeTiled.argtypes = _ENCODE_TILED
+    for name, signature in _SIGNATURES.items():
+        getattr(library, name).argtypes = signature
     return library
 
 
@@ -126,6 +134,61 @@ def swizzled_matrices_map(
     """
     row_bytes = shape[2] * itemsize
     return _swizzled_map(address, shape, (shape[1] * row_bytes, row_bytes), itemsize, (1, *box))
+
+
+class PixelBox(NamedTuple):
+    """The pixels that a map walks, row by row: from ``lower``, ``steps`` of them ``stride`` apart."""
+
+    lower: tuple[int, int]
+    """In rows and columns of the image; below 0 outside of it."""
+    steps: tuple[int, int]
+    stride: tuple[int, int]
+
+
+@lru_cache(maxsize=1024)
+def swizzled_images_map(
+    address: int,
+    shape: tuple[int, int, int, int],
+    itemsize: int,
+    walk: PixelBox,
+    box: tuple[int, int],
+) -> bytes:
+    """A CUtensorMap in im2col mode of contiguous images (images, rows, columns, channels).
+
+    It is read in boxes (pixels, channels). A copy names the pixel that its box begins at and an offset that
+    moves all of the walk. In shared memory pixels are as far apart as their channels are wide, under that
+    swizzle. What lies outside of an image reads as zero bits. A pixel's bytes are a multiple of 16; first
+    and last pixels are up to 128 outside of an image, strides up to 8 and offsets to 255. Raises
+    LibraryError.
+    """
+    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
+    at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    _, rows, columns, channels = shape
+    pitches = [itemsize * channels * size for size in (1, columns, columns * rows)]
+    upper = [
+        first + (count - 1) * stride - (size - 1)
+        for first, count, stride, size in zip(*walk, shape[1:3], strict=True)
+    ]
+    status = _driver().cuTensorMapEncodeIm2col(
+        at,
+        _UNSIGNED[itemsize],
+        4,
+        address,
+        (ctypes.c_uint64 * 4)(*reversed(shape)),
+        (ctypes.c_uint64 * 3)(*pitches),
+        (ctypes.c_int * 2)(*reversed(walk.lower)),
+        (ctypes.c_int * 2)(*reversed(upper)),
+        box[1],
+        box[0],
+        (ctypes.c_uint32 * 4)(1, *reversed(walk.stride), 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE[box[1] * itemsize],
+        _L2_PROMOTION_256B,
+        _FILL_ZEROS,
+    )
+    if status:
+        raise LibraryError("cuTensorMapEncodeIm2col", status)
+    return ctypes.string_at(at, TENSOR_MAP_BYTES)
 
 
 def _swizzled_map(

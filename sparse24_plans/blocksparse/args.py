@@ -98,3 +98,46 @@ class BlockSparseAttentionBackwardArgs(Args):
     dv: Any
     q_lengths: Any = None
     kv_lengths: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseConv2dArgs(Args):
+    """Operands of a ``forward`` convolution; ``layout`` is what ``plan.pack`` returned.
+
+    Tensors of any framework, contiguous, on the plan's device. Read: ``x`` [N, height, width, C] and
+    ``filter``, its values [1, blocks, block, block], of the element; ``bias`` [K] of
+    ``bias_element``, exactly when the epilogue has one. Written: ``y`` [N, rows, columns, K] of
+    ``out_element``.
+    """
+
+    layout: BlockSparseTables
+    x: Any
+    filter: Any
+    y: Any
+    bias: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseConv2dDgradArgs(Args):
+    """Operands of a ``dgrad``: ``dy`` like y and ``filter`` are read, ``dx`` like x is written.
+
+    ``layout`` is what ``plan.pack`` returned.
+    """
+
+    layout: BlockSparseTables
+    dy: Any
+    filter: Any
+    dx: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseConv2dWgradArgs(Args):
+    """Operands of a ``wgrad``: ``x`` and ``dy`` like y are read, ``dfilter`` like filter is written.
+
+    ``layout`` is what ``plan.pack`` returned.
+    """
+
+    layout: BlockSparseTables
+    x: Any
+    dy: Any
+    dfilter: Any

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..plan.arithmetic import in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
-from ..vocab import ElementKind, InnerPattern, MathPrecision
+from ..vocab import BlockSparseConvOp, ElementKind, InnerPattern, MathPrecision
+from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
@@ -26,6 +27,13 @@ def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee)
     """Of what multiplies kept cells alone."""
     half = problem.inner is InnerPattern.SPARSE24
     return found.model_copy(update={"terms_per_k": 0.5}) if half else found
+
+
+def strict_convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
+    found = strict(problem).model_copy(update={"arithmetic": in_order(problem.element)})
+    if problem.op is BlockSparseConvOp.WGRAD:
+        return found.model_copy(update={"batch_invariant": False})
+    return found
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -75,6 +83,15 @@ def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarant
     # A row of blocks is one thread block's, which takes its kept blocks in order, whatever the others are.
     # Exponentials enter the second product rounded to the element, as math_precision says.
     return tensor_cores(problem)
+
+
+def convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
+    # A pixel's sum is over its line's kept blocks in order. That of a filter's gradient is over every image,
+    # in parts of as many pixels as the shape gives, which are added in order.
+    promised = tensor_cores(problem)
+    if problem.op is BlockSparseConvOp.WGRAD:
+        return promised.model_copy(update={"batch_invariant": False})
+    return promised
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ..device.install import install_advice
-from ..vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
+from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, DeviceProperties
+from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
+from .tables import groups
 
 WGMMA = (9, 0), (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
@@ -98,6 +100,58 @@ def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
 def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
     """Bytes: of each row of Q two float32, and the counters behind them."""
     return 8 * rows_of_queries(problem) + PASSES * COUNTER_BYTES
+
+
+_MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8
+"""What the copy engine's im2col mode takes."""
+
+
+def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
+    one, found = problem.layout, problem.geometry
+    if problem.op is BlockSparseConvOp.WGRAD and one.block < _SMALLEST_TILE:
+        return f"serves op wgrad with blocks of 64 and 128, not {one.block}"
+    for name, axis in (("height", found.h), ("width", found.w)):
+        if axis.stride > _MOST_STRIDE:
+            return f"serves strides up to {_MOST_STRIDE}, got {axis.stride}"
+        if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MOST_OFFSET:
+            return f"serves kernels of up to {_MOST_OFFSET} pixels, {_MOST_CORNER} beyond the {name}"
+    pixels = problem.batch * max(found.pixels * found.phases, problem.height * problem.width)
+    coordinates = {"pixels": pixels, "rows of values": one.blocks * one.block}
+    coordinates["tiles"] = -(-pixels // _SMALLEST_TILE) * max(one.block_rows, one.block_cols)
+    for what, count in coordinates.items():
+        if count >= _MOST:
+            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+    return None
+
+
+_STEP_PIXELS, _LEAST_STEPS, _MOST_PARTS = 64, 8, 32
+_AT_ONCE, _STEP_US, _ITEM_US, _ADDED_BYTES_PER_US = 132, {64: 0.5, 128: 0.75}, 3.0, 3e6
+"""Of an H200, as measured; bits depend on them, so they are those of every GPU."""
+
+
+def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
+    """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each: the fastest."""
+    one = problem.layout
+    steps, items = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
+    step_us = _STEP_US.get(one.block, 1.0)
+
+    def us(parts: int) -> float:
+        turns = -(-parts * items // _AT_ONCE)
+        added = parts * one.blocks * one.block**2 * 8 / _ADDED_BYTES_PER_US if parts > 1 else 0.0
+        return turns * (-(-steps // parts) * step_us + _ITEM_US) + added
+
+    most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
+    parts = min(range(1, most + 1), key=lambda count: (us(count), count))
+    each = -(-steps // parts)
+    return max(1, -(-steps // max(each, 1))), each
+
+
+def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
+    """Bytes of the parts of a filter's gradient, in float32."""
+    if problem.op is not BlockSparseConvOp.WGRAD or not problem.reduction:
+        return 0
+    parts, one = filter_parts(problem)[0], problem.layout
+    return 0 if parts == 1 else 4 * parts * one.blocks * one.block**2
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:

@@ -6,14 +6,18 @@ from typing import Any
 
 from ..plan.operands import Args
 from ..plan.plan import Plan
-from ..vocab import BlockSparsePass
+from ..vocab import BlockSparseConvOp, BlockSparsePass
 from .args import (
     BlockSparseAttentionArgs,
     BlockSparseAttentionBackwardArgs,
+    BlockSparseConv2dArgs,
+    BlockSparseConv2dDgradArgs,
+    BlockSparseConv2dWgradArgs,
     BlockSparseMatmulArgs,
     BlockSparseSoftmaxArgs,
     BlockSparseSoftmaxBackwardArgs,
 )
+from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseDescriptor,
@@ -21,7 +25,7 @@ from .descriptor import (
     BlockSparseSoftmaxDescriptor,
 )
 from .layout import BlockSparseLayout
-from .table import ATTENTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
+from .table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
 from .tables import BlockSparseTables, view_of
 
 
@@ -89,3 +93,31 @@ class BlockSparseAttentionPlan(BlockSparsePlan):
         cls._check_descriptor(descriptor)
         forward = descriptor.op is BlockSparsePass.FORWARD
         return BlockSparseAttentionArgs if forward else BlockSparseAttentionBackwardArgs
+
+
+class BlockSparseConv2dPlan(BlockSparsePlan):
+    """A kernel chosen for a convolution with a block-sparse filter, or for one of its gradients.
+
+    Its arguments are BlockSparseConv2dArgs, for the op ``dgrad`` BlockSparseConv2dDgradArgs, for ``wgrad``
+    BlockSparseConv2dWgradArgs.
+    """
+
+    descriptor_type = BlockSparseConv2dDescriptor
+    table = CONVOLUTION_ROWS
+    descriptor: BlockSparseConv2dDescriptor
+
+    @classmethod
+    def args_type(cls, descriptor: BlockSparseConv2dDescriptor) -> type[Args]:
+        cls._check_descriptor(descriptor)
+        return _CONVOLUTION_ARGS[descriptor.op]
+
+    def _identity(self) -> dict[str, Any]:
+        desc = self.descriptor
+        return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
+
+
+_CONVOLUTION_ARGS: dict[BlockSparseConvOp, type[Args]] = {
+    BlockSparseConvOp.FORWARD: BlockSparseConv2dArgs,
+    BlockSparseConvOp.DGRAD: BlockSparseConv2dDgradArgs,
+    BlockSparseConvOp.WGRAD: BlockSparseConv2dWgradArgs,
+}

@@ -145,3 +145,19 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
+CONVOLUTION_ROWS: tuple[BlockSparseRow, ...] = (
+    BlockSparseRow(
+        "conv_wgmma",
+        BackendKind.CONV_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.convolution,
+        (ElementKind.F16, ElementKind.BF16),
+        arch=ArchSku.SM90A,
+        min_compute_capability=limits.WGMMA[0],
+        below_compute_capability=limits.WGMMA[1],
+        limits=limits.conv_wgmma,
+        min_workspace=limits.conv_workspace,
+    ),
+    BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
+    BlockSparseRow("host_strict", *_HOST, guarantees.strict_convolution, FLOATS, strict=True),
+)

@@ -289,6 +289,14 @@ class BlockSparsePass(_Word):
     BACKWARD = "backward"
 
 
+class BlockSparseConvOp(_Word):
+    """A convolution, or the gradient of its input (``dgrad``) or of its filter (``wgrad``)."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
 class AttentionMask(_Word):
     """What an attention mask does to scores.
 
@@ -333,6 +341,7 @@ class OpCategory(_Word):
     PACK = "pack"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
+    CONVOLUTION = "convolution"
 
 
 class ArchSku(_Word):
@@ -361,6 +370,7 @@ class BackendKind(_Word):
     BLOCKS_WGMMA_SP = "blocks_wgmma_sp"
     ATTENTION_WGMMA = "attention_wgmma"
     ATTENTION_BACKWARD_WGMMA = "attention_backward_wgmma"
+    CONV_WGMMA = "conv_wgmma"
     SOFTMAX = "softmax"
     CUSPARSELT = "cusparselt"
     PRUNE = "prune"

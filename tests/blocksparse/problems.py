@@ -11,6 +11,8 @@ from sparse24_plans import (
     AttentionMask,
     BlockSparseAttentionDescriptor,
     BlockSparseAttentionPlan,
+    BlockSparseConv2dDescriptor,
+    BlockSparseConv2dPlan,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
@@ -109,6 +111,8 @@ def reference(plan: Any, operands: Operands) -> Expected:
     desc = plan.descriptor
     if isinstance(desc, BlockSparseMatmulDescriptor):
         return _matmul(plan, operands)
+    if isinstance(desc, BlockSparseConv2dDescriptor):
+        return _convolution(plan, operands)
     with np.errstate(all="ignore"):
         if isinstance(desc, BlockSparseAttentionDescriptor):
             return (_attention if desc.op == "forward" else _attention_backward)(plan, operands)
@@ -157,10 +161,15 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
     bias = operands.wide("bias")
     v = exact + (bias[:, :, None] if desc.op == "dsd" else bias[:, None, :])
     before = plan.guarantee.tolerance(k, exact, abs_sum, F32, desc.alpha) + np.abs(v) * F32.unit_roundoff
+    return {"c": _activated(v, before, desc)}
+
+
+def _activated(v: Array, before: Array, desc: Any) -> tuple[Array, Array]:
+    """What an activation makes of values, and of their error."""
     value = activate(v, desc.epilogue)
     # Activations have slopes below 1.13, and add a few units in float32's last place.
     after = 1.13 * before + (np.abs(value) + before) * (8 * F32.unit_roundoff)
-    return {"c": (saturated(value, out), after + _rounding(value, after, out))}
+    return saturated(value, desc.out_element), after + _rounding(value, after, desc.out_element)
 
 
 def _rounding(value: Array, error: Array, out: ElementKind) -> Array:
@@ -346,3 +355,63 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
         allowed = lost + 2 * u * (np.abs(exact) + lost)
         expected[name] = (exact, allowed + _rounding(exact, allowed, desc.element))
     return expected
+
+
+# Convolution --------------------------------------------------------------------------------------
+
+
+def filter_of(desc: BlockSparseConv2dDescriptor, layout: BlockSparseLayout, values: Array) -> Array:
+    """[K, R, S, C], zero where no block is kept."""
+    taps, block = desc.kernel, desc.layout.block
+    tiles = dense_of(layout, values)[0, 0].reshape(desc.layout.rows, desc.channels // block, *taps, block)
+    return tiles.transpose(0, 2, 3, 1, 4).reshape(desc.layout.rows, *taps, desc.channels)
+
+
+def _each_tap(desc: BlockSparseConv2dDescriptor, images: Array) -> Any:
+    """Of zero-padded ``images`` [N, H, W, C] what results meet at every tap: (r, s), a view [N, P, Q, C]."""
+    top, left = desc.padding
+    (rows, columns), (down, across) = desc.stride, desc.dilation
+    high = (desc.height + 2 * top - down * (desc.kernel[0] - 1) - 1) // rows + 1
+    wide = (desc.width + 2 * left - across * (desc.kernel[1] - 1) - 1) // columns + 1
+    for r, s in np.ndindex(*desc.kernel):
+        y, x = r * down, s * across
+        yield (
+            (r, s),
+            images[:, y : y + rows * (high - 1) + 1 : rows, x : x + columns * (wide - 1) + 1 : columns],
+        )
+
+
+def _convolved(desc: BlockSparseConv2dDescriptor, layout: BlockSparseLayout, read: dict[str, Array]) -> Array:
+    """In float64, a tap at a time, by the definition."""
+    top, left = desc.padding
+    sides = ((0, 0), (top, top), (left, left), (0, 0))
+    if desc.op == "dgrad":
+        dx = np.zeros((desc.batch, desc.height + 2 * top, desc.width + 2 * left, desc.channels))
+        filter = filter_of(desc, layout, read["filter"])
+        for (r, s), met in _each_tap(desc, dx):
+            met += read["dy"] @ filter[:, r, s]
+        return dx[:, top : top + desc.height, left : left + desc.width]
+    taps = _each_tap(desc, np.pad(read["x"], sides))
+    if desc.op == "forward":
+        filter = filter_of(desc, layout, read["filter"])
+        return sum(met @ filter[:, r, s].T for (r, s), met in taps)
+    block, one = desc.layout.block, desc.layout
+    found = np.zeros((one.rows, desc.channels // block, *desc.kernel, block))
+    for (r, s), met in taps:
+        of_tap = np.einsum("npqk,npqc->kc", read["dy"], met, optimize=True)
+        found[:, :, r, s] = of_tap.reshape(one.rows, desc.channels // block, block)
+    return kept_of(layout, found.reshape(1, 1, one.rows, one.cols))
+
+
+def _convolution(plan: BlockSparseConv2dPlan, operands: Operands) -> Expected:
+    desc, layout = plan.descriptor, operands.layout
+    read = {name: operands.wide(name) for name in operands.arrays if name != "bias"}
+    exact = desc.alpha * _convolved(desc, layout, read)
+    abs_sum = _convolved(desc, layout, {name: np.abs(one) for name, one in read.items()})
+    out, k = desc.out_element, desc.reduction
+    name = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
+    if "bias" not in operands.arrays:
+        return {name: (saturated(exact, out), plan.guarantee.tolerance(k, exact, abs_sum, out, desc.alpha))}
+    v = exact + operands.wide("bias")
+    before = plan.guarantee.tolerance(k, exact, abs_sum, F32, desc.alpha) + np.abs(v) * F32.unit_roundoff
+    return {name: _activated(v, before, desc)}

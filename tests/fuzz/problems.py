@@ -12,6 +12,8 @@ from sparse24_plans import (
     AttentionMask,
     BackendKind,
     BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
+    BlockSparseConvOp,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseOp,
@@ -269,6 +271,9 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     layout, preference = _layout(rng, 1 << 15), _preference(rng, host=True)
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     kind = rng.random()
+    if kind > 0.8:
+        desc, layout = _convolution(rng, batch, ("f32", "f16", "bf16"), (16, 16, 32))
+        return BlockProblem(desc, layout, preference, data_seed)
     if kind < 0.5:
         make = _softmax if kind < 0.25 else _attention
         return BlockProblem(make(rng, layout, batch), layout, preference, data_seed)
@@ -287,6 +292,9 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
 def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
     """Of what the kernels of a GPU serve: some row does, where nothing is preferred."""
     layout, preference = _layout(rng, 1 << 19), _preference(rng, host=False)
+    if rng.random() < 0.25:
+        desc, layout = _convolution(rng, int(_pick(rng, (1, 2, 9, 0))), ("f16", "bf16"), (16, 32, 64, 128))
+        return BlockProblem(desc, layout, preference, data_seed)
     if layout.shape.block >= 64 and rng.random() < 0.7:
         return BlockProblem(_attention_of_gpu(rng, layout), layout, preference, data_seed)
     element = _pick(rng, ("f32", "f16", "bf16", "bf16"))
@@ -344,6 +352,32 @@ def _attention(
     fields |= {name: rng.random() < 0.5 for name in ("causal", "lengths")}
     size = max(1, _size(rng, 40))
     return BlockSparseAttentionDescriptor(layout=layout, batch=batch, head_size=size, **fields)
+
+
+def _convolution(
+    rng: np.random.Generator, batch: int, elements: tuple[str, ...], blocks: tuple[int, ...]
+) -> tuple[BlockSparseConv2dDescriptor, BlockSparseLayout]:
+    """With a layout of its own, as a kernel's taps have it. What the GPU's kernel serves."""
+    kernel, stride, dilation, padding = (
+        (int(rng.integers(least, most)), int(rng.integers(least, most)))
+        for least, most in ((1, 5), (1, 4), (1, 4), (0, 4))
+    )
+    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    op, block, element = _pick(rng, BlockSparseConvOp), int(_pick(rng, blocks)), _pick(rng, elements)
+    if op is BlockSparseConvOp.WGRAD and "f32" not in elements:
+        block = max(block, 64)
+    rows, channels = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    kept = rng.random((1, rows, channels * kernel[0] * kernel[1])) < _pick(rng, (0.0, 0.2, 0.5, 1.0))
+    layout = BlockSparseLayout(kept, block)
+    fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
+    fields["alpha"] = _alpha(rng)
+    if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
+        kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
+        fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
+    height, width = (one + int(rng.integers(0, 9)) for one in least)
+    walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    size = {"height": height, "width": width, "batch": batch}
+    return BlockSparseConv2dDescriptor(layout=layout, **size, **walk, **fields), layout
 
 
 def _attention_of_gpu(rng: np.random.Generator, layout: BlockSparseLayout) -> BlockSparseAttentionDescriptor:

@@ -34,8 +34,8 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     products = [one.desc for one in problems if isinstance(one, Product)]
     prepared = [one.desc for one in problems if isinstance(one, Preparation)]
     blocks = [one.desc for one in problems if isinstance(one, BlockProblem)]
-    assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds", "forward", "backward"}
-    assert len({type(one) for one in blocks}) == 3
+    assert {one.op.value for one in blocks} >= {"sdd", "dsd", "dds", "forward", "backward", "wgrad"}
+    assert len({type(one) for one in blocks}) == 4
     assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}

@@ -15,6 +15,7 @@ import pytest
 
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparsePass,
     BlockSparseShape,
@@ -92,6 +93,7 @@ GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend !
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
 BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
 ATTENTION_ROWS = [row for row in blocks_table.ATTENTION_ROWS if not row.on_host]
+CONVOLUTION_ROWS = [row for row in blocks_table.CONVOLUTION_ROWS if not row.on_host]
 SOFTMAX_ROWS = [row for row in blocks_table.SOFTMAX_ROWS if not row.on_host]
 
 
@@ -248,6 +250,30 @@ def attention_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list
     return found
 
 
+def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
+    """Of every op, size of block, element, result, number of phases and schedule."""
+    for block, op in itertools.product((16, 32, 64, 128), ("forward", "dgrad", "wgrad")):
+        shape = BlockSparseShape(heads=1, rows=512, cols=9 * 512, block=block, blocks=512 // block)
+        for kind, batch in itertools.product(KINDS[:4], (1, 8, 64)):
+            kind = {name: word for name, word in kind.items() if op == "forward" or "epilogue" not in name}
+            for stride in (1, 2) if op == "dgrad" else (1,):
+                yield BlockSparseConv2dDescriptor(
+                    layout=shape, op=op, batch=batch, height=32, width=32, kernel=3, stride=stride, **kind
+                )
+
+
+@functools.cache
+def convolution_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+    """Every variant, on Hopper alone."""
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found:
+        for desc in convolutions():
+            considered = consider(blocks_table.CONVOLUTION_ROWS, desc, preference, device)
+            if any(one.row is row and one.reason is None for one in considered):
+                row.kernel(Choice(desc, device, row, preference, {}))
+    return found
+
+
 def softmaxes(*, few: bool) -> Iterator[BlockSparseSoftmaxDescriptor]:
     """Every element, op, size of blocks and team of warps; all that can be added to scores, or nothing."""
     everything = {"rpe": True, "key_padding_mask": "add", "attn_mask": "mul", "causal": True}
@@ -279,6 +305,7 @@ REQUESTS = list(
             (PREPARE_ROWS, prepare_requests),
             (BLOCKS_ROWS, blocks_requests),
             (ATTENTION_ROWS, attention_requests),
+            (CONVOLUTION_ROWS, convolution_requests),
             (SOFTMAX_ROWS, softmax_requests),
         )
         for row in rows

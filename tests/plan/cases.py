@@ -12,6 +12,8 @@ import pytest
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseAttentionPlan,
+    BlockSparseConv2dDescriptor,
+    BlockSparseConv2dPlan,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
@@ -62,6 +64,7 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
     BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
     BlockSparseAttentionDescriptor: BlockSparseAttentionPlan,
+    BlockSparseConv2dDescriptor: BlockSparseConv2dPlan,
 }
 
 M, K = 16, 32
@@ -85,6 +88,9 @@ PREPARE = (
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
 LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
 """Of blocks that kernels of the tensor cores take alone."""
+FILTER = BlockSparseShape(heads=1, rows=128, cols=4 * 64, block=64, blocks=5)
+"""Of a kernel of 2 x 2."""
+CONVOLUTION = {"layout": FILTER, "batch": 2, "height": 5, "width": 6, "kernel": 2, "padding": 1}
 BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=5, batch=2, element="f32", alpha=0.5),
     BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=5, element="bf16", trans_a=True, epilogue="bias"),
@@ -103,6 +109,10 @@ BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseAttentionDescriptor(layout=LARGE, element="bf16", head_size=64, kv_heads=1, lengths=True),
     BlockSparseAttentionDescriptor(layout=LARGE, element="f16", head_size=64, causal=True),
     BlockSparseAttentionDescriptor(layout=LARGE, element="bf16", head_size=64, op="backward", lengths=True),
+    BlockSparseConv2dDescriptor(**CONVOLUTION, element="bf16", epilogue="bias_relu", stride=2),
+    BlockSparseConv2dDescriptor(**CONVOLUTION, element="f16", op="dgrad", stride=2, dilation=(1, 2)),
+    BlockSparseConv2dDescriptor(**CONVOLUTION, element="bf16", op="wgrad", out_element="f32"),
+    BlockSparseConv2dDescriptor(**CONVOLUTION, element="f32"),
 )
 
 
@@ -111,6 +121,8 @@ def is_on_host_alone(desc: Any) -> bool:
     if isinstance(desc, BlockSparseAttentionDescriptor):
         large = desc.layout.block >= 64 and desc.head_size in (64, 128)
         return desc.element is ElementKind.F32 or not large
+    if isinstance(desc, BlockSparseConv2dDescriptor):
+        return desc.element is ElementKind.F32
     return isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
 
 

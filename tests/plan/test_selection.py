@@ -22,7 +22,7 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.blocksparse.table import ATTENTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.blocksparse.table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.gemm.table import ROWS as GEMM_ROWS
 from sparse24_plans.plan.kernel import Choice
@@ -32,6 +32,7 @@ from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
 from ..places import AMPERE, HOPPER, HOST, PLACES, TURING
 from ..strategies import (
     block_attentions,
+    block_convolutions,
     block_products,
     block_softmaxes,
     gemm_descriptors,
@@ -54,6 +55,7 @@ FAMILIES = {
     "block products": Family(MATMUL_ROWS, block_products()),
     "block softmax": Family(SOFTMAX_ROWS, block_softmaxes()),
     "block attention": Family(ATTENTION_ROWS, block_attentions),
+    "block convolution": Family(CONVOLUTION_ROWS, block_convolutions()),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)

@@ -106,7 +106,9 @@ class _Pass:
             found.q_lengths, found.kv_lengths = (views[f"{of}_lengths"].address for of in ("q", "kv"))
         if desc.layout.blocks:  # else nothing is read
             stays, passes = (("k", "v"), ("q", "do")) if self._keys else (("q", "do"), ("k", "v"))
-            made = maps(*((views[name], BOX) for name in stays), *((views[name], self.tile) for name in passes))
+            made = maps(
+                *((views[name], BOX) for name in stays), *((views[name], self.tile) for name in passes)
+            )
             ctypes.memmove(ctypes.addressof(found), made, len(made))  # the maps come first
         return found
 

@@ -17,11 +17,19 @@ from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import AttentionMask, BlockSparseOp, BlockSparsePass, ElementKind, InnerPattern
+from ...vocab import (
+    AttentionMask,
+    BlockSparseConvOp,
+    BlockSparseOp,
+    BlockSparsePass,
+    ElementKind,
+    InnerPattern,
+)
 from ...weights import dense
 from .. import pattern24
-from ..arithmetic import products, softmax
+from ..arithmetic import convolution, products, softmax
 from ..arithmetic.attention import Attention
+from ..convolution import BlockSparseConv2dDescriptor
 from ..descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseDescriptor,
@@ -156,6 +164,40 @@ class _Attention(_Work):
             views[name].bits()[...] = encoded(found, views[name].element)
 
 
+class _Convolution(_Work):
+    def __init__(self, choice: Choice) -> None:
+        self.descriptor: BlockSparseConv2dDescriptor = choice.descriptor
+        self.details, self._multiply = _multiplication(choice)
+        self._geometry = self.descriptor.geometry
+
+    def run(self, views: Views, tables: LookUp) -> None:
+        desc = self.descriptor
+        turned = desc.op is BlockSparseConvOp.DGRAD
+        read = "dy" if turned else "x"
+        pixels = convolution.Pixels(_widened(views[read]), self._geometry)
+        lines = convolution.lines(desc.layout, tables, self._geometry, turned=turned)
+        if desc.op is BlockSparseConvOp.WGRAD:
+            dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
+            for line in lines:
+                sums = convolution.of_filter(line, dy, pixels, self._multiply)
+                out[0, line.places] = finished(sums, desc)
+            return
+        values, out = _widened(views["filter"])[0], views["dx" if turned else "y"].bits()
+        bias = views["bias"].array() if "bias" in views else None
+        for line in lines:
+            sums = convolution.of_results(line, values, pixels, self._multiply, turned=turned)
+            found = finished(sums, desc, bias=None if bias is None else bias[line.cells])
+            self._place(found, line, out)
+
+    def _place(self, found: Array, line: convolution.FilterLine, out: Array) -> None:
+        """The results of a phase, as many of them as there are."""
+        h, w = self._geometry
+        row, column = divmod(line.phase, w.divide)
+        into = out[:, row :: h.divide, column :: w.divide, line.cells]
+        made = found.reshape(out.shape[0], h.results, w.results, found.shape[-1])
+        into[...] = made[:, : into.shape[1], : into.shape[2]]
+
+
 def _multiplication(choice: Choice) -> tuple[str, products.Multiply]:
     """Of a row, with a line for ``explain``."""
     if choice.row.strict:
@@ -167,6 +209,7 @@ _WORK: dict[type[BlockSparseDescriptor], type[_Work]] = {
     BlockSparseMatmulDescriptor: _Matmul,
     BlockSparseSoftmaxDescriptor: _Softmax,
     BlockSparseAttentionDescriptor: _Attention,
+    BlockSparseConv2dDescriptor: _Convolution,
 }
 
 

@@ -1,10 +1,12 @@
-"""Block-sparse matrices in PyTorch: products, softmax, attention, and modules of Torch-Blocksparse's names.
+"""Block-sparse matrices in PyTorch: products, softmax, attention, convolution, modules of known names.
 
 ``from sparse24_plans.torch import blocksparse``. The ops are ``torch.ops.sparse24.blocksparse_*``;
 docs/blocksparse.md is the guide.
 """
 
 from . import ops as ops  # registers them
+from .convolution import Conv2d as Conv2d
+from .convolution import conv2d as conv2d
 from .functional import attention as attention
 from .functional import matmul as matmul
 from .functional import softmax as softmax
@@ -21,6 +23,7 @@ SparseSoftmax = Softmax
 """The name of early releases of Torch-Blocksparse."""
 
 __all__ = [
+    "Conv2d",
     "Layout",
     "Linear",
     "MatMul",
@@ -30,6 +33,7 @@ __all__ = [
     "SparseSoftmax",
     "SparsityInfo",
     "attention",
+    "conv2d",
     "matmul",
     "softmax",
 ]

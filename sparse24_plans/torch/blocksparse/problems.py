@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...blocksparse.plan import BlockSparseAttentionPlan, BlockSparseMatmulPlan, BlockSparseSoftmaxPlan
+from ...blocksparse.plan import (
+    BlockSparseAttentionPlan,
+    BlockSparseConv2dPlan,
+    BlockSparseMatmulPlan,
+    BlockSparseSoftmaxPlan,
+)
 from ...blocksparse.shape import BlockSparseShape
 from ...blocksparse.tables import BlockSparseTables
 from ...errors import InvalidProblemError, MisalignedOperandError, UnsupportedError
@@ -31,6 +36,7 @@ _SIZES: dict[PlanType, tuple[str, ...]] = {
     BlockSparseMatmulPlan: ("batch", "n"),
     BlockSparseSoftmaxPlan: ("batch",),
     BlockSparseAttentionPlan: ("batch",),
+    BlockSparseConv2dPlan: ("batch",),
 }
 """Fields of a descriptor that may be symbols while a graph is traced."""
 

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse24_plans import UnsupportedError
 from sparse24_plans.torch.blocksparse import (
+    Layout,
     Linear,
     MultiheadAttention,
     SparsityInfo,
@@ -47,7 +48,20 @@ def samples() -> dict[str, tuple]:
     with torch.no_grad():
         o, lse = S.blocksparse_attention(q, k, v, *about)
     found["attention backward"] = (S.blocksparse_attention_backward, q + 1, o, lse, q, k, v, *about)
-    return found
+    return found | convolutions()
+
+
+def convolutions() -> dict[str, tuple]:
+    filter = Layout(torch.ones(1, 2, 8, dtype=torch.bool), 16)
+    about, walk = (filter.tables, filter.sizes), ((2, 2), (2, 1), (1, 0), (1, 1))
+    x, weight, dy = randn(2, 5, 6, 32), randn(1, 16, 16, 16), randn(2, 3, 5, 32)
+    bias = wanting(randn(32))
+    return {
+        "conv2d": (S.blocksparse_conv2d, wanting(x), wanting(weight), *about, *walk),
+        "conv2d with bias": (S.blocksparse_conv2d, wanting(x), wanting(weight), *about, *walk, bias),
+        "conv2d input": (S.blocksparse_conv2d_input, wanting(dy), wanting(weight), *about, (5, 6), *walk),
+        "conv2d filter": (S.blocksparse_conv2d_filter, wanting(x), wanting(dy), *about, *walk),
+    }
 
 
 SAMPLES = samples()

@@ -8,7 +8,15 @@ import torch
 
 from sparse24_plans import InvalidProblemError
 from sparse24_plans.blocksparse.table import MATMUL_ROWS, SOFTMAX_ROWS
-from sparse24_plans.torch.blocksparse import Layout, Linear, MultiheadAttention, attention, matmul, softmax
+from sparse24_plans.torch.blocksparse import (
+    Conv2d,
+    Layout,
+    Linear,
+    MultiheadAttention,
+    attention,
+    matmul,
+    softmax,
+)
 from sparse24_plans.vocab import BackendKind
 from tests.torch.cases import assert_on_the_current_stream, captured, wanting
 
@@ -46,6 +54,28 @@ def test_products_and_gradients_are_the_hosts(mode, trans, dtype, block):
     assert all(t.is_cuda and t.dtype == dtype for t in found)
     for ours, theirs in zip(found, wanted, strict=True):
         close(ours.cpu() / block, theirs / block, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_and_its_gradients_are_the_hosts(dtype, block, stride):
+    """By the kernel, or where there is none by PyTorch."""
+    bitmap = np.random.default_rng(0).random((3, 2, 3, 2)) < 0.5
+    host = Conv2d(2 * block, 3 * block, (3, 2), bitmap, block, 1, stride, bias=True, dtype=dtype)
+    there = Conv2d(2 * block, 3 * block, (3, 2), bitmap, block, 1, stride, bias=True, dtype=dtype).cuda()
+    there.load_state_dict(host.state_dict())
+    x = wanting(torch.randn(2, 2 * block, 11, 8).to(dtype))
+    (z,) = moved(x)
+    y, found = host(x), there(z)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    dy = torch.randn_like(y)
+    wanted = [y, *torch.autograd.grad(y, (x, *host.parameters()), dy)]
+    ours = [found, *torch.autograd.grad(found, (z, *there.parameters()), dy.cuda())]
+    loss = torch.float16 if dtype is torch.float32 else dtype  # TF32 is PyTorch's to choose
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.dtype == dtype
+        close(one.cpu(), other, loss)
 
 
 @softmaxes

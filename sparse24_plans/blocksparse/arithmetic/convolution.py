@@ -1,0 +1,106 @@
+"""Convolutions with block-sparse filters in NumPy, a line of blocks at a time.
+
+The pixels that a line's kept blocks meet are gathered side by side: one product of two dense matrices, whose
+sums run over kept blocks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..images import Axis, Geometry
+from ..shape import BlockSparseShape
+from ..tables import LookUp
+from .products import Multiply, in_blocks, side_by_side
+
+Array = np.ndarray[Any, Any]
+
+
+class FilterLine(NamedTuple):
+    """The kept blocks that results of some channels, and of a phase, sum over; in the order of their sums."""
+
+    phase: int
+    cells: slice
+    """The channels of the results."""
+    taps: Array
+    across: Array
+    """Block of channels of what is read, of each."""
+    places: Array
+    """Among the values, of each."""
+
+
+def lines(
+    shape: BlockSparseShape, tables: LookUp, geometry: Geometry, *, turned: bool
+) -> Iterator[FilterLine]:
+    """Of a convolution, or ``turned`` of the gradient of its input."""
+    taps, block = geometry.taps, shape.block
+    if not turned:
+        for line in range(shape.block_rows):
+            part = slice(tables.row_pointers[line], tables.row_pointers[line + 1])
+            across, tap = np.divmod(tables.columns[part], taps)
+            places = np.arange(part.start, part.stop)
+            yield FilterLine(0, slice(line * block, (line + 1) * block), tap, across, places)
+        return
+    for line in range(shape.block_cols // taps):
+        part = slice(tables.column_pointers[line * taps], tables.column_pointers[(line + 1) * taps])
+        columns = np.arange(line * taps, (line + 1) * taps)
+        tap = np.repeat(np.arange(taps), np.diff(tables.column_pointers)[columns])
+        cells = slice(line * block, (line + 1) * block)
+        for phase in range(geometry.phases):
+            met = np.array([geometry.offsets(phase, one) is not None for one in range(taps)])[tap]
+            rows, places = tables.column_rows[part], tables.column_order[part]
+            yield FilterLine(phase, cells, tap[met], rows[met], places[met])
+
+
+class Pixels:
+    """Images, zero outside, and what results meet of them."""
+
+    def __init__(self, images: Array, geometry: Geometry) -> None:
+        """``images`` [N, height, width, channels], float32."""
+        self._geometry = geometry
+        (top, bottom), (left, right) = (_margins(axis) for axis in geometry)
+        self._padded = np.pad(images, ((0, 0), (top, bottom), (left, right), (0, 0)))
+        self._first = tuple(axis.lower + margin for axis, margin in zip(geometry, (top, left), strict=True))
+
+    def met(self, line: FilterLine, block: int) -> Array:
+        """[1, pixels, blocks of the line * block]."""
+        found = [
+            self._at(line.phase, int(tap), slice(at * block, (at + 1) * block))
+            for tap, at in zip(line.taps, line.across, strict=True)
+        ]
+        pixels = self._padded.shape[0] * self._geometry.pixels
+        return np.concatenate([np.empty((pixels, 0), np.float32), *found], axis=1)[None]
+
+    def _at(self, phase: int, tap: int, channels: slice) -> Array:
+        offsets = self._geometry.offsets(phase, tap)
+        assert offsets is not None
+        rows, columns = (
+            slice(first + offset, first + offset + axis.stride * (axis.results - 1) + 1, axis.stride)
+            for first, offset, axis in zip(self._first, offsets, self._geometry, strict=True)
+        )
+        found = self._padded[:, rows, columns, channels]
+        return found.reshape(-1, found.shape[-1])
+
+
+def _margins(axis: Axis) -> tuple[int, int]:
+    """Zeros before and behind the pixels."""
+    last = axis.lower + axis.most_offset + axis.stride * (axis.results - 1)
+    return max(0, -axis.lower), max(0, last - (axis.size - 1))
+
+
+def of_results(line: FilterLine, values: Array, pixels: Pixels, multiply: Multiply, *, turned: bool) -> Array:
+    """The sums [pixels, block] of a line, of ``values`` [blocks, block, block]."""
+    tiles = values[None, line.places]
+    strip = side_by_side(tiles.swapaxes(2, 3) if turned else tiles)
+    sums: Array = multiply(strip, pixels.met(line, tiles.shape[2]).swapaxes(1, 2))[0].T
+    return sums
+
+
+def of_filter(line: FilterLine, dy: Array, pixels: Pixels, multiply: Multiply) -> Array:
+    """The line's blocks [blocks, block, block] of the filter's gradient, of ``dy`` [pixels, K]."""
+    found = dy[:, line.cells]
+    blocks: Array = in_blocks(multiply(found.T[None], pixels.met(line, found.shape[1])))[0]
+    return blocks

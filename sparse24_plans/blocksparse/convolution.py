@@ -1,0 +1,200 @@
+"""Convolutions with block-sparse filters: the descriptor, and the operands that each op asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..arithmetic.elements import biases_of, results_of
+from ..plan.descriptor import Factor
+from ..plan.operands import Operand, Role
+from ..vocab import (
+    INT64_MAX,
+    BlockSparseConvOp,
+    ElementKind,
+    ElementLike,
+    EpilogueKind,
+    Integer,
+    OpCategory,
+)
+from .descriptor import FLOATS, BlockSparseDescriptor, LayoutLike
+from .images import Axis, Geometry
+from .shape import MOST
+
+
+def _pair(given: Any) -> Any:
+    """One number stands for both axes."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+
+
+_Size = Annotated[int, Integer(least=1, most=MOST)]
+_Padding = Annotated[int, Integer(most=MOST)]
+Sizes = Annotated[tuple[_Size, _Size], BeforeValidator(_pair)]
+Paddings = Annotated[tuple[_Padding, _Padding], BeforeValidator(_pair)]
+PairLike = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+
+
+class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
+    """A 2-D convolution of N images with a block-sparse filter, or one of its gradients.
+
+    The filter [K, C, R, S] of K out and C in channels is a matrix [K, C * R * S] of one head whose columns
+    are ordered by block of in channels, then by tap (r, s), then by channel in the block: the layout's bitmap
+    is one of [K/block, C/block, R, S] as [K/block, C/block * R * S]. Its blocks are [out, in] channels of a
+    tap. Images are [N, height, width, channels], ``channels_last`` in PyTorch's terms.
+
+    Parameters
+    ----------
+    layout : BlockSparseShape or BlockSparseLayout
+        Of the filter: one head.
+    batch : int
+        N, 1 by default; may be 0.
+    height, width : int
+        Of the input's images.
+    kernel : int or (int, int)
+        R and S.
+    stride, padding, dilation : int or (int, int)
+        Of rows and columns; 1, 0 and 1 by default. Padding is of zeros, on both sides.
+    element : ElementKind
+        Type of every tensor but results and bias: ``f32``, ``f16`` or ``bf16``.
+    op : BlockSparseConvOp
+        ``forward`` (default): Y = epilogue(alpha * conv(X, W)). ``dgrad``: dX = alpha * the gradient of X.
+        ``wgrad``: dW = alpha * the gradient of the kept blocks.
+    epilogue, alpha, out_element, bias_element : optional
+        As of GemmSparse24Descriptor. A bias is one number for each out channel. Gradients take only
+        ``identity``.
+
+    Raises
+    ------
+    InvalidProblemError
+        Naming the field.
+    """
+
+    category: ClassVar[OpCategory] = OpCategory.CONVOLUTION
+
+    height: _Size
+    width: _Size
+    kernel: Sizes
+    op: BlockSparseConvOp = BlockSparseConvOp.FORWARD
+    stride: Sizes = (1, 1)
+    padding: Paddings = (0, 0)
+    dilation: Sizes = (1, 1)
+    epilogue: EpilogueKind = EpilogueKind.IDENTITY
+    alpha: Factor = 1.0
+    out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
+    bias_element: ElementKind = Field(
+        default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            layout: LayoutLike,
+            height: SupportsIndex,
+            width: SupportsIndex,
+            kernel: PairLike,
+            element: ElementLike,
+            batch: SupportsIndex = ...,
+            op: BlockSparseConvOp | str = ...,
+            stride: PairLike = ...,
+            padding: PairLike = ...,
+            dilation: PairLike = ...,
+            epilogue: EpilogueKind | str = ...,
+            alpha: SupportsFloat = ...,
+            out_element: ElementLike = ...,
+            bias_element: ElementLike = ...,
+        ) -> None: ...
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BlockSparseConv2dDescriptor:
+        self._expect("element", FLOATS)
+        self._expect("out_element", results_of(self.element))
+        self._expect("bias_element", biases_of(self.element, self.out_element))
+        one, taps = self.layout, self.kernel[0] * self.kernel[1]
+        if self.op is not BlockSparseConvOp.FORWARD and self.epilogue.has_bias:
+            raise ValueError(f"epilogue: expected identity for op {self.op}, got {self.epilogue}")
+        if one.heads != 1:
+            raise ValueError(f"layout: expected one head, got {one.heads}")
+        if one.block_cols % taps:
+            raise ValueError(
+                f"layout: expected columns of blocks in a multiple of the kernel's {taps} taps, "
+                f"got {one.block_cols}"
+            )
+        for name, axis, at in (("height", self.forward.h, 0), ("width", self.forward.w, 1)):
+            if axis.results < 1:
+                least = self.dilation[at] * (self.kernel[at] - 1) + 1 - 2 * self.padding[at]
+                raise ValueError(
+                    f"{name}: expected at least {least}, as kernel and padding have it, got {axis.size}"
+                )
+        largest = max(one.rows, one.cols) * max(self.height * self.width, self.forward.pixels)
+        if max(one.blocks * one.block**2, self.batch * largest) > INT64_MAX // 8:
+            raise ValueError("layout, batch: expected operands of fewer than 2^60 elements")
+        return self
+
+    @property
+    def op_name(self) -> str:
+        return f"conv2d_blocksparse_{self.op}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result is the sum itself, rounded to its type."""
+        return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
+
+    @property
+    def channels(self) -> int:
+        """C, of the input."""
+        return self.layout.cols // (self.kernel[0] * self.kernel[1])
+
+    @property
+    def forward(self) -> Geometry:
+        """How results meet the input's pixels; of ``wgrad`` how the gradient of results does."""
+        return self._geometry(Axis.forward)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the op: that of ``dgrad`` is how the input's gradient meets that of the results."""
+        return self._geometry(Axis.gradient if self.op is BlockSparseConvOp.DGRAD else Axis.forward)
+
+    def _geometry(self, axis: Any) -> Geometry:
+        sizes = (self.height, self.width), self.kernel, self.stride, self.padding, self.dilation
+        return Geometry(*(axis(*of_one) for of_one in zip(*sizes, strict=True)))
+
+    @property
+    def reduction(self) -> int:
+        """The most products of a sum; blocks that aren't kept and padding add none."""
+        one, taps = self.layout, self.kernel[0] * self.kernel[1]
+        return {"forward": one.cols, "dgrad": one.rows * taps, "wgrad": self.batch * self.forward.pixels}[
+            self.op
+        ]
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The layout's tables; ``x``, ``filter``, ``y`` and ``bias`` [K]; or those of gradients."""
+        one, (h, w) = self.layout, self.forward
+        read, written = Role.IN, Role.OUT
+        images = (self.batch, self.height, self.width, self.channels)
+        results = (self.batch, h.results, w.results, one.rows)
+        values = (1, one.blocks, one.block, one.block)
+        element, out = self.element, self.out_element
+        if self.op is BlockSparseConvOp.DGRAD:
+            found = [
+                Operand("dy", read, results, element),
+                Operand("filter", read, values, element),
+                Operand("dx", written, images, out),
+            ]
+        elif self.op is BlockSparseConvOp.WGRAD:
+            found = [
+                Operand("x", read, images, element),
+                Operand("dy", read, results, element),
+                Operand("dfilter", written, values, out),
+            ]
+        else:
+            found = [
+                Operand("x", read, images, element),
+                Operand("filter", read, values, element),
+                Operand("y", written, results, out),
+            ]
+            if self.epilogue.has_bias:
+                found.append(Operand("bias", read, (one.rows,), self.bias_element))
+        return self._tables(), *found
