@@ -30,7 +30,10 @@ MOST_FORMS = 4096
 
 
 class Call(NamedTuple):
-    """The operands and options of a product, as every op of this module comes to them."""
+    """The operands and options of a product, as every op of this module comes to them.
+
+    Generated code that lies on a disk has the options by place (compiled.py): another goes to the end.
+    """
 
     x: Tensor
     """[..., K]; of ``dgrad`` dY [..., M]; of ``mm`` B^T [N, K]."""
