@@ -35,26 +35,26 @@ class CallSite:
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor, out: Tensor) -> None:
         """Raises what the op raises."""
-        form = self._forms.get((x.shape, x.stride()) if self._moves else None)
+        key = (x.shape, x.stride()) if self._moves else None
+        form = self._forms.get(key)
         if form is None:
-            form = self._found(x, weight, others, out)
-        done = (
-            form.run(x, weight, others[0], others[1:], out)
-            if self._has_meta
-            else form.run(x, weight, None, others, out)
-        )
+            form = self._found(key, (x, weight, *others), out)
+        if self._has_meta:
+            done = form.run(x, weight, others[0], others[1:], out)
+        else:
+            done = form.run(x, weight, None, others, out)
         if done is None:
-            run(form.with_aligned_x(self._call(x, weight, others)), out)
+            run(form.with_aligned_x(self._call((x, weight, *others))), out)
 
-    def _call(self, x: Tensor, weight: Tensor, others: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        given = dict(zip(self._operands, (x, weight, *others), strict=True))
+    def _call(self, operands: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        given = dict(zip(self._operands, operands, strict=True))
         return (*(given.get(name) for name in OPERANDS), *self._options)
 
-    def _found(self, x: Tensor, weight: Tensor, others: tuple[Tensor, ...], out: Tensor) -> Form:
-        form = form_of(self._call(x, weight, others), out)
+    def _found(self, key: Any, operands: tuple[Tensor, ...], out: Tensor) -> Form:
+        form = form_of(self._call(operands), out)
         if len(self._forms) >= MOST_FORMS:
             self._forms.clear()
-        self._forms[(x.shape, x.stride()) if self._moves else None] = form
+        self._forms[key] = form
         return form
 
 

@@ -139,9 +139,10 @@ class Sparse24Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)
-        self._width, self._padding = (in_features,), -in_features % _K_STEP
+        self._padding = -in_features % _K_STEP
+        self.k = k = in_features + self._padding
+        """Columns of W with its padding."""
         self._choose_options()
-        k = in_features + self._padding
         self.values = nn.Parameter(
             torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
         )
@@ -200,11 +201,14 @@ class Sparse24Linear(nn.Module):
         return layer
 
     def _choose_options(self) -> None:
-        """What the op is called with behind its tensors. Each argument costs: those at their defaults go."""
+        """What the op and its kernel are called with behind their tensors.
+
+        Each argument costs the op: those at their defaults go.
+        """
         wishes = self.preference.model_dump_json(exclude_defaults=True)
-        self._options: tuple[Any, ...] = (self._shape[0],)
-        if (self.activation, self.out_dtype, wishes) != ("none", None, "{}"):
-            self._options += (self.activation, self.out_dtype, "" if wishes == "{}" else wishes)
+        options = self._shape[0], self.activation, self.out_dtype, "" if wishes == "{}" else wishes
+        self._options: tuple[Any, ...] = options if options[1:] != ("none", None, "") else options[:1]
+        self._direct_options = (*options, self.k)
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Take these tensors for the layer's own."""
@@ -240,11 +244,6 @@ class Sparse24Linear(nn.Module):
     def weight(self) -> LayerWeight:
         """Its shape, dtype and device, and the two tensors that a state_dict has under this name."""
         return LayerWeight(self)
-
-    @property
-    def k(self) -> int:
-        """Columns of W with its padding."""
-        return self.in_features + self._padding
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -396,8 +395,6 @@ class Sparse24Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]. Raises InvalidProblemError for another width."""
-        if x.shape[-1:] != self._width:  # of packed tiles any would do that takes as many
-            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
@@ -406,8 +403,11 @@ class Sparse24Linear(nn.Module):
             weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
         bias = self._parameters["bias"]
         # The trip through the dispatcher takes as long as all else that the host does.
-        direct = not torch.compiler.is_compiling() and only_dispatches(x, weight, bias)
-        y: Tensor = (linear if direct else _linear)(x, weight, meta, bias, *self._options)
+        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
+            return linear(x, weight, meta, bias, *self._direct_options)
+        if x.dim() and x.shape[-1] != self.k:  # tiles would take any that fills as many
+            raise InvalidProblemError(f"x: expected [..., {self.k}], the weight's K, got {list(x.shape)}")
+        y: Tensor = _linear(x, weight, meta, bias, *self._options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:

@@ -22,7 +22,7 @@ from ..plan.caller import Caller
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
 from . import layouts
-from .elements import DTYPE_OF, allocation, current_stream, element_of, plan_device, weight_sizes
+from .elements import DTYPE_OF, allocation, element_of, plan_device, stream_getter, weight_sizes
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 MOST_FORMS = 4096
@@ -30,7 +30,10 @@ MOST_FORMS = 4096
 
 
 class Call(NamedTuple):
-    """The operands and options of a product, as every op of this module comes to them."""
+    """The operands and options of a product, as every op of this module comes to them.
+
+    Generated code that lies on a disk has the options by place (compiled.py): another goes to the end.
+    """
 
     x: Tensor
     """[..., K]; of ``dgrad`` dY [..., M]; of ``mm`` B^T [N, K]."""
@@ -73,7 +76,7 @@ def sizes(call: Call) -> tuple[int, int]:
     width = call.x.shape[-1]
     m, k = call.m, call.k
     if call.meta is None:
-        m, k = (width if m is None else m, k) if call.dgrad else (m, width)
+        m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
     m, k = weight_sizes(call.weight, call.meta, m, k)
     wanted, name = (m, "M") if call.dgrad else (k, "K")
     if width != wanted:
@@ -176,7 +179,7 @@ class Form:
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
-        self._ordinal = x.device.index if x.is_cuda else -1
+        self._stream = stream_getter(x.device.index if x.is_cuda else -1)
         self._workspace = plan.workspace_size()
         self._as_it_is = layouts.fits(plan, call.weight, call.meta)
         self._check_out(out)
@@ -257,7 +260,7 @@ class Form:
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
             space = scratch.data_ptr()
-        self._caller.launch(places, space, current_stream(self._ordinal))
+        self._caller.launch(places, space, self._stream())
         return y
 
     def _converted_at(self, weight: Tensor, meta: Tensor | None) -> list[int]:
@@ -328,7 +331,7 @@ def form_of(call: tuple[Any, ...], out: Tensor | None = None) -> Form:
     key = _key(*call) if out is None else (*_key(*call), _about(out))
     form = _forms.get(key)
     if form is None:
-        form = Form(Call._make(call), out)
+        form = Form(Call(*call), out)
         if len(_forms) >= MOST_FORMS:
             _forms.clear()
         _forms[key] = form
@@ -387,10 +390,16 @@ def linear(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    k: int | None = None,
 ) -> Tensor:
-    """As the op: its kernel, and what a layer calls where the dispatcher would only come to it."""
-    # a plain tuple: making a Call takes as long as finding its form
-    return run((x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference, False))
+    """As the op: its kernel, and what a layer calls where the dispatcher would only come to it.
+
+    ``k``: what a packed weight doesn't say, for those who know it.
+    """
+    call = x, weight, meta, bias, None, None, m, k, False, activation, out_dtype, preference, False
+    form = _forms.get(_key(*call))
+    y = None if form is None else form.run(x, weight, meta, (bias,), None)
+    return run(call) if y is None else y
 
 
 def linear_call(

@@ -42,7 +42,7 @@ def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, 
     form = products.form_of(products.mm_call(values, meta, b, None, None, ""))
     desc = form._plan.descriptor
     assert (desc.x_order, desc.y_order) == (order, "column")
-    assert form._plan.sku.tier == "sparse_tensor_core"
+    assert form._plan.tier == "sparse_tensor_core"
 
 
 @pytest.mark.parametrize("n", [16, 17])
