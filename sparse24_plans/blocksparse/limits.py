@@ -104,6 +104,8 @@ def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
 
 _MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8
 """What the copy engine's im2col mode takes."""
+_BEYOND_PIXELS = 1 << 12
+"""That tiles may count past the last one."""
 
 
 def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
@@ -116,8 +118,10 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
         if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MOST_OFFSET:
             return f"serves kernels of up to {_MOST_OFFSET} pixels, {_MOST_CORNER} beyond the {name}"
     pixels = problem.batch * max(found.pixels * found.phases, problem.height * problem.width)
-    coordinates = {"pixels": pixels, "rows of values": one.blocks * one.block}
+    parts = filter_parts(problem)[0] if problem.op is BlockSparseConvOp.WGRAD else 1
+    coordinates = {"rows of values": parts * one.blocks * one.block}
     coordinates["tiles"] = -(-pixels // _SMALLEST_TILE) * max(one.block_rows, one.block_cols)
+    coordinates["pixels"] = pixels + _BEYOND_PIXELS
     for what, count in coordinates.items():
         if count >= _MOST:
             return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"

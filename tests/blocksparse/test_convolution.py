@@ -292,7 +292,8 @@ LARGE = {"layout": random_layout(heads=1, rows=2, cols=18, block=64), "height": 
         ),
         ({"stride": 9}, "serves strides up to 8, got 9"),
         ({"padding": 200}, "serves kernels of up to 255 pixels, 127 beyond the height"),
-        ({"batch": 2**20}, "pixels exceed the kernel's limit"),
+        ({"batch": 2**20}, "exceed the kernel's limit, 2147483647"),
+        ({"batch": 2**31 // 56**2, "op": "wgrad"}, "pixels exceed the kernel's limit"),
     ],
 )
 def test_why_a_gpu_does_not_serve(change, words):

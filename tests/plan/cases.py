@@ -342,6 +342,15 @@ def _gemm(row: str, **change: Any) -> _Medium:
 
 _SIZE: dict[str, Any] = {"m": 264, "k": 520, "element": "bf16"}
 _BLOCKS = BlockSparseShape(heads=2, rows=320, cols=2048, block=32, blocks=400)
+_FILTER = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=64, blocks=40)
+_IMAGES: dict[str, Any] = {
+    "layout": _FILTER,
+    "batch": 5,
+    "height": 20,
+    "width": 19,
+    "kernel": 3,
+    "padding": 1,
+}
 KERNELS: dict[str, _Medium] = {
     "inflate_cublas": _gemm("inflate_cublas"),
     "inflate_strict": _gemm("inflate_strict"),
@@ -366,6 +375,9 @@ KERNELS: dict[str, _Medium] = {
         )
     ),
     "softmax_backward": _Medium(BlockSparseSoftmaxDescriptor(layout=_BLOCKS, element="f32", op="backward")),
+    "conv2d": _Medium(BlockSparseConv2dDescriptor(**_IMAGES, element="bf16", epilogue="bias_silu")),
+    "conv2d_dgrad": _Medium(BlockSparseConv2dDescriptor(**_IMAGES, element="f16", op="dgrad", stride=2)),
+    "conv2d_wgrad": _Medium(BlockSparseConv2dDescriptor(**_IMAGES, element="bf16", op="wgrad")),
 }
 """One problem for each kernel of the package's own."""
 

@@ -13,7 +13,8 @@ from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
 SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
-PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX)]
+CONVOLUTIONS = [name for name in KERNELS if name.startswith("conv2d")]
+PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *CONVOLUTIONS)]
 SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
 
@@ -56,6 +57,18 @@ def small_softmaxes(name: str, element: str, device: int | str = 0) -> int:
             heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks
         )
         kernel_case(name, device, layout=shape, element=element).run()
+    return len(sizes)
+
+
+def small_convolutions(name: str, element: str, device: int | str = 0) -> int:
+    from sparse24_plans import BlockSparseShape
+
+    sizes = (1, 1, 1, 64, 2), (2, 3, 5, 64, 9), (3, 2, 8, 128, 4)
+    for rows, channels, side, block, blocks in sizes:
+        shape = BlockSparseShape(
+            heads=1, rows=rows * block, cols=4 * channels * block, block=block, blocks=blocks
+        )
+        kernel_case(name, device, layout=shape, height=side, width=side, kernel=2, element=element).run()
     return len(sizes)
 
 
@@ -110,8 +123,16 @@ def test_softmaxes(name, tool):
     run_under(tool, SANITIZED.format(function="small_softmaxes", more=""), name, "bf16,f32")
 
 
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, tool):
+    run_under(tool, SANITIZED.format(function="small_convolutions", more=""), name, "bf16")
+
+
 def test_what_is_sanitized_runs_at_all():
     """On the host, so that a failure there isn't one of the test."""
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
     assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
+    assert all(small_convolutions(name, "bf16", "host") == 3 for name in CONVOLUTIONS)
