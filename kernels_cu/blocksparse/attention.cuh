@@ -37,8 +37,7 @@ __device__ __forceinline__ void turn_quad(u32 (&words)[4]) {
 
 // Zeros for the 16-bit elements of rows `from` to kRows of a tile in boxes of 64 columns, by one warpgroup, which meets
 // at the named barrier: what lies there may be NaN.
-template <int kRows, int kBoxes>
-__device__ __forceinline__ void clear_rows(u32 tile, int from, int barrier) {
+template <int kRows, int kBoxes> __device__ __forceinline__ void clear_rows(u32 tile, int from, int barrier) {
   for (int chunk = from * 8 + threadIdx.x % 128; chunk < kRows * 8; chunk += 128)
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)

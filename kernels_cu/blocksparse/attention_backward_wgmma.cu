@@ -1,28 +1,31 @@
 // dQ, dK and dV of O = softmax(scale * Q K^T) V over kept blocks, from dO and what the forward pass gave.
 //
-// Three launches. `attention_backward_rows`: of every row of Q the base of its exponents, from the logarithm of its sum,
-// and delta = sum(dO * O). Then, twice, `attention_backward_wgmma`, compiled for what it walks:
+// Three launches. `attention_backward_rows`: of every row of Q the base of its exponents, from the logarithm of its
+// sum, and delta = sum(dO * O). Then, twice, `attention_backward_wgmma`, compiled for what it walks:
 //
-//   S24_KEYS  an item                      stays   passes, of its kept blocks                       gives
-//   1         a column of blocks, of K's   K, V    Q, dO, of each head of Q that shares K, in turn  dK, dV
-//   0         a row of blocks, of Q's      Q, dO   K, V                                             dQ
+//   S24_KEYS  an item                     stays   passes, of its kept blocks                       gives
+//   1         a column of blocks, of K's  K, V    Q, dO, of each head of Q that shares K, in turn  dK, dV
+//   0         a row of blocks, of Q's     Q, dO   K, V                                             dQ
 //
-// With the first and the second of either pair, a warpgroup's 64 rows of what stays, and a tile of kTile rows of what
-// passes, all of it in registers but the operands in shared memory (of `keys`, S and the rest are transposed):
+// With the first and the second of either pair, a warpgroup's 64 rows of what stays and a tile of kTile rows of what
+// passes (for 1 all of it is transposed), in registers:
 //
 //   S = first first^T    P = exp(scale * S - base)    G = second second^T    dS = P * (G - delta)
-//   sums[0] += dS first    and for keys sums[1] += P second
+//   sums[0] += dS first    sums[1] += P second, for 1 alone
 //
-// A channel is a thread that copies and the warpgroups that it feeds: two that share the tiles of a block of 128, or one
-// with a block of 64 of its own. A slot has a tile of the first and of the second that pass.
+// P and dS are rounded to the element, of which P makes dS.
 //
-//   tensor cores  | S G |       | P second (keys) | next S | dS first | next G |
-//   registers        | P      | dS                        | next P            |    and so on, while they run
+// A channel is a thread that copies and the warpgroups that it feeds: two that share the tiles of a block of 128, or
+// one with a block of 64 of its own. A slot has a tile of the first and of the second that pass.
+//
+//   tensor cores  | S G |   | P second | dS first | next S | next G |          | next P second |
+//   registers         | P | dS |                            | next P | next dS |
 //
 //   barriers  full, free: of a slot. stays_full: the item's own operands and what it is have come; stays_free: its
 //             warpgroups have no more use of them. Named 1, 2: the threads of a warpgroup.
+//   registers sums 128, S 32, G 32, P 16, dS 16 a thread, of 240: what copies has 24.
 //
-// Each sum is in the order of its tables, by one warpgroup, so no atomics touch it: the bits of a result depend on its
+// Each sum is in the order of its tables, by one warpgroup: no atomics touch it, and the bits of a result depend on its
 // row or column of blocks alone. Items are dealt as in attention_wgmma.cu.
 #include "blocksparse/attention.cuh"
 
@@ -36,15 +39,15 @@ struct Config {
   static constexpr int kSlots = S24_SLOTS;  // of a channel
   using In = Element<kElement>;
 
-  static constexpr int kChannels = 128 / kBlock, kGroups = 2 / kChannels;  // warpgroups of a channel
-  static constexpr int kPieces = kBlock / kTile;                           // tiles of a block
-  static constexpr int kBoxes = kHead / 64;                                // of 128 bytes that a row has
+  static constexpr int kChannels = 128 / kBlock, kGroups = 2 / kChannels;      // warpgroups of a channel
+  static constexpr int kPieces = kBlock / kTile;                               // tiles of a block
+  static constexpr int kBoxes = kHead / 64;                                    // of 128 bytes that a row has
   static constexpr int kStayBytes = 64 * kHead * 2, kStayBoxBytes = 64 * 128;  // of one operand of a warpgroup
   static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128;
   static constexpr int kSums = kHead / 2, kCells = kTile / 2, kResults = kKeys ? 2 : 1;  // numbers a thread
 
-  // Shared memory of a channel: what stays; slots; bases and deltas of each slot's rows; barriers; items, of which it has
-  // one, writes one and looks for one; where the rows of its slots begin.
+  // Shared memory of a channel: what stays; slots; bases and deltas of each slot's rows; barriers; items, of which it
+  // has one, writes one and looks for one; where the rows of its slots begin.
   static constexpr int kSlotsAt = kGroups * 2 * kStayBytes, kLinesAt = kSlotsAt + kSlots * 2 * kTileBytes;
   static constexpr int kLineBytes = kKeys ? kTile * 4 : 0;
   static constexpr int kBarrierAt = kLinesAt + kSlots * 2 * kLineBytes;
@@ -254,7 +257,8 @@ struct Copier {
   __device__ __forceinline__ u32 heads() const { return Config::kKeys ? p.group : 1; }  // of Q, of an item
 
   __device__ __forceinline__ void find(u32 index) const {
-    const u32 item = channel.item(items), in_band = p.band * p.head_lines, band = index / in_band, rest = index % in_band;
+    const u32 item = channel.item(items), in_band = p.band * p.head_lines, band = index / in_band,
+              rest = index % in_band;
     const u32 wide = min(p.band, p.matrices - band * p.band);
     store_shared(item, band * p.band + rest % wide);
     const u32 head = Entries::head(p, item, 0) * p.head_lines;
@@ -348,8 +352,7 @@ struct Multiplier {
     if constexpr (Config::kLengths) {
       const int end = (Config::kKeys ? item.rows : item.keys) - start;
       if (end < Config::kTile)  // two tiles, in boxes that lie behind one another
-        clear_rows<Config::kTile, 2 * Config::kBoxes>(channel.tile(one.slot, 0), max(end, 0),
-                                                      1 + threadIdx.x / 128);
+        clear_rows<Config::kTile, 2 * Config::kBoxes>(channel.tile(one.slot, 0), max(end, 0), 1 + threadIdx.x / 128);
     }
     return start;
   }
@@ -387,7 +390,13 @@ struct Multiplier {
   __device__ __forceinline__ void load_rows(const Item& item) {
     const i64 line = (i64)item.matrix * p.rows + row(item);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) bases[half] = p.bases[line + 8 * half], deltas[half] = p.deltas[line + 8 * half];
+    for (int half = 0; half < 2; ++half)
+      bases[half] = p.bases[line + 8 * half], deltas[half] = p.deltas[line + 8 * half];
+  }
+  // Ties words to this point of the program.
+  static __device__ __forceinline__ void settle(u32 (&words)[Config::kCells / 2]) {
+#pragma unroll
+    for (int i = 0; i < Config::kCells / 2; ++i) asm volatile("" : "+r"(words[i])::"memory");
   }
   // What belongs to the thread's columns of 8 j and on.
   __device__ __forceinline__ void of_columns(float (&found)[2], u32 slot, u32 which, int j) const {
@@ -445,15 +454,12 @@ struct Multiplier {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& cell = cells[4 * j + i];
-        cell = Config::In::to_float((u16)(factors[2 * j + i / 2] >> (i % 2 * 16))) * (cell - (Config::kKeys ? delta[i % 2] : deltas[i / 2]));
+        const float factor = Config::In::to_float((u16)(factors[2 * j + i / 2] >> (i % 2 * 16)));
+        cell = factor * (cell - (Config::kKeys ? delta[i % 2] : deltas[i / 2]));
       }
     }
   }
 
-  static __device__ __forceinline__ void settle_words(u32 (&words)[Config::kCells / 2]) {
-#pragma unroll
-    for (int i = 0; i < Config::kCells / 2; ++i) asm volatile("" : "+r"(words[i])::"memory");
-  }
   // Of a tile whose P and G are there: its products and, where there is a next one, S of that.
   template <bool kMore>
   __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kSums], float (&scores)[Config::kCells],
@@ -477,15 +483,15 @@ struct Multiplier {
   }
   // P and G of a tile whose S is in flight. Waits for the next one where there is one, of which `start` is the first
   // row then.
-  __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells], u32 (&factors)[Config::kCells / 2], int& start,
-                                         bool more, const Item& item) {
+  __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells],
+                                         u32 (&factors)[Config::kCells / 2], int& start, bool more, const Item& item) {
     issue_cells(cells, 1, at.slot);
     wgmma_wait<1>();
     wgmma_settle(scores);
     exponentiate(scores, at.slot);
     if (hides(item, start)) hide(scores, item, start);
     round(factors, scores);
-    settle_words(factors);
+    settle(factors);
     if (more) {  // a branch, which keeps what is above it there
       Ring next = at;
       next.next();

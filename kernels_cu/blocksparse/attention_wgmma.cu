@@ -341,8 +341,7 @@ struct Multiplier {
   __device__ __forceinline__ void clear_values(const Item& item) const {
     const int first = (item.count - 1) % Config::kBeside * Config::kBlock;
     const int end = first + min(Config::kBlock, item.keys - item.last * Config::kBlock);
-    if (end < Config::kTile)
-      clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.slot), end, 3 + warpgroup);
+    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.slot), end, 3 + warpgroup);
   }
 
   __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {

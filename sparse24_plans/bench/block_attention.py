@@ -1,8 +1,9 @@
 """Attention over kept blocks beside dense attention: the other half of ``sparse24 bench --blocksparse``.
 
 Microseconds of what select chooses, of a random layout for each head, and of PyTorch's dense attention with
-the same operands, by the fastest of its kernels. ``tflops``: of the kept blocks. Operands exceed the L2
-cache, so one copy of them is enough.
+the same operands, by the fastest of its kernels. ``tflops``: of the kept blocks, whose two products count in
+``forward``, and five in ``backward``, as usual, however often a kernel computes one of them again. Operands
+exceed the L2 cache, so one copy of them is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..blocksparse.args import BlockSparseAttentionArgs
+from ..blocksparse.args import BlockSparseAttentionArgs, BlockSparseAttentionBackwardArgs
 from ..blocksparse.descriptor import BlockSparseAttentionDescriptor
 from ..blocksparse.layout import BlockSparseLayout
 from ..blocksparse.plan import BlockSparseAttentionPlan
@@ -32,6 +33,8 @@ _ELEMENT = ElementKind.BF16
 _WORST_ERROR = 5e-3
 """Relative error above which a time is not recorded: the result is wrong."""
 _PEERS = ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+_PRODUCTS = {BlockSparsePass.FORWARD: 2, BlockSparsePass.BACKWARD: 5}
+"""That count, of a kept block."""
 _ROUNDS, _ROUND_US = 9, 6000.0
 
 
@@ -55,10 +58,11 @@ class Cell:
 def cells() -> list[Cell]:
     """All of the record."""
     return [
-        Cell(TOKENS, HEADS, head_size, block, density, BlockSparsePass.FORWARD.value)
+        Cell(TOKENS, HEADS, head_size, block, density, direction.value)
         for head_size in HEAD_SIZES
         for block in BLOCKS
         for density in DENSITIES
+        for direction in BlockSparsePass
     ]
 
 
@@ -67,53 +71,86 @@ def measured(cell: Cell, sources: set[str]) -> dict[str, Any]:
 
     Raises UnsupportedError for a wrong result.
     """
-    layout = BlockSparseLayout(cell.bitmap(), cell.block)
-    desc = BlockSparseAttentionDescriptor(layout=layout, head_size=cell.head_size, element=_ELEMENT)
-    plan = BlockSparseAttentionPlan.select(desc, device=0)
-    shape = (1, cell.heads, cell.tokens, cell.head_size)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    o, lse = torch.full_like(q, float("nan")), torch.empty(shape[:3], device="cuda")
-    size = plan.workspace_size()
-    bound = plan.bind(
-        BlockSparseAttentionArgs(layout=plan.pack(layout), q=q, k=k, v=v, o=o, lse=lse),
-        workspace=torch.empty(size, dtype=torch.uint8, device="cuda") if size else None,
-    )
-    bound.launch(torch.cuda.current_stream())
-    _check(cell, layout, q, k, v, o)
-    contenders = {name: _dense(name, q, k, v) for name in _PEERS}
-    contenders["ours"] = lambda: bound.launch(torch.cuda.current_stream())
-    times = _times(contenders)
-    sources.update(sources_of(plan))
-    flops = 4 * layout.shape.blocks * cell.block**2 * cell.head_size
+    problem = _Problem(cell)
+    ours = problem.launch(BlockSparsePass.FORWARD, sources)
+    ours()
+    if backward := cell.direction == BlockSparsePass.BACKWARD:
+        ours = problem.launch(BlockSparsePass.BACKWARD, sources)
+        ours()
+    problem.check(backward=backward)
+    contenders = {name: problem.dense(name, backward=backward) for name in _PEERS}
+    times = _times({**contenders, "ours": ours})
+    flops = 2 * _PRODUCTS[BlockSparsePass(cell.direction)] * problem.layout.shape.blocks * cell.block**2
     return {
         **vars(cell),
         "us": rounded(times["ours"]),
         "dense_us": rounded(min(times[name] for name in _PEERS)),
-        "tflops": rounded(flops / times["ours"] / 1e6),
+        "tflops": rounded(flops * cell.head_size / times["ours"] / 1e6),
     }
 
 
-def _check(cell: Cell, layout: BlockSparseLayout, q: Any, k: Any, v: Any, o: Any) -> None:
-    """The last head, against a dense computation in float32 of the same 16-bit operands."""
-    hidden = torch.from_numpy(~layout.bitmap[-1]).cuda()
-    hidden = hidden.repeat_interleave(cell.block, 0).repeat_interleave(cell.block, 1)
-    query, key, value, got = (one[0, -1].float() for one in (q, k, v, o))
-    scores = (query @ key.T * cell.head_size**-0.5).masked_fill_(hidden, -torch.inf)
-    exact = torch.softmax(scores, dim=-1).nan_to_num(0.0) @ value  # NaN: rows that see nothing
-    error = float(torch.linalg.norm(got - exact) / torch.linalg.norm(exact))
-    if not error <= _WORST_ERROR:
-        raise UnsupportedError(f"{cell}: relative error {error:.3g}, not recorded")
+class _Problem:
+    """The operands of a cell and their results, as PyTorch's tensors."""
 
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.layout = cell, BlockSparseLayout(cell.bitmap(), cell.block)
+        shape = (1, cell.heads, cell.tokens, cell.head_size)
+        names = ("q", "k", "v", "do")
+        self.read = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in names}
+        self.made = {
+            name: torch.full_like(self.read["q"], float("nan")) for name in ("o", "dq", "dk", "dv")
+        } | {"lse": torch.empty(shape[:3], device="cuda")}
 
-def _dense(name: str, q: Any, k: Any, v: Any) -> Callable[[], object]:
-    attention = torch.nn.attention
-    kernel = getattr(attention.SDPBackend, name)
+    def launch(self, op: BlockSparsePass, sources: set[str]) -> Callable[[], object]:
+        """What select chooses, bound. ``backward`` reads what ``forward`` made."""
+        desc = BlockSparseAttentionDescriptor(
+            layout=self.layout, head_size=self.cell.head_size, element=_ELEMENT, op=op
+        )
+        plan = BlockSparseAttentionPlan.select(desc, device=0)
+        given = {name: self.read[name] for name in ("q", "k", "v")}
+        given |= {name: self.made[name] for name in ("o", "lse")}
+        kind: Any = BlockSparseAttentionArgs
+        if op is BlockSparsePass.BACKWARD:
+            kind = BlockSparseAttentionBackwardArgs
+            given |= {"do": self.read["do"]} | {name: self.made[name] for name in ("dq", "dk", "dv")}
+        size = plan.workspace_size()
+        space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        bound = plan.bind(kind(layout=plan.pack(self.layout), **given), workspace=space)
+        sources.update(sources_of(plan))
+        return lambda: bound.launch(torch.cuda.current_stream())
 
-    def call() -> object:
-        with attention.sdpa_kernel(kernel):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    def check(self, *, backward: bool) -> None:
+        """The last head, against a dense computation in float32 of the same 16-bit operands."""
+        block, scale = self.cell.block, self.cell.head_size**-0.5
+        hidden = torch.from_numpy(~self.layout.bitmap[-1]).cuda()
+        hidden = hidden.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        q, k, v, do = (one[0, -1].float() for one in self.read.values())
+        scores = (q @ k.T * scale).masked_fill_(hidden, -torch.inf)
+        p = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # NaN: rows that see nothing
+        exact = {"o": p @ v}
+        if backward:
+            ds = p * (do @ v.T - (do * exact["o"]).sum(-1, keepdim=True))
+            exact = {"dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
+        for name, wanted in exact.items():
+            got = self.made[name][0, -1].float()
+            error = float(torch.linalg.norm(got - wanted) / torch.linalg.norm(wanted))
+            if not error <= _WORST_ERROR:
+                raise UnsupportedError(f"{self.cell}: relative error {error:.3g} of {name}, not recorded")
 
-    return call
+    def dense(self, name: str, *, backward: bool) -> Callable[[], object]:
+        """PyTorch's, of all blocks: one pass alone."""
+        attention = torch.nn.attention
+        kernel = getattr(attention.SDPBackend, name)
+        given = [self.read[operand].detach().requires_grad_(backward) for operand in "qkv"]
+
+        def forward() -> Any:
+            with attention.sdpa_kernel(kernel):
+                return torch.nn.functional.scaled_dot_product_attention(*given)
+
+        if not backward:
+            return forward
+        o, do = forward(), self.read["do"]
+        return lambda: torch.autograd.grad(o, given, do, retain_graph=True)
 
 
 def _times(contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -80,8 +80,9 @@ def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuaran
 
 
 def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
-    # A row of blocks is one thread block's, which takes its kept blocks in order, whatever the others are.
-    # Exponentials enter the second product rounded to the element, as math_precision says.
+    # A row of blocks, of the gradients of K and V a column, is one thread block's, which takes its kept
+    # blocks in order, whatever the others are. Exponentials, and gradients of scores, which these make,
+    # enter products rounded to the element, as math_precision says.
     return tensor_cores(problem)
 
 

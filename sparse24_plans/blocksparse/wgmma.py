@@ -1,4 +1,4 @@
-"""What the backends of attention on Hopper's tensor cores share: maps, the order of items, the fill of counters."""
+"""What the backends of attention on Hopper's tensor cores share: maps, the items' order, counters."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from sparse24_plans.bench import block_attention
 
 from . import records
 
+not_measured = pytest.mark.xfail(strict=True, reason="the gradients have not been measured yet")
+
 
 def rows(**fields: object) -> list[dict]:
     found = records.record("h200-blocksparse.json")["attention"]
@@ -19,7 +21,8 @@ def test_cells_are_those_of_the_contract():
     assert len(set(found)) == len(found)
     for block in (64, 128):
         for density in (0.5, 0.2, 0.1, 0.05):
-            assert block_attention.Cell(16384, 16, 128, block, density, "forward") in found
+            for direction in ("forward", "backward"):
+                assert block_attention.Cell(16384, 16, 128, block, density, direction) in found
 
 
 def test_bitmaps_keep_what_they_say():
@@ -29,14 +32,18 @@ def test_bitmaps_keep_what_they_say():
     assert (kept[0] != kept[1]).any()
 
 
+@not_measured
 def test_the_record_is_complete():
     names = ("tokens", "heads", "head_size", "block", "density", "direction")
     taken = {tuple(row[name] for name in names) for row in rows()}
     assert taken == {tuple(getattr(cell, name) for name in names) for cell in block_attention.cells()}
 
 
-def test_speed_of_attention():
-    """Of the kept blocks at least 480 TFLOP/s; never slower than dense attention."""
-    (row,) = rows(tokens=16384, heads=16, head_size=128, block=128, density=0.1, direction="forward")
-    assert row["tflops"] >= 480
-    assert all(row["us"] < row["dense_us"] for row in rows())
+@pytest.mark.parametrize(
+    ("direction", "least"), [("forward", 480), pytest.param("backward", 0.6 * 480, marks=not_measured)]
+)
+def test_speed_of_attention(direction, least):
+    """TFLOP/s of the kept blocks; never slower than dense attention."""
+    (row,) = rows(tokens=16384, heads=16, head_size=128, block=128, density=0.1, direction=direction)
+    assert row["tflops"] >= least
+    assert all(row["us"] < row["dense_us"] for row in rows(direction=direction))

@@ -18,17 +18,24 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
+from ..limits import COUNTER_BYTES, PASSES, align_up, backward_workspace, rows_of_queries
 from ..tables import addresses
 from ..wgmma import BOX, SHARED_BYTES, THREADS, band, from_zero, maps
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
-_ROW_THREADS, _ALIGNMENT = 256, 1024
-"""Of the first launch; of a channel's shared memory."""
+_ROW_THREADS, _ROW_ELEMENTS = 256, 8
+"""Of the first launch; of a row, each thread's."""
+_ALIGNMENT = 1024
+"""Of a channel's shared memory."""
+_OF_COLUMNS = "columns_by_length", "column_pointers", "column_rows"
+_OF_ROWS = "rows_by_length", "row_pointers", "columns"
+"""Tables: the order of items, where each one's entries begin, the entries."""
 _MAP = ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES
 _SIDE = 128
 """Rows of a thread block's items: one block of 128, or two of 64, each with a channel."""
 _MOST_SLOTS = 8
+_SLOT_WORDS, _WORDS = 20, 96
+"""Bytes: of a slot its barriers and its first row; of a channel two barriers and four items."""
 
 
 class _Parameters(ctypes.Structure):
@@ -68,34 +75,43 @@ class _Pass:
 
     def __init__(self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, *, keys: bool) -> None:
         one, self._desc, self._keys = desc.layout, desc, keys
-        self.tile = _tile(desc, keys=keys)
+        self._tile = _tile(desc, keys=keys)
         matrices = desc.batch * (desc.kv_heads if keys else one.heads)
         lines = one.block_cols if keys else one.block_rows
-        self.items = matrices * lines
-        self.blocks = min(-(-self.items * one.block // _SIDE), device.multiprocessors)
-        self.slots = _slots(desc, keys=keys)
-        self.about = (_SOURCE, device, defines(desc, keys=keys))
-        self.shared_bytes = _SIDE // one.block * _channel_bytes(desc, self.slots, keys=keys)
+        items, channels, slots = matrices * lines, _SIDE // one.block, _slots(desc, keys=keys)
+        self.blocks = min(-(-items // channels), device.multiprocessors)
+        self.details = (
+            f"{items} {'columns' if keys else 'rows'} of blocks on {self.blocks} blocks of 2 x 64 rows, "
+            f"{channels * slots} slots of {self._tile} rows"
+        )
+        self.function = load(
+            _SOURCE,
+            "attention_backward_wgmma",
+            THREADS,
+            device,
+            defines(desc, keys=keys),
+            _Parameters,
+            shared_bytes=channels * _channel_bytes(desc, slots, keys=keys),
+        )
         passing = desc.group * one.rows if keys else one.cols / max(desc.group, 1)
-        self.fields = {
-            "scale": desc.scale,
-            "exponent_scale": desc.scale * math.log2(math.e),
-            "matrices": matrices,
-            "heads": one.heads,
-            "kv_heads": desc.kv_heads,
-            "group": desc.group,
-            "rows": one.rows,
-            "keys": one.cols,
-            "head_lines": lines,
-            "band": band(matrices, 2 * passing * desc.head_size * desc.element.itemsize),
-        }
+        self._parameters = _Parameters(
+            scale=desc.scale,
+            exponent_scale=desc.scale * math.log2(math.e),
+            matrices=matrices,
+            heads=one.heads,
+            kv_heads=desc.kv_heads,
+            group=desc.group,
+            rows=one.rows,
+            keys=one.cols,
+            head_lines=lines,
+            band=band(matrices, 2 * passing * desc.head_size * desc.element.itemsize),
+        )
 
     def parameters(self, views: Views, workspace: int) -> _Parameters:
         desc, tables = self._desc, addresses(views["layout"].address, self._desc.layout)
-        found = _Parameters(**self.fields)
-        line, other = ("column", "rows") if self._keys else ("row", "columns")
-        found.order, found.pointers = tables[f"{line}s_by_length"], tables[f"{line}_pointers"]
-        found.entries = tables["column_rows" if self._keys else other]
+        found = _Parameters.from_buffer_copy(self._parameters)
+        names = _OF_COLUMNS if self._keys else _OF_ROWS
+        found.order, found.pointers, found.entries = (tables[name] for name in names)
         found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
         rows = rows_of_queries(desc)
         found.bases, found.deltas = workspace, workspace + 4 * rows
@@ -106,9 +122,8 @@ class _Pass:
             found.q_lengths, found.kv_lengths = (views[f"{of}_lengths"].address for of in ("q", "kv"))
         if desc.layout.blocks:  # else nothing is read
             stays, passes = (("k", "v"), ("q", "do")) if self._keys else (("q", "do"), ("k", "v"))
-            made = maps(
-                *((views[name], BOX) for name in stays), *((views[name], self.tile) for name in passes)
-            )
+            boxes = [(views[name], BOX) for name in stays] + [(views[name], self._tile) for name in passes]
+            made = maps(*boxes)
             ctypes.memmove(ctypes.addressof(found), made, len(made))  # the maps come first
         return found
 
@@ -122,33 +137,27 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         desc, device = self.descriptor, choice.device
         self.workspace_size, self.workspace_alignment = backward_workspace(desc), 16
         self.launches = 2 + PASSES
-        passes = [_Pass(desc, device, keys=keys) for keys in (True, False)]
-        self.details = "; ".join(
-            f"{name}: {one.items} {lines} of blocks on {one.blocks} thread blocks, {one.slots} slots of {one.tile} rows"
-            for one, name, lines in zip(passes, ("dK, dV", "dQ"), ("columns", "rows"), strict=True)
-        )
-        self._passes = []
-        for one in passes:
-            source, device, macros = one.about
-            function = load(
-                source, "attention_backward_wgmma", THREADS, device, macros, _Parameters, one.shared_bytes
-            )
-            self._passes.append((one, function))
+        self._passes = [_Pass(desc, device, keys=keys) for keys in (True, False)]
+        self.details = "; ".join(one.details for one in self._passes)
+        self._row_blocks = rows_of_queries(desc) * desc.head_size // (_ROW_ELEMENTS * _ROW_THREADS)
         self._row_function = load(
-            _SOURCE, "attention_backward_rows", _ROW_THREADS, device, passes[0].about[2], _Parameters
+            _SOURCE,
+            "attention_backward_rows",
+            _ROW_THREADS,
+            device,
+            defines(desc, keys=True),
+            _Parameters,
         )
-        self._row_blocks = rows_of_queries(desc) * desc.head_size // (8 * _ROW_THREADS)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc = self.descriptor
         bound: list[Launch] = []
-        for one, function in self._passes:
+        for one in self._passes:
             if not one.blocks:
                 continue
             parameters = one.parameters(views, workspace)
             if not bound and self._row_blocks:
                 bound.append(self._row_function.bind(self._row_blocks, parameters))
-            bound.append(function.bind(one.blocks, parameters))
+            bound.append(one.function.bind(one.blocks, parameters))
         if not bound:
             return nothing
 
@@ -156,7 +165,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             for part in bound:
                 part(stream)
 
-        counters = workspace + 8 * rows_of_queries(desc)
+        counters = workspace + 8 * rows_of_queries(self.descriptor)
         return from_zero(counters, PASSES * COUNTER_BYTES, launch)
 
 
@@ -166,10 +175,10 @@ def _tile(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
 
 
 def _channel_bytes(desc: BlockSparseAttentionDescriptor, slots: int, *, keys: bool) -> int:
-    """Of shared memory: what stays; slots, and where their rows are of Q, two numbers of each; barriers and words."""
+    """Of shared memory: what stays; slots; of their rows, where those are of Q, two numbers; words."""
     row = desc.head_size * desc.element.itemsize
     stays, slot = 2 * desc.layout.block * row, 2 * _tile(desc, keys=keys) * (row + 4 * keys)
-    return -(-(stays + slots * (slot + 20) + 96) // _ALIGNMENT) * _ALIGNMENT
+    return align_up(stays + slots * (slot + _SLOT_WORDS) + _WORDS, _ALIGNMENT)
 
 
 def _slots(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:

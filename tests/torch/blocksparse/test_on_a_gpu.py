@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse24_plans import InvalidProblemError
+from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
 from sparse24_plans.blocksparse.table import MATMUL_ROWS, SOFTMAX_ROWS
 from sparse24_plans.torch.blocksparse import (
     Conv2d,
@@ -15,6 +15,7 @@ from sparse24_plans.torch.blocksparse import (
     MultiheadAttention,
     attention,
     matmul,
+    problems,
     softmax,
 )
 from sparse24_plans.vocab import BackendKind
@@ -121,6 +122,32 @@ def test_attention_and_its_gradients_are_the_hosts(dtype, block, size, kv_heads)
         torch.autograd.grad(p, there, do.cuda()), torch.autograd.grad(o, host, do), strict=True
     ):
         close(ours.cpu(), theirs, dtype)
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [64, 128])
+def test_fused_gradients_are_the_unfused_ones(dtype, block, monkeypatch):
+    """Also to the bit, when they are computed again."""
+    layout = layout_of(block=block).cuda()
+    heads, rows, cols = layout.shape.heads, layout.shape.rows, layout.shape.cols
+    shapes = (heads, rows), (1, cols), (1, cols)
+    given = [wanting(torch.randn(2, *shape, 64).to(dtype).cuda()) for shape in shapes]
+    do = torch.randn(2, heads, rows, 64, device="cuda").to(dtype)
+
+    def gradients():
+        return torch.autograd.grad(attention(*given, layout, causal=True), given, do)
+
+    fused = gradients()
+    assert all(torch.equal(one, again) for one, again in zip(fused, gradients(), strict=True))
+
+    def refuse(cls, desc, **options):
+        raise UnsupportedError("no kernel for attention here")
+
+    monkeypatch.setattr(problems, "_forms", {})
+    monkeypatch.setattr(BlockSparseAttentionPlan, "select", classmethod(refuse))
+    for ours, theirs in zip(fused, gradients(), strict=True):
+        close(ours, theirs, dtype)
 
 
 @softmaxes
