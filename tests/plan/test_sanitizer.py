@@ -13,7 +13,8 @@ from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
 SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
-PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX)]
+BLOCKS = [name for name in KERNELS if name.startswith("blocks")]
+PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *BLOCKS)]
 SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
 
@@ -56,6 +57,20 @@ def small_softmaxes(name: str, element: str, device: int | str = 0) -> int:
             heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks
         )
         kernel_case(name, device, layout=shape, element=element).run()
+    return len(sizes)
+
+
+def small_blocks(name: str, element: str, device: int | str = 0) -> int:
+    """Products of both ops; the last has more items than there are multiprocessors."""
+    from sparse24_plans import BlockSparseShape
+
+    sizes = (1, 1, 1, 128, 1, 8), (2, 3, 2, 64, 5, 72), (1, 2, 5, 128, 7, 264), (70, 2, 2, 64, 200, 264)
+    for heads, rows, cols, block, blocks, n in sizes:
+        shape = BlockSparseShape(
+            heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks
+        )
+        for op in ("dsd", "dds"):
+            kernel_case(name, device, op=op, layout=shape, n=n, element=element).run()
     return len(sizes)
 
 
@@ -110,8 +125,16 @@ def test_softmaxes(name, tool):
     run_under(tool, SANITIZED.format(function="small_softmaxes", more=""), name, "bf16,f32")
 
 
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("name", BLOCKS)
+def test_products_of_blocks(name, tool):
+    run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
+
+
 def test_what_is_sanitized_runs_at_all():
     """On the host, so that a failure there isn't one of the test."""
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
     assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
+    assert all(small_blocks(name, "bf16", "host") == 4 for name in BLOCKS)
