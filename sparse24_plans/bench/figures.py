@@ -249,6 +249,24 @@ def _decoder(record: Record) -> list[str]:
     return _table(head, rows) if rows else []
 
 
+def _blocks24(record: Record) -> list[str]:
+    """Products of blocks that are 2:4 over whole ones, and over dense cuBLAS. Nothing where no record says."""
+    found = record["records"][BLOCKS_RECORD].get("sparse24", [])
+    densities = sorted({row["density"] for row in found}, reverse=True)
+    rows = []
+    for op, block in sorted({(row["op"], row["block"]) for row in found}, key=lambda one: (-one[1], one[0])):
+        cells = [row for row in found if (row["op"], row["block"]) == (op, block)]
+        for label, peer in (("whole blocks", "blocks_us"), ("dense", "dense_us")):
+            means = [
+                _with_range([row[peer] / row["us"] for row in cells if row["density"] == density])
+                for density in densities
+            ]
+            rows.append((op, block, label, *means))
+    if not rows:
+        return []
+    return _table(("op", "block", "over", *(f"{density:.0%} kept" for density in densities)), rows)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -286,6 +304,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "blocks": _blocks,
     "torch_host": _torch_host,
     "decoder": _decoder,
+    "blocks24": _blocks24,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 

@@ -342,6 +342,7 @@ def _gemm(row: str, **change: Any) -> _Medium:
 
 _SIZE: dict[str, Any] = {"m": 264, "k": 520, "element": "bf16"}
 _BLOCKS = BlockSparseShape(heads=2, rows=320, cols=2048, block=32, blocks=400)
+<<<<<<< HEAD
 _FILTER = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=64, blocks=40)
 _IMAGES: dict[str, Any] = {
     "layout": _FILTER,
@@ -351,6 +352,9 @@ _IMAGES: dict[str, Any] = {
     "kernel": 3,
     "padding": 1,
 }
+=======
+_LARGE_BLOCKS = BlockSparseShape(heads=2, rows=640, cols=1024, block=64, blocks=60)
+>>>>>>> blocks24
 KERNELS: dict[str, _Medium] = {
     "inflate_cublas": _gemm("inflate_cublas"),
     "inflate_strict": _gemm("inflate_strict"),
@@ -369,6 +373,11 @@ KERNELS: dict[str, _Medium] = {
     "tile_prune": _Medium(TilePruneSparse24Descriptor(**_SIZE)),
     "mask": _Medium(MaskSparse24Descriptor(**_SIZE)),
     "mask_tiles": _Medium(MaskSparse24Descriptor(**_SIZE, layout="tiles")),
+    "blocks_wgmma_sp": _Medium(
+        BlockSparseMatmulDescriptor(
+            op="dsd", layout=_LARGE_BLOCKS, n=520, element="bf16", batch=2, inner="sparse24"
+        )
+    ),
     "softmax": _Medium(
         BlockSparseSoftmaxDescriptor(
             layout=_BLOCKS, element="bf16", batch=2, rpe=True, key_padding_mask="add", causal=True

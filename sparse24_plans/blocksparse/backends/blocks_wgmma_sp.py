@@ -90,7 +90,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._form = form = _Form(desc)
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
-        self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
+        clusters = min(items, schedule.resident_clusters(device.multiprocessors))
+        self._blocks = clusters * schedule.share
+        band, bands = schedule.bands(desc, clusters)
         self.details = (
             f"{items * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._blocks} "
             f"blocks, clusters of {schedule.share}, {schedule.dense_stages} stages"
@@ -115,8 +117,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             batch=desc.batch,
             tokens=desc.n,
             token_clusters=schedule.token_clusters(desc),
-            band=schedule.band(desc),
-            bands=schedule.bands(desc),
+            band=band,
+            bands=bands,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:

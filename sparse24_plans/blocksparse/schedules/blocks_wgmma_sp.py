@@ -16,8 +16,8 @@ _LINE_BYTES = 128
 """Of a line of X in shared memory, which has 64 of what is summed over; and of a staged line."""
 _STAGING_LINES = 64
 _BARRIER_BYTES = 256
-_BAND_BYTES = 40 << 20
-"""Of the dense operand, that the items of a band read: it stays in L2."""
+_BAND_BYTES = 20 << 20
+"""Of the dense operand, that the items of a band read: it stays in either half of L2."""
 _TOKENS = (256, 128, 64)
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
@@ -59,19 +59,20 @@ class Schedule(NamedTuple):
         """Clusters that run at once."""
         return max(1, multiprocessors // self.share)
 
-    def band(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' token tiles that are taken with every strip before the next ones.
+    def bands(self, desc: BlockSparseMatmulDescriptor, clusters: int) -> tuple[int, int]:
+        """Token tiles of a band, which are taken with every strip before the next ones; and how many bands.
 
-        Bands of equal size where there are such: of the last one, too, every cluster has a like share.
+        Small ones, of which every one of so many clusters has an item still. Of equal size where it can be.
         """
         tiles = desc.batch * self.token_clusters(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        least = max(-(-tiles * tile_bytes // _BAND_BYTES), 1)
-        bands = next((one for one in range(least, 2 * least) if tiles % one == 0), least)
-        return -(-tiles // bands)
-
-    def bands(self, desc: BlockSparseMatmulDescriptor) -> int:
-        return -(-desc.batch * self.token_clusters(desc) // max(self.band(desc), 1))
+        strips = max(strips_of(desc) // max(desc.batch, 1), 1)
+        least = max(-(-clusters * _BUSY // 100 // strips), 1)
+        most = max(_BAND_BYTES // max(tile_bytes, 1), least)
+        fewest = max(-(-tiles // most), 1)
+        bands = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
+        band = -(-tiles // bands)
+        return band, -(-tiles // max(band, 1))
 
 
 def _sparse_bytes(block: int) -> int:
