@@ -250,7 +250,7 @@ def _decoder(record: Record) -> list[str]:
 
 
 def _blocks24(record: Record) -> list[str]:
-    """Products of blocks that are 2:4 over whole ones, and over dense cuBLAS. Nothing where no record says."""
+    """Products of blocks that are 2:4 over whole ones, and over dense cuBLAS; none without a record."""
     found = record["records"][BLOCKS_RECORD].get("sparse24", [])
     densities = sorted({row["density"] for row in found}, reverse=True)
     rows = []

@@ -342,7 +342,6 @@ def _gemm(row: str, **change: Any) -> _Medium:
 
 _SIZE: dict[str, Any] = {"m": 264, "k": 520, "element": "bf16"}
 _BLOCKS = BlockSparseShape(heads=2, rows=320, cols=2048, block=32, blocks=400)
-<<<<<<< HEAD
 _FILTER = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=64, blocks=40)
 _IMAGES: dict[str, Any] = {
     "layout": _FILTER,
@@ -352,9 +351,7 @@ _IMAGES: dict[str, Any] = {
     "kernel": 3,
     "padding": 1,
 }
-=======
 _LARGE_BLOCKS = BlockSparseShape(heads=2, rows=640, cols=1024, block=64, blocks=60)
->>>>>>> blocks24
 KERNELS: dict[str, _Medium] = {
     "inflate_cublas": _gemm("inflate_cublas"),
     "inflate_strict": _gemm("inflate_strict"),

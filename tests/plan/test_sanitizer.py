@@ -13,13 +13,9 @@ from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
 SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
-<<<<<<< HEAD
 CONVOLUTIONS = [name for name in KERNELS if name.startswith("conv2d")]
-PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *CONVOLUTIONS)]
-=======
 BLOCKS = [name for name in KERNELS if name.startswith("blocks")]
-PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *BLOCKS)]
->>>>>>> blocks24
+PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *CONVOLUTIONS, *BLOCKS)]
 SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
 
@@ -65,7 +61,6 @@ def small_softmaxes(name: str, element: str, device: int | str = 0) -> int:
     return len(sizes)
 
 
-<<<<<<< HEAD
 def small_convolutions(name: str, element: str, device: int | str = 0) -> int:
     from sparse24_plans import BlockSparseShape
 
@@ -75,7 +70,9 @@ def small_convolutions(name: str, element: str, device: int | str = 0) -> int:
             heads=1, rows=rows * block, cols=4 * channels * block, block=block, blocks=blocks
         )
         kernel_case(name, device, layout=shape, height=side, width=side, kernel=2, element=element).run()
-=======
+    return len(sizes)
+
+
 def small_blocks(name: str, element: str, device: int | str = 0) -> int:
     """Products of both ops; the last has more items than there are multiprocessors."""
     from sparse24_plans import BlockSparseShape
@@ -87,7 +84,6 @@ def small_blocks(name: str, element: str, device: int | str = 0) -> int:
         )
         for op in ("dsd", "dds"):
             kernel_case(name, device, op=op, layout=shape, n=n, element=element).run()
->>>>>>> blocks24
     return len(sizes)
 
 
@@ -144,15 +140,14 @@ def test_softmaxes(name, tool):
 
 @pytest.mark.gpu
 @tools
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name, tool):
     run_under(tool, SANITIZED.format(function="small_convolutions", more=""), name, "bf16")
-=======
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_products_of_blocks(name, tool):
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
->>>>>>> blocks24
 
 
 def test_what_is_sanitized_runs_at_all():
@@ -160,8 +155,5 @@ def test_what_is_sanitized_runs_at_all():
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
     assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
-<<<<<<< HEAD
     assert all(small_convolutions(name, "bf16", "host") == 3 for name in CONVOLUTIONS)
-=======
     assert all(small_blocks(name, "bf16", "host") == 4 for name in BLOCKS)
->>>>>>> blocks24
