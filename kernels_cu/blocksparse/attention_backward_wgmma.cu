@@ -18,6 +18,10 @@
 // A channel is a thread that copies and the warpgroups that it feeds: two that share the tiles of a block of 128, or
 // one with a block of 64 of its own. A slot has a tile of the first and of the second that pass.
 //
+//   role      who                                 what
+//   copy      last warpgroup, a thread of warp c  channel c: what stays, an item; slots; finds the next item
+//   multiply  the first two warpgroups            the products above, and what is between them
+//
 //   tensor cores  | S G |   | P second | dS first | next S | next G |          | next P second |
 //   registers         | P | dS |                            | next P | next dS |
 //
