@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..blocksparse import table as blocks_table
+from ..blocksparse.convolution import BlockSparseConv2dDescriptor
 from ..blocksparse.descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
@@ -36,14 +37,19 @@ from ..plan.preference import PlanPreference
 from ..plan.table import Row, consider
 from ..prepare import descriptor as prepare
 from ..prepare import table as prepare_table
-from ..vocab import DeviceProperties, ElementKind, EpilogueKind, TileRule
+from ..vocab import BlockSparseConvOp, DeviceProperties, ElementKind, EpilogueKind, TileRule
 from .record import SCHEMA, Record, files_of, machine, save, stamp
 
 _M, _K = 4096, 4096
 _TOKENS = (16, 4096)
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
-_BLOCK_TABLES = (blocks_table.MATMUL_ROWS, blocks_table.SOFTMAX_ROWS, blocks_table.ATTENTION_ROWS)
+_BLOCK_TABLES = (
+    blocks_table.MATMUL_ROWS,
+    blocks_table.SOFTMAX_ROWS,
+    blocks_table.ATTENTION_ROWS,
+    blocks_table.CONVOLUTION_ROWS,
+)
 _BLOCK_ROWS = tuple(row for table in _BLOCK_TABLES for row in table)
 _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.PruneSparse24Descriptor, {}),
@@ -89,11 +95,21 @@ def block_problems(row: Row) -> Iterator[Descriptor]:
             yield BlockSparseAttentionDescriptor(
                 layout=layout, head_size=128, element=element, op=op, causal=causal
             )
+    elif row in blocks_table.CONVOLUTION_ROWS:
+        yield from _convolutions(row)
     else:
         for block, element, op in product(_BLOCKS, row.elements, ("forward", "backward")):
             yield BlockSparseSoftmaxDescriptor(
                 layout=_layout(block, _M // block * 16), element=element, op=op
             )
+
+
+def _convolutions(row: Row) -> Iterator[Descriptor]:
+    for block, element, op in product(_BLOCKS, row.elements, BlockSparseConvOp):
+        filter = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=block, blocks=_K // block)
+        yield BlockSparseConv2dDescriptor(
+            layout=filter, element=element, op=op, batch=64, height=56, width=56, kernel=3, padding=1
+        )
 
 
 def _layout(block: int, blocks: int) -> BlockSparseShape:

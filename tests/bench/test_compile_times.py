@@ -8,7 +8,7 @@ import os
 import pytest
 
 from sparse24_plans.bench import compile_times, figures, record
-from sparse24_plans.blocksparse.table import ATTENTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.blocksparse.table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.table import ROWS as GEMM
 from sparse24_plans.prepare.table import ROWS as PREPARE
@@ -17,7 +17,7 @@ from ..kernels.requests import HOPPER, device_of
 from .records import RESULTS
 from .test_record_files import ABOUT
 
-BLOCKS = (*MATMUL_ROWS, *SOFTMAX_ROWS, *ATTENTION_ROWS)
+BLOCKS = (*MATMUL_ROWS, *SOFTMAX_ROWS, *ATTENTION_ROWS, *CONVOLUTION_ROWS)
 OURS = {row.name for row in (*GEMM, *PREPARE, *BLOCKS) if not row.on_host and row.kernel.sources}
 
 

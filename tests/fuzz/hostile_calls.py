@@ -13,6 +13,7 @@ import numpy as np
 import sparse24_plans
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
@@ -402,6 +403,8 @@ _SOFTMAX = BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32")
 _call("BlockSparseSoftmaxPlan.pack", select(_SOFTMAX, "host").pack, layout=LAYOUT)
 _ATTENTION = BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4)
 _call("BlockSparseAttentionPlan.pack", select(_ATTENTION, "host").pack, layout=LAYOUT)
+_CONVOLUTION = BlockSparseConv2dDescriptor(layout=LAYOUT, element="f32", height=2, width=2, kernel=1)
+_call("BlockSparseConv2dPlan.pack", select(_CONVOLUTION, "host").pack, layout=LAYOUT)
 _call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
 
 

@@ -13,6 +13,7 @@ from .requests import (
     ATTENTION_ROWS,
     BLOCKS_ROWS,
     CAPABILITIES,
+    CONVOLUTION_ROWS,
     GEMM_ROWS,
     HOPPER,
     PREPARE_ROWS,
@@ -21,6 +22,7 @@ from .requests import (
     SOURCES,
     attention_requests,
     blocks_requests,
+    convolution_requests,
     device_of,
     every_source,
     gemm_requests,
@@ -34,6 +36,7 @@ def test_every_device_row_and_every_source_is_covered():
     assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
     assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ROWS)
     assert all(attention_requests(row, HOPPER) for row in ATTENTION_ROWS)
+    assert all(convolution_requests(row, HOPPER) for row in CONVOLUTION_ROWS)
     assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
@@ -44,6 +47,7 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
     rows += [row for row in BLOCKS_ROWS if any(one.source == source for one in blocks_requests(row, HOPPER))]
     of_source = (row for row in ATTENTION_ROWS if attention_requests(row, HOPPER)[0].source == source)
     rows += list(of_source)
+    rows += [row for row in CONVOLUTION_ROWS if convolution_requests(row, HOPPER)[0].source == source]
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
@@ -64,6 +68,16 @@ def test_every_size_of_blocks_and_element_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in blocks_requests(row, HOPPER)]
     assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
     assert {d["BLOCK"] for d in asked} == set(row.blocks)
+
+
+@pytest.mark.parametrize("row", CONVOLUTION_ROWS, ids=lambda row: row.name)
+def test_every_convolution_is_covered_on_hopper(row):
+    asked = [dict(request.defines) for request in convolution_requests(row, HOPPER)]
+    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    assert {(d["BLOCK"], d["OP"]) for d in asked} == {
+        (block, op) for block in BLOCK_SIZES for op in range(3) if op < 2 or block >= 64
+    }
+    assert {(d["OP"], d["PHASES"], d["PARTS"]) for d in asked} >= {(1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 0, 1)}
 
 
 @pytest.mark.parametrize("row", GEMM_ROWS, ids=lambda row: row.name)
