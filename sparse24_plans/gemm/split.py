@@ -1,6 +1,6 @@
 """Launches ``gemm/f32_split.cu`` and ``gemm/wgmma_sp.cu``: float32 as parts of bf16 on sparse tensor cores.
 
-The workspace holds the parts of X.
+The workspace holds the parts of X, then what blocks hand over, then sums of groups of columns.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from ..device.jit.launcher import load
 from ..device.streams import Launch
 from ..plan.kernel import Choice, in_turn
 from ..plan.operands import Alignment, Views
+from ..weights.layouts import layout_called
 from .arithmetic import names
 from .kernel import GemmKernel
-from .limits import BF16, SPLIT_BLOCK, split_bytes
-from .schedules.split_choice import best_schedule
+from .limits import BF16, SPLIT_BLOCK
+from .schedules.split_choice import RANGE_TILES, Regions, best_schedule
 from .schedules.wgmma_sp import Lines, Schedule
 from .wgmma import (
     SOURCE,
@@ -50,7 +51,7 @@ class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
     sources = (_SPLIT, SOURCE)
     launches = 2
-    workspace_alignment = 128
+    workspace_alignment = 256
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -58,8 +59,9 @@ class Kernel(GemmKernel):
         self._schedule = schedule = _schedule_of(choice)
         self._blocks = blocks_of(schedule, desc.n, desc.m, device)
         self._split_blocks = -(-desc.n * desc.k // SPLIT_BLOCK)
-        self.workspace_size = split_bytes(self.row.parts, desc)
-        lines, parts = Lines.of(desc), self.row.parts
+        self._regions = Regions.of(schedule, desc, self.row.parts, self._blocks)
+        self.workspace_size = self._regions.end
+        lines, parts = Lines.of(desc, layout_called(self.row.layout)), self.row.parts
         self._split = load(_SPLIT, "f32_split", _THREADS, device, {"PARTS": parts}, _SplitParameters)
         stages = schedule.stages(lines, parts)
         self._function = load(
@@ -67,17 +69,18 @@ class Kernel(GemmKernel):
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, False, parts),
+            defines(desc, schedule, lines, False, parts),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines, parts),
         )
         self.details = (
             f"X in {parts} parts, {schedule.items(desc.n, desc.m) * schedule.share} tiles of {schedule.rows} "
-            f"rows x {schedule.tokens} tokens on {self._blocks} blocks, K in {schedule.slices} slices, "
+            f"rows x {schedule.tokens} tokens on {self._blocks} blocks"
+            f"{' in equal shares' if schedule.ranges else ''}, K in {schedule.slices} slices, "
             f"clusters of {schedule.cluster}, {stages[0]} + {stages[1]} stages"
         )
         self._source_boxes = source_boxes(desc, schedule, BF16.itemsize)
-        self._fixed = fixed_parameters(desc, schedule)
+        self._fixed = fixed_parameters(desc, schedule, lines, RANGE_TILES[parts])
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source = self.descriptor, views["source"]
@@ -87,7 +90,9 @@ class Kernel(GemmKernel):
         def source_maps() -> list[bytes]:
             return [lines_map(space, shape, desc.k, BF16.itemsize, box) for box in self._source_boxes]
 
-        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps)
+        handed = workspace + self._regions.handed
+        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps, handed)
+        parameters.groups = workspace + self._regions.groups
         split = self._split.bind(
             self._split_blocks,
             _SplitParameters(source.address, workspace, desc.n, desc.k, source.strides[0]),
@@ -101,4 +106,5 @@ class Kernel(GemmKernel):
 
 
 def _schedule_of(choice: Choice) -> Schedule:
-    return best_schedule(choice.descriptor, choice.row, choice.preference.whole_m)
+    wish = choice.preference
+    return best_schedule(choice.descriptor, choice.row, wish.whole_m, wish.max_workspace_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ from .._vendor.library_error import LibraryError
 from ..device.jit.codes import type_defines
 from ..device.streams import driver_error
 from ..device.tensors import TensorView
+from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.operands import Views, line_stride
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.layouts import TILE_M
@@ -20,6 +23,8 @@ from .limits import align_up
 from .schedules.wgmma_sp import Lines, Schedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
+_marks = itertools.count(secrets.randbits(63) | 1)
+"""One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
 
 
 class Parameters(ctypes.Structure):
@@ -38,6 +43,7 @@ class Parameters(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("flags", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
         ("mark", ctypes.c_uint64),
         ("n", ctypes.c_int64),
         ("m", ctypes.c_int64),
@@ -54,7 +60,7 @@ class Parameters(ctypes.Structure):
         ("whole", ctypes.c_uint32),
         ("range", ctypes.c_uint32),
         ("longer", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 24),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -62,10 +68,9 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 def defines(
-    desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool, parts: int = 0
+    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, promote: bool, parts: int = 0
 ) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule. ``parts``: of every float32."""
-    lines = Lines.of(desc)
     weight_stages, source_stages = schedule.stages(lines, parts)
     return {
         **type_defines(desc),
@@ -77,6 +82,8 @@ def defines(
         "PARTS": schedule.parts,
         "RANGES": int(schedule.ranges > 0),
         "X_PARTS": parts,
+        "TILES_OF_SUM": SPLIT_SUM[parts] // SPLIT_TILE if parts else 1,
+        "TILES_OF_GROUP": SPLIT_GROUP[parts] // SPLIT_TILE if parts and schedule.slices == 1 else 0,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],
@@ -99,11 +106,12 @@ def blocks_of(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> i
     return (stay if schedule.slices == 1 else items) * schedule.cluster
 
 
-def fixed_parameters(desc: GemmSparse24Descriptor, schedule: Schedule) -> Parameters:
-    """Those that don't depend on where the operands lie."""
-    lines = Lines.of(desc)
+def fixed_parameters(
+    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, tiles_of_range: int = 1
+) -> Parameters:
+    """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
     k_tiles = -(-desc.k // lines.layout.tile_k)
-    whole, range_tiles, longer = schedule.cut_into_ranges(desc.n, desc.m, k_tiles)
+    whole, range_units, longer = schedule.cut_into_ranges(desc.n, desc.m, -(-k_tiles // tiles_of_range))
     return Parameters(
         n=desc.n,
         m=desc.m,
@@ -115,7 +123,7 @@ def fixed_parameters(desc: GemmSparse24Descriptor, schedule: Schedule) -> Parame
         items=schedule.items(desc.n, desc.m),
         tail_rows=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
         whole=whole,
-        range=range_tiles,
+        range=range_units,
         longer=longer,
     )
 
@@ -178,8 +186,9 @@ def launch_parameters(
     schedule: Schedule,
     views: Views,
     source_maps: Callable[[], list[bytes]],
+    handed: int,
 ) -> Parameters:
-    """All of a launch but what lies in the workspace. ``source_maps``: makes X's three."""
+    """Of a launch. ``source_maps``: makes X's three; ``handed``: where what blocks hand over may lie."""
     parameters = Parameters.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
@@ -202,4 +211,8 @@ def launch_parameters(
     parameters.scale_w = address(views.get("scale_w"))
     parameters.y = result.address
     parameters.y_stride = result_stride
+    if schedule.ranges:
+        parameters.flags = handed
+        parameters.sums = handed + schedule.flags_bytes()
+        parameters.mark = next(_marks)
     return parameters

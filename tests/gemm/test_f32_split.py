@@ -12,6 +12,7 @@ from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPrefere
 from sparse24_plans.gemm import limits
 from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
 from sparse24_plans.gemm.schedules import split_choice
+from sparse24_plans.gemm.wgmma import blocks_of
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
@@ -147,12 +148,25 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m,
         assert named == {f"{NAMES[row.parts]}/slices={split_choice.invariant_slices(m, k, row.parts)}"}
 
 
-@every_row
-@pytest.mark.parametrize(("n", "m", "k"), [(1, 64, 8), (7, 100, 72), (300, 64, 4096)])
-def test_the_workspace_holds_the_parts_of_x(row, n, m, k):
-    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    assert row_of(row).min_workspace(desc) == row_of(row).parts * n * k * 2
-    assert row_of(row).limits(desc) is None
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(1, 3000) | st.sampled_from([1, 64, 65, 1000]),
+    m=st.integers(1, 9000),
+    k=st.integers(1, 2000).map(lambda units: 8 * units),
+)
+def test_the_least_workspace_is_enough(name, n, m, k):
+    """What a row says that it can't do without serves some schedule, and holds the parts of X."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    least = row.min_workspace(desc)
+    assert least >= row.parts * n * k * 2
+    for most in (least, least + 10**7, None):
+        choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
+        one = split_choice.best_schedule(desc, row, None, most)
+        assert row.kernel.arithmetic(choice) == f"{NAMES[row.parts]}/slices={one.slices}"
+        blocks = blocks_of(one, n, m, HOPPER)
+        assert most is None or split_choice.Regions.of(one, desc, row.parts, blocks).end <= most
+    assert row.limits(desc) is None
 
 
 @every_row

@@ -5,9 +5,6 @@ Its workspace is for sums that blocks hand over, and flags: one that holds the l
 
 from __future__ import annotations
 
-import itertools
-import secrets
-
 from ...device.jit.compiler import digest
 from ...device.jit.launcher import load
 from ...device.streams import Launch
@@ -30,9 +27,6 @@ from ..wgmma import (
     source_boxes,
     view_map,
 )
-
-_marks = itertools.count(secrets.randbits(63) | 1)
-"""One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
 
 
 class Kernel(GemmKernel):
@@ -61,12 +55,12 @@ class Kernel(GemmKernel):
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, self.row.promoted),
+            defines(desc, schedule, lines, self.row.promoted),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
         self._source_boxes = source_boxes(desc, schedule, desc.element.itemsize)
-        self._fixed = fixed_parameters(desc, schedule)
+        self._fixed = fixed_parameters(desc, schedule, lines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source = self.descriptor, views["source"]
@@ -74,11 +68,7 @@ class Kernel(GemmKernel):
         def source_maps() -> list[bytes]:
             return [view_map(source, desc.x_order, box) for box in self._source_boxes]
 
-        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps)
-        if self._schedule.ranges:
-            parameters.flags = workspace
-            parameters.sums = workspace + self._schedule.flags_bytes()
-            parameters.mark = next(_marks)
+        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps, workspace)
         return self._function.bind(self._blocks, parameters, overlapping=True)
 
     @classmethod

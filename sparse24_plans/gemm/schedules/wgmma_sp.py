@@ -43,9 +43,10 @@ class Lines(NamedTuple):
     y_columns: bool = False
 
     @classmethod
-    def of(cls, desc: GemmSparse24Descriptor) -> Lines:
+    def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> Lines:
+        """``layout``: W's; None: that of its element."""
         columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        return cls(layout_of(desc.element), desc.out_element.itemsize, *columns)
+        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns)
 
 
 def pitch_of(nbytes: int) -> int:
@@ -123,7 +124,7 @@ class Schedule(NamedTuple):
 
     def _stage_bytes(self, lines: Lines) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
-        return self.rows // TILE_M * lines.layout.tile_bytes, 128 * align_up(self.tokens, group)
+        return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
 
     def stages(self, lines: Lines, parts: int = 0) -> tuple[int, int]:
         """Of W and of X: as many as fit. X comes in steps half as long, or in ``parts`` of the same width."""
