@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -130,7 +131,7 @@ def float32_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name: str
     tiles = -(-weight.k // 64)
     bounds = [tiles * s // int(slices) * 64 for s in range(int(slices))] + [weight.k]
     total = np.float32(0)
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         of_slice = np.float32(0)
         width = group if group and slices == "1" else weight.k
         for start in range(begin, end, width):

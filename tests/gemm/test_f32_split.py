@@ -13,13 +13,14 @@ from sparse24_plans.gemm import limits
 from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
 from sparse24_plans.gemm.schedules import split_choice
 from sparse24_plans.gemm.wgmma import blocks_of
-from sparse24_plans.plan.arithmetic import Arithmetic
+from sparse24_plans.plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
 
 from ..places import HOPPER
 from ..support import Data, case_of, make_case, random_data
 from .rows import gpu, row_of
+from .test_schedules import pieces
 
 ROWS = ("f32_split3", "f32_split3_invariant", "f32_split6", "f32_split6_invariant")
 every_row = pytest.mark.parametrize("row", ROWS)
@@ -167,6 +168,29 @@ def test_the_least_workspace_is_enough(name, n, m, k):
         blocks = blocks_of(one, n, m, HOPPER)
         assert most is None or split_choice.Regions.of(one, desc, row.parts, blocks).end <= most
     assert row.limits(desc) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(65, 6000),
+    m=st.integers(1000, 60000),
+    k=st.integers(1, 1200).map(lambda units: 8 * units),
+)
+def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
+    """Each is an item long at least, so that an item has two clusters at most; and they are even."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    unit, tiles = split_choice.RANGE_TILES[row.parts], -(-k // SPLIT_TILE)
+    assert unit * SPLIT_TILE % SPLIT_SUM[row.parts] == 0
+    assert SPLIT_GROUP[row.parts] % (unit * SPLIT_TILE) == 0
+    for one in split_choice.allowed_schedules(desc, row):
+        if not one.ranges:
+            continue
+        units = -(-tiles // unit)
+        found = pieces(one, one.items(n, m), units)
+        work = [sum(last - first for _, first, last in its) for its in found]
+        assert (sum(work), max(work) - min(work) <= 1) == (one.items(n, m) * units, True)
+        assert min(work) >= units
 
 
 @every_row
