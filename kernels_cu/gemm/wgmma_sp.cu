@@ -13,8 +13,8 @@
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
 //
-// float32 (kXParts) is multiplied in parts of bf16: X comes in parts that gemm/f32_split.cu has made, W is split in
-// registers. gemm/wgmma_sp/split_products.cuh says how.
+// float32 (kXParts) is multiplied in parts of bf16: X comes in parts that gemm/f32_split.cu has made; W is packed in
+// two (kPlanes), or it is float32 and split in registers, in three. gemm/wgmma_sp/split_products.cuh says how.
 //
 // Each role has its file in gemm/wgmma_sp/, those that copy share copies.cuh; pipeline.cuh is what they go by.
 //
@@ -105,10 +105,13 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
       const Item item(p, turn.index, share);
-      const i64 tiles = turn.last - turn.first;
 #ifdef S24_OF_PARTS
-      multiplier.multiply_split(sums, tiles);
+      if constexpr (Config::kRanges) Handover{p}.take(sums, warpgroup, turn.takes());
+      else Multiplier::clear(sums);
+      const Groups groups(p, turn, warpgroup, slice);
+      multiplier.multiply_split(sums, turn.first, turn.last, groups);
 #else
+      const u32 tiles = turn.last - turn.first;
       if constexpr (Config::kRanges) {
         Handover{p}.take(sums, warpgroup, turn.takes());
         multiplier.multiply<true>(sums, tiles);
@@ -123,6 +126,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
           continue;
         }
       }
+#ifdef S24_OF_PARTS
+      if (Config::kTilesOfGroup) groups.finish(sums, turn.last);
+#endif
       if constexpr (Config::kSlices == 1) {
 #pragma unroll
         for (int r = 0; r < Config::kRowBlocks; ++r)

@@ -100,6 +100,8 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.co
 template <int kPending> __device__ __forceinline__ void copies_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+// Until all that this thread had copied is in global memory.
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Warpgroups ----------------------------------------------------------------------------------------
 
@@ -113,7 +115,17 @@ template <int kRegisters> __device__ __forceinline__ void registers_lower() {
 __device__ __forceinline__ void threads_meet(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for who doesn't wait for the others.
+// The same, and whether any of them says so.
+__device__ __forceinline__ bool threads_any(int id, int threads, bool one) {
+  u32 any;
+  asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+               "barrier.cta.red.or.pred q, %1, %2, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"((int)one)
+               : "memory");
+  return any;
+}
+// threads_meet for who doesn't wait for the others.
 __device__ __forceinline__ void threads_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

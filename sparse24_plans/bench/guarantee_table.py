@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -81,7 +82,9 @@ def _text(row: GemmRow, problem: _Problem, field: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if field == "unit_roundoff" and value:
-        return f"2^-{round(1 / value).bit_length() - 1}"
+        mantissa, exponent = math.frexp(value)
+        times = "" if mantissa == 0.5 else f"{4 * mantissa:g} * "
+        return f"{times}2^-{(1 if not times else 2) - exponent}"
     if field == "product_roundoff":
         return f"{value:.3g}"
     if field == "arithmetic" and value is not None:

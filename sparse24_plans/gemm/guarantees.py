@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..plan.arithmetic import PROMOTED_EVERY, SPLIT_TILE, in_order
+from ..plan.arithmetic import PROMOTED_EVERY, SPLIT_SUM, in_order
 from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic import names
@@ -14,6 +14,8 @@ S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
 FP8_ROUNDOFF = 2.0**-13
 """What a step of Hopper's tensor cores costs when they add products of fp8, at most."""
 
+SPLIT_STEP = {2: 3 * 2.0**-24, 3: 2.0**-24}
+"""Relative error of adding up, for a kept product of float32 in so many parts."""
 SPLIT_ROUNDOFF = {2: 2.0**-15 + 2.0**-24, 3: 2.0**-23}
 """Relative error of a product of float32 in so many parts, by what isn't multiplied."""
 
@@ -85,13 +87,13 @@ def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee
 
 def split(parts: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     """Of float32 in parts of bf16."""
-    # Products of low parts are small, so they lose little; every 64 columns the sums leave the tensor cores.
-    # The slices of K are chosen for the shape, n included.
+    # Six: a tile's small products come first, and lose little. Three: they are added to what several tiles
+    # have come to, so each loses as much. The slices of K are chosen for the shape, n included.
     return wgmma_sp(problem).model_copy(
         update={
             "math_precision": MathPrecision.BF16,
-            "unit_roundoff": F32.unit_roundoff,
-            "promoted_every": SPLIT_TILE,
+            "unit_roundoff": SPLIT_STEP[parts],
+            "promoted_every": SPLIT_SUM[parts],
             "product_roundoff": SPLIT_ROUNDOFF[parts],
         }
     )

@@ -6,6 +6,7 @@ from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
+from ..weights.layouts import layout_called
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .table import GemmRow
@@ -25,7 +26,7 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
         """``weight`` in the layout that the kernel reads."""
         if self.row.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
-        return packing.pack(weight)
+        return packing.pack(weight, layout_called(self.row.layout))
 
 
 def address(view: TensorView | None) -> int:

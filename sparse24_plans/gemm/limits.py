@@ -6,6 +6,7 @@ import re
 
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
+from ..plan.arithmetic import SPLIT_GROUP
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -20,6 +21,8 @@ WGMMA = HOPPER, (9, 1)
 """Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 SPLIT_BLOCK = 2048
 """Elements of X that a block of the pass over it splits."""
+_GROUP_SUMS = 132 * 128 * 128 * 4
+"""Bytes of the sums of the largest blocks, a multiprocessor each."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -75,6 +78,15 @@ def f32_split(parts: int, problem: GemmSparse24Descriptor) -> str | None:
 def split_bytes(parts: int, problem: GemmSparse24Descriptor) -> int:
     """Of the parts of X."""
     return parts * problem.n * problem.k * BF16.itemsize
+
+
+def split_workspace(parts: int, problem: GemmSparse24Descriptor) -> int:
+    """Those, and sums of groups of columns: of all results, or of as many blocks as there are at most."""
+    size = align_up(split_bytes(parts, problem))
+    if not 0 < SPLIT_GROUP[parts] < problem.k:
+        return size
+    results = align_up(problem.m) * align_up(problem.n, 16 if problem.n <= 64 else 128)
+    return size + min(4 * results, _GROUP_SUMS)
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:

@@ -1,16 +1,31 @@
-"""What the host hands ``gemm/wgmma_sp.cu``, whichever backend launches it: its parameters and macros."""
+"""What the host hands ``gemm/wgmma_sp.cu``, whichever backend launches it: macros, maps, parameters."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import secrets
+from collections.abc import Callable
+from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
+from .._vendor.library_error import LibraryError
 from ..device.jit.codes import type_defines
-from ..vocab import ElementKind, ScaleKind
+from ..device.streams import driver_error
+from ..device.tensors import TensorView
+from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from ..plan.operands import Views, line_stride
+from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
+from ..weights.layouts import TILE_M
 from .descriptor import GemmSparse24Descriptor
-from .schedules.wgmma_sp import Lines, Schedule
+from .kernel import address
+from .limits import align_up
+from .schedules.mma_sp import H200_MULTIPROCESSORS
+from .schedules.wgmma_sp import Lines, Schedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
+_marks = itertools.count(secrets.randbits(63) | 1)
+"""One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
 
 
 class Parameters(ctypes.Structure):
@@ -29,6 +44,7 @@ class Parameters(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("flags", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
         ("mark", ctypes.c_uint64),
         ("n", ctypes.c_int64),
         ("m", ctypes.c_int64),
@@ -45,7 +61,7 @@ class Parameters(ctypes.Structure):
         ("whole", ctypes.c_uint32),
         ("range", ctypes.c_uint32),
         ("longer", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 24),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -53,10 +69,9 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 def defines(
-    desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool, parts: int = 0
+    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, promote: bool, parts: int = 0
 ) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule. ``parts``: of every float32."""
-    lines = Lines.of(desc)
     weight_stages, source_stages = schedule.stages(lines, parts)
     return {
         **type_defines(desc),
@@ -69,6 +84,8 @@ def defines(
         "PARKED": schedule.parked,
         "RANGES": int(schedule.ranges > 0),
         "X_PARTS": parts,
+        "TILES_OF_SUM": SPLIT_SUM[parts] // SPLIT_TILE if parts else 1,
+        "TILES_OF_GROUP": SPLIT_GROUP[parts] // SPLIT_TILE if parts and schedule.slices == 1 else 0,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],
@@ -81,3 +98,125 @@ def defines(
         "X_COLUMNS": int(lines.x_columns),
         "Y_COLUMNS": int(lines.y_columns),
     }
+
+
+def blocks_of(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> int:
+    """Of a launch. With one slice they stay and take tile after tile; with ranges there is one for each."""
+    items = schedule.items(n, m)
+    # What is parked has room in the workspace of an H200's blocks.
+    most = H200_MULTIPROCESSORS if schedule.parked else device.multiprocessors
+    resident = schedule.ranges or schedule.resident_clusters(min(most, device.multiprocessors))
+    stay = resident if schedule.ranges else min(items, resident)
+    return (stay if schedule.slices == 1 else items) * schedule.cluster
+
+
+def fixed_parameters(
+    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, tiles_of_range: int = 1
+) -> Parameters:
+    """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
+    k_tiles = -(-desc.k // lines.layout.tile_k)
+    whole, range_units, longer = schedule.cut_into_ranges(desc.n, desc.m, -(-k_tiles // tiles_of_range))
+    return Parameters(
+        n=desc.n,
+        m=desc.m,
+        k=desc.k,
+        row_tiles=-(-desc.m // TILE_M),
+        k_tiles=k_tiles,
+        alpha=desc.alpha,
+        token_blocks=-(-desc.n // schedule.tokens),
+        items=schedule.items(desc.n, desc.m),
+        tail_rows=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
+        whole=whole,
+        range=range_units,
+        longer=longer,
+    )
+
+
+# Tensor maps --------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """What the copy engine moves at a time: lines, which are rows or columns, and elements of each."""
+
+    lines: int
+    elements: int
+    pitch: int
+    """Bytes from one line to the next in shared memory."""
+
+
+def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) -> tuple[Box, Box, Box]:
+    """Of X: of all blocks of tokens; of the last block; in columns: its last group's, and that of the others.
+
+    ``size``: bytes of an element as it is copied. What lies past the last token is not copied, not even as
+    zeros: those the copy engine writes slowly.
+    """
+    line = 128
+    if desc.x_order is MatrixOrder.ROW:
+        tail = Box(schedule.tail_rows(desc.n), line // size, line)
+        whole = tail._replace(lines=schedule.tokens // schedule.share) if desc.n > schedule.tokens else tail
+        return whole, tail, whole
+    group = schedule.group(size)
+    boxes = (group, schedule.tail_boxed(desc.n) % group or group, schedule.tokens % group or group)
+    whole, tail, rest = (Box(schedule.box_lines(group), tokens, group * size) for tokens in boxes)
+    return whole, tail, rest
+
+
+def result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> Box:
+    """Of Y."""
+    size = desc.out_element.itemsize
+    tokens = schedule.step_tokens(size)
+    if desc.y_order is MatrixOrder.ROW:
+        rows = min(TILE_M, 128 // size)
+        return Box(tokens, rows, rows * size)
+    return Box(TILE_M, tokens, pitch_of(tokens * size))
+
+
+def lines_map(at: int, shape: tuple[int, ...], stride: int, size: int, box: Box) -> bytes:
+    """Of lines ``shape`` (count, elements) that begin ``stride`` elements of ``size`` bytes apart."""
+    apart = stride * size
+    if shape[0] == 1:  # nothing lies a line further, so any distance serves
+        apart = align_up(apart, 16)
+    return cuda_driver_abi.swizzled_matrix_map(at, (shape[0], shape[1]), apart, size, box[:2], box.pitch)
+
+
+def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
+    shape = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
+    return lines_map(view.address, shape, line_stride(view, order), view.element.itemsize, box)
+
+
+def launch_parameters(
+    fixed: Parameters,
+    desc: GemmSparse24Descriptor,
+    schedule: Schedule,
+    views: Views,
+    source_maps: Callable[[], list[bytes]],
+    handed: int,
+) -> Parameters:
+    """Of a launch. ``source_maps``: makes X's three; ``handed``: where what blocks hand over may lie."""
+    parameters = Parameters.from_buffer_copy(fixed)
+    source, result = views["source"], views["result"]
+    size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
+    # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
+    copied = schedule.slices == 1
+    ends = (desc.m if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
+    parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
+    try:
+        maps = b"".join(source_maps())
+        if parameters.aligned and copied:
+            maps += view_map(result, desc.y_order, result_box(desc, schedule))
+    except LibraryError as error:
+        raise driver_error(error) from error
+    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+    parameters.x = source.address
+    parameters.x_stride = line_stride(source, desc.x_order)
+    parameters.packed = views["packed"].address
+    parameters.bias = address(views.get("bias"))
+    parameters.scale_x = address(views.get("scale_x"))
+    parameters.scale_w = address(views.get("scale_w"))
+    parameters.y = result.address
+    parameters.y_stride = result_stride
+    if schedule.workspace_bytes():
+        parameters.flags = handed
+        parameters.sums = handed + schedule.flags_bytes()
+        parameters.mark = next(_marks)
+    return parameters

@@ -92,3 +92,13 @@ class Kernel(Generic[D]):
 
 def nothing(stream: int) -> None:
     """The launch of an empty problem."""
+
+
+def in_turn(*launches: Launch) -> Launch:
+    """One launch after the other."""
+
+    def launch(stream: int) -> None:
+        for one in launches:
+            one(stream)
+
+    return launch

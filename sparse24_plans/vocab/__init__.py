@@ -326,6 +326,7 @@ CANONICAL_LAYOUT = "canonical"  # weights/weight.py
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py, as the next
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 TILE64X64_LAYOUT = "tile64x64_32bit_v1"
+TILE64X64_PARTS_LAYOUT = "tile64x64_2xbf16_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py

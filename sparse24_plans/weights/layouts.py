@@ -10,6 +10,7 @@ from ..vocab import (
     CUSPARSELT_LAYOUT,
     DENSE_F32_LAYOUT,
     TILE64X64_LAYOUT,
+    TILE64X64_PARTS_LAYOUT,
     TILE64X128_LAYOUT,
     TILE64X256_LAYOUT,
     ElementKind,
@@ -28,6 +29,8 @@ class TileLayout(NamedTuple):
     layout_id: str
     itemsize: int
     elements: tuple[ElementKind, ...]
+    swizzled: bool = True
+    """Whether tensor cores read its values from shared memory; else they lie in fragment order."""
 
     @property
     def tile_k(self) -> int:
@@ -38,6 +41,11 @@ class TileLayout(NamedTuple):
     def tile_bytes(self) -> int:
         return VALUE_BYTES + TILE_M * self.tile_k // 8
 
+    @property
+    def shared_bytes(self) -> int:
+        """From one tile to the next in shared memory: a swizzle's pattern begins at multiples of 1024."""
+        return -(-self.tile_bytes // 1024) * 1024 if self.swizzled else self.tile_bytes
+
     def packed_shape(self, m: int, k: int) -> tuple[int, int, int]:
         """Shape [Mt, Kt, tile_bytes] of the buffer of a weight [m, k]."""
         return -(-m // TILE_M), -(-k // self.tile_k), self.tile_bytes
@@ -45,8 +53,9 @@ class TileLayout(NamedTuple):
 
 TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
 TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
-TILES_32BIT = TileLayout(TILE64X64_LAYOUT, 4, (ElementKind.F32,))
-TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT)
+TILES_32BIT = TileLayout(TILE64X64_LAYOUT, 4, (ElementKind.F32,), swizzled=False)
+TILES_IN_PARTS = TileLayout(TILE64X64_PARTS_LAYOUT, 4, (ElementKind.F32,))
+TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT, TILES_IN_PARTS)
 
 
 def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
@@ -57,6 +66,11 @@ def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
     raise UnsupportedError(
         f"{argument}: no tile layout holds {element}, only f32, f16, bf16, s8 and fp8_e4m3"
     )
+
+
+def layout_called(layout_id: str) -> TileLayout:
+    """One of these layouts by its name."""
+    return next(layout for layout in TILE_LAYOUTS if layout.layout_id == layout_id)
 
 
 def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...] | None:

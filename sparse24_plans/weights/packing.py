@@ -14,6 +14,8 @@ of float32 (``tile64x64_32bit_v1``, 8704). In a tile:
   conflicts. Of float32 they lie in fragment order instead, for a thread loads them to registers and splits
   them: [step of 32 dense columns][kept columns 0-7, 8-15][block w of 16 rows][lane][row 16w+g, 16w+g+8][pair
   of kept columns 2t, 2t+1], 16 bytes a lane.
+  In two parts of bf16 (``tile64x64_2xbf16_v1``, for three products; parts.py) a row's 128 bytes are the high
+  parts of its 32 kept values, then their low parts, under the swizzle. Such a weight can't be unpacked.
 - Then the metadata in fragment order: uint32 [block w of 16 rows][lane][word j], two words of 16-bit
   elements, four of 8-bit ones, one of float32; g = lane / 4, t = lane % 4. A nibble is the canonical code,
   ``position0 | position1 << 2``, the lowest group in the least significant one.
@@ -37,8 +39,8 @@ from ..device.devices import current_on
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
-from . import canonical, threads
-from .layouts import ROW_BYTES, TILE_M, VALUE_BYTES, TileLayout, layout_of
+from . import canonical, parts, threads
+from .layouts import ROW_BYTES, TILE_M, TILES_IN_PARTS, VALUE_BYTES, TileLayout, layout_of
 from .on_device import short_forms
 from .weight import PackedWeight, Sparse24Weight
 
@@ -48,8 +50,8 @@ _PAD_NIBBLES = 0x44
 _SWIZZLE = np.array([8 * row + (chunk ^ row) for row in range(8) for chunk in range(8)])
 
 
-def pack(weight: Sparse24Weight) -> PackedWeight:
-    """``weight`` [M, K] in the layout of its element: one uint8 buffer [Mt, Kt, tile_bytes] on its device.
+def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeight:
+    """``weight`` [M, K] in ``layout``, or that of its element: one uint8 buffer [Mt, Kt, tile_bytes].
 
     Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
     bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
@@ -60,17 +62,19 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
     """
     if not isinstance(weight, Sparse24Weight):
         raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-    layout = layout_of(weight.element)
+    own = layout_of(weight.element)
+    layout = layout or own
     shape = layout.packed_shape(weight.m, weight.k)
     with current_on(weight.device):
-        if weight.device != HOST and (packed := short_forms().pack(weight)):
+        if weight.device != HOST and layout is own and (packed := short_forms().pack(weight)):
             return packed  # type: ignore[no-any-return]
         values, metadata = weight.values_view.bits(), weight.metadata
         tiles = canonical.array_module(values).empty(shape, np.uint8)
 
         def fill(step: tuple[slice, slice]) -> None:
             there, rows = step
-            tiles[there, :, :VALUE_BYTES] = _tiled(values[rows], shape[1])
+            image = parts.in_rows(values[rows], shape[1]) if layout is TILES_IN_PARTS else values[rows]
+            tiles[there, :, :VALUE_BYTES] = _tiled(image, shape[1])
             tiles[there, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
 
         threads.for_each(fill, _steps(layout, weight.m, weight.k, weight.device))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparse24_plans.gemm.backends.wgmma_sp import _Box, _source_boxes
 from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
 from sparse24_plans.gemm.schedules.wgmma_sp import Lines, Schedule
+from sparse24_plans.gemm.wgmma import Box, source_boxes
 
 BOX_COLUMNS, STEP_COLUMNS, LINE_THREADS = 64, 32, 64
 """Columns of K of a stage, and of one instruction; threads that copy lines of few tokens."""
@@ -23,7 +23,7 @@ def swizzled(address: np.ndarray | int, pitch: int) -> np.ndarray | int:
     return address ^ (address >> 7 & pitch // 16 - 1) << 4
 
 
-def copy_box(shared: np.ndarray, at: int, matrix: np.ndarray, line: int, first: int, box: _Box) -> int:
+def copy_box(shared: np.ndarray, at: int, matrix: np.ndarray, line: int, first: int, box: Box) -> int:
     """What a tensor copy does to shared memory; what lies outside of the matrix is zero. The bytes moved."""
     size = matrix.itemsize
     for i in range(box.lines):
@@ -35,7 +35,7 @@ def copy_box(shared: np.ndarray, at: int, matrix: np.ndarray, line: int, first: 
     return box.lines * box.elements * size
 
 
-def copied_out(shared: np.ndarray, at: int, dtype: np.dtype, box: _Box) -> np.ndarray:
+def copied_out(shared: np.ndarray, at: int, dtype: np.dtype, box: Box) -> np.ndarray:
     """What a tensor copy takes out of shared memory, [lines, elements]."""
     size = dtype.itemsize
     lines, elements = np.indices((box.lines, box.elements))
@@ -92,7 +92,7 @@ def stage(
     if schedule.tokens < 64:
         copy_lines(shared, schedule.tokens, group, x, token0, box)
         return shared, 0, 0
-    whole, tail, rest = _source_boxes(desc, schedule)
+    whole, tail, rest = source_boxes(desc, schedule, desc.element.itemsize)
     is_tail = token0 + schedule.tokens >= desc.n
     tokens = schedule.tail_boxed(desc.n) if is_tail else schedule.tokens
     came, groups = 0, -(-schedule.tokens // group)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
 
 from sparse24_plans import ElementKind, Sparse24Weight
@@ -14,6 +16,8 @@ LEAST_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6}
 PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32}
 ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13}
 RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13}
+PARTS = {"hopper_tc_f32x3": (2, 256, None), "hopper_tc_f32x6": (3, 64, 4096)}
+"""Of a float32; columns whose products are one sum; with one slice, columns whose sums are a group."""
 TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256}
 
 
@@ -90,4 +94,51 @@ def tensor_core_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name:
     for first, last in zip(bounds, [*bounds[1:], weight.k], strict=True):
         part = slice(first // 2, last // 2)
         total = np.float32(total + slice_sum(values[part], source[part], element))
+    return total
+
+
+# float32 in parts ---------------------------------------------------------------------------------
+
+
+def parts_of(values: Sequence[float], count: int) -> list[list[float]]:
+    """Of finite float32: by part, the high one first."""
+    found, left = [], np.array(values, np.float32)
+    for _ in range(count):
+        found.append(left.astype(ml_dtypes.bfloat16).astype(np.float32))
+        left = left - found[-1]
+    return [part.tolist() for part in found]
+
+
+def sum_in_parts(w: list[float], x: list[float], count: int) -> np.float32:
+    """Of kept products that are one sum of the tensor cores: tile by tile, the small ones first."""
+    acc, ws, xs = 0.0, parts_of(w, count), parts_of(x, count)
+    for tile in range(0, len(w), 32):
+        for i in reversed(range(count)):
+            for j in reversed(range(count - i)):
+                for first in range(tile, min(tile + 32, len(w)), 16):
+                    last = min(first + 16, len(w))
+                    filled = [0.0] * (16 - (last - first))
+                    acc = step(ws[j][first:last] + filled, xs[i][first:last] + filled, acc, "bf16")
+    return np.float32(acc)
+
+
+def float32_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name: str) -> np.float32:
+    """``name``: hopper_tc_f32x3/slices=S or hopper_tc_f32x6/slices=S. Operands whose sums are finite."""
+    kind, slices = name.split("/slices=")
+    count, columns, group = PARTS[kind]
+    values, places = kept(weight, m)
+    source = [float(x[n, column]) for column in places]
+    tiles = -(-weight.k // 64)
+    bounds = [tiles * s // int(slices) * 64 for s in range(int(slices))] + [weight.k]
+    total = np.float32(0)
+    for begin, end in pairwise(bounds):
+        of_slice = np.float32(0)
+        width = group if group and slices == "1" else weight.k
+        for start in range(begin, end, width):
+            of_group = np.float32(0)
+            for first in range(start, min(start + width, end), columns):
+                part = slice(first // 2, min(first + columns, start + width, end) // 2)
+                of_group = of_group + sum_in_parts(values[part], source[part], count)
+            of_slice = of_slice + of_group
+        total = total + of_slice
     return total

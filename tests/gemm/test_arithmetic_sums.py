@@ -13,9 +13,10 @@ from sparse24_plans.plan.arithmetic import MOST_SLICES, Arithmetic
 from sparse24_plans.weights import canonical
 
 from ..support import random_values
-from .scalar_arithmetic import TILE_COLUMNS, tensor_core_sum
+from .scalar_arithmetic import TILE_COLUMNS, float32_sum, tensor_core_sum
 
 HOPPER = [(element, f"hopper_tc/slices={s}") for element in ("f16", "bf16") for s in (1, 3, 8)]
+FLOAT32 = [f"hopper_tc_f32x{products}/slices={s}" for products in (3, 6) for s in (1, 3)]
 FP8 = [("fp8_e4m3", f"hopper_tc_fp8/{how}") for how in ("slices=1", "slices=4", "promoted=128")]
 
 
@@ -43,6 +44,20 @@ def test_sums_of_the_tensor_cores(element, name, k):
     tokens, outputs = places(np.arange(15), desc)
     got = sums(factors_of(desc, x, weight), Arithmetic.of(name), tokens, outputs)
     want = [tensor_core_sum(x, weight, n, m, name) for n, m in zip(tokens, outputs, strict=True)]
+    assert got.tobytes() == np.array(want, np.float32).tobytes()
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("k", [8, 72, 840, 8264])
+def test_sums_of_float32_in_parts(name, k):
+    """K of less than a tile, of several sums, and of several groups of them."""
+    rng, kind = np.random.default_rng(k), ElementKind.F32
+    desc = GemmSparse24Descriptor(n=2, m=2, k=k, element=kind)
+    weight = Sparse24Weight.prune_compress(wild(rng, (2, k), kind))
+    x = wild(rng, (2, k), kind)
+    tokens, outputs = places(np.arange(4), desc)
+    got = sums(factors_of(desc, x, weight), Arithmetic.of(name), tokens, outputs)
+    want = [float32_sum(x, weight, n, m, name) for n, m in zip(tokens, outputs, strict=True)]
     assert got.tobytes() == np.array(want, np.float32).tobytes()
 
 

@@ -24,6 +24,7 @@ from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.gemm.wgmma import result_box
 
 from ..places import gpu_of
 from ..support import EPILOGUES, Case, case_of, make_case, plan_of_row, random_data, same_bits
@@ -142,7 +143,7 @@ def test_x_in_columns_is_multiplied_as_it_lies(tokens, share):
 def test_y_in_columns_is_staged_as_the_copy_engine_reads_it(tokens, out):
     """staged_at of kernels_cu/gemm/wgmma_sp/writer.cuh, written down again."""
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", out_element=out, y_order="column")
-    box = wgmma_sp._result_box(desc, schedules.Schedule(1, 1, tokens))
+    box = result_box(desc, schedules.Schedule(1, 1, tokens))
     size, chunks = desc.out_element.itemsize, box.pitch // 16
     assert box.lines * box.pitch <= schedules._STEP_BYTES
     assert tokens % box.elements == 0

@@ -12,13 +12,15 @@ from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPrefere
 from sparse24_plans.gemm import limits
 from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
 from sparse24_plans.gemm.schedules import split_choice
-from sparse24_plans.plan.arithmetic import Arithmetic
+from sparse24_plans.gemm.wgmma import blocks_of
+from sparse24_plans.plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
 
 from ..places import HOPPER
 from ..support import Data, case_of, make_case, random_data
 from .rows import gpu, row_of
+from .test_schedules import pieces
 
 ROWS = ("f32_split3", "f32_split3_invariant", "f32_split6", "f32_split6_invariant")
 every_row = pytest.mark.parametrize("row", ROWS)
@@ -147,12 +149,48 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m,
         assert named == {f"{NAMES[row.parts]}/slices={split_choice.invariant_slices(m, k, row.parts)}"}
 
 
-@every_row
-@pytest.mark.parametrize(("n", "m", "k"), [(1, 64, 8), (7, 100, 72), (300, 64, 4096)])
-def test_the_workspace_holds_the_parts_of_x(row, n, m, k):
-    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    assert row_of(row).min_workspace(desc) == row_of(row).parts * n * k * 2
-    assert row_of(row).limits(desc) is None
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(1, 3000) | st.sampled_from([1, 64, 65, 1000]),
+    m=st.integers(1, 9000),
+    k=st.integers(1, 2000).map(lambda units: 8 * units),
+)
+def test_the_least_workspace_is_enough(name, n, m, k):
+    """What a row says that it can't do without serves some schedule, and holds the parts of X."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    least = row.min_workspace(desc)
+    assert least >= row.parts * n * k * 2
+    for most in (least, least + 10**7, None):
+        choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
+        one = split_choice.best_schedule(desc, row, None, most)
+        assert row.kernel.arithmetic(choice) == f"{NAMES[row.parts]}/slices={one.slices}"
+        blocks = blocks_of(one, n, m, HOPPER)
+        assert most is None or split_choice.Regions.of(one, desc, row.parts, blocks).end <= most
+    assert row.limits(desc) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(65, 6000),
+    m=st.integers(1000, 60000),
+    k=st.integers(1, 1200).map(lambda units: 8 * units),
+)
+def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
+    """Each is an item long at least, so that an item has two clusters at most; and they are even."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    unit, tiles = split_choice.RANGE_TILES[row.parts], -(-k // SPLIT_TILE)
+    assert unit * SPLIT_TILE % SPLIT_SUM[row.parts] == 0
+    assert SPLIT_GROUP[row.parts] % (unit * SPLIT_TILE) == 0
+    for one in split_choice.allowed_schedules(desc, row):
+        if not one.ranges:
+            continue
+        units = -(-tiles // unit)
+        found = pieces(one, one.items(n, m), units)
+        work = [sum(last - first for _, first, last in its) for its in found]
+        assert (sum(work), max(work) - min(work) <= 1) == (one.items(n, m) * units, True)
+        assert min(work) >= units
 
 
 @every_row

@@ -81,8 +81,8 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8": (8, 1024),
     "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
-    "f32_split3": (8, 64, 128),
-    "f32_split6": (16, 48, 128),
+    "f32_split3": (8, 64, 128, 4096),
+    "f32_split6": (16, 48, 64, 128, 4096),
 }
 """Every schedule of these n is compiled."""
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}

@@ -11,6 +11,9 @@
 #if S24_X_PARTS
 #define S24_OF_PARTS  // what compiles for float32 alone
 #endif
+#if S24_X_PARTS == 2
+#define S24_PLANES  // where W lies in parts too, from which wgmma reads it
+#endif
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
@@ -22,6 +25,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kParked = S24_PARKED;  // sums of a thread, of the parts before, that wait in the workspace
   static constexpr bool kRanges = S24_RANGES;  // clusters have equal ranges of tiles, wherever items begin and end
   static constexpr int kXParts = S24_X_PARTS;  // of bf16, that stand for float32; 0: X and W are multiplied as they are
+  static constexpr bool kPlanes = kXParts == 2;         // W comes in parts too
+  static constexpr int kTilesOfSum = S24_TILES_OF_SUM;  // of W, whose products of parts are one sum of the tensor cores
+  static constexpr int kTilesOfRange = kXParts == 3 ? 2 : kTilesOfSum;  // of which ranges are cut: whole sums
+  static constexpr int kTilesOfGroup = S24_TILES_OF_GROUP;  // whose sums are added up by themselves; 0: all of K
   static constexpr bool kPromote = S24_PROMOTE;  // sums of one box of X are added up outside of the tensor cores
   static constexpr bool kRaw = S24_RAW;          // the result is the integer sum itself
   static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
@@ -49,8 +56,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBoxLines = S24_BOX_LINES;
   static constexpr bool kByThreads = kColumnsX && kTokens < 64;
   static constexpr int kLineThreads = 64;
-  static constexpr int kSourceShare = kByThreads ? 1 : kShare;   // blocks that a stage of X goes to
-  static constexpr int kWeightBytes = kRowTiles * Tile::kBytes,  // of a stage
+  static constexpr int kSourceShare = kByThreads ? 1 : kShare;  // blocks that a stage of X goes to
+  // Of a tile of W in shared memory: under a swizzle it begins where the pattern does.
+  static constexpr int kTileBytes = kXParts && !kPlanes ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;
+  static constexpr int kWeightBytes = kRowTiles * kTileBytes,  // of a stage
       kSourceBytes = kColumnsX ? kGroups * kGroupBytes : kTokens * 128;
   static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
   static constexpr int kHeld = kRowBlocks * kSums - kParked;  // of the parts before, in registers
@@ -65,9 +74,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStagingBytes = kBuffers * kStepBytes;
   static constexpr int kBarrierAt = kStagingAt + (kSlices == 1 ? kWarpgroups * kStagingBytes : 0);
 
-  // Of float32: whether two warpgroups take turns in front of the tensor cores, so that one is multiplied for while the
-  // other adds; and whether a tile of W is read before the one in front of it is multiplied, or after, as measured.
-  static constexpr bool kTurns = kXParts && kWarpgroups == 2, kReadAhead = kXParts == 2 && kTokens > 64;
+  // Of six products: whether two warpgroups take turns in front of the tensor cores, so that one is multiplied for
+  // while the other adds.
+  static constexpr bool kTurns = kXParts == 3 && kWarpgroups == 2;
 
   // Registers of a thread that copies and of one that multiplies, once they part; small sums need no such trade.
   static constexpr bool kTrade = kBlocksPerSm == 1 && kWarpgroups == 2;
@@ -92,6 +101,7 @@ struct WgmmaSpParams {
   void* y;               // [n, m], row or column stride y_stride
   u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
   float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over; or parked
+  float* groups;         // the same twice, kTilesOfGroup: of groups, of an item that is handed over, and of others
   u64 mark;              // of this launch and no other
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;
@@ -100,6 +110,6 @@ struct WgmmaSpParams {
   u32 aligned;        // lines of y begin at multiples of 16 bytes, and end there where the copy engine stores them
   u32 tail_rows;      // of X that a block copies for the last block of tokens
   u32 whole;          // items that aren't cut: the first ones
-  u32 range, longer;  // kRanges: tiles of a range, and ranges that have one more: the first ones
+  u32 range, longer;  // kRanges: kTilesOfRange tiles each; of a range, and ranges that have one more: the first ones
 };
 static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");

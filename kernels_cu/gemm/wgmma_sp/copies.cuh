@@ -14,7 +14,7 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 sha
   constexpr int kAhead = Config::kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
   const Turns turn(p, slice);
   const Item item(p, turn.index, share);
-  for (i64 tile = turn.first, end = min(tile + kAhead, turn.last); tile < end; ++tile)
+  for (u32 tile = turn.first, end = min(tile + kAhead, turn.last); tile < end; ++tile)
 #pragma unroll
     for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
 }
@@ -25,13 +25,13 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
   RingPosition<Config::kWeightStages> at;
   for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
     const Item item(p, turn.index, share);
-    for (i64 tile = turn.first; tile < turn.last; ++tile, at.next()) {
+    for (u32 tile = turn.first; tile < turn.last; ++tile, at.next()) {
       barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
-      barrier_expect(barriers.weight_full(at.slot), Config::kWeightBytes);
+      barrier_expect(barriers.weight_full(at.slot), Config::kRowTiles * Tile::kBytes);
 #pragma unroll
       for (int i = 0; i < Config::kRowTiles; ++i)
-        copy_bulk(base + at.slot * Config::kWeightBytes + i * Tile::kBytes, weight_tile(p, item, i, tile), Tile::kBytes,
-                  barriers.weight_full(at.slot));
+        copy_bulk(base + at.slot * Config::kWeightBytes + i * Config::kTileBytes, weight_tile(p, item, i, tile),
+                  Tile::kBytes, barriers.weight_full(at.slot));
     }
   }
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
     const bool is_tail = item.token + Config::kTokens >= p.n;
     const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
     const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
-    for (i64 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box, at.next()) {
+    for (u32 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
       if constexpr (Config::kColumnsX) {

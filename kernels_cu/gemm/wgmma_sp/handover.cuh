@@ -15,8 +15,7 @@ struct Handover {
     return p.flags + block * Config::kWarpgroups + warpgroup;
   }
   __device__ __forceinline__ float* quads(u32 block, u32 warpgroup, int r) const {
-    const i64 row_tile = (i64)block * Config::kRowTiles + warpgroup * Config::kRowBlocks + r;
-    return p.sums + (row_tile * kQuads * 128 + threadIdx.x % 128) * 4;
+    return p.sums + place_of_sums(block, warpgroup, r);
   }
 
   // From the sum kFrom of a thread on.
@@ -68,14 +67,14 @@ struct Handover {
 
   // The idle warp, all of it.
   __device__ __forceinline__ void wait() const {
-    const Turns turn(p, 0);
+    const Turns::Range range(p);
     const bool first = threadIdx.x % 32 == 0;
-    if (turn.high_last > 0)
+    if (range.high_last > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         threads_meet(kGiven + w, 160);
         if (first) store_release(flag(blockIdx.x, w), p.mark);
       }
-    if (turn.low_first > 0)
+    if (range.low_first > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         u64* given = flag(blockIdx.x - Config::kCluster, w);
         if (first) {

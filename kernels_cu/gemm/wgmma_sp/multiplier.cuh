@@ -2,6 +2,7 @@
 #pragma once
 #include "gemm/wgmma_sp/handover.cuh"
 #ifdef S24_OF_PARTS
+#include "gemm/wgmma_sp/groups.cuh"
 #include "gemm/wgmma_sp/split_products.cuh"
 #endif
 
@@ -44,29 +45,96 @@ struct Multiplier {
       for (int i = 0; i < Config::kSums; ++i) totals[r][i] += sums[r][i];
   }
 
-#ifdef S24_OF_PARTS
+#ifdef S24_PLANES
+  // Tiles of K; every kTilesOfSum of them their sums leave the tensor cores.
+  __device__ __forceinline__ void multiply_split(Sums (&totals)[Config::kRowBlocks], u32 begin, u32 end,
+                                                 const Groups&) {
+    static_assert(Config::kTilesOfSum % 2 == 0, "two tiles take turns with registers for metadata");
+    for (u32 tile = begin; tile < end;) {
+      Sums sums[Config::kRowBlocks];
+      u32 first[Config::kRowBlocks][1], second[Config::kRowBlocks][1];
+      issue<0>(sums, first);
+      go_on();
+#pragma unroll 1
+      while (++tile < end) {
+        issue<1>(sums, second);
+        free_last<1>();
+        go_on();
+        if (++tile == end || (tile - begin) % Config::kTilesOfSum == 0) break;
+        issue<1>(sums, first);
+        free_last<1>();
+        go_on();
+      }
+      free_last<0>();
+#pragma unroll
+      for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
+      add(totals, sums);
+    }
+  }
+  __device__ __forceinline__ void go_on() { source.next(), source.next(), weight.next(); }
+  // Once no more than kPending tiles are multiplied, the stages of the one before are free.
+  template <int kPending> __device__ __forceinline__ void free_last() const {
+    wgmma_wait<kPending>();
+    free_source(source.slot >= 2 ? source.slot - 2 : source.slot + Config::kSourceStages - 2);
+    free_source(source.slot >= 1 ? source.slot - 1 : Config::kSourceStages - 1);
+    free_weight(weight.slot >= 1 ? weight.slot - 1 : Config::kWeightStages - 1);
+  }
+
+  // A tile's products. The first box is of X's low part, the second of its high one; the small products come first.
+  template <int kAdd>
+  __device__ __forceinline__ void issue(Sums (&sums)[Config::kRowBlocks], u32 (&metadata)[Config::kRowBlocks][1]) {
+    const u32 values = base + weight.slot * Config::kWeightBytes + warpgroup * Config::kRowBlocks * Config::kTileBytes;
+    barrier_wait(barriers.weight_full(weight.slot), weight.parity);
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r)
+      load_shared_words(metadata[r], values + r * Config::kTileBytes + Tile::kValueBytes + threadIdx.x % 128 * 4);
+    RingPosition<Config::kSourceStages> box = source;
+    u64 boxes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i, box.next()) {
+      barrier_wait(barriers.source_full(box.slot), box.parity);
+      boxes[i] = matrix_descriptor(base + Config::kSourceAt + box.slot * Config::kSourceBytes);
+    }
+    const u64 high = matrix_descriptor(values);
+    wgmma_fence();
+    multiply_box<kAdd>(sums, high, boxes[0], metadata);
+    multiply_box<1>(sums, high + 4, boxes[1], metadata);
+    multiply_box<1>(sums, high, boxes[1], metadata);
+    wgmma_commit();
+  }
+  // A part of the tile with one of X, in two steps. Descriptors count 16 bytes.
+  template <int kAdd> __device__ __forceinline__ void multiply_box(Sums (&sums)[Config::kRowBlocks], u64 a, u64 b,
+                                                                   const u32 (&metadata)[Config::kRowBlocks][1]) const {
+#pragma unroll
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
+      const u64 at = a + r * (Config::kTileBytes >> 4);
+      wgmma_sp<ElementKind::BF16, 0, kAdd, false>(sums[r], at, b, metadata[r][0]);
+      wgmma_sp<ElementKind::BF16, 1, 1, false>(sums[r], at + 2, b + 4, metadata[r][0]);
+    }
+  }
+#elif defined S24_OF_PARTS
   using RowParts = WeightParts[Config::kRowBlocks];
   using RowTiles = WeightTile32[Config::kRowBlocks];
 
-  // All of K, tile by tile: while the tensor cores multiply one, the next is split.
-  __device__ __forceinline__ void multiply_split(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
-    clear(totals);
+  // Tiles of K: while the tensor cores multiply one, the next is split.
+  __device__ __forceinline__ void multiply_split(Sums (&totals)[Config::kRowBlocks], u32 begin, u32 end,
+                                                 const Groups& groups) {
+    static_assert(Config::kTilesOfGroup % 2 == 0, "two tiles take turns with registers for their parts");
     RowParts one, other;
-    if (tiles > 0) {
+    if (begin < end) {
       RowTiles tile;
       read_weight(tile);
       split_weight(tile, one);
     }
-    for (i64 at = 1; at <= tiles; at += 2) {
-      multiply_tile(totals, one, other, at < tiles);
-      if (at < tiles) multiply_tile(totals, other, one, at + 1 < tiles);
+    for (u32 tile = begin; tile < end; tile += 2) {
+      if (groups.begins(tile)) groups.add(totals, tile);
+      multiply_tile(totals, one, other, tile + 1 < end);
+      if (tile + 1 < end) multiply_tile(totals, other, one, tile + 2 < end);
     }
   }
 
   __device__ __forceinline__ void multiply_tile(Sums (&totals)[Config::kRowBlocks], const RowParts& parts,
                                                 RowParts& next, bool has_next) {
-    RowTiles tile;
-    if (Config::kReadAhead && has_next) read_weight(tile);
     u64 boxes[Config::kXParts];
     RingPosition<Config::kSourceStages> box = source;
 #pragma unroll
@@ -78,8 +146,11 @@ struct Multiplier {
     Sums sums[Config::kRowBlocks];
     issue(sums, parts, boxes);
     if constexpr (Config::kTurns) threads_arrive(kTurnBarrier + (warpgroup ^ 1), Config::kMultiplying);
-    if (!Config::kReadAhead && has_next) read_weight(tile);
-    if (has_next) split_weight(tile, next);
+    if (has_next) {
+      RowTiles tile;
+      read_weight(tile);
+      split_weight(tile, next);
+    }
     wgmma_wait<0>();
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) wgmma_settle(sums[r]);
@@ -151,10 +222,10 @@ struct Multiplier {
   }
 
   // kOn: on top of what the sums are.
-  template <bool kOn = false> __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], i64 tiles) {
+  template <bool kOn = false> __device__ __forceinline__ void multiply(Sums (&sums)[Config::kRowBlocks], u32 tiles) {
     if constexpr (!kOn) clear(sums);
     u32 first[Config::kRowBlocks][Tile::kWords / 2], second[Config::kRowBlocks][Tile::kWords / 2];
-    for (i64 at = 0; at < tiles; ++at) {
+    for (u32 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
       multiply_half<0>(sums, first);
       wgmma_wait<1>();  // all but the half just issued: the stages before it are free
@@ -174,9 +245,8 @@ struct Multiplier {
   }
 
   // All of K, in kParts. Of the sums of the parts before, registers hold as many as they can, `workspace` the others.
-  __device__ __forceinline__ void multiply_parts(Sums (&sums)[Config::kRowBlocks], i64 tiles, Handover workspace) {
-    const u32 all = (u32)tiles;
-    multiply(sums, all / Config::kParts);
+  __device__ __forceinline__ void multiply_parts(Sums (&sums)[Config::kRowBlocks], u32 tiles, Handover workspace) {
+    multiply(sums, tiles / Config::kParts);
 #pragma unroll 1
     for (u32 part = 1; part < Config::kParts; ++part) {
       Sum held[Config::kHeld];
@@ -184,7 +254,7 @@ struct Multiplier {
       for (int i = 0; i < Config::kHeld; ++i)
         held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
       workspace.park<Config::kHeld>(sums, warpgroup);
-      multiply(sums, all * (part + 1) / Config::kParts - all * part / Config::kParts);
+      multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i) sums[i / Config::kSums][i % Config::kSums] += held[i];
       workspace.add_parked<Config::kHeld>(sums, warpgroup);
@@ -192,11 +262,11 @@ struct Multiplier {
   }
 
   // All of K, box by box. The other warpgroup's wgmma run while this one adds.
-  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[Config::kRowBlocks], i64 tiles) {
+  __device__ __forceinline__ void multiply_promoting(Sums (&totals)[Config::kRowBlocks], u32 tiles) {
     clear(totals);
     Sums sums[Config::kRowBlocks];
     u32 metadata[Config::kRowBlocks][Tile::kWords / 2];
-    for (i64 at = 0; at < tiles; ++at) {
+    for (u32 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.slot), weight.parity);
       multiply_half<0>(sums, metadata);
       promote(totals, sums);

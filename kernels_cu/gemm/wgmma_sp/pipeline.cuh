@@ -49,31 +49,39 @@ __device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
 // and hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of
 // an item that isn't cut. The giver is the cluster before, which runs if this one does.
 struct Turns {
-  u32 index;
-  i64 first, last;  // tiles of K
-  u32 stride;
+  u32 index, stride;
+  u32 first, last;  // tiles of K
   // kRanges. 0: whole items; then, of the range: 1 the item to give, 2 whole ones, 3 the item to go on with.
   u32 stage = 0;
-  u32 low, low_first, high, high_last;  // items where the range begins and ends, and their tiles there
+
+  // Items where the range of this cluster begins and ends, and their tiles there. Found again where they are needed:
+  // few registers are left beside sums.
+  struct Range {
+    u32 low, low_first, high, high_last;
+
+    __device__ __forceinline__ Range(const WgmmaSpParams& p) {
+      constexpr u32 kUnit = Config::kTilesOfRange;
+      const u32 cluster = blockIdx.x / Config::kCluster, units = ((u32)p.k_tiles + kUnit - 1) / kUnit;
+      const u32 begin = p.range * cluster + min(cluster, p.longer), end = begin + p.range + (cluster < p.longer);
+      low = p.whole + begin / units, low_first = begin % units * kUnit;
+      high = p.whole + end / units, high_last = end % units * kUnit;
+    }
+    __device__ __forceinline__ u32 first_inside() const { return low + (low_first > 0); }
+  };
 
   __device__ __forceinline__ Turns(const WgmmaSpParams& p, u32 slice)
       : index(blockIdx.x / Config::kCluster),
-        first(first_tile(p, slice)),
-        last(first_tile(p, slice + 1)),
-        stride(gridDim.x / Config::kCluster) {
-    if constexpr (!Config::kRanges) return;
-    const u32 tiles = (u32)p.k_tiles, begin = p.range * index + min(index, p.longer),
-              end = begin + p.range + (index < p.longer);
-    low = p.whole + begin / tiles, low_first = begin % tiles;
-    high = p.whole + end / tiles, high_last = end % tiles;
-    whole(p, index);
+        stride(gridDim.x / Config::kCluster),
+        first((u32)first_tile(p, slice)),
+        last((u32)first_tile(p, slice + 1)) {
+    if constexpr (Config::kRanges) whole(p, index);
   }
   __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
     if (!Config::kRanges) index += stride;
     else if (stage == 0) whole(p, index + stride);
-    else if (stage == 1) last = p.k_tiles, inside(p, low + (low_first > 0));
-    else if (stage == 2) inside(p, index + 1);
+    else if (stage == 1) last = (u32)p.k_tiles, inside(p, Range(p), Range(p).first_inside());
+    else if (stage == 2) inside(p, Range(p), index + 1);
     else index = p.items;
   }
   __device__ __forceinline__ bool gives() const { return Config::kRanges && stage == 1; }
@@ -82,12 +90,13 @@ struct Turns {
   __device__ __forceinline__ void whole(const WgmmaSpParams& p, u32 item) {
     index = item;
     if (item < p.whole) return;
-    if (high_last > 0) stage = 1, index = high, last = high_last;
-    else inside(p, low + (low_first > 0));
+    const Range range(p);
+    if (range.high_last > 0) stage = 1, index = range.high, last = range.high_last;
+    else inside(p, range, range.first_inside());
   }
-  __device__ __forceinline__ void inside(const WgmmaSpParams& p, u32 item) {
+  __device__ __forceinline__ void inside(const WgmmaSpParams& p, const Range& range, u32 item) {
     stage = 2, index = item;
-    if (item < high) return;
-    stage = 3, index = low_first > 0 ? low : p.items, first = low_first;
+    if (item < range.high) return;
+    stage = 3, index = range.low_first > 0 ? range.low : p.items, first = range.low_first;
   }
 };

@@ -1,13 +1,21 @@
 // float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kXParts > 0.
 //
-// A tile of W is 64 rows x 64 columns of float32; each thread splits what it multiplies in its registers, and the tile
-// is free again. X comes in as many boxes of 64 columns as it has parts, the low part first. Of the products of part i
-// of W and part j of X those with i + j < kXParts are added: the small ones first, where the tensor cores cut little
-// off, high * high last. Each tile's sums then move to float32 outside of the tensor cores.
+// A tile of W is 64 rows x 64 columns, and X comes in as many boxes of 64 columns as it has parts, the low part first.
+// Of the products of part i of W and part j of X those with i + j < kXParts are added: a tile's small ones first, where
+// the tensor cores cut little off, high * high last.
+//
+// Three parts, six products: a tile is float32; each thread splits what it multiplies in its registers, and the tile is
+// free again. Each tile's sums then move to float32 outside of the tensor cores; with one slice, those of kTilesOfGroup
+// tiles are added up by themselves (groups.cuh).
+//
+// Two parts, three products (kPlanes): a tile holds both parts, side by side in each row of 128 bytes, and wgmma reads
+// them there. Sums move to float32 every kTilesOfSum tiles. What limits it is shared memory: wgmma.sp reads X at its
+// full rate of 128 bytes a cycle, and what else is read or copied in comes on top.
 #pragma once
 #include "gemm/parts.cuh"
 #include "gemm/wgmma_sp/config.cuh"
 
+#ifndef S24_PLANES
 // A thread's values and metadata of a row tile: two steps of 16 kept columns. In shared memory they lie in fragment
 // order: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
 struct WeightTile32 {
@@ -37,6 +45,20 @@ struct WeightParts {
   }
 };
 
+// A kept value of a tile.
+__device__ __forceinline__ float weight_at(const u8* tile, int row, int kept) {
+  const u32 at = ((kept / 8 * 4 + row / 16) * 32 + row % 8 * 4 + kept % 8 / 2) * 4 + row / 8 % 2 * 2 + kept % 2;
+  return ((const float*)tile)[at];
+}
+#else
+// A kept value of a tile: 64 rows of 32 high parts and as many low ones, swizzled. Their sum is a double.
+__device__ __forceinline__ double weight_at(const u8* tile, int row, int kept) {
+  const u16 *high = (const u16*)(tile + row * 128 + (kept / 8 ^ row % 8) * 16) + kept % 8,
+            *low = (const u16*)(tile + row * 128 + ((kept / 8 + 4) ^ row % 8) * 16) + kept % 8;
+  return (double)Element<ElementKind::BF16>::to_float(*high) + Element<ElementKind::BF16>::to_float(*low);
+}
+#endif
+
 // The sum behind a result again, term after term in float64: where parts of Inf, NaN or the largest numbers made NaN
 // of it. So it is NaN or infinite where it has to be.
 __device__ __noinline__ float sum_in_order(const WgmmaSpParams& p, i64 token, i64 row) {
@@ -50,11 +72,9 @@ __device__ __noinline__ float sum_in_order(const WgmmaSpParams& p, i64 token, i6
     const u32 word = *(const u32*)(tile + Tile::kValueBytes + (warp * 32 + 4 * g + 2 * step + quad) * 4);
     const u32 nibble = word >> (16 * half + group % 4 * 4) & 15;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int kept = group % 8 * 2 + i;
-      const u32 at = ((step * 2 + kept / 8) * 128 + warp * 32 + 4 * g + kept % 8 / 2) * 4 + half * 2 + i;
-      sum = __fma_rn((double)x[column + (nibble >> 2 * i & 3)], (double)((const float*)tile)[at], sum);
-    }
+    for (int i = 0; i < 2; ++i)
+      sum = __fma_rn((double)x[column + (nibble >> 2 * i & 3)],
+                     (double)weight_at(tile, (int)(row % Tile::kRows), group * 2 + i), sum);
   }
   return __double2float_rn(sum);
 }

@@ -18,6 +18,12 @@ __device__ __forceinline__ Sum sum_of(u32 bits) {
   else return __uint_as_float(bits);
 }
 
+// Where the workspace has a thread's first four sums; the next four lie 512 on.
+__device__ __forceinline__ i64 place_of_sums(u32 block, u32 warpgroup, int r) {
+  const i64 row_tile = (i64)block * Config::kRowTiles + warpgroup * Config::kRowBlocks + r;
+  return (row_tile * (Config::kSums / 4) * 128 + threadIdx.x % 128) * 4;
+}
+
 // A scale of kind kScaleX or kScaleW.
 template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
   return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];

@@ -53,12 +53,14 @@ template <class Result> struct Writer {
       if (p.aligned) copy_out(buffer, row0, token);
       else copy_elements(buffer, row0, token);
     }
+#ifdef S24_OF_PARTS
+    mend(sums, row0, token0);
+#endif
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 row0, i64 token0, const float (&bias)[2],
                                        const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
-    u32 nans = 0;  // of float32: which sums
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
       const Sum* d = sums + 4 * j;
@@ -68,7 +70,6 @@ template <class Result> struct Writer {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        if constexpr (Config::kXParts) nans |= (u32)(d[i] != d[i]) << (4 * j + i);
       }
       if constexpr (Config::kColumnsY && kOutBytes == 2) {
         store_matrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
@@ -86,21 +87,28 @@ template <class Result> struct Writer {
           store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
       }
     }
-#ifdef S24_OF_PARTS
-    mend(nans, buffer, row0, token0, bias);
-#endif
   }
+
 #ifdef S24_OF_PARTS
-  // Sums that are NaN, again: each thread those that it has staged.
-  __device__ __forceinline__ void mend(u32 nans, u32 buffer, i64 row0, i64 token0, const float (&bias)[2]) const {
-    static_assert(Config::kStepTokens / 8 * 4 <= 32, "a bit a sum");
-    for (; nans; nans &= nans - 1) {
-      const int i = __ffs(nans) - 1, half = i / 2 % 2, lane = threadIdx.x % 32;
-      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
-      if (token0 + token >= p.n || row0 + row >= p.m) continue;
-      const float sum = sum_in_order(p, token0 + token, row0 + row);
-      store_shared(buffer + staged_at(token, row),
-                   rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, half ? bias[1] : bias[0])));
+  // Sums that are NaN, again: each thread its own, once all of the tile lies in Y.
+  __device__ __forceinline__ void mend(const Sums& sums, i64 row0, i64 token0) const {
+    static_assert(Config::kSums <= 128, "a bit a sum");
+    u64 nans[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
+    if (!threads_any(barrier, 128, (nans[0] | nans[1]) != 0)) return;
+    if (p.aligned && is_copier()) copies_done();
+    threads_meet(barrier, 128);
+#pragma unroll 1
+    while (nans[0] | nans[1]) {
+      const int i = nans[0] ? __ffsll(nans[0]) - 1 : 64 + __ffsll(nans[1]) - 1, lane = threadIdx.x % 32;
+      if (nans[0]) nans[0] &= nans[0] - 1;
+      else nans[1] &= nans[1] - 1;
+      const i64 token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2,
+                row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
+      if (token >= p.n || row >= p.m) continue;
+      const float sum = sum_in_order(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
+      ((Bits*)p.y)[place(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
     }
   }
 #endif

@@ -16,7 +16,7 @@ from ...device.jit.codes import type_defines
 from ...device.jit.launcher import Function, load
 from ...device.streams import Launch
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
@@ -143,11 +143,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         blocks = self._blocks(views, dense)
         if self.descriptor.op is BlockSparseOp.SDD:
             multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
-            return _in_turn(multiply, blocks)
+            return in_turn(multiply, blocks)
         places["a" if self.descriptor.op is BlockSparseOp.DSD else "b"] = dense
         result = acc if self._acc_bytes else places["c"]
         multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
-        return _in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+        return in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
 
     def _blocks(self, views: Views, dense: int) -> Launch:
         """Between values and the dense matrix."""
@@ -185,11 +185,3 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             bias_of_rows=self.descriptor.op is BlockSparseOp.DSD,
         )
         return self._finish.bind(min(-(-self._results // _THREADS), _MOST_BLOCKS), parameters)
-
-
-def _in_turn(*launches: Launch) -> Launch:
-    def launch(stream: int) -> None:
-        for one in launches:
-            one(stream)
-
-    return launch

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...vocab import ElementKind
+from ...weights import parts as in_memory
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +27,14 @@ def parts_of(values: Array) -> tuple[Array, ...]:
             found.append(values.astype(_BF16).astype(np.float32))
             values = values - found[-1]
     return tuple(found)
+
+
+def weight_parts(values: Array, count: int) -> tuple[Array, ...]:
+    """Of a weight: two are what memory holds (weights/parts.py); there finite values have finite parts."""
+    if count != in_memory.COUNT:
+        return parts_of(values)[:count]
+    found = in_memory.of(values.view(np.uint32))
+    return tuple((part.astype(np.uint32) << 16).view(np.float32) for part in found)
 
 
 def pairs(parts: int) -> tuple[tuple[int, int], ...]:

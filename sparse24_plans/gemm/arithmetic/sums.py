@@ -5,8 +5,10 @@ floor(tiles * s / S). Each slice is summed from +0 in increasing columns, one st
 the other (tensor_core.py); K is filled up with zeros, which change nothing. The slices' sums are added in
 float32, to nearest, from the first to the last. ``promoted=C``: the same with every C columns for a slice.
 ``hopper_tc_f32x6``, ``hopper_tc_f32x3``: operands are split in parts of bf16 (split.py). Products of parts
-of every 64 columns, a tile, are one sum of the tensor cores, the small ones first; such sums are added in
-float32, to nearest, from the first to the last of a slice.
+are added tile by tile of 64 columns, a tile's small ones first. With six products each tile, with three every
+four tiles of a slice, are one sum of the tensor cores; such sums are added in float32, to nearest, from the
+first to the last of a slice. With six and one slice those of every 64 tiles are a group, and what the groups
+come to is added in the same way.
 ``fma32_in_order``: one float32 fma a kept position, in increasing k (``dgrad``: m), from +0.
 ``exact_sum``: the sum itself.
 """
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arithmetic.fma32 import fma_f32
-from ...plan.arithmetic import EXACT_SUM, SPLIT_TILE, Arithmetic
+from ...plan.arithmetic import EXACT_SUM, SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
 from ...plan.operands import Views
 from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
@@ -83,8 +85,10 @@ class StepPlace(NamedTuple):
     """From, and below."""
     parts: tuple[int, int] | None = None
     """Of the source and of W, counted from the high one; None: they are multiplied as they are."""
-    tile: int = 0
-    """Of those whose sums leave the tensor cores, in a slice."""
+    sum: int = 0
+    """Of those that leave the tensor cores, in a slice."""
+    group: int = 0
+    """Of such sums, in a slice."""
 
 
 def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[StepPlace, ...]:
@@ -98,10 +102,13 @@ def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[S
         if not arithmetic.parts:
             places.append(StepPlace(at, (begin, min(begin + width, desc.k))))
             continue
-        end, tile = min(begin + SPLIT_TILE, desc.k), (begin - starts[at]) // SPLIT_TILE
+        end, inside = min(begin + SPLIT_TILE, desc.k), begin - starts[at]
+        number = inside // SPLIT_SUM[arithmetic.parts]
+        whole = arithmetic.slices > 1 or not SPLIT_GROUP[arithmetic.parts]
+        group = 0 if whole else inside // SPLIT_GROUP[arithmetic.parts]
         for parts in split.pairs(arithmetic.parts):
             for first in range(begin, end, width):
-                places.append(StepPlace(at, (first, min(first + width, end)), parts, tile))
+                places.append(StepPlace(at, (first, min(first + width, end)), parts, number, group))
     return tuple(places)
 
 
@@ -132,38 +139,47 @@ def _on_tensor_cores(
     element = _multiplied(factors.desc, arithmetic)
     step, places = tensor_core.STEPS[element], step_places(factors.desc, arithmetic)
     acc = np.zeros(len(tokens), np.float64)
-    total = of_slice = np.zeros(len(tokens), np.float32)
-    columns, last = _Columns(factors, element, tokens, outputs), StepPlace(0, (0, 0))
+    total = of_slice = of_group = np.zeros(len(tokens), np.float32)
+    columns, last = _Columns(factors, arithmetic, tokens, outputs), StepPlace(0, (0, 0))
     for number, place in enumerate(places):
-        if (place.slice, place.tile) != (last.slice, last.tile):
-            of_slice, acc = of_slice + acc.astype(np.float32), np.zeros_like(acc)
+        if (place.slice, place.sum) != (last.slice, last.sum):
+            of_group, acc = of_group + acc.astype(np.float32), np.zeros_like(acc)
+        if (place.slice, place.group) != (last.slice, last.group):
+            of_slice, of_group = of_slice + of_group, np.zeros_like(of_group)
         if place.slice != last.slice:
             total, of_slice = total + of_slice, np.zeros_like(total)
         last = place
         acc = tensor_core.add_products(*columns.products(place), acc, step)
         if after_step is not None:
             acc = after_step(number, acc)
-    folded: Array = total + (of_slice + acc.astype(np.float32))
+    folded: Array = total + (of_slice + (of_group + acc.astype(np.float32)))
     if arithmetic.parts and (again := np.isnan(folded)).any():
-        folded[again] = _in_float64(factors, tokens[again], outputs[again])
+        folded[again] = _in_float64(factors, arithmetic, tokens[again], outputs[again])
     return folded
 
 
-def _in_float64(factors: Factors, tokens: Array, outputs: Array) -> Array:
-    """One product after the other in float64, the sum rounded to float32 once."""
+def _in_float64(factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> Array:
+    """One product after the other in float64, the sum rounded to float32 once.
+
+    W is what its kernel has of it: with two parts, their sum.
+    """
     acc = np.zeros(len(tokens), np.float64)
     for x, w, _ in _forward_terms(factors, tokens, outputs):
+        wide = w.astype(np.float64)
+        if arithmetic.parts == 2:
+            high, low = split.weight_parts(w, 2)
+            wide = high.astype(np.float64) + low
         for j in range(len(x)):
-            acc = acc + x[j].astype(np.float64) * w[j]  # the product is exact: as one fma
+            acc = acc + x[j].astype(np.float64) * wide[j]  # the product is exact: as one fma
     return acc.astype(np.float32)
 
 
 class _Columns:
     """Products of some results, a step at a time; decodes each row and token once for _COLUMNS of them."""
 
-    def __init__(self, factors: Factors, element: ElementKind, tokens: Array, outputs: Array) -> None:
-        """``element``: what is multiplied, the operands' own or that of their parts."""
-        self._factors, self._element = factors, element
+    def __init__(self, factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> None:
+        self._factors, self._parts = factors, arithmetic.parts
+        self._element = _multiplied(factors.desc, arithmetic)
         self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
         self._rows, self._row_at = np.unique(outputs, return_inverse=True)
         self._first = -1
@@ -190,16 +206,16 @@ class _Columns:
         self._first, self._width = first, last - first
         source = dense.widened(factors.source[self._tokens, first:last], stored)
         weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], stored)
-        self._source = self._operands(source.reshape(-1))
-        self._weights = self._operands(np.ascontiguousarray(weights.T))
+        weights, source = np.ascontiguousarray(weights.T), source.reshape(-1)
+        self._source = self._operands(split.parts_of(source) if self._parts else (source,))
+        self._weights = self._operands(
+            split.weight_parts(weights, self._parts) if self._parts else (weights,)
+        )
         self._positions = np.ascontiguousarray(
             canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
 
-    def _operands(self, values: Array) -> tuple[_Operand, ...]:
-        """By part; one where they are multiplied as they are."""
-        whole = self._element is self._factors.desc.element
-        parts = (values,) if whole else split.parts_of(values)
+    def _operands(self, parts: tuple[Array, ...]) -> tuple[_Operand, ...]:
         wide = [part.astype(np.float64) for part in parts]
         return tuple(_Operand(part, tensor_core.exponents(part, self._element)) for part in wide)
 

@@ -19,7 +19,7 @@ from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, in_turn, nothing
 from ...plan.operands import Alignment, Views, line_stride
 from ...vocab import ElementKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
@@ -121,15 +121,7 @@ class Kernel(GemmKernel):
         multiply = self._matmul(line_stride(source, desc.x_order), stride).bind(
             *factors, result.address if self._fused else acc, acc + self._acc_bytes
         )
-        finish = None if self._fused else self._finish(views, acc)
-
-        def launch(stream: int) -> None:
-            inflate(stream)
-            multiply(stream)
-            if finish is not None:
-                finish(stream)
-
-        return launch
+        return in_turn(inflate, multiply, *([] if self._fused else [self._finish(views, acc)]))
 
     def _finish(self, views: Views, acc: int) -> Launch:
         desc, width = self.descriptor, self._widths[1]

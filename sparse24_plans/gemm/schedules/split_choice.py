@@ -1,7 +1,7 @@
 """How float32 in parts of bf16 is cut into blocks, and a model of the time that it takes.
 
-The schedules are wgmma_sp's, of which some are tried: threads hold sums twice and parts of W
-besides. A tile is 64 rows x 64 columns of W. As with wgmma_sp the model knows the shape alone.
+The schedules are wgmma_sp's, of which some are tried: threads hold sums twice and, of six products, parts of
+W besides. A tile is 64 rows x 64 columns of W. As with wgmma_sp the model knows the shape alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ...vocab import ElementKind
 from ...weights.layouts import TILE_M, TILES_32BIT
 from ..descriptor import GemmSparse24Descriptor
+from ..limits import align_up, split_bytes
 from ..table import GemmRow
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import FEW, Schedule, widths
@@ -28,6 +30,8 @@ _OF_FEW = (
     *((3, 1, 1, slices) for slices in (1, 2, 3, 4)),  # with 8 there aren't registers enough
 )
 _OF_MANY = ((2, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 3), (2, 1, 1, 4), (2, 1, 1, 8))
+RANGE_TILES = {2: SPLIT_SUM[2] // SPLIT_TILE, 3: 2}
+"""By the parts of a float32, tiles of which ranges are cut: whole sums of the tensor cores, whole turns."""
 
 
 class _Fit(NamedTuple):
@@ -39,53 +43,101 @@ class _Fit(NamedTuple):
     """and for each token."""
 
 
-_FITS = {2: _Fit(0.47, 0.0027), 3: _Fit(0.62, 0.0053)}
-"""By the parts of a float32."""
+_FITS = {
+    (2, True): _Fit(0.47, 0.0027),
+    (2, False): _Fit(0.2, 0.0040),
+    (3, True): _Fit(0.62, 0.0053),
+    (3, False): _Fit(0.62, 0.0053),
+}
+"""By the parts of a float32, and whether tokens are few."""
 _LAUNCH, _CLUSTER, _RESULT = 2.0, 0.2, 1.3e-4
 """Of both kernels; for each doubling of a cluster; of a result that is stored or folded."""
-_PAIR, _REFILL = 0.97, 1.5
-"""What a tile takes for blocks that share X, relative to one; microseconds to fill a sliced block's ring."""
+_PAIR, _REFILL, _JOIN = 0.97, 1.5, 6.0
+"""What a tile takes for blocks that share X, relative to one; microseconds to fill a sliced block's ring, and
+until a block has the sums that it goes on from."""
 _MEMORY, _STREAM = 4.05e6, 41e3
 """Bytes of W per microsecond, of the whole device and of one multiprocessor."""
 
 
 def predicted(schedule: Schedule, desc: GemmSparse24Descriptor, parts: int) -> float:
     """Microseconds of one run, weights coming from memory."""
-    items, fit = schedule.items(desc.n, desc.m), _FITS[parts]
-    resident = schedule.resident_clusters(H200_MULTIPROCESSORS)
-    waves, busy = -(-items // resident), min(items, resident) * schedule.cluster
-    tiles = -(-desc.k // TILES_32BIT.tile_k) / schedule.slices
+    items, fit = schedule.items(desc.n, desc.m), _FITS[parts, desc.n <= FEW]
+    resident = schedule.ranges or schedule.resident_clusters(H200_MULTIPROCESSORS)
+    waves = items / resident if schedule.ranges else -(-items // resident)
+    busy = min(items, resident) * schedule.cluster
+    tiles = -(-desc.k // SPLIT_TILE) / schedule.slices
     rows = schedule.rows // TILE_M
     multiplied = (fit.tile + fit.token * schedule.tokens) * (0.5 + 0.25 * rows)
     multiplied *= _PAIR if schedule.share > 1 else 1.0
     streamed = rows * TILES_32BIT.tile_bytes / min(_STREAM, _MEMORY / busy) if desc.n <= FEW else 0.0
     stored = schedule.rows * min(schedule.tokens, desc.n) * _RESULT
     block = tiles * max(multiplied, streamed) + stored + (_REFILL if schedule.slices > 1 else 0.0)
-    return _LAUNCH + _CLUSTER * math.log2(schedule.cluster) + waves * block
+    joined = _JOIN if schedule.ranges else 0.0
+    return _LAUNCH + _CLUSTER * math.log2(schedule.cluster) + waves * block + joined
 
 
 @lru_cache(1024)
-def _tried(n: int) -> tuple[Schedule, ...]:
+def _tried(n: int, m: int, parts: int) -> tuple[Schedule, ...]:
     found = []
     for warpgroups, row_tiles, share, slices in _OF_FEW if n <= FEW else _OF_MANY:
         most = _CROWDED if warpgroups * row_tiles > 2 else _SLICED if slices > 1 else _WIDEST
+        if (warpgroups, slices, parts) == (3, 2, 3):
+            continue  # there aren't registers enough
         shape = [Schedule(warpgroups, row_tiles, tokens, share, slices) for tokens in widths(n, most)]
         found += [one for one in shape if one.fits() and one.tokens <= most]
-    return tuple(found)
+    return (*found, *(ranged for one in found if (ranged := _in_ranges(one, n, m)) is not None))
+
+
+def _in_ranges(one: Schedule, n: int, m: int) -> Schedule | None:
+    """The same in equal shares, where there are items for all clusters, and not as many for each."""
+    ranges, items = H200_MULTIPROCESSORS // one.share, one.items(n, m)
+    if n <= FEW or one.slices > 1 or items <= ranges or items % ranges == 0:
+        return None
+    return one._replace(ranges=ranges)
+
+
+class Regions(NamedTuple):
+    """Of the workspace, behind the parts of X: where they begin, and where all ends."""
+
+    handed: int
+    """What blocks hand over."""
+    groups: int
+    """Sums of groups: of each block, and with ranges of each that hands one over."""
+    end: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, desc: GemmSparse24Descriptor, parts: int, blocks: int) -> Regions:
+        handed = align_up(split_bytes(parts, desc))
+        groups = handed + align_up(schedule.workspace_bytes())
+        in_groups = schedule.slices == 1 and 0 < SPLIT_GROUP[parts] < desc.k
+        sums = 4 * schedule.rows * schedule.tokens * blocks * (2 if schedule.ranges else 1)
+        return cls(handed, groups, groups + (sums if in_groups else 0))
 
 
 @lru_cache(4096)
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None) -> Schedule:
-    """The row's schedule of the least predicted time. ``whole_m``: M of the weight that W is a part of."""
+def best_schedule(
+    desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None, max_workspace: int | None = None
+) -> Schedule:
+    """The row's schedule of the least predicted time.
+
+    ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for.
+    """
     allowed = allowed_schedules(desc, row, whole_m)
+    if max_workspace is not None:
+        allowed = tuple(one for one in allowed if _workspace(one, desc, row.parts) <= max_workspace)
     return min(allowed, key=lambda one: predicted(one, desc, row.parts))
+
+
+def _workspace(one: Schedule, desc: GemmSparse24Descriptor, parts: int) -> int:
+    clusters = one.ranges or min(one.items(desc.n, desc.m), one.resident_clusters(H200_MULTIPROCESSORS))
+    return Regions.of(one, desc, parts, clusters * one.cluster).end
 
 
 def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None
 ) -> tuple[Schedule, ...]:
     """The schedules with which the row keeps what it promises."""
-    tried = _tried(desc.n)
+    tried = _tried(desc.n, desc.m, row.parts)
     if not row.guarantee(desc).batch_invariant:
         return tried
     slices = invariant_slices(whole_m or desc.m, desc.k, row.parts)
@@ -101,7 +153,7 @@ def invariant_slices(m: int, k: int, parts: int) -> int:
     lost = dict.fromkeys(_SLICES, 0.0)
     for n in _JUDGED:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=ElementKind.F32)
-        us = {one: predicted(one, desc, parts) for one in _tried(n)}
+        us = {one: predicted(one, desc, parts) for one in _tried(n, m, parts)}
         for slices in _SLICES:
             least = min(time for one, time in us.items() if one.slices == slices)
             lost[slices] += math.log(least / min(us.values())) ** 2

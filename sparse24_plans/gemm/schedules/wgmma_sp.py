@@ -47,9 +47,10 @@ class Lines(NamedTuple):
     y_columns: bool = False
 
     @classmethod
-    def of(cls, desc: GemmSparse24Descriptor) -> Lines:
+    def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> Lines:
+        """``layout``: W's; None: that of its element."""
         columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        return cls(layout_of(desc.element), desc.out_element.itemsize, *columns)
+        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns)
 
 
 def pitch_of(nbytes: int) -> int:
@@ -135,14 +136,15 @@ class Schedule(NamedTuple):
 
     def _stage_bytes(self, lines: Lines) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
-        return self.rows // TILE_M * lines.layout.tile_bytes, 128 * align_up(self.tokens, group)
+        return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
 
     def stages(self, lines: Lines, parts: int = 0) -> tuple[int, int]:
         """Of W and of X: as many as fit. X comes in steps half as long, or in ``parts`` of the same width."""
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
-        if parts:
-            tried = [(w, x) for w in range(2, 9) for x in range(parts, 25) if w * weight + x * source <= room]
+        if parts:  # two tiles of W at a time, and what they are multiplied by
+            pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
+            tried = [(w, x) for w, x in pairs if w * weight + x * source <= room]
             return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
