@@ -64,7 +64,7 @@ class Kernel(GemmKernel):
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, False, parts),
+            defines(desc, schedule, False, parts, after_pass=True),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines, parts),
         )
@@ -103,8 +103,8 @@ class Kernel(GemmKernel):
         try:
             map_of = cuda_driver_abi.swizzled_matrix_map
             maps = map_of(space, shape, desc.k * size_of_part, size_of_part, self._source_box)
-            # The rest map is of X in columns alone.
-            maps += 2 * map_of(space, shape, desc.k * size_of_part, size_of_part, self._tail_box)
+            # The rest maps are of X in columns alone.
+            maps += 3 * map_of(space, shape, desc.k * size_of_part, size_of_part, self._tail_box)
             if parameters.aligned and copied:
                 pitch = result_stride * size if desc.n > 1 else align_up(desc.m * size, 16)
                 maps += map_of(result.address, (desc.n, desc.m), pitch, size, self._result_box)

@@ -20,6 +20,7 @@ class Parameters(ctypes.Structure):
         ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x_tail_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x_tail_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
@@ -53,9 +54,16 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 def defines(
-    desc: GemmSparse24Descriptor, schedule: Schedule, promote: bool, parts: int = 0
+    desc: GemmSparse24Descriptor,
+    schedule: Schedule,
+    promote: bool,
+    parts: int = 0,
+    *,
+    after_pass: bool = False,
 ) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32."""
+    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32; ``after_pass``:
+    whether the launch before it writes the X that it reads, and nothing else that it does.
+    """
     lines = Lines.of(desc)
     weight_stages, source_stages = schedule.stages(lines, parts)
     return {
@@ -76,7 +84,8 @@ def defines(
         "WEIGHT_STAGES": weight_stages,
         "SOURCE_STAGES": source_stages,
         "STEP_TOKENS": schedule.step_tokens(lines.out_bytes),
-        "BOX_LINES": schedule.box_lines(schedule.group(2)) if lines.x_columns else 0,
+        "AFTER_PASS": int(after_pass),
         "X_COLUMNS": int(lines.x_columns),
+        "X_BY_THREADS": int(lines.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMNS": int(lines.y_columns),
     }

@@ -1,6 +1,7 @@
 """Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine.
 
-Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set.
+Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set; then
+for X in rows, where it lies in columns and ``gemm/turn_columns.cu`` turns it first.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from ...weights.layouts import TILE_M, layout_of
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
-from ..limits import align_up
+from ..limits import align_up, should_turn, turned_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Lines, Schedule, pitch_of
+from ..turning import SOURCE as TURN_SOURCE
+from ..turning import Turning
 from ..wgmma import SOURCE, Parameters, defines
 
 _marks = itertools.count(secrets.randbits(63) | 1)
@@ -35,7 +38,7 @@ _marks = itertools.count(secrets.randbits(63) | 1)
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
-    sources = (SOURCE,)
+    sources = (SOURCE, TURN_SOURCE)
     tunable = True
     workspace_alignment = 256
 
@@ -43,12 +46,18 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._schedule = schedule = _schedule_of(choice)
+        self._turning = None
+        if _turns(choice, schedule):
+            self._turning, self.launches = Turning(desc, device), 2
+            self.alignments = {"weight": Alignment(16)}
+            desc = desc.model_copy(update={"x_order": MatrixOrder.ROW})
+        self._multiplied = desc
         items = schedule.items(desc.n, desc.m)
         # One slice: blocks stay and take tile after tile.
         resident = schedule.ranges or schedule.resident_clusters(device.multiprocessors)
         clusters = resident if schedule.ranges else min(items, resident)
         self._blocks = (clusters if schedule.slices == 1 else items) * schedule.cluster
-        self.workspace_size = schedule.workspace_bytes()
+        self.workspace_size = schedule.workspace_bytes() + (self._turning.nbytes if self._turning else 0)
         layout, lines = layout_of(desc.element), Lines.of(desc)
         weight_stages, source_stages = schedule.stages(lines)
         self.details = (
@@ -56,13 +65,14 @@ class Kernel(GemmKernel):
             f"{self._blocks} blocks{' in equal shares' if schedule.ranges else ''}, "
             f"K in {schedule.slices * schedule.parts} slices, clusters of "
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
+            f"{', X turned into rows first' if self._turning else ''}"
         )
         self._function = load(
             SOURCE,
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, self.row.promoted),
+            defines(desc, schedule, self.row.promoted, after_pass=self._turning is not None),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
@@ -86,13 +96,14 @@ class Kernel(GemmKernel):
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc, source, result = self.descriptor, views["source"], views["result"]
+        desc, result = self._multiplied, views["result"]
         parameters = Parameters.from_buffer_copy(self._parameters)
         size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
         # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
         copied = self._schedule.slices == 1
         ends = (desc.m if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
         parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
+        source, turn = self._source(views["source"], workspace)
         try:
             maps = b"".join(_map(source, desc.x_order, box) for box in self._source_boxes)
             if parameters.aligned and copied:
@@ -112,7 +123,24 @@ class Kernel(GemmKernel):
             parameters.flags = workspace
             parameters.sums = workspace + self._schedule.flags_bytes()
             parameters.mark = next(_marks)
-        return self._function.bind(self._blocks, parameters, overlapping=True)
+        multiply = self._function.bind(self._blocks, parameters, overlapping=True)
+        if turn is None:
+            return multiply
+
+        def launch(stream: int) -> None:
+            turn(stream)
+            multiply(stream)
+
+        return launch
+
+    def _source(self, source: TensorView, workspace: int) -> tuple[TensorView, Launch | None]:
+        """X as it is multiplied, and what makes it so."""
+        if self._turning is None:
+            return source, None
+        # Whether it can run is asked without a workspace.
+        space = workspace + self._schedule.workspace_bytes() if workspace else source.address & -256
+        rows = TensorView(space, source.shape, source.element, source.device)
+        return rows, self._turning.launcher(source, space)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
@@ -133,6 +161,8 @@ class Kernel(GemmKernel):
 def _schedule_of(choice: Choice) -> Schedule:
     desc, row, preference = choice.descriptor, choice.row, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
+    if most is not None:
+        most -= wgmma_sp_workspace(desc)
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
         return best_schedule(desc, row, whole_m, most)
     schedule = Schedule(**choice.configuration)
@@ -143,6 +173,13 @@ def _schedule_of(choice: Choice) -> Schedule:
     return schedule
 
 
+def _turns(choice: Choice, schedule: Schedule) -> bool:
+    """Whether X is turned into rows first."""
+    desc, most = choice.descriptor, choice.preference.max_workspace_bytes
+    has_space = most is None or schedule.workspace_bytes() + turned_bytes(desc) <= most
+    return should_turn(desc) and has_space
+
+
 class _Box(NamedTuple):
     """What the copy engine moves at a time: lines, which are rows or columns, and elements of each."""
 
@@ -150,10 +187,12 @@ class _Box(NamedTuple):
     elements: int
     pitch: int
     """Bytes from one line to the next in shared memory."""
+    groups: int = 0
+    """Of so many elements, one after the other in a line: first all lines of one, then those of the next."""
 
 
-def _source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule) -> tuple[_Box, _Box, _Box]:
-    """Of X: of all blocks of tokens; of the last block; in columns: its last group's, and that of the others.
+def _source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule) -> tuple[_Box, _Box, _Box, _Box]:
+    """Of X: of all blocks of tokens; of the last block; in columns: what is left past their whole groups.
 
     What lies past the last token is not copied, not even as zeros: those the copy engine writes slowly.
     """
@@ -161,11 +200,16 @@ def _source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule) -> tuple[_Bo
     if desc.x_order is MatrixOrder.ROW:
         tail = _Box(schedule.tail_rows(desc.n), line // size, line)
         whole = tail._replace(lines=schedule.tokens // schedule.share) if desc.n > schedule.tokens else tail
-        return whole, tail, whole
-    group = schedule.group(size)
-    boxes = (group, schedule.tail_boxed(desc.n) % group or group, schedule.tokens % group or group)
-    whole, tail, rest = (_Box(schedule.box_lines(group), tokens, group * size) for tokens in boxes)
-    return whole, tail, rest
+        return whole, tail, whole, tail
+    group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
+    box = _Box(line // size, group, group * size)
+    # A box that nothing is copied with is a whole one.
+    whole, tail = (
+        box._replace(groups=max(1, min(count, desc.n) // group)) for count in (schedule.tokens, tail_tokens)
+    )
+    left = schedule.tokens % group, schedule.tail_boxed(desc.n) - tail_tokens // group * group
+    rest, tail_rest = (box._replace(elements=tokens or group, groups=1) for tokens in left)
+    return whole, tail, rest, tail_rest
 
 
 def _result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> _Box:
@@ -183,4 +227,6 @@ def _map(view: TensorView, order: MatrixOrder, box: _Box) -> bytes:
     line_bytes = line_stride(view, order) * size
     if shape[0] == 1:  # nothing lies a line further, so any distance serves
         line_bytes = align_up(line_bytes, 16)
+    if box.groups:
+        return cuda_driver_abi.swizzled_groups_map(view.address, shape, line_bytes, size, box)
     return cuda_driver_abi.swizzled_matrix_map(view.address, shape, line_bytes, size, box[:2], box.pitch)
