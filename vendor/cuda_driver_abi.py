@@ -15,7 +15,8 @@ from .library_error import LibraryError
 # CUtensorMapDataType, by bytes of an unsigned element
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 # CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
-_INTERLEAVE_NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
+_INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
+_L2_PROMOTION_NONE, _L2_PROMOTION_256B = 0, 3
 _SWIZZLE = {16: 0, 32: 1, 64: 2, 128: 3}  # by bytes that a box's rows are apart
 
 TENSOR_MAP_BYTES = 128
@@ -136,6 +137,31 @@ def swizzled_matrices_map(
     return _swizzled_map(address, shape, (shape[1] * row_bytes, row_bytes), itemsize, (1, *box))
 
 
+@lru_cache(maxsize=1024)
+def swizzled_groups_map(
+    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int, int, int]
+) -> bytes:
+    """A CUtensorMap, [groups, rows, columns], of a row-major matrix: groups of columns follow each other.
+
+    ``box`` is (rows, columns, pitch, groups): ``groups`` times so many columns, from the coordinates (0, row,
+    column). In shared memory the rows of a group lie ``pitch`` bytes apart, under the swizzle of that width,
+    and groups one after the other. With several of them a box that isn't all inside of the matrix may be
+    filled with zeros.
+    """
+    rows, columns, pitch, groups = box
+    sizes = groups, shape[0], max(1, shape[1] - (groups - 1) * columns)
+    # What the engine would fetch beside a line is of another group: it comes by itself.
+    return _swizzled_map(
+        address,
+        sizes,
+        (columns * itemsize, row_bytes),
+        itemsize,
+        (groups, rows, columns),
+        pitch,
+        _L2_PROMOTION_NONE,
+    )
+
+
 class PixelBox(NamedTuple):
     """The pixels that a map walks, row by row: from ``lower``, ``steps`` of them ``stride`` apart."""
 
@@ -198,6 +224,7 @@ def _swizzled_map(
     itemsize: int,
     box: tuple[int, ...],
     pitch: int = 0,
+    promotion: int = _L2_PROMOTION_256B,
 ) -> bytes:
     """Sizes from the outermost to the innermost, which is contiguous."""
     space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
@@ -214,7 +241,7 @@ def _swizzled_map(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
         _SWIZZLE[pitch or box[-1] * itemsize],
-        _L2_PROMOTION_256B,
+        promotion,
         _FILL_ZEROS,
     )
     if status:

@@ -25,6 +25,7 @@ from sparse24_plans.gemm.backends import wgmma_sp as backend
 from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
 from sparse24_plans.gemm.schedules.wgmma_sp import (
     FEW,
+    Lines,
     Schedule,
     schedules_for,
     schedules_in,
@@ -86,7 +87,11 @@ def tried(desc: GemmSparse24Descriptor) -> list[Schedule]:
 
 
 def compile_kernel(desc: GemmSparse24Descriptor, schedule: Schedule) -> None:
-    cubin(SOURCE, "sm_90a", {**defines(desc, schedule, False), "PARAMETER_BYTES": sizeof(Parameters)})
+    cubin(
+        SOURCE,
+        "sm_90a",
+        {**defines(desc, schedule, Lines.of(desc), False), "PARAMETER_BYTES": sizeof(Parameters)},
+    )
 
 
 def times_of(matrix: Matrix, n: int) -> dict[str, float]:

@@ -72,8 +72,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   }
   __syncthreads();
   if constexpr (Config::kCluster > 1) cluster_meet_relaxed();
-  if constexpr (Config::kXParts) {
-    // The pass that splits X lets this kernel start when all before it is done: W needs no wait.
+  if constexpr (Config::kAfterPass) {
+    // The pass lets this kernel start when all before it is done: W needs no wait.
     release_successors();
     if (threadIdx.x / 32 != Config::kMultiplying / 32) wait_for_predecessors();
   } else {

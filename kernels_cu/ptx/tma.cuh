@@ -74,13 +74,30 @@ __device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 co
       : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-// The same to every block of the cluster in `mask`, at the same places of their shared memory.
+// The same of a 3-D tensor.
+__device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix,
+                                            u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      :
+      : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+      : "memory");
+}
+// To every block of the cluster in `mask`, at the same places of their shared memory.
 __device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier,
                                                       u16 mask) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3}], [%4], %5;"
                :
                : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+               : "memory");
+}
+__device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix,
+                                                      u32 barrier, u16 mask) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+               :
+               : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier), "h"(mask)
                : "memory");
 }
 

@@ -1,9 +1,10 @@
 """What compiling takes: ``python -m sparse24_plans.bench.compile_times OUT.json``.
 
 Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
-for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue. The
-compiler is loaded before the clock starts. ``cached_ms`` is what finding and checking the kernel in the cache
-takes. One process, one kernel at a time; a minute or two. Needs a GPU, whose architecture is compiled for.
+for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
+an X in columns that has to be turned first. The compiler is loaded before the clock starts. ``cached_ms`` is
+what finding and checking the kernel in the cache takes. One process, one kernel at a time; a minute or two.
+Needs a GPU, whose architecture is compiled for.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from ..plan.preference import PlanPreference
 from ..plan.table import Row, consider
 from ..prepare import descriptor as prepare
 from ..prepare import table as prepare_table
-from ..vocab import BlockSparseConvOp, DeviceProperties, ElementKind, EpilogueKind, TileRule
+from ..vocab import BlockSparseConvOp, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, TileRule
 from .record import SCHEMA, Record, files_of, machine, save, stamp
 
 _M, _K = 4096, 4096
-_TOKENS = (16, 4096)
+_TOKENS, _TURNED = (16, 4096), 17
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _BLOCK_TABLES = (
@@ -76,6 +77,9 @@ def problems(row: Row) -> Iterator[Descriptor]:
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
+    if row.column_order:
+        for element in row.elements:
+            yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
 
 
 def block_problems(row: Row) -> Iterator[Descriptor]:

@@ -23,6 +23,11 @@ SPLIT_BLOCK = 2048
 """Elements of X that a block of the pass over it splits."""
 _GROUP_SUMS = 132 * 128 * 128 * 4
 """Bytes of the sums of the largest blocks, a multiprocessor each."""
+DIRECT_TOKENS, _SECTOR = 64, 32
+"""Up to so many, X in columns is multiplied as it lies; of more where columns begin at multiples of so many
+bytes, which memory gives at a time."""
+TURNED_TILE = 64
+"""Columns, and tokens, of X in columns that a block turns into rows."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -57,7 +62,38 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
     if problem.n > 1 and problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
-    return _columns_of_x(problem) or _integer_sums(problem) or _tile_blocks(problem)
+    if must_turn(problem) and (reason := beyond_grid(_turned_blocks(problem))) is not None:
+        return reason
+    return _integer_sums(problem) or _tile_blocks(problem)
+
+
+def must_turn(problem: GemmSparse24Descriptor) -> bool:
+    """Whether X lies in columns that touch and begin between multiples of 16 bytes: no copy reads them."""
+    return problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16 != 0
+
+
+def should_turn(problem: GemmSparse24Descriptor) -> bool:
+    """Whether X in columns is read faster where a pass turns it into rows first, as measured on an H200."""
+    return must_turn(problem) or (
+        problem.x_order is MatrixOrder.COLUMN
+        and problem.n > DIRECT_TOKENS
+        and problem.n * problem.element.itemsize % _SECTOR != 0
+        and beyond_grid(_turned_blocks(problem)) is None
+    )
+
+
+def turned_bytes(problem: GemmSparse24Descriptor) -> int:
+    """Of X in rows."""
+    return problem.n * problem.k * problem.element.itemsize
+
+
+def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
+    """Without which it can't run."""
+    return turned_bytes(problem) if must_turn(problem) else 0
+
+
+def _turned_blocks(problem: GemmSparse24Descriptor) -> int:
+    return -(-problem.k // TURNED_TILE) * -(-problem.n // TURNED_TILE)
 
 
 def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:

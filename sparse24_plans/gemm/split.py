@@ -69,7 +69,7 @@ class Kernel(GemmKernel):
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, lines, False, parts),
+            defines(desc, schedule, lines, False, parts, after_pass=True),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines, parts),
         )

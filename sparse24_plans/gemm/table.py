@@ -95,6 +95,7 @@ _WGMMA_SP = replace(
     below_compute_capability=limits.WGMMA[1],
     guarantee=guarantees.wgmma_sp,
     limits=limits.wgmma_sp,
+    min_workspace=limits.wgmma_sp_workspace,
 )
 
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)

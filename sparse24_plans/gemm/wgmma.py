@@ -35,6 +35,7 @@ class Parameters(ctypes.Structure):
         ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x_tail_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
+        ("x_tail_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("x", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
@@ -69,9 +70,17 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 def defines(
-    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, promote: bool, parts: int = 0
+    desc: GemmSparse24Descriptor,
+    schedule: Schedule,
+    lines: Lines,
+    promote: bool,
+    parts: int = 0,
+    *,
+    after_pass: bool = False,
 ) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32."""
+    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32; ``after_pass``:
+    whether the launch before it writes the X that it reads, and nothing else that it does.
+    """
     weight_stages, source_stages = schedule.stages(lines, parts)
     return {
         **type_defines(desc),
@@ -94,8 +103,9 @@ def defines(
         "WEIGHT_STAGES": weight_stages,
         "SOURCE_STAGES": source_stages,
         "STEP_TOKENS": schedule.step_tokens(lines.out_bytes),
-        "BOX_LINES": schedule.box_lines(schedule.group(2)) if lines.x_columns else 0,
+        "AFTER_PASS": int(after_pass),
         "X_COLUMNS": int(lines.x_columns),
+        "X_BY_THREADS": int(lines.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMNS": int(lines.y_columns),
     }
 
@@ -142,10 +152,12 @@ class Box(NamedTuple):
     elements: int
     pitch: int
     """Bytes from one line to the next in shared memory."""
+    groups: int = 0
+    """Of so many elements, one after the other in a line: first all lines of one, then those of the next."""
 
 
-def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) -> tuple[Box, Box, Box]:
-    """Of X: of all blocks of tokens; of the last block; in columns: its last group's, and that of the others.
+def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) -> tuple[Box, Box, Box, Box]:
+    """Of X: of all blocks of tokens; of the last block; in columns: what is left past their whole groups.
 
     ``size``: bytes of an element as it is copied. What lies past the last token is not copied, not even as
     zeros: those the copy engine writes slowly.
@@ -154,11 +166,16 @@ def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) ->
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
         whole = tail._replace(lines=schedule.tokens // schedule.share) if desc.n > schedule.tokens else tail
-        return whole, tail, whole
-    group = schedule.group(size)
-    boxes = (group, schedule.tail_boxed(desc.n) % group or group, schedule.tokens % group or group)
-    whole, tail, rest = (Box(schedule.box_lines(group), tokens, group * size) for tokens in boxes)
-    return whole, tail, rest
+        return whole, tail, whole, tail
+    group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
+    box = Box(line // size, group, group * size)
+    # A box that nothing is copied with is a whole one.
+    whole, tail = (
+        box._replace(groups=max(1, min(count, desc.n) // group)) for count in (schedule.tokens, tail_tokens)
+    )
+    left = schedule.tokens % group, schedule.tail_boxed(desc.n) - tail_tokens // group * group
+    rest, tail_rest = (box._replace(elements=tokens or group, groups=1) for tokens in left)
+    return whole, tail, rest, tail_rest
 
 
 def result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> Box:
@@ -176,6 +193,8 @@ def lines_map(at: int, shape: tuple[int, ...], stride: int, size: int, box: Box)
     apart = stride * size
     if shape[0] == 1:  # nothing lies a line further, so any distance serves
         apart = align_up(apart, 16)
+    if box.groups:
+        return cuda_driver_abi.swizzled_groups_map(at, (shape[0], shape[1]), apart, size, box)
     return cuda_driver_abi.swizzled_matrix_map(at, (shape[0], shape[1]), apart, size, box[:2], box.pitch)
 
 
@@ -192,7 +211,7 @@ def launch_parameters(
     source_maps: Callable[[], list[bytes]],
     handed: int,
 ) -> Parameters:
-    """Of a launch. ``source_maps``: makes X's three; ``handed``: where what blocks hand over may lie."""
+    """Of a launch. ``source_maps``: makes X's four; ``handed``: where what blocks hand over may lie."""
     parameters = Parameters.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)

@@ -43,7 +43,7 @@ class Kernel(Generic[D]):
     workspace_alignment: int = 1
     default_alignment: ClassVar[Alignment] = Alignment()
     """Of operands that ``alignments`` doesn't name."""
-    alignments: ClassVar[Mapping[str, Alignment]] = {}
+    alignments: Mapping[str, Alignment] = {}
     """By the operands' names to the kernel. Every element is aligned to its size at least."""
     sources: ClassVar[tuple[str, ...]] = ()
     """The files of kernels_cu that it compiles; what they include comes with them."""
@@ -75,9 +75,8 @@ class Kernel(Generic[D]):
         named: str | None = choice.row.guarantee(choice.descriptor).arithmetic
         return named
 
-    @classmethod
-    def alignment_of(cls, operand: str) -> Alignment:
-        return cls.alignments.get(operand, cls.default_alignment)
+    def alignment_of(self, operand: str) -> Alignment:
+        return self.alignments.get(operand, self.default_alignment)
 
     @classmethod
     def candidates(cls, descriptor: D, device: DeviceProperties) -> list[dict[str, int]]:

@@ -12,8 +12,8 @@ from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
 from sparse24_plans.gemm.schedules.wgmma_sp import Lines, Schedule
 from sparse24_plans.gemm.wgmma import Box, source_boxes
 
-BOX_COLUMNS, STEP_COLUMNS, LINE_THREADS = 64, 32, 64
-"""Columns of K of a stage, and of one instruction; threads that copy lines of few tokens."""
+BOX_COLUMNS, STEP_COLUMNS = 64, 32
+"""Columns of K of a stage, and of one instruction."""
 _SWIZZLES = {16: 0, 32: 3, 64: 2, 128: 1}
 """Pitch of lines -> the number of its swizzle in a descriptor."""
 
@@ -33,6 +33,17 @@ def copy_box(shared: np.ndarray, at: int, matrix: np.ndarray, line: int, first: 
             to = swizzled(at + i * box.pitch + j * size, box.pitch)
             shared[to : to + size] = np.frombuffer(value.tobytes(), np.uint8)
     return box.lines * box.elements * size
+
+
+def copy_groups(shared: np.ndarray, at: int, matrix: np.ndarray, line: int, first: int, box: Box) -> int:
+    """The same of a 3-D map, whose lines end where the last group's first element is the matrix's last."""
+    ends = matrix[:, : matrix.shape[1] - (box.groups - 1) * box.elements]
+    came = 0
+    for group in range(box.groups):
+        skipped = group * box.elements
+        part = matrix[:, skipped : skipped + ends.shape[1]]
+        came += copy_box(shared, at + group * box.lines * box.pitch, part, line, first, box)
+    return came
 
 
 def copied_out(shared: np.ndarray, at: int, dtype: np.dtype, box: Box) -> np.ndarray:
@@ -64,19 +75,29 @@ def read_b(shared: np.ndarray, at: int, tokens: int) -> np.ndarray:
     return shared[table].astype(np.uint16) | shared[table + 1].astype(np.uint16) << 8
 
 
-def copy_lines(shared: np.ndarray, tokens: int, group: int, x: np.ndarray, token0: int, box: int) -> None:
-    """What the threads of copy_lines of kernels_cu/gemm/wgmma_sp/copies.cuh do in one stage. x: [n, k] as bits."""
-    chunks, swapped, filled = tokens // 8, group // 8, []
-    step = next(BOX_COLUMNS // most for most in (1, 2, 4, 8) if chunks <= most)
-    for thread in range(LINE_THREADS):
-        line, chunk = divmod(thread, chunks)
-        token = token0 + 8 * chunk
-        into = line * group * 2 + (chunk ^ line * swapped // 8 % swapped) * 16
-        for one in range(line, BOX_COLUMNS if line < step and token < len(x) else 0, step):
-            column, at = box * BOX_COLUMNS + one, into + (one - line) * group * 2
+def copy_lines(shared: np.ndarray, schedule: Schedule, x: np.ndarray, token0: int, box: int) -> None:
+    """What copy_lines of kernels_cu/gemm/wgmma_sp/copies.cuh does in one stage. x: [n, k] as bits."""
+    chunks, group, filled = schedule.tokens // 8, schedule.group(2), []
+    swapped, threads = group // 8, 32 if schedule.ranges else 64
+    lanes = next(most for most in (1, 2, 4, 8) if chunks <= most)
+    step = threads // lanes
+
+    def swizzle(line: int) -> int:
+        return line * swapped // 8 % swapped * 16
+
+    for thread in range(threads):
+        line, chunk = divmod(thread, lanes)
+        token, into = token0 + 8 * chunk, line * group * 2 + (chunk * 16 ^ swizzle(line))
+        if chunk >= chunks or token >= len(x):
+            continue
+        for i in range(BOX_COLUMNS // step):
+            column, at = (
+                box * BOX_COLUMNS + line + i * step,
+                (into ^ swizzle(i * step)) + i * step * group * 2,
+            )
             eight = x[token : token + 8, column] if column < x.shape[1] else np.zeros(8, x.dtype)
             shared[at : at + 16] = np.frombuffer(eight.tobytes(), np.uint8)
-            filled.append((one, chunk))
+            filled.append(at)
     assert len(set(filled)) == len(filled) == BOX_COLUMNS * min(chunks, (len(x) - token0) // 8)
 
 
@@ -84,25 +105,22 @@ def stage(
     desc: GemmSparse24Descriptor, schedule: Schedule, x: np.ndarray, token0: int, box: int
 ) -> tuple[np.ndarray, int, int]:
     """Shared memory after one stage of X was copied for the tokens from ``token0``, the bytes that the engine
-    moved there, and those that copy_columns of kernels_cu/gemm/wgmma_sp/copies.cuh announces. x: [n, k] as bits.
+    moved there, and those that copy_columns of gemm/wgmma_sp/copies.cuh announces. x: [n, k] as bits.
     """
     group = schedule.group(2)
     _, stage_bytes = schedule._stage_bytes(Lines.of(desc))
     shared = np.full(stage_bytes, 0xA5, np.uint8)
-    if schedule.tokens < 64:
-        copy_lines(shared, schedule.tokens, group, x, token0, box)
+    if schedule.copied_by_threads(desc.n):
+        copy_lines(shared, schedule, x, token0, box)
         return shared, 0, 0
-    whole, tail, rest = source_boxes(desc, schedule, desc.element.itemsize)
+    whole, tail, rest, tail_rest = source_boxes(desc, schedule, desc.element.itemsize)
     is_tail = token0 + schedule.tokens >= desc.n
     tokens = schedule.tail_boxed(desc.n) if is_tail else schedule.tokens
-    came, groups = 0, -(-schedule.tokens // group)
-    splits_groups = schedule.share > 1 and whole.lines == BOX_COLUMNS
-    for share in range(schedule.share):
-        mine = groups // schedule.share
-        for index in range(share * mine, (share + 1) * mine) if splits_groups else range(groups):
-            first, line = index * group, 0 if splits_groups else share * whole.lines
-            if first < tokens:
-                one = whole if first + group <= tokens else tail if is_tail else rest
-                at = index * group * 128 + line * group * 2
-                came += copy_box(shared, at, x.T, box * BOX_COLUMNS + line, token0 + first, one)
+    whole_tokens = (desc.n - token0 if is_tail else schedule.tokens) // group * group
+    came = 0
+    if whole_tokens:
+        came += copy_groups(shared, 0, x.T, box * BOX_COLUMNS, token0, tail if is_tail else whole)
+    if whole_tokens < tokens:
+        left = tail_rest if is_tail else rest
+        came += copy_groups(shared, whole_tokens * 128, x.T, box * BOX_COLUMNS, token0 + whole_tokens, left)
     return shared, came, tokens * BOX_COLUMNS * 2

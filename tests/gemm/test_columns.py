@@ -25,7 +25,9 @@ from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.gemm.wgmma import result_box
+from sparse24_plans.plan.kernel import Choice
 
+from ..kernels.requests import recorded_loads
 from ..places import gpu_of
 from ..support import EPILOGUES, Case, case_of, make_case, plan_of_row, random_data, same_bits
 from . import columns_model as model
@@ -53,17 +55,40 @@ def test_sparse_tensor_cores_serve_both_orders(order, element, n):
     assert explain(desc, preference=invariant, device=HOPPER).chosen == "wgmma_sp_invariant"
 
 
-@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
 @pytest.mark.parametrize("n", [1, 17, 4095])
-def test_columns_of_x_that_do_not_begin_at_16_bytes_are_left_to_the_library(device, n):
+def test_columns_of_x_that_begin_between_16_bytes_are_turned_or_left_to_the_library(n):
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", **BOTH)
-    answer = explain(desc, device=device)
-    assert answer.chosen == "inflate_cublas"
-    reasons = {name: reason for name, _, reason in answer.rows}
-    words = f"needs columns of X in multiples of 16 bytes, got n = {n}"
-    assert reasons["mma_sp_many"] == words
-    if device is HOPPER:
-        assert reasons["wgmma_sp"] == reasons["wgmma_sp_invariant"] == words
+    assert explain(desc, device=HOPPER).chosen == "wgmma_sp"
+    for device in (HOPPER, AMPERE):
+        reasons = {name: reason for name, _, reason in explain(desc, device=device).rows}
+        assert reasons["mma_sp_many"] == f"needs columns of X in multiples of 16 bytes, got n = {n}"
+    assert explain(desc, device=AMPERE).chosen == "inflate_cublas"
+    little = PlanPreference(max_workspace_bytes=2 * n * 4096 - 1)
+    reasons = {name: reason for name, _, reason in explain(desc, preference=little, device=HOPPER).rows}
+    assert f"{2 * n * 4096} bytes" in reasons["wgmma_sp"]
+
+
+@pytest.mark.parametrize(
+    ("n", "turned"),
+    [(8, False), (17, True), (56, False), (72, True), (80, False), (1032, True), (4096, False)],
+)
+def test_x_is_turned_where_no_copy_reads_it_or_slowly(n, turned):
+    """And it is read as it lies where there is no workspace for more, of many tokens too."""
+    desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", **BOTH)
+    kernel = built(desc, PlanPreference())
+    assert (kernel.launches, "turned" in kernel.details) == (1 + turned, turned)
+    needed = 2 * n * 4096 if turned else 0
+    assert kernel.workspace_size == kernel._schedule.workspace_bytes() + needed
+    if turned and n % 8 == 0:
+        kernel = built(desc, PlanPreference(max_workspace_bytes=kernel.workspace_size - 1))
+        assert kernel.launches == 1
+        assert kernel.workspace_size < needed
+
+
+def built(desc: GemmSparse24Descriptor, preference: PlanPreference) -> wgmma_sp.Kernel:
+    """The kernel as selection builds it, not loaded."""
+    with recorded_loads(wgmma_sp.Kernel):
+        return wgmma_sp.Kernel(Choice(desc, HOPPER, row_of("wgmma_sp"), preference, {}))
 
 
 @pytest.mark.parametrize("n", [1, 17, 4095])
@@ -106,8 +131,7 @@ def test_a_problem_is_summed_alike_in_every_order(n, m, k, row):
     rows = wgmma_choice.best_schedule(GemmSparse24Descriptor(**fields), row_of(row))
     for order in ORDERS:
         found = wgmma_choice.best_schedule(GemmSparse24Descriptor(**fields, **order), row_of(row))
-        assert found.slices * found.parts == rows.slices * rows.parts
-        assert found == rows or (rows.ranges and not found.ranges)
+        assert found == rows
 
 
 # Shared memory, as the copy engine fills it and the tensor cores read it -----------------------------
@@ -116,13 +140,14 @@ CUTS = sorted({(one.tokens, one.share) for n in (8, 300, 600, 8192) for one in s
 CUTS += [(tokens, 1) for tokens in (16, 24, 32, 40, 48, 56, 64)]
 
 
+@pytest.mark.parametrize("ranges", [0, 132])
 @pytest.mark.parametrize(("tokens", "share"), CUTS)
-def test_x_in_columns_is_multiplied_as_it_lies(tokens, share):
+def test_x_in_columns_is_multiplied_as_it_lies(tokens, share, ranges):
     """A stage of whole blocks and of ragged ones, in the middle of K and at its end."""
-    schedule = schedules.Schedule(2, 1, tokens, share)
+    schedule = schedules.Schedule(2, 1, tokens, share, ranges=ranges)
     rng = np.random.default_rng(tokens)
     k = 2 * model.BOX_COLUMNS + 24
-    for tail in {8, tokens // 16 * 8 or 8, tokens}:
+    for tail in {8, tokens // 16 * 8 or 8, tokens // 16 * 8 + 8, tokens}:
         desc = GemmSparse24Descriptor(n=tokens + tail, m=64, k=k, element="bf16", x_order="column")
         x = rng.integers(1, 1 << 16, (desc.n, k), dtype=np.uint16)
         padded = np.zeros((desc.n, 3 * model.BOX_COLUMNS), np.uint16)
@@ -210,6 +235,12 @@ WGMMA_CUTS = [
     *((n, cut) for n in (40, 200) for cut in schedules.schedules_in(3, n)),
 ][::2]
 """Every other one: tests/gemm/test_cuts.py has them all."""
+WGMMA_CUTS += [
+    (n, schedules.Schedule(*shape[:2], tokens, shape[2], ranges=7))
+    for n, tokens in ((8, 8), (24, 24), (40, 48), (72, 80), (112, 112), (136, 144), (200, 208))
+    for shape in schedules._OF_RANGES
+    if schedules.Schedule(*shape[:2], tokens, shape[2], ranges=7).fits()
+]
 
 
 @gpu
@@ -218,6 +249,8 @@ def test_cuts_of_wgmma_sp(monkeypatch, n, cut):
     """Forced on a problem that is ragged in m and k, has several row blocks, and uneven slices."""
     index = WGMMA_CUTS.index((n, cut))
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    if index % 4 < 3:  # X as it lies
+        monkeypatch.setattr(wgmma_sp, "should_turn", lambda _: False)
     element, alpha = ("f16", "bf16")[index % 2], 1 + index / 64  # of its own: plans are cached
     fields = {"k": 1048, "element": element, "alpha": alpha, "epilogue": EPILOGUES[index % 5]}
     out = "f32" if index % 3 == 0 else element
@@ -267,6 +300,17 @@ def test_the_library_serves_every_order(order, n, element, epilogue):
 
 
 @gpu
+@pytest.mark.parametrize("row", ["wgmma_sp", "wgmma_sp_invariant"])
+@pytest.mark.parametrize("n", [1, 5, 63, 65, 72, 129, 1001])
+@pytest.mark.parametrize("k", [16, 136, 1048])
+def test_x_that_is_turned_may_lie_anywhere(row, n, k):
+    """Columns that begin at any element, or where 16 bytes can be read, and others' memory between them."""
+    fields = {"m": 1000, "k": k, "element": ("f16", "bf16")[n // 8 % 2], "epilogue": "bias"}
+    for pads, offsets in (((0, 0), (0, 0)), ((3, 0), (1, 0)), ((-n % 8, 0), (8, 0)), ((8, 5), (4, 3))):
+        check(row, pads, offsets, n=n, **fields, **(ORDERS[1], BOTH)[n % 2])
+
+
+@gpu
 def test_rows_of_y_keep_their_bits_in_every_batch():
     fields = {"m": 4096, "k": 4096, "element": "bf16", **BOTH}
     preference = PlanPreference(require=GuaranteeRequirement(batch_invariant=True))
@@ -304,7 +348,7 @@ def test_the_macros_of_both_kernels_say_how_x_and_y_lie():
     for order in ORDERS:
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [
-            wgmma_sp.defines(desc, schedules.schedules_for(64)[0], False),
+            wgmma_sp.defines(desc, schedules.schedules_for(64)[0], schedules.Lines.of(desc), False),
             mma_sp.defines(desc, mma_schedules.best_schedule(64, 4096, 132)),
         ]
         want = tuple(int(order[name] == "column") for name in ("x_order", "y_order"))

@@ -28,7 +28,7 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
-from sparse24_plans.gemm import split
+from sparse24_plans.gemm import split, turning
 from sparse24_plans.gemm import table as gemm_table
 from sparse24_plans.gemm.schedules import split_choice, wgmma_choice
 from sparse24_plans.gemm.table import GemmRow
@@ -75,7 +75,7 @@ SIZES = {
     "wgmma_sp_invariant": [{"n": 8}],
 }
 WGMMA_TOKENS = {
-    "wgmma_sp": (8, 24, 64, 128, 300, 1024, 8192),
+    "wgmma_sp": (8, 24, 48, 64, 128, 300, 1024, 8192),
     "wgmma_sp_invariant": (8, 64, 300, 1024),
     "wgmma_sp_s8": (48, 64, 400),
     "wgmma_sp_fp8": (8, 1024),
@@ -129,7 +129,7 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate):
+        for module in (sys.modules[kernel.__module__], inflate, turning):
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -160,7 +160,9 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
         for n in WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()) if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **COLUMNS)
             for schedule in wgmma_choice.allowed_schedules(desc, row):
-                row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
+                for most in (None, schedule.workspace_bytes()):  # with room to turn X, and without
+                    asked = preference.model_copy(update={"max_workspace_bytes": most})
+                    row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
     return found
 
 

@@ -40,7 +40,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static_assert(kParked % 4 == 0 && (!kParked || kParts > 1), "parked are quads of parts before");
   static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
-  static_assert(!kRanges || !(kColumnsX || kColumnsY), "the warp that hands sums over copies X in columns");
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
@@ -49,13 +48,14 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBoxColumns = kXParts ? Tile::kColumns : Tile::kColumns / 2;            // of X
   static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
   static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
-  // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. Groups of 64 come
-  // in boxes, for which 128 bytes is fast; shorter lines are copied by threads, which take what is adjacent at once.
+  // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. The copy engine is
+  // fast for lines of 128 bytes alone; few tokens are copied by threads, which take what is adjacent at once.
   static constexpr int kGroup = kTokens <= 8 ? 8 : kTokens <= 16 ? 16 : kTokens <= 32 ? 32 : 64;
   static constexpr int kGroups = (kTokens + kGroup - 1) / kGroup, kGroupBytes = kGroup * 128;
-  static constexpr int kBoxLines = S24_BOX_LINES;
-  static constexpr bool kByThreads = kColumnsX && kTokens < 64;
-  static constexpr int kLineThreads = 64;
+  static constexpr bool kByThreads = S24_X_BY_THREADS;
+  // Another pass writes the X that is read here, in a launch between this one and all that W may come from.
+  static constexpr bool kAfterPass = S24_AFTER_PASS;
+  static constexpr int kLineThreads = kRanges ? 32 : 64;        // sums are handed over by a warp of the others
   static constexpr int kSourceShare = kByThreads ? 1 : kShare;  // blocks that a stage of X goes to
   // Of a tile of W in shared memory: under a swizzle it begins where the pattern does.
   static constexpr int kTileBytes = kXParts && !kPlanes ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;
@@ -86,11 +86,12 @@ using Tile = Config::Tile;
 using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
 
 struct WgmmaSpParams {
-  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle; in columns: in boxes of kGroup tokens x
-  // kBoxLines columns, lines of kGroup tokens swizzled.
+  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle; in columns: all whole groups of a block,
+  // [group, column, token], in boxes of kBoxColumns columns, lines of kGroup tokens swizzled.
   TensorMap x_map;
-  TensorMap x_tail_map;  // the same in boxes of tail_rows, for the last block of tokens; in columns: its last group's
-  TensorMap x_rest_map;  // in columns: of the last group of the other blocks
+  TensorMap x_tail_map;       // the same in boxes of tail_rows, for the last block of tokens; in columns: its groups
+  TensorMap x_rest_map;       // in columns: what is left of a block, part of a group
+  TensorMap x_tail_rest_map;  // and of the last one
   TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of 64 rows of W x
                          // kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
   const void* x;         // [n, k]: in columns, their stride x_stride; of float32, X itself: its maps are of its parts

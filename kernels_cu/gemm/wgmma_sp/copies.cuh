@@ -36,58 +36,56 @@ __device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, B
   }
 }
 
-// X in columns, one stage: this block's part of the boxes, for every block that shares them: whole groups, or of each
-// the same columns.
+// X in columns, one stage, for every block that shares it: they take stages in turn. Whole groups of tokens are one
+// box: the copy engine takes long to begin another.
 __device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
                                              u32 slice) {
-  constexpr bool kSplitsGroups = Config::kShare > 1 && Config::kBoxLines == Config::kBoxColumns;
-  constexpr u32 kMine = kSplitsGroups ? Config::kGroups / Config::kShare : Config::kGroups;
   const bool is_tail = item.token + Config::kTokens >= p.n;
   const u32 tokens = is_tail ? p.tail_rows : Config::kTokens;
+  const u32 whole = (is_tail ? (u32)(p.n - item.token) : Config::kTokens) / Config::kGroup * Config::kGroup;
   barrier_expect(full, tokens * Config::kBoxColumns * 2);
-  const u32 line = kSplitsGroups ? 0 : share * Config::kBoxLines;
-#pragma unroll
-  for (u32 i = 0; i < kMine; ++i) {
-    const u32 group = kSplitsGroups ? share * kMine + i : i, first = group * Config::kGroup;
-    if (first >= tokens) break;
-    const TensorMap* map = first + Config::kGroup <= tokens ? &p.x_map : is_tail ? &p.x_tail_map : &p.x_rest_map;
-    const u32 at = to + group * Config::kGroupBytes + line * Config::kGroup * 2;
-    const u32 token = (u32)item.token + first, column = box * Config::kBoxColumns + line;
-    if constexpr (Config::kShare == 1) copy_tensor(at, map, token, column, full);
-    else
-      copy_tensor_multicast(at, map, token, column, full, (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
+  if (box % Config::kShare != share) return;
+  const u32 token = (u32)item.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
+  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map, *rest = is_tail ? &p.x_tail_rest_map : &p.x_rest_map;
+  if constexpr (Config::kShare == 1) {
+    if (whole) copy_tensor(to, groups, token, column, 0, full);
+    if (whole < tokens) copy_tensor(rest_to, rest, token + whole, column, 0, full);
+  } else {
+    const u16 mask = (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice);
+    if (whole) copy_tensor_multicast(to, groups, token, column, 0, full, mask);
+    if (whole < tokens) copy_tensor_multicast(rest_to, rest, token + whole, column, 0, full, mask);
   }
 }
 
-// The threads that copy X in columns of few tokens. Each has 8 tokens of every kStep-th column, and so one swizzle.
+// The threads that copy X in columns of few tokens, whose lines are short and begin anywhere: the copy engine is slow
+// there. A thread has 8 tokens of every kStep-th column.
 __device__ __forceinline__ void copy_lines(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  constexpr int kChunks = Config::kTokens / 8, kSwapped = Config::kGroup / 8, kLine = 2 * Config::kGroup;
-  constexpr int kStep = kChunks <= 1 ? 64 : kChunks <= 2 ? 32 : kChunks <= 4 ? 16 : 8, kPasses = 64 / kStep;
-  static_assert(!Config::kByThreads || kStep * kChunks <= Config::kLineThreads, "a pass has a thread for each chunk");
-  const int thread = threadIdx.x % Config::kLineThreads, line = thread / kChunks, chunk = thread % kChunks;
-  const u32 into = base + Config::kSourceAt + line * kLine + (chunk ^ line * kSwapped / 8 % kSwapped) * 16;
+  constexpr int kChunks = Config::kTokens / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
+  constexpr int kStep = Config::kLineThreads / kLanes, kPasses = 64 / kStep;
+  constexpr int kSwapped = Config::kGroup / 8, kLine = 2 * Config::kGroup;
+  static_assert(!Config::kByThreads || kChunks <= 8, "a line has a group, and a thread for each 8 tokens");
+  const int thread = threadIdx.x % Config::kLineThreads, line = thread / kLanes, chunk = thread % kLanes;
+  const auto swizzle = [](int line) { return line * kSwapped / 8 % kSwapped * 16; };
+  const u32 into = base + Config::kSourceAt + line * kLine + (chunk * 16 ^ swizzle(line));
   const i64 ahead = kStep * p.x_stride;
   RingPosition<Config::kSourceStages> at;
   for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
     const Item item(p, turn.index, share);
-    const bool has = line < kStep && item.token + chunk * 8 < p.n;
-    const int first = (int)turn.first * Tile::kColumns + line;
-    const u16* source = (const u16*)p.x + item.token + chunk * 8 + first * p.x_stride;
-    int left = (int)p.k - first;  // columns from this thread's first on
-    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
+    const i64 token = item.token + chunk * 8;
+    const bool has = chunk < kChunks && token < p.n;
+    int column = (int)turn.first * Tile::kColumns + line;
+    const int end = (int)turn.last * Tile::kColumns;
+    const u16* source = (const u16*)p.x + token + column * p.x_stride;
+    for (; column < end; column += Config::kBoxColumns, source += kPasses * ahead, at.next()) {
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
       const u32 to = into + at.slot * Config::kSourceBytes;
+      const u16* from = source;
       if (has) {
-        const bool all = left > (kPasses - 1) * kStep;
-        const u16* from = source;
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i, from += ahead) {
-          const bool keep = all || i * kStep < left;
-          copy_async_16(to + i * kStep * kLine, keep ? from : p.x, keep);
-        }
+        for (int i = 0; i < kPasses; ++i, from += ahead)
+          copy_async_16_cached((to ^ swizzle(i * kStep)) + i * kStep * kLine, from, column + i * kStep < (int)p.k);
       }
       barrier_arrive_after_copies(barriers.source_came(at.slot));
-      source += kPasses * ahead, left -= Config::kBoxColumns;
     }
   }
 }

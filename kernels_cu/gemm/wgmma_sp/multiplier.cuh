@@ -33,9 +33,11 @@ struct Multiplier {
 
   static __device__ __forceinline__ void clear(Sums (&sums)[Config::kRowBlocks]) {
 #pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r)
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
 #pragma unroll
       for (int i = 0; i < Config::kSums; ++i) sums[r][i] = 0;
+      wgmma_settle(sums[r]);
+    }
   }
   static __device__ __forceinline__ void add(Sums (&totals)[Config::kRowBlocks],
                                              const Sums (&sums)[Config::kRowBlocks]) {

@@ -78,7 +78,8 @@ struct Turns {
   }
   __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
-    if (!Config::kRanges) index += stride;
+    if (Config::kSlices > 1) index = p.items;  // a cluster each
+    else if (!Config::kRanges) index += stride;
     else if (stage == 0) whole(p, index + stride);
     else if (stage == 1) last = (u32)p.k_tiles, inside(p, Range(p), Range(p).first_inside());
     else if (stage == 2) inside(p, Range(p), index + 1);

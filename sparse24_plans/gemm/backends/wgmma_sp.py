@@ -1,6 +1,7 @@
 """Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine.
 
-Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set.
+Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set; then
+for X in rows, where it lies in columns and ``gemm/turn_columns.cu`` turns it first.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 from ...device.jit.compiler import digest
 from ...device.jit.launcher import load
 from ...device.streams import Launch
+from ...device.tensors import TensorView
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice
+from ...plan.kernel import Choice, in_turn
 from ...plan.operands import Alignment, Views
-from ...vocab import DeviceProperties, ElementKind
+from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel
+from ..limits import should_turn, turned_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Lines, Schedule
+from ..turning import SOURCE as TURN_SOURCE
+from ..turning import Turning
 from ..wgmma import (
     SOURCE,
     Parameters,
@@ -31,7 +36,7 @@ from ..wgmma import (
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
-    sources = (SOURCE,)
+    sources = (SOURCE, TURN_SOURCE)
     tunable = True
     workspace_alignment = 256
 
@@ -39,8 +44,14 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._schedule = schedule = _schedule_of(choice)
+        self._turning = None
+        if _turns(choice, schedule):
+            self._turning, self.launches = Turning(desc, device), 2
+            self.alignments = {"weight": Alignment(16)}
+            desc = desc.model_copy(update={"x_order": MatrixOrder.ROW})
+        self._multiplied = desc
         self._blocks = blocks_of(schedule, desc.n, desc.m, device)
-        self.workspace_size = schedule.workspace_bytes()
+        self.workspace_size = schedule.workspace_bytes() + (self._turning.nbytes if self._turning else 0)
         lines = Lines.of(desc)
         weight_stages, source_stages = schedule.stages(lines)
         self.details = (
@@ -49,13 +60,14 @@ class Kernel(GemmKernel):
             f"{' in equal shares' if schedule.ranges else ''}"
             f", K in {schedule.slices * schedule.parts} slices, clusters of "
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
+            f"{', X turned into rows first' if self._turning else ''}"
         )
         self._function = load(
             SOURCE,
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, lines, self.row.promoted),
+            defines(desc, schedule, lines, self.row.promoted, after_pass=self._turning is not None),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
@@ -63,13 +75,25 @@ class Kernel(GemmKernel):
         self._fixed = fixed_parameters(desc, schedule, lines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc, source = self.descriptor, views["source"]
+        desc = self._multiplied
+        source, turn = self._source(views["source"], workspace)
 
         def source_maps() -> list[bytes]:
             return [view_map(source, desc.x_order, box) for box in self._source_boxes]
 
+        views = {**views, "source": source}
         parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps, workspace)
-        return self._function.bind(self._blocks, parameters, overlapping=True)
+        multiply = self._function.bind(self._blocks, parameters, overlapping=True)
+        return multiply if turn is None else in_turn(turn, multiply)
+
+    def _source(self, source: TensorView, workspace: int) -> tuple[TensorView, Launch | None]:
+        """X as it is multiplied, and what makes it so."""
+        if self._turning is None:
+            return source, None
+        # Whether it can run is asked without a workspace.
+        space = workspace + self._schedule.workspace_bytes() if workspace else source.address & -256
+        rows = TensorView(space, source.shape, source.element, source.device)
+        return rows, self._turning.launcher(source, space)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
@@ -90,6 +114,8 @@ class Kernel(GemmKernel):
 def _schedule_of(choice: Choice) -> Schedule:
     desc, row, preference = choice.descriptor, choice.row, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
+    if most is not None:
+        most -= wgmma_sp_workspace(desc)
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
         return best_schedule(desc, row, whole_m, most)
     schedule = Schedule(**choice.configuration)
@@ -98,3 +124,10 @@ def _schedule_of(choice: Choice) -> Schedule:
     if most is not None and schedule.workspace_bytes() > most:
         return best_schedule(desc, row, whole_m, most)
     return schedule
+
+
+def _turns(choice: Choice, schedule: Schedule) -> bool:
+    """Whether X is turned into rows first."""
+    desc, most = choice.descriptor, choice.preference.max_workspace_bytes
+    has_space = most is None or schedule.workspace_bytes() + turned_bytes(desc) <= most
+    return should_turn(desc) and has_space

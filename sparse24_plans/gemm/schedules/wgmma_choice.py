@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from ...vocab import ElementKind, MatrixOrder
+from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
 from ..table import GemmRow
 from .wgmma_sp import Schedule, narrow_schedules, schedules_for, schedules_in
@@ -29,13 +29,6 @@ def best_schedule(
     in columns is summed as it would be in rows.
     """
     allowed = allowed_schedules(desc, row, whole_m)
-    if _in_columns(desc):
-        rows = desc.model_copy(update={"x_order": MatrixOrder.ROW, "y_order": MatrixOrder.ROW})
-        best = best_schedule(rows, row, whole_m, max_workspace)
-        if not best.ranges:
-            return best
-        cuts = best.slices * best.parts
-        allowed = tuple(one for one in allowed if one.slices * one.parts == cuts)
     if max_workspace is not None:
         allowed = tuple(one for one in allowed if one.workspace_bytes() <= max_workspace)
     return allowed[int(np.argmin(predicted(allowed, desc)))]
@@ -44,22 +37,12 @@ def best_schedule(
 def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmRow, whole_m: int | None = None
 ) -> tuple[Schedule, ...]:
-    """The schedules with which the row keeps what it promises. Some ask for no workspace.
-
-    Ranges are for rows of X and Y.
-    """
-    if _in_columns(desc):
-        rows = desc.model_copy(update={"x_order": MatrixOrder.ROW, "y_order": MatrixOrder.ROW})
-        return tuple(one for one in allowed_schedules(rows, row, whole_m) if not one.ranges)
+    """The schedules with which the row keeps what it promises. Some ask for no workspace."""
     if row.promoted:
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
         return schedules_in(invariant_slices(whole_m or desc.m, desc.k, desc.element), desc.n, desc.m)
     return tuple(one for one in schedules_for(desc.n, desc.m) if _leaves_registers(one, desc))
-
-
-def _in_columns(desc: GemmSparse24Descriptor) -> bool:
-    return MatrixOrder.COLUMN in (desc.x_order, desc.y_order)
 
 
 def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:

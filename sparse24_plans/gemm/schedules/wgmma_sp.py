@@ -121,13 +121,9 @@ class Schedule(NamedTuple):
         """Tokens that a line of X in columns holds, all of the block's or as many as there can be."""
         return min(pitch_of(self.tokens * element_bytes), _LINE_BYTES) // element_bytes
 
-    def box_lines(self, group: int) -> int:
-        """Columns of X in a box, where tokens are adjacent: of ``group`` tokens.
-
-        Of 4 groups, each of two blocks copies two, all columns. Of fewer, all and half of the columns.
-        """
-        columns = _LINE_BYTES // 2
-        return columns if self.tokens == self.share * 2 * group else columns // self.share
+    def copied_by_threads(self, n: int) -> bool:
+        """Whether threads copy X in columns, and not the copy engine, which is slow for short lines."""
+        return self.tokens < FEW or n <= FEW
 
     def _staging_bytes(self, lines: Lines) -> int:
         token_bytes = self.step_tokens(lines.out_bytes) * lines.out_bytes
