@@ -254,7 +254,8 @@ def _blocks24(record: Record) -> list[str]:
     found = record["records"][BLOCKS_RECORD].get("sparse24", [])
     densities = sorted({row["density"] for row in found}, reverse=True)
     rows = []
-    for op, block in sorted({(row["op"], row["block"]) for row in found}, key=lambda one: (-one[1], one[0])):
+    names = {(row["op"], row["block"]) for row in found}
+    for op, block in sorted(names, key=lambda one: (-one[1], one[0])):
         cells = [row for row in found if (row["op"], row["block"]) == (op, block)]
         for label, peer in (("whole blocks", "blocks_us"), ("dense", "dense_us")):
             means = [

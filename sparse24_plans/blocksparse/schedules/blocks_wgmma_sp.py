@@ -18,6 +18,8 @@ _STAGING_LINES = 64
 _BARRIER_BYTES = 256
 _BAND_BYTES = 20 << 20
 """Of the dense operand, that the items of a band read: it stays in either half of L2."""
+_FEW_READS = 2.0
+"""Of each row of the dense operand, below which bands gain less than they cost."""
 _TOKENS = (256, 128, 64)
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
@@ -68,7 +70,8 @@ class Schedule(NamedTuple):
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
         strips = max(strips_of(desc) // max(desc.batch, 1), 1)
         least = max(-(-clusters * _BUSY // 100 // strips), 1)
-        most = max(_BAND_BYTES // max(tile_bytes, 1), least)
+        once = desc.layout.density * strips < _FEW_READS  # or nearly: then half as many bands
+        most = max(_BAND_BYTES * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)
         bands = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
         band = -(-tiles // bands)
