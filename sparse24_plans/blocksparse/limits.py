@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ..device.install import install_advice
-from ..vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
+from ..plan.kernel import align_up
+from ..vocab import BlockSparseOp, BlockSparsePass
 from .descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
 
-WGMMA = (9, 0), (9, 1)
-"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 _MOST = 2**31
 """A tensor map's coordinates and the kernels' counts are below it."""
 _COPIED = 16
@@ -89,10 +87,6 @@ def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
     return None if teams < _MOST else f"{teams} teams of rows exceed the kernel's limit, {_MOST - 1}"
 
 
-def align_up(size: int, alignment: int = 256) -> int:
-    return -(-size // alignment) * alignment
-
-
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
     """Bytes of the sparse matrix as a dense one, and of the float32 accumulators that an epilogue needs."""
     one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
@@ -101,7 +95,3 @@ def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
     width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
     accumulators = problem.batch * one.heads * width * problem.n * 4 if problem.epilogue.has_bias else 0
     return align_up(dense), align_up(accumulators)
-
-
-def needs_cublaslt(device: DeviceProperties) -> str | None:
-    return None if device.cublaslt else f"cuBLASLt doesn't load; {install_advice('cuda')}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..plan.table import Row
+from ..plan.cublaslt import needs_cublaslt
+from ..plan.table import WGMMA, Row
 from ..vocab import BLOCKS_LAYOUT, ArchSku, BackendKind, BlockSparseOp, ElementKind, EpilogueKind, Tier
 from . import guarantees, limits
 from .descriptor import FLOATS, MATMUL_ELEMENTS, BlockSparseMatmulDescriptor
@@ -48,8 +49,8 @@ _BLOCKS_WGMMA = MatmulRow(
     guarantees.tensor_cores,
     (ElementKind.F16, ElementKind.BF16),
     arch=ArchSku.SM90A,
-    min_compute_capability=limits.WGMMA[0],
-    below_compute_capability=limits.WGMMA[1],
+    min_compute_capability=WGMMA[0],
+    below_compute_capability=WGMMA[1],
     limits=limits.blocks_wgmma,
     epilogues=_EXACT_EPILOGUES,
 )
@@ -63,7 +64,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         FLOATS,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
-        missing=limits.needs_cublaslt,
+        missing=needs_cublaslt,
         epilogues=_EXACT_EPILOGUES,
     ),
     # For what inflating doesn't promise.
@@ -97,8 +98,8 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
         guarantees.fused_attention,
         (ElementKind.F16, ElementKind.BF16),
         arch=ArchSku.SM90A,
-        min_compute_capability=limits.WGMMA[0],
-        below_compute_capability=limits.WGMMA[1],
+        min_compute_capability=WGMMA[0],
+        below_compute_capability=WGMMA[1],
         limits=limits.attention_wgmma,
         min_workspace=lambda problem: limits.COUNTER_BYTES,
     ),

@@ -11,12 +11,12 @@ from .._vendor import cuda_driver_abi
 from .._vendor.library_error import LibraryError
 from ..device.jit.launcher import load
 from ..device.streams import Launch, driver_error
-from ..plan.kernel import Choice
+from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views
 from ..weights.layouts import TILE_M, TILES_32BIT
 from .arithmetic import names
 from .kernel import GemmKernel, address
-from .limits import BF16, SPLIT_BLOCK, align_up, split_bytes
+from .limits import BF16, SPLIT_BLOCK, split_bytes
 from .schedules.split_choice import best_schedule
 from .schedules.wgmma_sp import Lines, Schedule
 from .wgmma import SOURCE, Parameters, defines

@@ -16,22 +16,17 @@ from ...device.jit.codes import type_defines
 from ...device.jit.launcher import Function, load
 from ...device.streams import Launch
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, nothing
+from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
+from ...plan.kernel import Choice, align_up, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..limits import align_up, inflated_regions
+from ..limits import inflated_regions
 from ..tables import addresses, words
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
-_SPLIT_K_BYTES = 32 << 20  # what NVIDIA's documentation advises on Hopper; smaller devices use less of it
 _ALIGNMENT = 16
-_TYPES = {
-    ElementKind.F32: cublaslt_abi.R_32F,
-    ElementKind.F16: cublaslt_abi.R_16F,
-    ElementKind.BF16: cublaslt_abi.R_16BF,
-}
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
@@ -82,7 +77,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         scratch, self.launches = 0, 1
         if self._results and desc.reduction:
             spare = choice.preference.max_workspace_bytes
-            budget = _SPLIT_K_BYTES
+            budget = SPLIT_K_BYTES
             if spare is not None:
                 budget = min(budget, (spare - self._dense_bytes - self._acc_bytes) // 256 * 256)
             self._matmul = self._find_matmul(device, budget)
@@ -123,7 +118,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
                     transpose_a=desc.trans_b,
                     transpose_b=desc.trans_a,
                     leading=(k if desc.trans_b else cols, rows if desc.trans_a else k, cols),
-                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    types=(TYPES[desc.element], TYPES[desc.element], TYPES[out]),
                     alignments=(_ALIGNMENT,) * 3,
                     alpha=desc.alpha,
                     max_workspace=budget,
@@ -143,11 +138,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         blocks = self._blocks(views, dense)
         if self.descriptor.op is BlockSparseOp.SDD:
             multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
-            return _in_turn(multiply, blocks)
+            return in_turn(multiply, blocks)
         places["a" if self.descriptor.op is BlockSparseOp.DSD else "b"] = dense
         result = acc if self._acc_bytes else places["c"]
         multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
-        return _in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+        return in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
 
     def _blocks(self, views: Views, dense: int) -> Launch:
         """Between values and the dense matrix."""
@@ -185,11 +180,3 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             bias_of_rows=self.descriptor.op is BlockSparseOp.DSD,
         )
         return self._finish.bind(min(-(-self._results // _THREADS), _MOST_BLOCKS), parameters)
-
-
-def _in_turn(*launches: Launch) -> Launch:
-    def launch(stream: int) -> None:
-        for one in launches:
-            one(stream)
-
-    return launch

@@ -17,14 +17,13 @@ from ...device.jit.launcher import load
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice
+from ...plan.kernel import Choice, align_up
 from ...plan.operands import Alignment, Views, line_stride
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ...weights.layouts import TILE_M, layout_of
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
-from ..limits import align_up
 from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import Lines, Schedule, pitch_of
 from ..wgmma import SOURCE, Parameters, defines
