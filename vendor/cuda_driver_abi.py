@@ -125,6 +125,20 @@ def swizzled_matrices_map(
     return _swizzled_map(address, shape, (shape[1] * row_bytes, row_bytes), itemsize, (1, *box))
 
 
+@lru_cache(maxsize=1024)
+def grouped_matrices_map(
+    address: int, shape: tuple[int, int, int], itemsize: int, group: int, box: tuple[int, int, int]
+) -> bytes:
+    """The same with the columns in groups of so many, a divisor of them; a box is (groups, rows, columns).
+
+    Its coordinates are, from the innermost: a column in a group, row, group, matrix.
+    """
+    matrices, rows, columns = shape
+    row_bytes, group_bytes = columns * itemsize, group * itemsize
+    pitches = rows * row_bytes, group_bytes, row_bytes
+    return _swizzled_map(address, (matrices, columns // group, rows, group), pitches, itemsize, (1, *box))
+
+
 def _swizzled_map(
     address: int,
     shape: tuple[int, ...],

@@ -46,16 +46,27 @@ _BLOCKS_WGMMA = MatmulRow(
     "blocks_wgmma",
     BackendKind.BLOCKS_WGMMA,
     Tier.SPARSE_TENSOR_CORE,
-    guarantees.tensor_cores,
-    (ElementKind.F16, ElementKind.BF16),
+    guarantees.blocks_wgmma,
+    (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3),
     arch=ArchSku.SM90A,
     min_compute_capability=WGMMA[0],
     below_compute_capability=WGMMA[1],
     limits=limits.blocks_wgmma,
+    min_workspace=limits.turned,
+    epilogues=_EXACT_EPILOGUES,
+)
+_BLOCKS_STRICT = MatmulRow(
+    "blocks_strict",
+    BackendKind.BLOCKS_STRICT,
+    Tier.INFLATE,
+    guarantees.strict_matmul,
+    (ElementKind.F32,),
+    limits=limits.blocks_strict,
     epilogues=_EXACT_EPILOGUES,
 )
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     _BLOCKS_WGMMA,
+    _BLOCKS_STRICT,
     MatmulRow(
         "inflate_cublas",
         BackendKind.INFLATE_CUBLAS,
@@ -69,6 +80,13 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
     ),
     # For what inflating doesn't promise.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
+    # And for what neither serves.
+    replace(
+        _BLOCKS_STRICT,
+        name="blocks_strict_any",
+        elements=MATMUL_ELEMENTS,
+        limits=limits.blocks_strict_any,
+    ),
     MatmulRow("host_blas", *_HOST, guarantees.host_blas, MATMUL_ELEMENTS),
     MatmulRow(
         "host_strict",

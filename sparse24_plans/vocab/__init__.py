@@ -347,6 +347,7 @@ class BackendKind(_Word):
     F32_SPLIT3 = "f32_split3"
     F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
+    BLOCKS_STRICT = "blocks_strict"
     ATTENTION_WGMMA = "attention_wgmma"
     SOFTMAX = "softmax"
     CUSPARSELT = "cusparselt"

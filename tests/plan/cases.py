@@ -107,7 +107,7 @@ def is_on_host_alone(desc: Any) -> bool:
     if isinstance(desc, BlockSparseAttentionDescriptor):
         large = desc.layout.block >= 64 and desc.head_size in (64, 128)
         return desc.op == "backward" or desc.element is ElementKind.F32 or not large
-    return isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
+    return False
 
 
 ON_HOST_ALONE = tuple(desc for desc in BLOCKSPARSE if is_on_host_alone(desc))
