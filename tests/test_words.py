@@ -53,8 +53,8 @@ WORDS = {
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate sparse_tensor_core",
     BackendKind: "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp f32_split3 f32_split6 "
-    "blocks_wgmma blocks_wgmma_sp attention_wgmma attention_backward_wgmma conv_wgmma softmax cusparselt "
-    "prune decompress pack tile_prune",
+    "blocks_wgmma blocks_wgmma_sp blocks_strict attention_wgmma attention_backward_wgmma conv_wgmma softmax "
+    "cusparselt prune decompress pack tile_prune",
 }
 every_enum = pytest.mark.parametrize("enum", WORDS, ids=lambda enum: enum.__name__)
 every_word = pytest.mark.parametrize("word", [word for enum in WORDS for word in enum], ids=repr)

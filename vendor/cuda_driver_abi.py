@@ -217,6 +217,19 @@ def swizzled_images_map(
     return ctypes.string_at(at, TENSOR_MAP_BYTES)
 
 
+def grouped_matrices_map(
+    address: int, shape: tuple[int, int, int], itemsize: int, group: int, box: tuple[int, int, int]
+) -> bytes:
+    """The same with the columns in groups of so many, a divisor of them; a box is (groups, rows, columns).
+
+    Its coordinates are, from the innermost: a column in a group, row, group, matrix.
+    """
+    matrices, rows, columns = shape
+    row_bytes, group_bytes = columns * itemsize, group * itemsize
+    pitches = rows * row_bytes, group_bytes, row_bytes
+    return _swizzled_map(address, (matrices, columns // group, rows, group), pitches, itemsize, (1, *box))
+
+
 def _swizzled_map(
     address: int,
     shape: tuple[int, ...],

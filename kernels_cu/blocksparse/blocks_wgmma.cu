@@ -3,14 +3,17 @@
 //
 // A row of blocks of op(S) is a line, 128 rows are a strip: one line, or several that share the columns of X that more
 // than one of them keeps. A cluster takes one strip with kTokens tokens for each of its blocks, which share the values
-// of S: each copies a part of them to all. A step is 64 columns of which the strip keeps any, and the 64 rows of X that
-// they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
+// of S: each copies a part of them to all. A step is 128 bytes of columns of which the strip keeps any, and the rows of
+// X that they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
 //
-// Of sdd an item is a group of neighbouring kept blocks of a line, and a step 64 k of op(A)'s rows and op(B)'s columns.
+// Of sdd an item is a group of neighbouring kept blocks of a line, of small blocks a strip's rows and a group of the
+// columns of blocks that it keeps any of, and a step 128 bytes of k of op(A)'s rows and op(B)'s columns. 8-bit elements
+// are multiplied where all operands lie with k contiguous.
 //
 //   role        who                          what
 //   copy        last warpgroup, two warps    S, and the other two X, a stage a step, up to kStages ahead, also of
-//               each                         the next items
+//               each                         the next items. Of small blocks each warp a column of blocks of S and X:
+//                                            S by its lanes, as a copy of the engine costs more than such a block's
 //   multiply    each of kWarpgroups          64 rows x kColumns tokens; passes over steps without its lines
 //   write       the same                     its results, staged for the copy engine, while the next are copied in
 //
@@ -44,19 +47,25 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // how op(S) lies in its blocks
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X does; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
+  static constexpr bool kRaw = S24_RAW;                             // results are the integer sums themselves
 
-  // A step has 64 k: half of a large block, or small ones side by side.
-  static constexpr int kHalves = kBlock > 64 ? kBlock / 64 : 1, kBeside = kBlock < 64 && !kSampled ? 64 / kBlock : 1;
-  static constexpr int kBox = kBlock < 64 ? kBlock : 64, kBoxBytes = 2 * kBox;  // k of a box of S or X
-  static constexpr int kLines = kSampled ? 1 : 128 / kBlock;                    // of a strip
-  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;             // row tiles of a line
-  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;              // lines of a row tile
-  static constexpr int kRowGroups = kSampled ? kLineGroups : 2;
-  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;  // tokens of a warpgroup
+  // A step has kDepth k: half of a large block, or small ones side by side.
+  static constexpr int kBytes = kElement == ElementKind::F16 || kElement == ElementKind::BF16 ? 2 : 1;
+  static constexpr int kDepth = 128 / kBytes, kHalves = kBlock > kDepth ? kBlock / kDepth : 1;
+  static constexpr int kBeside = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
+  static constexpr int kBox = kDepth / kBeside, kBoxBytes = kBytes * kBox;  // k of a box of S or X
+  static constexpr bool kSmall = kBlock < 64;
+  static constexpr int kLines = kSampled && !kSmall ? 1 : 128 / kBlock;                    // of a strip
+  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                        // row tiles of a line
+  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                         // lines of a row tile
+  static constexpr int kRows = kSampled ? kLines * kBlock : 128, kRowGroups = kRows / 64;  // of an item
+  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                      // tokens of a warpgroup
   // Of sdd: kept blocks of an item, and their columns. A narrow item has part of one.
   static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
   static constexpr int kSums = kColumns / 2;
   static constexpr int kMultiplying = 128 * kWarpgroups;
+  static constexpr bool kByLanes = kSmall && !kSampled;     // whether S is copied by them
+  static constexpr int kFullArrivals = kByLanes ? 132 : 1;  // of a full barrier: with bytes, and of lanes that copy
   // X is read by every line that keeps a block of its rows, C is not read at all.
   static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
   static constexpr int kThreads = kMultiplying + 128;
@@ -71,16 +80,27 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
   static_assert(kRowGroups <= kWarpgroups && kColumns % 64 == 0, "a warpgroup has 64 rows and whole groups of tokens");
-  static_assert(!kSampled || kBlock >= 64, "a line of sdd is a row tile at least");
+  static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K), "16-bit elements alone lie so");
+  static_assert(kBoxBytes >= 32, "a block has a step of the instruction at least");
 
   // Registers of a thread that copies and of one that multiplies, once they part.
-  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+  static constexpr int kCopyRegisters = kByLanes ? 56 : 40, kSumRegisters = kByLanes ? 224 : 232;
 };
-constexpr int kSparseGroup = Config::kBlock < 64 ? Config::kLineBytes : Config::kGroupBytes;
+constexpr int kSparseGroup = Config::kByLanes ? Config::kLineBytes : Config::kGroupBytes;
 using SparseOperand = DenseOperand<Config::kSparseMajor, Config::kBoxBytes, kSparseGroup>;
-constexpr int kDenseLine = Config::kDenseMajor == Major::K ? Config::kBoxBytes : 128;
-using XOperand = DenseOperand<Config::kDenseMajor, kDenseLine, Config::kGroupBytes>;
-using Sums = float[Config::kSums];  // a thread's share of 64 rows x kColumns
+// A line of X has one token's k; else 64 tokens, of sdd at most those of a column of blocks. A group: all k of those.
+constexpr int kTokensBeside = Config::kSampled && Config::kSmall ? Config::kBlock : 64;
+constexpr int kDenseLine = Config::kDenseMajor == Major::K ? Config::kBoxBytes : Config::kBytes * kTokensBeside;
+constexpr int kDenseGroup = Config::kSmall ? Config::kBox * kDenseLine : Config::kGroupBytes;
+constexpr int kTokenBytes = Config::kSmall ? Config::kBoxBytes : kDenseLine;  // from a token to the next, on average
+using XOperand = DenseOperand<Config::kDenseMajor, kDenseLine, kDenseGroup>;
+template <bool kInteger> struct SumOf {
+  using Type = float;
+};
+template <> struct SumOf<true> {
+  using Type = int;
+};
+using Sums = SumOf<Config::kElement == ElementKind::S8>::Type[Config::kSums];  // a thread's, of 64 rows x kColumns
 
 struct BlocksWgmmaParams {
   TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
@@ -89,9 +109,11 @@ struct BlocksWgmmaParams {
   const int* order;     // [strips]: from the longest to the shortest; of sdd [groups]: the line of each
   const int* counts;    // [strips]: columns of blocks that each keeps any of; of sdd [groups]: a group's first entry
   const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
-  const int* pointers;  // [lines + 1]: where each line's entries begin
-  const int* columns;   // of sdd [blocks]: of a line's blocks
-  const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted
+  const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks [strips + 1]
+  const int* columns;   // of sdd [blocks]: of a line's blocks; of small blocks [entries]: columns of a strip
+  const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted; of small blocks
+                        // [entries][kLines]: of each line of a strip, below 0: it has none
+  void* values;         // of small blocks
   const void* bias;     // [H, rows], or null
   int blocks;           // kept, of a batch
   float alpha;
@@ -101,6 +123,7 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
+  u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
@@ -116,18 +139,25 @@ struct Barriers {
   u32 at;
   __device__ __forceinline__ u32 full(u32 slot) const { return at + 8 * slot; }
   __device__ __forceinline__ u32 free(u32 slot) const { return at + 8 * (Config::kStages + slot); }
-  // Words: which lines a stage has, a byte for each column of blocks; which of its places hold no zeros.
+  // A word: which lines a stage has, a byte for each column of blocks.
   __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
-  __device__ __forceinline__ u32 dirty(u32 slot) const { return at + 20 * Config::kStages + 4 * slot; }
 };
 
 // What a block of threads works on.
 struct Item {
   u32 head, line, batch, token;  // line: the first, in its head; token: of sdd, in the first block
   int count;                     // columns of blocks; of sdd kept blocks
-  int first;                     // of sdd: the first block's place
+  int first;                     // of sdd: the first block's place, or column of blocks among all strips'
 
   __device__ __forceinline__ Item(const BlocksWgmmaParams& p, u32 index, u32 share) {
+    if constexpr (Config::kSampled && Config::kSmall) {
+      const u32 strip = (u32)p.order[index / p.batch % p.strips];
+      batch = index % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
+      const int before = index / p.batch / p.strips * Config::kGroup;
+      token = 0, first = p.pointers[strip] + before;
+      count = max(0, min(Config::kGroup, p.counts[strip] - before));
+      return;
+    }
     if constexpr (Config::kSampled) {
       const u32 before = index % p.token_clusters * Config::kTokens, group = index / p.token_clusters % p.groups;
       const int row = p.order[group];  // below 0: there is no such group
@@ -158,7 +188,7 @@ __device__ __forceinline__ u32 item_of(u32 turn) {
   return turn * clusters + (turn % 2 ? clusters - 1 - mine : mine);
 }
 __device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
-  return p.batch * p.token_clusters * (Config::kSampled ? p.groups : p.strips);
+  return p.batch * p.token_clusters * (Config::kSampled && !Config::kSmall ? p.groups : p.strips);
 }
 __device__ __forceinline__ u32 turns_of(const BlocksWgmmaParams& p) {
   const u32 clusters = gridDim.x / Config::kShare;
@@ -167,7 +197,7 @@ __device__ __forceinline__ u32 turns_of(const BlocksWgmmaParams& p) {
 
 // Copies ---------------------------------------------------------------------------------------------
 
-// This block's part of 64 columns of a kept block, to every block of the cluster.
+// This block's part of the columns of a kept block that a step has, to every block of the cluster.
 __device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, i64 place, u32 half, u32 share,
                                             u32 full) {
   constexpr u32 kAll = (1 << Config::kShare) - 1;
@@ -175,8 +205,8 @@ __device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, 
   const u32 row = (u32)place * Config::kBlock + share * kLines;
   if constexpr (Config::kSparseMajor == Major::K) {
     const u32 at = to + share * kLines * Config::kBoxBytes;
-    if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, half * 64, row, full);
-    else copy_tensor_multicast(at, &p.left_map, half * 64, row, full, (u16)kAll);
+    if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, half * Config::kDepth, row, full);
+    else copy_tensor_multicast(at, &p.left_map, half * Config::kDepth, row, full, (u16)kAll);
   } else {
 #pragma unroll
     for (int group = 0; group < Config::kLineGroups; ++group) {
@@ -191,11 +221,13 @@ __device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, 
 template <Major kMajor, int kLines, int kBox>
 __device__ __forceinline__ void copy_dense(const TensorMap* map, u32 to, u32 k, u32 line, u32 matrix, u32 full,
                                            u32 turn = 0, u32 step = 1) {
-  constexpr int kAcross = kMajor != Major::K ? 64 : kLines <= 256 ? kLines : kLines / 2;
+  constexpr int kWide = kLines < 64 ? kLines : 64, kAcross = kMajor != Major::K ? kWide
+                                                             : kLines <= 256    ? kLines
+                                                                                : kLines / 2;
 #pragma unroll
   for (u32 at = turn * kAcross; at < kLines; at += step * kAcross) {
     if constexpr (kMajor == Major::K)
-      copy_tensor(to + at * kBox * 2, map, k, line + at, matrix, full, Config::kDensePolicy);
+      copy_tensor(to + at * kBox * Config::kBytes, map, k, line + at, matrix, full, Config::kDensePolicy);
     else copy_tensor(to + at * 128, map, line + at, k, matrix, full, Config::kDensePolicy);
   }
 }
@@ -231,37 +263,21 @@ template <bool kLeft> struct Copier {
         stage() + Config::kSparseBytes +
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
     if (lane / 8 < beside)
-      copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(&p.right_map, to,
-                                                                     column * Config::kBlock + half * 64, item.token,
-                                                                     matrix, barriers.full(at.slot), lane % 8, 8);
-  }
-
-  // Of small blocks: the lines of the row tiles in `present` that lack a block and whose places hold no zeros.
-  __device__ __forceinline__ u32 stale(u32 present) const {
-    if constexpr (Config::kTileLines == 1) return 0;
-    u32 tiles = present | present >> 1;
-    if constexpr (Config::kTileLines == 4) tiles |= tiles >> 2;
-    tiles &= Config::kTileLines == 4 ? 0x11111111u : 0x55555555u;
-    tiles *= (1 << Config::kTileLines) - 1;
-    return load_shared_as<u32>(barriers.dirty(at.slot)) & tiles & ~present;
+      copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(
+          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, item.token, matrix, barriers.full(at.slot),
+          lane % 8, 8);
   }
 
   __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here), zeros = stale(present);
-    __syncwarp();  // all have read what the stage has had
+    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here);
     if (lane == 0) {
       if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
-      if constexpr (Config::kTileLines > 1) {
-        const u32 dirty = load_shared_as<u32>(barriers.dirty(at.slot));
-        store_shared(barriers.dirty(at.slot), (dirty & ~zeros) | present);
-      }
-      barrier_expect(full,
-                     __popc(present | zeros) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
+      barrier_expect(full, __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
     }
     __syncwarp();
-    if ((present | zeros) >> lane & 1) {  // what lies beyond the values reads as zeros
+    if (here) {
       const u32 to = stage() + lane / 8 * (128 * Config::kBoxBytes) + lane % 8 * Config::kLineBytes;
-      copy_sparse(p, to, here ? place : p.batch * (u32)p.blocks, half, share, full);
+      copy_sparse(p, to, place, half, share, full);
     }
   }
 
@@ -310,11 +326,13 @@ template <bool kLeft> struct Copier {
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
         barrier_expect(full, Config::kSparseBytes + count * Config::kPart * 128);
-        copy_dense<Config::kSparseMajor, Config::kBlock, 64>(&p.left_map, stage(), step * 64, item.row(), matrix, full);
+        copy_dense<Config::kSparseMajor, Config::kRows, Config::kBox>(&p.left_map, stage(), step * Config::kDepth,
+                                                                      item.row(), matrix, full);
       }
       if (!kLeft && lane < count)
-        copy_dense<Config::kDenseMajor, Config::kPart, 64>(&p.right_map, right + lane * Config::kPart * 128, step * 64,
-                                                           column * Config::kBlock + item.token, matrix, full);
+        copy_dense<Config::kDenseMajor, Config::kPart, Config::kBox>(
+            &p.right_map, right + lane * Config::kPart * 128, step * Config::kDepth,
+            column * Config::kBlock + item.token, matrix, full);
       __syncwarp();
     }
   }
@@ -329,6 +347,108 @@ template <bool kLeft> struct Copier {
     // Nobody leaves while others may still report to its barriers.
     if constexpr (kLeft && Config::kShare > 1)
       for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+  }
+};
+
+// Of small blocks: a warp that copies of every step one column of blocks, or some lines of it.
+struct SmallCopier {
+  static constexpr int kShared = 4 / Config::kBeside, kOwn = Config::kLines / kShared;  // warps of a column; its lines
+  static constexpr int kAhead = 32 / Config::kLines;  // steps that are looked up at a time
+  static constexpr int kBlockBytes = Config::kBlock * Config::kBoxBytes, kChunks = Config::kBoxBytes / 16;  // of a row
+  static_assert(!Config::kByLanes || (kOwn % Config::kTileLines == 0 && Config::kStages <= 8), "bits of a u64");
+
+  const BlocksWgmmaParams& p;
+  u32 base, lane, column, part;  // which column of blocks of a step, and which of its warps
+  Barriers barriers;
+  Ring at;
+  u64 dirty = ~0ull;  // bit l of a stage's byte: whether line l of this warp's holds other than zeros
+
+  // Of step l / kLines and line l % kLines: the column, below 0: none; the line's block, below 0: none.
+  struct Found {
+    int column, place;
+  };
+  __device__ __forceinline__ Found look_up(int first, int count, int step) const {
+    const int index = (step + (int)lane / Config::kLines) * Config::kBeside + (int)column;
+    if (index >= count) return {-1, -1};
+    return {p.columns[first + index], p.places[(i64)(first + index) * Config::kLines + lane % Config::kLines]};
+  }
+
+  // Which of the lines beside those in `present`, in their row tiles, have to become zeros.
+  static __device__ __forceinline__ u32 stale(u32 present, u32 dirty) {
+    constexpr int kOf = Config::kTileLines;
+    u32 tiles = present | present >> 1;
+    if constexpr (kOf == 4) tiles |= tiles >> 2;
+    tiles &= kOf == 4 ? 0x11 : 0x55;
+    return dirty & tiles * ((1 << kOf) - 1) & ~present;
+  }
+
+  __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 k, u32 to, u32 full) const {
+    if constexpr (Config::kDenseMajor == Major::K) {
+      if (lane == 0) copy_tensor(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
+    } else if (p.whole) {
+      if (lane == 0) copy_tensor(to, &p.right_map, 0, k, item.token / 64, matrix, full, Config::kDensePolicy);
+    } else if (lane < Config::kTokens / 64) {
+      copy_tensor(to + lane * (Config::kBox * 128), &p.right_map, item.token + lane * 64, k, 0, matrix, full,
+                  Config::kDensePolicy);
+    }
+  }
+
+  // A block in kOwn places at most, from `to` on, or zeros.
+  __device__ __forceinline__ void copy_blocks(const Item& item, u32 to, int place, u32 from, u32 present,
+                                              u32 zeros) const {
+    const u8* const values = (const u8*)p.values + (i64)item.batch * p.blocks * kBlockBytes + lane * 16;
+#pragma unroll
+    for (int line = 0; line < kOwn; ++line) {  // without branches, so that one needn't wait for the other
+      const bool keep = present >> line & 1, copies = (present | zeros) >> line & 1;
+      const i64 which = max(__shfl_sync(~0u, place, from + line), 0);
+#pragma unroll
+      for (int i = 0; i < kBlockBytes / 512; ++i) {
+        const u32 row = (lane + 32 * i) / kChunks, chunk = lane % kChunks;
+        const u32 turned = Config::kBoxBytes == 64 ? row / 2 % 4 : row / 4 % 2;  // the swizzle
+        copy_async_16_if(copies, to + line * kBlockBytes + row * Config::kBoxBytes + (chunk ^ turned) * 16,
+                         values + which * kBlockBytes + i * 512, keep);
+      }
+    }
+  }
+
+  // The step whose column and places lanes `from` on have found; kept: which of its lines keep the column.
+  __device__ __forceinline__ void copy_step(const Item& item, u32 matrix, const Found& found, u32 from, u32 kept) {
+    const u32 to = base + at.slot * Config::kStageBytes, full = barriers.full(at.slot);
+    const u32 present = kept >> part * kOwn & ((1 << kOwn) - 1);
+    const int met = __shfl_sync(~0u, found.column, from);
+    const u32 held = (u32)(dirty >> 8 * at.slot) & 0xff, zeros = stale(present, held);
+    dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.slot;
+    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    const bool copies = part == 0 && met >= 0;
+    constexpr u32 kColumnBytes = Config::kTokens * Config::kBoxBytes;
+    if (lane == 0) {
+      if (part == 0) store_shared(barriers.present(at.slot) + column, (u8)kept);
+      barrier_expect(full, copies ? kColumnBytes : 0);
+    }
+    __syncwarp();
+    if (copies) copy_x(item, matrix, met * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
+    __syncwarp();
+    copy_blocks(item, to + column * (128 * Config::kBoxBytes) + part * (kOwn * kBlockBytes), found.place,
+                from + part * kOwn, present, zeros);
+    barrier_arrive_after_copies(full);
+  }
+
+  __device__ __forceinline__ void copy_strip(const Item& item) {
+    const int first = p.pointers[item.head * p.head_strips + item.line / Config::kLines], steps = item.steps(p);
+    const u32 matrix = item.matrix(p);
+    Found next = look_up(first, item.count, 0);
+    for (int begin = 0; begin < steps; begin += kAhead) {
+      const Found found = next;
+      next = look_up(first, item.count, begin + kAhead);
+      const u32 kept = __ballot_sync(~0u, found.place >= 0);
+      for (int i = 0; i < min(kAhead, steps - begin); ++i, at.next())
+        copy_step(item, matrix, found, i * Config::kLines, kept >> i * Config::kLines & ((1 << Config::kLines) - 1));
+    }
+  }
+
+  __device__ __forceinline__ void copy_all() {
+    for (u32 turn = 0; turn < turns_of(p); ++turn)
+      if (item_of(turn) < items_of(p)) copy_strip(Item(p, item_of(turn), 0));
   }
 };
 
@@ -348,7 +468,7 @@ struct Multiplier {
   // Which columns of blocks of the stage this warpgroup's lines are in: a byte each, 0 where they are not. Shuffled, so
   // that the compiler knows it to be the same for the warp.
   __device__ __forceinline__ u32 present(u32 slot) const {
-    if constexpr (Config::kLines == 1) return 1;
+    if constexpr (Config::kLines == 1 || Config::kSampled) return 1;
     constexpr u32 kTile = ((1 << Config::kTileLines) - 1) * 0x01010101u;
     return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(slot)) >> row_group * Config::kTileLines & kTile, 0);
   }
@@ -356,29 +476,30 @@ struct Multiplier {
   __device__ __forceinline__ void issue(Sums& sums, u32 present) const {
     const u32 stage = base + at.slot * Config::kStageBytes;
     const u64 a = SparseOperand::descriptor(stage + row_group * 64 * Config::kBoxBytes);
-    const u64 b = XOperand::descriptor(stage + Config::kSparseBytes + token_group * Config::kColumns * kDenseLine);
-    constexpr u32 kBesideB = Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128;
-#pragma unroll 1
-    do {  // the columns of blocks that it has, in order
-      const u32 beside = Config::kBeside > 1 ? (__ffs(present) - 1) / 8 : 0;
-      const u64 left = a + (beside * (128 * Config::kBoxBytes) >> 4), right = b + (beside * kBesideB >> 4);
-      wgmma_fence();
+    const u64 b = XOperand::descriptor(stage + Config::kSparseBytes + token_group * Config::kColumns * kTokenBytes);
+    constexpr u32 kBesideB =
+        Config::kDenseMajor == Major::K || Config::kSmall ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128;
+    wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < Config::kBox / 16; ++k)
-        wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(sums, left + k * SparseOperand::kStep,
-                                                                                 right + k * XOperand::kStep);
-      present &= ~(0xff << 8 * beside);
-    } while (Config::kBeside > 1 && present);
+    for (int beside = 0; beside < Config::kBeside; ++beside) {  // the columns of blocks that it has, in order
+      if (Config::kBeside > 1 && !(present >> 8 * beside & 0xff)) continue;
+#pragma unroll
+      for (int k = 0; k < Config::kBoxBytes / 32; ++k)
+        wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(
+            sums, a + (beside * (128 * Config::kBoxBytes) >> 4) + k * SparseOperand::kStep,
+            b + (beside * kBesideB >> 4) + k * XOperand::kStep);
+    }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void multiply(Sums& sums, int steps) {
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0;
     bool flying = false;
     u32 before = 0;
     for (int step = 0; step < steps; ++step, at.next()) {
       barrier_wait(barriers.full(at.slot), at.parity);
+      if constexpr (Config::kByLanes) async_proxy_fence();  // what lanes copied is seen by wgmma only after it
       const u32 lines = present(at.slot);
       if (!lines) {
         wgmma_wait<0>();
@@ -407,16 +528,21 @@ template <class Out> struct Writer {
   int barrier;
   u32 turn = 0;  // the buffer of the next step
 
-  static constexpr int kOutBytes = Config::kOutBytes, kWide = 128 / kOutBytes;  // cells of a line of a box
+  static constexpr int kOutBytes = Config::kOutBytes, kWide = kOutBytes == 1 ? 64 : 128 / kOutBytes;
+  static constexpr int kLineBytes = kWide * kOutBytes;  // kWide: cells of a line of a box
   // The box's lines, one behind the other: of C^T tokens, in boxes of kWide rows; else rows, of kWide tokens.
   static constexpr int kLines = Config::kTokensContiguous ? 64 : Config::kStepTokens;
   static constexpr int kBoxes = Config::kTokensContiguous ? 1 : 64 / kWide;
+
+  // Of sdd with small blocks, threads copy what is kept.
+  static constexpr bool kByThreads = Config::kSampled && Config::kSmall;
 
   // Where a buffer has a result, under the swizzle.
   static __device__ __forceinline__ u32 staged_at(int row, int token) {
     const int line = Config::kTokensContiguous ? row : token, across = Config::kTokensContiguous ? token : row;
     const int in = across % kWide * kOutBytes;
-    return (across / kWide * kLines + line) * 128 + (in / 16 ^ line % 8) * 16 + in % 16;
+    const int turned = kLineBytes == 128 ? line % 8 : line / 2 % 4;
+    return (across / kWide * kLines + line) * kLineBytes + (in / 16 ^ turned) * 16 + in % 16;
   }
   static __device__ __forceinline__ bool is_copier() { return threadIdx.x % 128 == 0; }
 
@@ -436,11 +562,15 @@ template <class Out> struct Writer {
       if (token >= tokens) break;
       const u32 buffer = stage + turn * Config::kBufferBytes;
       if (++turn == Config::kBuffers) turn = 0;
-      if (is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
+      if (!kByThreads && is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
       threads_meet(barrier, 128);
-      fill(buffer, sums + step * Config::kStepTokens / 2, bias);
-      async_proxy_fence();
+      fill(buffer, sums, step * Config::kStepTokens / 2, bias);
+      if constexpr (!kByThreads) async_proxy_fence();
       threads_meet(barrier, 128);
+      if constexpr (kByThreads) {
+        copy_blocks(buffer, item, row_group, token);
+        continue;
+      }
       if (!is_copier()) continue;
       if constexpr (Config::kSampled) {
         const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
@@ -452,23 +582,49 @@ template <class Out> struct Writer {
     }
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const float* sums, const float (&bias)[2]) const {
+  template <class Sum> __device__ __forceinline__ float result(Sum sum, float bias) const {
+    return activated<Config, FastMath>((float)sum, p.alpha, bias);
+  }
+
+  // The sums from `first` on.
+  __device__ __forceinline__ void fill(u32 buffer, const Sums& sums, int first, const float (&bias)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
-      float v[4];
+      const auto* const sum = sums + first + 4 * j;
+      if constexpr (kOutBytes != 2) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = activated<Config, FastMath>(sums[4 * j + i], p.alpha, bias[i / 2]);
-      if constexpr (kOutBytes == 4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2),
-                       (u32)Out::from_float(canonical_nan(v[i])));
-      } else if constexpr (Config::kTokensContiguous) {
-        store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
+        for (int i = 0; i < 4; ++i) {
+          const u32 to = buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2);
+          if constexpr (Config::kRaw) store_shared(to, (u32)sum[i]);
+          else store_shared(to, Out::from_float(canonical_nan(result(sum[i], bias[i / 2]))));
+        }
       } else {
-        store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
-                                   Out::pair(v[2], v[3]));
+        const u32 above = Out::pair(result(sum[0], bias[0]), result(sum[1], bias[0]));
+        const u32 below = Out::pair(result(sum[2], bias[1]), result(sum[3], bias[1]));
+        if constexpr (Config::kTokensContiguous)
+          store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), above, below);
+        else store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), above, below);
+      }
+    }
+  }
+
+  // A warp each kept block of the buffer's lines and columns.
+  __device__ __forceinline__ void copy_blocks(u32 buffer, const Item& item, u32 row_group, u32 token) const {
+    constexpr int kBlock = Config::kBlock, kAcross = Config::kStepTokens / kBlock, kDown = 64 / kBlock;
+    constexpr int kRowChunks = kBlock * kOutBytes / 16, kChunks = kBlock * kRowChunks;
+    for (int at = threadIdx.x % 128 / 32; at < kAcross * kDown; at += 4) {
+      const int across = at % kAcross, down = at / kAcross, column = (int)token / kBlock + across;
+      if (column >= item.count) continue;
+      const int place = p.places[(i64)(item.first + column) * Config::kLines + row_group * kDown + down];
+      if (place < 0) continue;
+      u8* const to = (u8*)p.values + ((i64)item.batch * p.blocks + place) * (kChunks * 16);
+      for (int chunk = threadIdx.x % 32; chunk < kChunks; chunk += 32) {
+        const int row = down * kBlock + chunk / kRowChunks,
+                  cell = across * kBlock + chunk % kRowChunks * (16 / kOutBytes);
+        float v[4];
+        load_shared_x4(v, buffer + staged_at(row, cell));
+        *(float4*)(to + chunk * 16) = make_float4(v[0], v[1], v[2], v[3]);
       }
     }
   }
@@ -477,7 +633,7 @@ template <class Out> struct Writer {
   __device__ __forceinline__ void copy_out(u32 buffer, u32 row0, u32 token, u32 matrix) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const u32 from = buffer + box * kLines * 128;
+      const u32 from = buffer + box * kLines * kLineBytes;
       if constexpr (Config::kTokensContiguous)
         copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
       else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
@@ -494,8 +650,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
-      store_shared(barriers.dirty(i), ~0u);
-      barrier_init(barriers.full(i), 1);
+      store_shared(barriers.present(i), 0u);
+      barrier_init(barriers.full(i), Config::kFullArrivals);
       barrier_init(barriers.free(i), 4 * Config::kWarpgroups * Config::kShare);
     }
     barrier_init_fence();
@@ -507,7 +663,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   if (warpgroup == Config::kWarpgroups) {
     registers_lower<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
+    if constexpr (Config::kByLanes)
+      SmallCopier{p, base, lane, warp / SmallCopier::kShared, warp % SmallCopier::kShared, barriers}.copy_all();
+    else if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
     else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
   } else {
     registers_raise<Config::kSumRegisters>();

@@ -1,4 +1,5 @@
-// wgmma (sm_90a) of two dense operands in shared memory: D[64 x N] += A[64 x 16] * B[16 x N], 16-bit elements.
+// wgmma (sm_90a) of two dense operands in shared memory: D[64 x N] += A[64 x K] * B[K x N]; K is 32 bytes: 16 of 16-bit
+// elements, 32 of 8-bit ones, which are K-major.
 //
 // Either operand is K-major or M- (N-) major, under the swizzle of its lines' length, 32, 64 or 128 bytes. K-major: a
 // line has the k of one m (n). Else: a line has m (n) of one k, and further m (n) lie kGroupBytes behind. The
@@ -8,7 +9,7 @@
 
 enum class Major { K = 0, MN = 1 };
 
-// One operand: its descriptors, and what a step of 16 k adds to them (they count 16 bytes).
+// One operand: its descriptors, and what a step adds to them (they count 16 bytes).
 template <Major kMajor, u32 kLineBytes, u32 kGroupBytes> struct DenseOperand {
   static constexpr u32 kStep = (kMajor == Major::K ? 32 : 16 * kLineBytes) >> 4;
   static constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : 3;
@@ -19,19 +20,25 @@ template <Major kMajor, u32 kLineBytes, u32 kGroupBytes> struct DenseOperand {
   }
 };
 
-#define S24_WGMMA_OF(shape_types, d_, numbers, a_, b_, ta_, tb_)                                                    \
-  asm volatile("wgmma.mma_async.sync.aligned." shape_types " {" numbers "}, " a_ ", " b_ ", 1, 1, 1, " ta_ ", " tb_ \
-               ";"                                                                                                  \
-               : d_("+f", 0)                                                                                        \
+#define S24_WGMMA_OF(shape_types, tail, d_, c, numbers, a_, b_)                                         \
+  asm volatile("wgmma.mma_async.sync.aligned." shape_types " {" numbers "}, " a_ ", " b_ ", 1" tail ";" \
+               : d_(c, 0)                                                                               \
                : "l"(a), "l"(b), "n"((int)kMajorA), "n"((int)kMajorB))
-#define S24_WGMMA(n, d_, ...)                                                                            \
-  if constexpr (kElement == ElementKind::F16) S24_WGMMA_OF("m64n" n "k16.f32.f16.f16", d_, __VA_ARGS__); \
-  else S24_WGMMA_OF("m64n" n "k16.f32.bf16.bf16", d_, __VA_ARGS__)
+#define S24_WGMMA(n, d_, numbers, a_, b_, ta_, tb_)                                                 \
+  if constexpr (kElement == ElementKind::F16)                                                       \
+    S24_WGMMA_OF("m64n" n "k16.f32.f16.f16", ", 1, 1, " ta_ ", " tb_, d_, "+f", numbers, a_, b_);   \
+  else if constexpr (kElement == ElementKind::BF16)                                                 \
+    S24_WGMMA_OF("m64n" n "k16.f32.bf16.bf16", ", 1, 1, " ta_ ", " tb_, d_, "+f", numbers, a_, b_); \
+  else if constexpr (kElement == ElementKind::FP8_E4M3)                                             \
+    S24_WGMMA_OF("m64n" n "k32.f32.e4m3.e4m3", ", 1, 1", d_, "+f", numbers, a_, b_);                \
+  else S24_WGMMA_OF("m64n" n "k32.s32.s8.s8", "", d_, "+r", numbers, a_, b_)
 
-// One asynchronous step of 16 k.
-template <ElementKind kElement, Major kMajorA, Major kMajorB, int kCount>
-__device__ __forceinline__ void wgmma_dense(float (&d)[kCount], u64 a, u64 b) {
-  static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16, "16-bit floats");
+// One asynchronous step. Sum: int for s8, else float.
+template <ElementKind kElement, Major kMajorA, Major kMajorB, class Sum, int kCount>
+__device__ __forceinline__ void wgmma_dense(Sum (&d)[kCount], u64 a, u64 b) {
+  static_assert(
+      kElement == ElementKind::F16 || kElement == ElementKind::BF16 || (kMajorA == Major::K && kMajorB == Major::K),
+      "8-bit elements are K-major");
   if constexpr (kCount == 32) {
     S24_WGMMA("64", S24_D32, S24_N32, "%32", "%33", "%34", "%35");
   } else if constexpr (kCount == 64) {

@@ -72,7 +72,7 @@ def cells() -> list[Cell]:
         for pattern in PATTERNS
         for density in DENSITIES
         for op in BlockSparseOp
-        if op is not BlockSparseOp.SDD or (n == max(TOKENS) and pattern == "random" and block >= 64)
+        if op is not BlockSparseOp.SDD or (n == max(TOKENS) and pattern == "random")
     ]
 
 

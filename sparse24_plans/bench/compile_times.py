@@ -32,6 +32,7 @@ from ..device.jit.cache import cache_folder
 from ..errors import Sparse24Error
 from ..gemm import table as gemm_table
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.table import GemmRow
 from ..plan.descriptor import Descriptor
 from ..plan.kernel import Choice
 from ..plan.preference import PlanPreference
@@ -77,7 +78,7 @@ def problems(row: Row) -> Iterator[Descriptor]:
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
-    if row.column_order:
+    if isinstance(row, GemmRow) and row.column_order:
         for element in row.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..arithmetic.elements import biases_of, results_of
-from ..plan.descriptor import Descriptor, Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -130,10 +129,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     inner: InnerPattern = InnerPattern.DENSE
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
-    out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
-    bias_element: ElementKind = Field(
-        default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
-    )
+    out_element: ElementKind = OUT_ELEMENT
+    bias_element: ElementKind = BIAS_ELEMENT
 
     if TYPE_CHECKING:
 
@@ -157,8 +154,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
         self._expect("element", MATMUL_ELEMENTS)
-        self._expect("out_element", results_of(self.element))
-        self._expect("bias_element", biases_of(self.element, self.out_element))
+        self._expect_result_types(self.out_element)
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
         if self.inner is InnerPattern.SPARSE24:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..arithmetic.epilogue import IN_STEPS
 from ..plan.arithmetic import in_order
-from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
+from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import BlockSparseConvOp, ElementKind, InnerPattern, MathPrecision
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
@@ -77,6 +78,18 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Row tiles are of one line each, and the tensor cores choose what kept cells meet.
     return _of_pattern(problem, tensor_cores(problem))
+
+
+def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    if problem.element is ElementKind.FP8_E4M3:
+        return tensor_cores(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
+    if problem.element is not ElementKind.S8:
+        return tensor_cores(problem)
+    # Sums of integers are exact in any order. What follows is rounded step by step, as on the host, but for
+    # the activations of CUDA's math library.
+    if problem.epilogue in IN_STEPS:
+        return strict_matmul(problem)
+    return strict(problem).model_copy(update={"bit_stable_across_hardware": False})
 
 
 def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:

@@ -13,10 +13,12 @@ SHARED_BYTES = 227 << 10
 _ROW_BYTES, _TILE_ROWS = 128, 64
 _BARRIER_BYTES = 256
 
-_BAND_BYTES = 40 << 20
-"""Of the dense operand, that the items of a band read: it stays in L2."""
+_BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
+"""Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
 _TOKENS = (256, 128, 64)
+_STRIP_TOKENS = 256
+"""What a strip's rows of a step cost beside the columns that they are multiplied by, in such."""
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 
@@ -25,7 +27,7 @@ class Schedule(NamedTuple):
     """Everything that the kernel is compiled with beyond the problem's types, and how it is launched."""
 
     rows: int
-    """Of a block of threads: a strip; of ``sdd`` a row of blocks."""
+    """Of a block of threads: a strip; of ``sdd`` with large blocks a row of blocks."""
     tokens: int
     """Of a block of threads."""
     warpgroups: int
@@ -50,12 +52,14 @@ class Schedule(NamedTuple):
 
     def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' pieces of all columns of a result; of ``sdd`` of a group."""
-        width = GROUP if desc.op is BlockSparseOp.SDD else desc.n
+        width = desc.n
+        if desc.op is BlockSparseOp.SDD:  # of small blocks the most that a strip can meet
+            width = GROUP if self.rows == desc.layout.block else desc.layout.cols
         return -(-width // (self.tokens * self.share))
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' pieces of work."""
-        if desc.op is BlockSparseOp.SDD:
+        if desc.op is BlockSparseOp.SDD and self.rows == desc.layout.block:
             return desc.batch * groups(desc.layout) * self.token_clusters(desc)
         return strips_of(desc) * self.token_clusters(desc)
 
@@ -67,7 +71,8 @@ class Schedule(NamedTuple):
         """Clusters' token tiles that are taken with every line before the next ones."""
         tiles = desc.batch * self.token_clusters(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        bands = -(-tiles * tile_bytes // _BAND_BYTES)
+        most = _BAND_BYTES if desc.layout.block >= _TILE_ROWS else _BAND_BYTES_OF_SMALL
+        bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 
 
@@ -81,6 +86,14 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     """The kernel's own choice for a problem, as measured on an H200. Bits don't depend on it."""
     block = desc.layout.block
     enough = multiprocessors * _BUSY // 100
+    if desc.op is BlockSparseOp.SDD and block < _TILE_ROWS:
+        met = desc.layout.cols * (1 - (1 - desc.layout.density) ** (STRIP // block))  # of random blocks
+
+        def time(tokens: int) -> int:
+            items = strips_of(desc) * -int(-met // tokens)
+            return -(-items // multiprocessors) * (tokens + _STRIP_TOKENS)
+
+        return fitting(STRIP, min(_TOKENS, key=time), 2, 1)
     if desc.op is BlockSparseOp.SDD:
         columns = desc.batch * desc.layout.blocks * block
         least = _TILE_ROWS * 2 // (block // _TILE_ROWS)  # of two warpgroups

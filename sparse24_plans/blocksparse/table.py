@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..plan.table import Row
+from ..plan.cublaslt import needs_cublaslt
+from ..plan.table import WGMMA, Row
 from ..vocab import (
     BLOCKS_LAYOUT,
     ArchSku,
@@ -57,16 +58,27 @@ _BLOCKS_WGMMA = MatmulRow(
     "blocks_wgmma",
     BackendKind.BLOCKS_WGMMA,
     Tier.SPARSE_TENSOR_CORE,
-    guarantees.tensor_cores,
-    (ElementKind.F16, ElementKind.BF16),
+    guarantees.blocks_wgmma,
+    (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3),
     arch=ArchSku.SM90A,
-    min_compute_capability=limits.WGMMA[0],
-    below_compute_capability=limits.WGMMA[1],
+    min_compute_capability=WGMMA[0],
+    below_compute_capability=WGMMA[1],
     limits=limits.blocks_wgmma,
+    min_workspace=limits.turned,
+    epilogues=_EXACT_EPILOGUES,
+)
+_BLOCKS_STRICT = MatmulRow(
+    "blocks_strict",
+    BackendKind.BLOCKS_STRICT,
+    Tier.INFLATE,
+    guarantees.strict_matmul,
+    (ElementKind.F32,),
+    limits=limits.blocks_strict,
     epilogues=_EXACT_EPILOGUES,
 )
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     _BLOCKS_WGMMA,
+    _BLOCKS_STRICT,
     MatmulRow(
         "blocks_wgmma_sp",
         BackendKind.BLOCKS_WGMMA_SP,
@@ -74,8 +86,8 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         guarantees.sparse_tensor_cores,
         PATTERNED,
         arch=ArchSku.SM90A,
-        min_compute_capability=limits.WGMMA[0],
-        below_compute_capability=limits.WGMMA[1],
+        min_compute_capability=WGMMA[0],
+        below_compute_capability=WGMMA[1],
         limits=limits.blocks_wgmma_sp,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
@@ -90,11 +102,18 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         FLOATS,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
-        missing=limits.needs_cublaslt,
+        missing=needs_cublaslt,
         epilogues=_EXACT_EPILOGUES,
     ),
     # For what inflating doesn't promise.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
+    # And for what neither serves.
+    replace(
+        _BLOCKS_STRICT,
+        name="blocks_strict_any",
+        elements=MATMUL_ELEMENTS,
+        limits=limits.blocks_strict_any,
+    ),
     MatmulRow("host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)),
     MatmulRow(
         "host_strict",
@@ -125,8 +144,8 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
         guarantees.fused_attention,
         (ElementKind.F16, ElementKind.BF16),
         arch=ArchSku.SM90A,
-        min_compute_capability=limits.WGMMA[0],
-        below_compute_capability=limits.WGMMA[1],
+        min_compute_capability=WGMMA[0],
+        below_compute_capability=WGMMA[1],
         limits=limits.attention_wgmma,
         min_workspace=lambda problem: limits.COUNTER_BYTES,
     ),
@@ -137,8 +156,8 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
         guarantees.fused_attention,
         (ElementKind.F16, ElementKind.BF16),
         arch=ArchSku.SM90A,
-        min_compute_capability=limits.WGMMA[0],
-        below_compute_capability=limits.WGMMA[1],
+        min_compute_capability=WGMMA[0],
+        below_compute_capability=WGMMA[1],
         limits=limits.attention_backward_wgmma,
         min_workspace=limits.backward_workspace,
     ),
@@ -153,8 +172,8 @@ CONVOLUTION_ROWS: tuple[BlockSparseRow, ...] = (
         guarantees.convolution,
         (ElementKind.F16, ElementKind.BF16),
         arch=ArchSku.SM90A,
-        min_compute_capability=limits.WGMMA[0],
-        below_compute_capability=limits.WGMMA[1],
+        min_compute_capability=WGMMA[0],
+        below_compute_capability=WGMMA[1],
         limits=limits.conv_wgmma,
         min_workspace=limits.conv_workspace,
     ),

@@ -20,6 +20,8 @@ from .shape import BlockSparseShape
 Array = np.ndarray[Any, np.dtype[np.int32]]
 STRIP = 128
 """Rows of cells whose blocks kernels take together."""
+FEW_LINES = 2
+"""Rows of blocks of a strip, up to which kernels read the bits of each."""
 GROUP = 256
 """Columns of cells of neighbouring blocks of a row that kernels take together."""
 
@@ -61,6 +63,19 @@ class LookUp(NamedTuple):
     """[groups]: h * R + r of each group of neighbouring blocks of a row; -1 past the last group."""
     group_firsts: Array
     """[groups]: place of a group's first block in the values. It has at most ``group_size``."""
+    row_strip_pointers: Array
+    """[heads * S + 1]: where strip s of head h, at h * S + s, begins in the next two. These three are there
+    for blocks of 16 and 32 alone, of which a strip has several rows."""
+    row_strip_met: Array
+    """[U], U at most the blocks: columns in which the strip keeps any block, rising; room is for all."""
+    row_strip_places: Array
+    """[U, 128 / block]: of each such column the place of every row's block in the values, -1: not kept."""
+    column_strip_pointers: Array
+    """The same of strips of 128 columns."""
+    column_strip_met: Array
+    """The same."""
+    column_strip_places: Array
+    """The same."""
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
@@ -76,7 +91,14 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    return *sparse, *bits, *strips, *strips, rows, columns, groups, groups
+    met: tuple[int, ...] = (0,) * 6
+    if (lines := strip_lines(shape)) > FEW_LINES:
+        of_rows, of_columns = (
+            (strip + 1, min(count, strip * across), min(count, strip * across) * lines)
+            for strip, across in zip(strips, (shape.block_cols, shape.block_rows), strict=True)
+        )
+        met = *of_rows, *of_columns
+    return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
 
 
 def words(bits: int) -> int:
@@ -89,6 +111,11 @@ def head_strips(cells: int) -> int:
     return -(-cells // STRIP)
 
 
+def strip_lines(shape: BlockSparseShape) -> int:
+    """Rows of blocks of a strip."""
+    return STRIP // shape.block
+
+
 def group_size(shape: BlockSparseShape) -> int:
     """The most blocks of a group."""
     return GROUP // shape.block
@@ -96,7 +123,7 @@ def group_size(shape: BlockSparseShape) -> int:
 
 def groups(shape: BlockSparseShape) -> int:
     """The most groups of such a layout."""
-    return _lengths(shape)[-1]
+    return _lengths(shape)[LookUp._fields.index("group_rows")]
 
 
 def addresses(start: int, shape: BlockSparseShape) -> dict[str, int]:
@@ -233,6 +260,13 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
     tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
+    if strip_lines(shape) > FEW_LINES:
+        places = np.full(kept.shape, -1, np.int32)
+        places[kept] = np.arange(shape.blocks)
+        found = tables.row_strip_pointers, tables.row_strip_met, tables.row_strip_places
+        _fill_met(places, strip_lines(shape), *found)
+        found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
+        _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
 
 
 def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array) -> None:
@@ -247,6 +281,22 @@ def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array)
         any_of_strip[:, : part.shape[1]] |= part
     counts[...] = np.count_nonzero(any_of_strip, axis=-1).reshape(-1)
     order[...] = np.argsort(-counts, kind="stable")
+
+
+def _fill_met(places: Array, size: int, pointers: Array, met: Array, of_lines: Array) -> None:
+    """``places`` [heads, lines, across]: of every block, -1 where it isn't kept."""
+    heads, lines, across = places.shape
+    of_head = -(-lines // size)
+    padded = np.full((heads, of_head * size, across), -1, np.int32)
+    padded[:, :lines] = places
+    strips = padded.reshape(heads * of_head, size, across).transpose(0, 2, 1)
+    strip, column = np.nonzero((strips >= 0).any(axis=-1))
+    pointers[0] = 0
+    np.cumsum(np.bincount(strip, minlength=len(strips)), out=pointers[1:])
+    met[...] = 0
+    of_lines[...] = -1
+    met[: len(column)] = column
+    of_lines[: len(column) * size] = strips[strip, column].reshape(-1)
 
 
 def _by_length(pointers: Array, heads: int) -> Array:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, SupportsFloat, SupportsIndex
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ..arithmetic.elements import biases_of, results_of
-from ..plan.descriptor import Descriptor, Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -68,10 +67,8 @@ class GemmSparse24Descriptor(Descriptor):
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
-    out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
-    bias_element: ElementKind = Field(
-        default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
-    )
+    out_element: ElementKind = OUT_ELEMENT
+    bias_element: ElementKind = BIAS_ELEMENT
     x_order: MatrixOrder = MatrixOrder.ROW
     y_order: MatrixOrder = MatrixOrder.ROW
     scale_x: ScaleKind = ScaleKind.NONE
@@ -99,8 +96,7 @@ class GemmSparse24Descriptor(Descriptor):
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
-        self._expect("out_element", results_of(self.element))
-        self._expect("bias_element", biases_of(self.element, self.out_element))
+        self._expect_result_types(self.out_element)
         if self.op is GemmOp.DGRAD:
             if self.epilogue.has_bias:
                 raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from ..plan.arithmetic import PROMOTED_EVERY, SPLIT_SUM, in_order
-from ..plan.guarantee import PrecisionGuarantee, of_sums_in_float32
+from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic import names
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32
 S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
-
-FP8_ROUNDOFF = 2.0**-13
-"""What a step of Hopper's tensor cores costs when they add products of fp8, at most."""
 
 SPLIT_STEP = {2: 3 * 2.0**-24, 3: 2.0**-24}
 """Relative error of adding up, for a kept product of float32 in so many parts."""

@@ -7,6 +7,7 @@ import re
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
 from ..plan.arithmetic import SPLIT_GROUP
+from ..plan.kernel import align_up
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -16,9 +17,6 @@ F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
-HOPPER = (9, 0)
-WGMMA = HOPPER, (9, 1)
-"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 SPLIT_BLOCK = 2048
 """Elements of X that a block of the pass over it splits."""
 _GROUP_SUMS = 132 * 128 * 128 * 4
@@ -139,21 +137,11 @@ def cublas(problem: GemmSparse24Descriptor) -> str | None:
     return beyond_grid(-(-problem.m * problem.k * problem.element.itemsize // BLOCK_BYTES))
 
 
-def align_up(size: int, alignment: int = 256) -> int:
-    return -(-size // alignment) * alignment
-
-
 def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
     accumulators = 4 * problem.n * problem.m if problem.epilogue.has_bias else 0
     return dense, align_up(accumulators)
-
-
-def needs_cublaslt(device: DeviceProperties) -> str | None:
-    if device.cublaslt:
-        return None
-    return f"cuBLASLt doesn't load; {install_advice('cuda')}"
 
 
 # What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..arithmetic.epilogue import IN_STEPS
-from ..plan.table import Row
+from ..plan.cublaslt import needs_cublaslt
+from ..plan.table import WGMMA, Row
 from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
@@ -91,8 +92,8 @@ _WGMMA_SP = replace(
     name="wgmma_sp",
     backend=BackendKind.WGMMA_SP,
     arch=ArchSku.SM90A,
-    min_compute_capability=limits.WGMMA[0],
-    below_compute_capability=limits.WGMMA[1],
+    min_compute_capability=WGMMA[0],
+    below_compute_capability=WGMMA[1],
     guarantee=guarantees.wgmma_sp,
     limits=limits.wgmma_sp,
     min_workspace=limits.wgmma_sp_workspace,
@@ -184,7 +185,7 @@ ROWS: tuple[GemmRow, ...] = (
         column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
-        missing=limits.needs_cublaslt,
+        missing=needs_cublaslt,
     ),
     _MMA_SP_MANY,
     GemmRow(

@@ -14,12 +14,12 @@ from ..device.jit.codes import type_defines
 from ..device.streams import driver_error
 from ..device.tensors import TensorView
 from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from ..plan.kernel import align_up
 from ..plan.operands import Views, line_stride
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.layouts import TILE_M
 from .descriptor import GemmSparse24Descriptor
 from .kernel import address
-from .limits import align_up
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import Lines, Schedule, pitch_of
 

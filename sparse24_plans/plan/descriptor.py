@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
+from ..arithmetic.elements import biases_of, results_of
 from ..vocab import ElementKind, Model, Number, OpCategory
 from .operands import Operand
 
@@ -19,6 +20,12 @@ def _factor(value: float) -> float:
 
 Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
 """A number that kernels multiply by in float32."""
+
+
+OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
+"""The field of a product that says of what type its results are; stands behind ``element``."""
+BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])
+"""The same of its bias; stands behind ``out_element``."""
 
 
 class Descriptor(Model):
@@ -35,6 +42,11 @@ class Descriptor(Model):
         if getattr(self, name) not in allowed:
             words = " or ".join(dict.fromkeys(map(str, allowed)))
             raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
+
+    def _expect_result_types(self, out: ElementKind) -> None:
+        """Of a product of results of type ``out``: what its element has."""
+        self._expect("out_element", results_of(self.element))
+        self._expect("bias_element", biases_of(self.element, out))
 
     @property
     def op_name(self) -> str:

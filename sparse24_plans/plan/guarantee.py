@@ -40,6 +40,11 @@ LEAST_IN_PARTS = 2.0**-108
 """Magnitudes below count as this where float32 is multiplied in parts of bf16 (docs/guarantees.md)."""
 
 
+FP8_ROUNDOFF = 2.0**-13
+"""What a step of Hopper's tensor cores costs when they add products of fp8, at most: they keep about 13 bits
+below the largest addend."""
+
+
 class PrecisionGuarantee(Model):
     """What a kernel promises about its numbers. A promise that no test confirms is not made.
 

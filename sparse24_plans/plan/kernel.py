@@ -89,15 +89,20 @@ class Kernel(Generic[D]):
         raise NotImplementedError
 
 
-def nothing(stream: int) -> None:
-    """The launch of an empty problem."""
+def align_up(size: int, alignment: int = 256) -> int:
+    """The least multiple of ``alignment`` that holds ``size``; by default that of a part of a workspace."""
+    return -(-size // alignment) * alignment
 
 
 def in_turn(*launches: Launch) -> Launch:
-    """One launch after the other."""
+    """One launch of several, one behind the other."""
 
     def launch(stream: int) -> None:
         for one in launches:
             one(stream)
 
     return launch
+
+
+def nothing(stream: int) -> None:
+    """The launch of an empty problem."""

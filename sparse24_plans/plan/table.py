@@ -20,6 +20,9 @@ from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .preference import PlanPreference
 
+HOPPER = (9, 0)
+WGMMA = HOPPER, (9, 1)
+"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
 GRID_BLOCKS = 2**31 - 1
 """The most blocks of a launch, along x."""
 

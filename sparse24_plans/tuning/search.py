@@ -25,9 +25,9 @@ from ..device.devices import resolve
 from ..device.log import TUNING
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.limits import needs_cublaslt
 from ..gemm.table import ROWS, GemmRow, find
 from ..gemm.tuned import Confirmable, TunedKernel, TuningTable
+from ..plan.cublaslt import needs_cublaslt
 from ..plan.preference import PlanPreference
 from ..plan.table import consider
 from ..vocab import DeviceProperties

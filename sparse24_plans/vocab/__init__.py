@@ -369,6 +369,7 @@ class BackendKind(_Word):
     F32_SPLIT6 = "f32_split6"
     BLOCKS_WGMMA = "blocks_wgmma"
     BLOCKS_WGMMA_SP = "blocks_wgmma_sp"
+    BLOCKS_STRICT = "blocks_strict"
     ATTENTION_WGMMA = "attention_wgmma"
     ATTENTION_BACKWARD_WGMMA = "attention_backward_wgmma"
     CONV_WGMMA = "conv_wgmma"

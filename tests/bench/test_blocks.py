@@ -25,9 +25,6 @@ SPEED = {  # over dense cuBLAS at n = 4096, of random blocks: block -> density -
 NOT_REACHED = {  # (op, block, density): why
     ("dsd", 128, 0.05): "9.4 times: writing C is most of it",
     ("dds", 128, 0.05): "9.4 times: writing C is most of it",
-    ("dds", 32, 0.05): "3.7 times: rows of 64 bytes of A are copied slowly",
-    ("dds", 16, 0.1): "rows of 32 bytes of A are copied slowly: a dense product is faster",
-    ("dds", 16, 0.05): "1.4 times: rows of 32 bytes of A are copied slowly",
 }
 
 
@@ -113,7 +110,7 @@ def test_cells_are_those_of_the_contract():
                     for n in (256, 4096):
                         for op in ("dsd", "dds"):
                             assert blocks.Cell(op, *shape, n, block, density, pattern) in found
-    assert {cell.block for cell in found if cell.op == "sdd"} == {64, 128}
+    assert {cell.block for cell in found if cell.op == "sdd"} == {16, 32, 64, 128}
 
 
 @pytest.mark.parametrize("pattern", blocks.PATTERNS)
@@ -289,20 +286,17 @@ def test_where_a_dense_product_is_faster_it_is_what_runs():
     assert min(speeds(n=4096)) >= 0.9
 
 
-@pytest.mark.parametrize(
-    ("block", "density"),
-    [
-        pytest.param(
-            *one,
-            marks=[pytest.mark.xfail(strict=True, reason="neighbouring lines don't share what they copy")]
-            if one == (64, 0.5)
-            else [],
-        )
-        for one in [(block, density) for block in (64, 128) for density in blocks.DENSITIES]
-    ],
-)
-def test_sdd_is_near_dsd(block, density):
+@pytest.mark.parametrize("block", blocks.BLOCKS)
+@pytest.mark.parametrize("density", blocks.DENSITIES)
+def test_sdd_is_near_dsd(block, density, request):
     """Within 30%, all shapes together."""
+    why = None
+    if (block, density) == (64, 0.5):
+        why = "neighbouring lines don't share what they copy"
+    if block < 64 and density < 0.5:
+        why = "1.4 to 2 times: rows of four (eight) lines meet every column that any of them keeps"
+    if why:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     fields = {"n": 4096, "block": block, "density": density, "pattern": "random"}
     sampled, other = (sum(row["us"] for row in products(op=op, **fields)) for op in ("sdd", "dsd"))
     assert sampled <= 1.3 * other

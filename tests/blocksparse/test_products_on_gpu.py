@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,15 @@ H200 = DeviceProperties(
 )
 A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0), "multiprocessors": 108})
 OPS = ("sdd", "dsd", "dds")
-ROWS = {"blocks_wgmma": ("f16", "bf16"), "inflate_cublas": ("f32", "f16", "bf16")}
+ROWS = {
+    "blocks_wgmma": ("f16", "bf16"),
+    "blocks_strict": ("f32", "f16", "bf16", "s8", "fp8_e4m3"),
+    "inflate_cublas": ("f32", "f16", "bf16"),
+}
+OF_8_BITS = ("s8", "fp8_e4m3")
+EXACT = {"require": {"bit_stable_across_hardware": True}}
+K_LAST = {"trans_a": False, "trans_b": True}
+"""How 8-bit elements lie for the tensor cores."""
 TURNS = [(False, False), (False, True), (True, False), (True, True)]
 BLOCKS = (16, 32, 64, 128)
 EDGES_OF_TILES = (8, 56, 64, 72, 128, 136, 248, 256, 264, 520, 1040)
@@ -48,10 +57,6 @@ def random_check(row: str, layout: BlockSparseLayout, **fields: Any) -> np.ndarr
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
 
 
-def serves(row: str, op: str, block: int) -> bool:
-    return row != "blocks_wgmma" or op != "sdd" or block >= 64
-
-
 # Selection, without a GPU -------------------------------------------------------------------------
 
 SHAPE = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=800)
@@ -67,28 +72,67 @@ def explained(device: DeviceProperties = H200, preference: Any = None, **fields:
 def test_what_is_chosen():
     assert explained() == "blocks_wgmma"
     assert explained(device=A100) == "inflate_cublas"
-    assert explained(element="f32") == "inflate_cublas"
+    assert explained(element="f32") == "blocks_strict"
+    most = SHAPE.model_copy(update={"blocks": 2800})
+    assert explained(element="f32", layout=most) == "inflate_cublas"
+    assert explained(element="f32", layout=most, preference=EXACT) == "blocks_strict_any"
     assert explained(n=4097) == "inflate_cublas"  # rows that the copy engine can't take
     assert explained(op="dds", n=4097) == "blocks_wgmma"
     assert explained(op="sdd") == "blocks_wgmma"
-    assert explained(op="sdd", layout=SHAPE.model_copy(update={"block": 32})) == "inflate_cublas"
+    small = SHAPE.model_copy(update={"block": 32})
+    assert explained(op="sdd", layout=small) == "blocks_wgmma"
+    half = small.model_copy(update={"blocks": 8192})
+    assert explained(op="sdd", layout=half) == "inflate_cublas"
     assert explained(preference={"allow_sm90a": False}) == "inflate_cublas"
     assert explained(preference={"require": {"batch_invariant": True}}) == "blocks_wgmma"
     skips = {"require": {"nonfinite": "skips_pruned"}}
     assert explained(preference=skips) == "blocks_wgmma"
-    assert explained(layout=SHAPE.model_copy(update={"block": 32}), preference=skips) is None
-    assert explained(element="s8") is None
+    assert explained(layout=SHAPE.model_copy(update={"block": 32}), preference=skips) == "blocks_strict_any"
     many = SHAPE.model_copy(update={"block": 16, "blocks": 6554})  # a tenth
     assert explained(layout=many) == "blocks_wgmma"
-    many = many.model_copy(update={"blocks": 13107})
+    assert explained(layout=many, n=256) == "blocks_wgmma"
+    many = many.model_copy(update={"blocks": 32768})  # a half
+    assert explained(layout=many, n=256) == "blocks_wgmma"
     assert explained(layout=many) == "inflate_cublas"
     assert explained(layout=many, preference={"require": {"batch_invariant": True}}) == "blocks_wgmma_any"
-    assert explained(element="f32", preference={"max_workspace_bytes": 1 << 20}) is None
+    assert explained(device=A100, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
+
+
+@pytest.mark.parametrize("element", OF_8_BITS)
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_chosen_for_8_bits(element, op):
+    assert explained(op=op, element=element, **K_LAST) == "blocks_wgmma"
+    none = {"max_workspace_bytes": 0}
+    assert explained(op=op, element=element, preference=none, **K_LAST) == "blocks_wgmma"
+    for turned in TURNS:
+        fields = {"op": op, "element": element, "trans_a": turned[0], "trans_b": turned[1]}
+        assert explained(**fields) == "blocks_wgmma"
+        if fields["trans_a"] or not fields["trans_b"]:  # it has something to transpose
+            assert explained(preference=none, **fields) == "blocks_strict_any"
+    assert explained(op=op, element=element, device=A100, **K_LAST) == "blocks_strict_any"
+    small = SHAPE.model_copy(update={"block": 32})
+    assert explained(op=op, element=element, layout=small, **K_LAST) == "blocks_wgmma"
+    small = SHAPE.model_copy(update={"block": 16})
+    chosen = "blocks_wgmma" if op == "sdd" else "blocks_strict_any"
+    assert explained(op=op, element=element, layout=small, **K_LAST) == chosen
+    chosen = "blocks_wgmma" if element == "s8" else "blocks_strict_any"
+    assert explained(op=op, element=element, preference=EXACT, **K_LAST) == chosen
+
+
+def test_sums_of_s8_that_may_exceed_int32():
+    wide = BlockSparseShape(heads=1, rows=128, cols=1 << 17, block=128, blocks=3)
+    assert explained(element="s8", layout=wide, n=16, **K_LAST) is None
+    wide = wide.model_copy(update={"cols": (1 << 17) - 128})
+    assert explained(element="s8", layout=wide, n=16, **K_LAST) == "blocks_wgmma"
 
 
 def test_why_not():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16")
     with pytest.raises(UnsupportedError, match=r"needs rows of b in multiples of 16 bytes, got n = 4097"):
+        BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
+    small = SHAPE.model_copy(update={"block": 16})
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=small, n=4096, element="s8")
+    with pytest.raises(UnsupportedError, match=r"serves s8 with blocks of 32 and more, not 16"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
 
 
@@ -101,9 +145,13 @@ def test_why_not():
 @pytest.mark.parametrize("turned", TURNS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_operand_may_be_transposed(row, op, turned, block):
-    for element in ROWS[row] if serves(row, op, block) else ():
+    elements = ROWS[row]
+    if row == "blocks_wgmma" and (op == "sdd" or block >= 32):
+        elements += OF_8_BITS
+    for element in elements:
         layout = random_layout(rows=5, cols=4, block=block)
-        random_check(row, layout, op=op, trans_a=turned[0], trans_b=turned[1], element=element)
+        fields = {"n": 80, "trans_a": turned[0], "trans_b": turned[1], "element": element}
+        random_check(row, layout, op=op, **fields)
 
 
 @gpu
@@ -114,10 +162,9 @@ def test_every_operand_may_be_transposed(row, op, turned, block):
 def test_layouts_and_sizes_at_their_edges(row, op, name, sizes):
     """Sums over nothing are zeros, and results are written wherever there are any."""
     for block in BLOCKS:
-        if serves(row, op, block):
-            layout = BlockSparseLayout(EDGES[name].bitmap, block)
-            random_check(row, layout, op=op, **sizes)
-            random_check(row, layout, op=op, trans_a=True, trans_b=True, **sizes)
+        layout = BlockSparseLayout(EDGES[name].bitmap, block)
+        random_check(row, layout, op=op, **sizes)
+        random_check(row, layout, op=op, trans_a=True, trans_b=True, **sizes)
 
 
 @gpu
@@ -125,10 +172,9 @@ def test_layouts_and_sizes_at_their_edges(row, op, name, sizes):
 @pytest.mark.parametrize("n", EDGES_OF_TILES)
 def test_edges_of_tiles(op, n):
     for block in BLOCKS:
-        if serves("blocks_wgmma", op, block):
-            layout = random_layout(seed=n, heads=1, rows=9, cols=7, block=block)
-            for turned in (False, True):
-                random_check("blocks_wgmma", layout, op=op, n=n, trans_b=turned, batch=1)
+        layout = random_layout(seed=n, heads=1, rows=9, cols=7, block=block)
+        for turned in (False, True):
+            random_check("blocks_wgmma", layout, op=op, n=n, trans_b=turned, batch=1)
 
 
 @gpu
@@ -139,7 +185,7 @@ def test_lines_of_many_words(block, density):
     layout = random_layout(seed=1, heads=1, rows=11, cols=75, block=block, density=density)
     kept = layout.bitmap.copy()
     kept[:, 3], kept[:, 4, 5:], kept[:, 7] = True, False, False
-    for op in ("dsd", "dds"):
+    for op in OPS:
         random_check("blocks_wgmma", BlockSparseLayout(kept, block), op=op, n=40, batch=1)
 
 
@@ -157,7 +203,80 @@ def test_epilogues(row, op, epilogue):
     for element in ROWS[row]:
         for out in results_of(element):
             layout = random_layout(rows=3, cols=4, block=64)
-            random_check(row, layout, op=op, epilogue=epilogue, element=element, out_element=out, alpha=0.25)
+            fields = {"element": element, "out_element": out, "alpha": 0.01 if element == "s8" else 0.25}
+            random_check(row, layout, op=op, epilogue=epilogue, **fields)
+
+
+@gpu
+@pytest.mark.parametrize("element", OF_8_BITS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("op", OPS)
+def test_8_bits_on_tensor_cores(element, block, op):
+    """Every result, epilogue and edge of a tile."""
+    if block < 32 and op != "sdd":
+        return
+    layout = random_layout(seed=block, heads=1, rows=9, cols=7, block=block)
+    fields = {"op": op, "element": element, "batch": 1, **K_LAST}
+    for out in results_of(element):
+        for alpha in (0.01,) if out == "f16" else (1.0, 0.01):  # which large sums overflow
+            random_check("blocks_wgmma", layout, n=96, out_element=out, alpha=alpha, **fields)
+    for epilogue in () if op == "sdd" else ("bias", "bias_relu", "bias_gelu", "bias_silu"):
+        random_check("blocks_wgmma", layout, n=96, epilogue=epilogue, alpha=0.01, **fields)
+    for n in (16, 64, 80, 128, 144, 256, 272, 528, 1040):
+        random_check("blocks_wgmma", layout, n=n, **fields)
+
+
+@gpu
+@pytest.mark.parametrize("element", ROWS["blocks_strict"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_strict_kernel_has_the_bits_of_the_oracle(op, element):
+    """Of any size, subnormals, signed zeros, Inf and NaN among the operands; s8 on tensor cores too."""
+    rng = np.random.default_rng(7)
+    endings = itertools.cycle([(37, "identity"), (160, "bias_silu"), (7, "bias_gelu")])
+    for (block, turned), (n, epilogue) in zip(itertools.product(BLOCKS, TURNS), endings, strict=False):
+        layout = random_layout(seed=block, rows=3, cols=4, block=block)
+        fields = {"op": op, "layout": layout, "n": n, "element": element, "alpha": 0.75}
+        fields |= {"trans_a": turned[0], "trans_b": turned[1]}
+        fields["epilogue"] = "identity" if op == "sdd" else epilogue
+        plans = [
+            BlockSparseMatmulPlan.select(
+                BlockSparseMatmulDescriptor(**fields), device=device, preference={**EXACT, **preference}
+            )
+            for device, preference in (("host", {}), (0, {"prefer_backend": "blocks_strict"}))
+        ]
+        assert plans[0].guarantee == plans[1].guarantee
+        operands = _special(random_operands(plans[0].descriptor, layout, rng), rng)
+        found = [case_of(plan, operands).run()["c"] for plan in plans]
+        assert np.array_equal(*found)
+
+
+def _special(operands: Operands, rng: np.random.Generator) -> Operands:
+    """With what rounding and selecting could treat otherwise."""
+    made = {}
+    for name in "ab":
+        if name in operands.arrays:
+            one = operands[name].copy()
+            if one.dtype != np.int8:
+                wide = one.astype(np.float32)
+                picked = rng.random(one.shape)
+                wide[picked < 0.1] *= 2.0**-9 if one.itemsize == 1 else 2.0**-20
+                wide[picked < 0.05] = -0.0
+                wide[picked > 0.9995] = np.nan
+                one = wide.astype(one.dtype)
+            made[name] = one
+    return operands.with_(**made)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+def test_s8_of_extremes(op):
+    """The largest sums: every product is 2^14."""
+    layout = random_layout(seed=2, heads=1, rows=3, cols=40, block=64, density=0.9)
+    for row, turned in (("blocks_wgmma", (False, True)), ("blocks_strict", (True, False))):
+        plan = plan_of(row, layout=layout, op=op, n=512, element="s8", trans_a=turned[0], trans_b=turned[1])
+        operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+        operands = operands.with_(**{name: np.full_like(operands[name], -128) for name in "ab"})
+        check(plan, operands)
 
 
 @gpu
@@ -219,6 +338,25 @@ def test_bits_do_not_depend_on_what_is_beside(op, block):
         part[name] = np.ascontiguousarray(np.take(part[name], chosen, axis))
         got = case_of(few, Operands(layout, part)).run()["c"]
         assert np.array_equal(got[0], np.take(whole[1], chosen, axis - 1).view(got.dtype))
+
+
+@gpu
+@pytest.mark.parametrize(("op", "trans_b"), [("dds", False), ("dds", True), ("dsd", True), ("sdd", False)])
+def test_bits_do_not_depend_on_what_is_transposed_first(op, trans_b):
+    layout = random_layout(seed=5, heads=1, rows=128, cols=128, block=16, density=0.1)
+    fields = {"op": op, "layout": layout, "n": 2048, "element": "bf16", "trans_b": trans_b}
+    plans = [
+        BlockSparseMatmulPlan.select(
+            BlockSparseMatmulDescriptor(**fields),
+            device=0,
+            preference={"prefer_backend": "blocks_wgmma", "max_workspace_bytes": most},
+        )
+        for most in (None, 0)
+    ]
+    assert [plan.workspace_size() for plan in plans] == [2 * 2048**2, 0]
+    operands = random_operands(plans[0].descriptor, layout, np.random.default_rng(1))
+    first, second = (check(plan, operands) for plan in plans)
+    assert same_bits(first, second)
 
 
 @gpu

@@ -43,6 +43,32 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
     turned = layout.bitmap.transpose(0, 2, 1)
     check_lines(turned, layout.shape.block, found.column_bits, found.column_strips, found.column_strip_rows)
     check_groups(layout, found)
+    if layout.shape.block < 64:
+        rows = found.row_strip_pointers, found.row_strip_met, found.row_strip_places
+        check_strips(layout.bitmap, layout.shape.block, places, rows)
+        columns = found.column_strip_pointers, found.column_strip_met, found.column_strip_places
+        turned_places = [(head, col, row) for head, row, col in places]
+        check_strips(turned, layout.shape.block, turned_places, columns)
+    else:
+        assert found.row_strip_pointers.size == found.column_strip_places.size == 0
+
+
+def check_strips(
+    kept: np.ndarray, block: int, places: list[tuple[int, int, int]], found: tuple[np.ndarray, ...]
+) -> None:
+    """Of each strip the columns that it meets, and of these every line's block among the values."""
+    (heads, lines, across), size = kept.shape, 128 // block
+    pointers, met, of_lines = found
+    strips = [(head, line) for head in range(heads) for line in range(0, lines, size)]
+    assert pointers[0] == 0
+    for at, (head, line) in enumerate(strips):
+        wanted = [c for c in range(across) if kept[head, line : line + size, c].any()]
+        part = slice(pointers[at], pointers[at + 1])
+        assert met[part].tolist() == wanted
+        for column, ours in zip(wanted, of_lines.reshape(-1, size)[part].tolist(), strict=True):
+            for i, place in enumerate(ours):
+                there = line + i < lines and kept[head, line + i, column]
+                assert place == (places.index((head, line + i, column)) if there else -1)
 
 
 def check_lines(

@@ -297,11 +297,14 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         return BlockProblem(desc, layout, preference, data_seed)
     if layout.shape.block >= 64 and rng.random() < 0.7:
         return BlockProblem(_attention_of_gpu(rng, layout), layout, preference, data_seed)
-    element = _pick(rng, ("f32", "f16", "bf16", "bf16"))
+    element = _pick(rng, ("f32", "f16", "bf16", "bf16", "s8", "fp8_e4m3"))
+    of_8_bits = element in ("s8", "fp8_e4m3")
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
-    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 8)
+    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 16 if of_8_bits else 8)
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
+    if of_8_bits and rng.random() < 0.7:
+        fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
         kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
         fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}

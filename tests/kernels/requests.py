@@ -25,6 +25,7 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.blocksparse import table as blocks_table
+from sparse24_plans.blocksparse import turn
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.device.jit import compiler
@@ -91,6 +92,12 @@ WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
 GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""
 PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
+BLOCK_KINDS_OF_8_BITS = (
+    {"element": "s8"},
+    {"element": "s8", "epilogue": "bias_gelu", "out_element": "s8"},
+    {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
+    {"element": "fp8_e4m3"},
+)
 BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
 ATTENTION_ROWS = [row for row in blocks_table.ATTENTION_ROWS if not row.on_host]
 CONVOLUTION_ROWS = [row for row in blocks_table.CONVOLUTION_ROWS if not row.on_host]
@@ -129,7 +136,7 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, turning):
+        for module in (sys.modules[kernel.__module__], inflate, turning, turn):
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -200,6 +207,11 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
                 yield _block_problem(op, shape, 4096, (False, False), kind)
+            for kind in () if few else BLOCK_KINDS_OF_8_BITS:
+                if op == "sdd":
+                    kind = {name: word for name, word in kind.items() if "epilogue" not in name}
+                for n in (64, 4096):
+                    yield _block_problem(op, shape, n, (n == 64, n == 64), kind)
             if op == "sdd" or block < 64:
                 continue
             for n in (256,) if few else (64, 128, 256, 4096):

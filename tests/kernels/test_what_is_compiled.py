@@ -66,6 +66,7 @@ def test_preparing_is_compiled_for_every_width_of_its_elements(row):
 @pytest.mark.parametrize("row", BLOCKS_ROWS, ids=lambda row: row.name)
 def test_every_size_of_blocks_and_element_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in blocks_requests(row, HOPPER)]
+    asked = [defines for defines in asked if "ELEMENT" in defines]  # not what transposes operands
     assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
     assert {d["BLOCK"] for d in asked} == set(row.blocks)
 

@@ -123,7 +123,7 @@ def is_on_host_alone(desc: Any) -> bool:
         return desc.element is ElementKind.F32 or not large
     if isinstance(desc, BlockSparseConv2dDescriptor):
         return desc.element is ElementKind.F32
-    return isinstance(desc, BlockSparseMatmulDescriptor) and desc.element.itemsize == 1
+    return False
 
 
 ON_HOST_ALONE = tuple(desc for desc in BLOCKSPARSE if is_on_host_alone(desc))

@@ -13,12 +13,12 @@ from ..._vendor import cuda_driver_abi
 from ...device.jit.codes import ELEMENT_CODES
 from ...device.jit.launcher import load
 from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, align_up, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES, PASSES, align_up, backward_workspace, rows_of_queries
+from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
 from ..tables import addresses
 from ..wgmma import BOX, SHARED_BYTES, THREADS, band, from_zero, maps
 

@@ -10,18 +10,22 @@ from ...device.jit.codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, align_up, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ...vocab import BlockSparseOp
+from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
+from ..form import K_MAJOR, Form, turned_bytes
 from ..schedule import Schedule, best_schedule
-from ..tables import addresses, groups, head_strips, words
+from ..tables import groups
+from ..turn import SOURCE as TURN
+from ..turn import Turn
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
-_K_MAJOR, _MN_MAJOR = 0, 1
-_STEP, _LINE_BYTES = 64, 128
-"""Columns of a step, and rows or tokens of a box that isn't K-major; bytes of a line of a box."""
+_LINE_BYTES = 128
+"""Of a line of a box, and of k of a step."""
+_TILE = 64
+"""Rows of a tile, and rows or tokens of a box that isn't K-major."""
 
 
 class _Parameters(ctypes.Structure):
@@ -37,6 +41,7 @@ class _Parameters(ctypes.Structure):
         ("pointers", ctypes.c_void_p),
         ("columns", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("blocks", ctypes.c_int32),
         ("alpha", ctypes.c_float),
@@ -51,67 +56,38 @@ class _Parameters(ctypes.Structure):
         ("band", ctypes.c_uint32),
         ("groups", ctypes.c_uint32),
         ("steps", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 20),  # a tensor map's alignment is the struct's
+        ("whole", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 8),  # a tensor map's alignment is the struct's
     ]
 
 
-class _Form:
-    """How the operands of a product lie, in the kernel's terms: op(S) times X, of ``dds`` its transpose.
-
-    Of ``sdd`` the left operand is op(A) and the right one op(B).
-    """
-
-    def __init__(self, desc: BlockSparseMatmulDescriptor) -> None:
-        op, one = desc.op, desc.layout
-        self.sampled, on_the_right = op is BlockSparseOp.SDD, op is BlockSparseOp.DDS
-        self.left, self.right = ("b", "a") if on_the_right else ("a", "b")
-        self.turned = desc.trans_sparse != on_the_right
-        """Whether the sparse matrix enters transposed: its columns of blocks are the kernel's lines."""
-        lines, across = (one.block_cols, one.block_rows) if self.turned else (one.block_rows, one.block_cols)
-        self.head_lines, self.words = lines, words(across)
-        self.head_strips = head_strips(lines * one.block)
-        self.strips = one.heads * self.head_strips
-        left_turned = desc.trans_a if self.sampled else self.turned
-        self.left_major = _MN_MAJOR if left_turned else _K_MAJOR
-        self.right_major = _K_MAJOR if desc.dense_k_last else _MN_MAJOR
-        self.tokens_contiguous = not on_the_right
-
-    def tables(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int | None]:
-        """The kernel's parameters that are tables, of those at ``start``."""
-        found = addresses(start, desc.layout)
-        if self.sampled:
-            names = {"order": "group_rows", "counts": "group_firsts", "pointers": "row_pointers"}
-            names["columns"] = "columns"
-        elif self.turned:
-            names = {"order": "column_strips", "counts": "column_strip_rows", "kept": "column_bits"}
-            names |= {"pointers": "column_pointers", "places": "column_order"}
-        else:
-            names = {"order": "row_strips", "counts": "row_strip_columns", "kept": "row_bits"}
-            names["pointers"] = "row_pointers"
-        return {field: found[name] for field, name in names.items()}
-
-
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+    workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE,)
+    sources = (_SOURCE, TURN)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._form = form = _Form(desc)
+        self._form = form = Form(desc)
+        self._turns = form.turns(desc, choice.preference.max_workspace_bytes)
+        self._turn = Turn(desc.element.itemsize, device) if self._turns else None
+        self.workspace_size = turned_bytes(self._turns)
+        self.launches = 1 + len(self._turns)
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
         self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
         self.details = (
             f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
             f"{self._blocks} blocks, clusters of {schedule.share}, {schedule.stages} stages"
+            + "".join(f"; {one.name} is transposed first" for one in self._turns)
         )
         self._function = load(
             _SOURCE,
             "blocks_wgmma",
             schedule.threads,
             device,
-            defines(desc, schedule),
+            defines(desc, schedule, form.majors(self._turns)),
             _Parameters,
             shared_bytes=schedule.shared_bytes(),
         )
@@ -128,7 +104,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             token_clusters=schedule.token_clusters(desc),
             band=schedule.band(desc),
             groups=groups(desc.layout),
-            steps=-(-desc.n // _STEP),
+            steps=-(-desc.n // _depth(desc)),
+            whole=int(desc.n % _TILE == 0),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -138,44 +115,78 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = _Parameters.from_buffer_copy(self._parameters)
         for field, at in form.tables(views["layout"].address, desc).items():
             setattr(parameters, field, at)
+        views, turns = self._turned(views, workspace)
         try:
             maps = self._maps(views)
         except LibraryError as error:
             raise driver_error(error) from error
         ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        parameters.values = views["c" if form.sampled else form.left].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        return self._function.bind(self._blocks, parameters, overlapping=True)
+        multiply = self._function.bind(self._blocks, parameters, overlapping=True)
+        return in_turn(*turns, multiply) if turns else multiply
+
+    def _turned(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
+        """The operands as they are multiplied, and what transposes them."""
+        found, launches, at = dict(views), [], workspace
+        for one in self._turns:
+            if one.size:
+                assert self._turn is not None
+                launch, found[one.name] = self._turn.bind(views[one.name], at)
+                launches.append(launch)
+            at += align_up(one.size)
+        return found, launches
 
     def _maps(self, views: Views) -> bytes:
         """Of the left and the right operand and the result."""
         desc, form, one = self.descriptor, self._form, self._schedule
+        left_major, right_major = form.majors(self._turns)
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
         if desc.layout.blocks and desc.reduction:  # else nothing is read
-            block = desc.layout.block
+            block, depth = desc.layout.block, _depth(desc)
             if form.sampled:
-                found = _dense_map(views["a"], form.left_major, block)
-                found += _dense_map(views["b"], form.right_major, min(block, one.tokens))
+                found = _dense_map(views["a"], left_major, one.rows, depth)
+                found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
             else:
-                step = min(block, _STEP)
-                lines = block if form.left_major == _K_MAJOR else step
+                step = min(block, depth)
+                lines = block if left_major == K_MAJOR else step
                 found = _values_map(views[form.left], (lines // one.share, step))
-                found += _dense_map(views[form.right], form.right_major, one.tokens, step)
+                if form.small and right_major != K_MAJOR:
+                    found += _grouped_map(views[form.right], one.tokens, step)
+                else:
+                    found += _dense_map(views[form.right], right_major, one.tokens, step)
         out = views["c"]
-        wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
+        wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if form.sampled:
-            return found + _values_map(out, (_STEP, wide))
-        box = (_STEP if form.tokens_contiguous else wide), wide
+            threads = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)  # copy small blocks by themselves
+            return found + (threads if form.small else _values_map(out, (_TILE, wide)))
+        box = (_TILE if form.tokens_contiguous else wide), wide
         return found + cuda_driver_abi.swizzled_matrices_map(
             out.address, _matrices(out.shape), out.element.itemsize, box
         )
 
 
-def _dense_map(view: TensorView, major: int, lines: int, step: int = _STEP) -> bytes:
+def _depth(desc: BlockSparseMatmulDescriptor) -> int:
+    """k of a step."""
+    return _LINE_BYTES // desc.element.itemsize
+
+
+def _dense_map(view: TensorView, major: int, lines: int, step: int) -> bytes:
     """Boxes of ``step`` k of some rows or tokens."""
-    box = (lines, step) if major == _K_MAJOR else (step, _STEP)
+    box = (lines, step) if major == K_MAJOR else (step, min(lines, _TILE))
     return cuda_driver_abi.swizzled_matrices_map(
         view.address, _matrices(view.shape), view.element.itemsize, box
+    )
+
+
+def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
+    """Boxes of ``step`` k of all tokens of a tile, or where they aren't whole tiles of a part of them."""
+    batch, heads, rows, width = view.shape
+    whole = width % _TILE == 0
+    group, groups = (_TILE, tokens // _TILE) if whole else (width, 1)
+    return cuda_driver_abi.grouped_matrices_map(
+        view.address, (batch * heads, rows, width), view.element.itemsize, group, (groups, step, _TILE)
     )
 
 
@@ -192,9 +203,9 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return batch * heads, rows, columns
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, int]:
+def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
-    form = _Form(desc)
+    form = Form(desc)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
@@ -203,8 +214,9 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, 
         "SHARE": schedule.share,
         "STAGES": schedule.stages,
         "BUFFERS": schedule.buffers,
-        "SPARSE_MAJOR": form.left_major,
-        "DENSE_MAJOR": form.right_major,
+        "SPARSE_MAJOR": majors[0],
+        "DENSE_MAJOR": majors[1],
         "TOKENS_CONTIGUOUS": int(form.tokens_contiguous),
         "SAMPLED": int(form.sampled),
+        "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

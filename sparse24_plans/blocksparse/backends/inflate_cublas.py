@@ -16,22 +16,17 @@ from ...device.jit.codes import type_defines
 from ...device.jit.launcher import Function, load
 from ...device.streams import Launch
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, in_turn, nothing
+from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
+from ...plan.kernel import Choice, align_up, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..limits import align_up, inflated_regions
+from ..limits import inflated_regions
 from ..tables import addresses, words
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
-_SPLIT_K_BYTES = 32 << 20  # what NVIDIA's documentation advises on Hopper; smaller devices use less of it
 _ALIGNMENT = 16
-_TYPES = {
-    ElementKind.F32: cublaslt_abi.R_32F,
-    ElementKind.F16: cublaslt_abi.R_16F,
-    ElementKind.BF16: cublaslt_abi.R_16BF,
-}
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
@@ -82,7 +77,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         scratch, self.launches = 0, 1
         if self._results and desc.reduction:
             spare = choice.preference.max_workspace_bytes
-            budget = _SPLIT_K_BYTES
+            budget = SPLIT_K_BYTES
             if spare is not None:
                 budget = min(budget, (spare - self._dense_bytes - self._acc_bytes) // 256 * 256)
             self._matmul = self._find_matmul(device, budget)
@@ -123,7 +118,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
                     transpose_a=desc.trans_b,
                     transpose_b=desc.trans_a,
                     leading=(k if desc.trans_b else cols, rows if desc.trans_a else k, cols),
-                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    types=(TYPES[desc.element], TYPES[desc.element], TYPES[out]),
                     alignments=(_ALIGNMENT,) * 3,
                     alpha=desc.alpha,
                     max_workspace=budget,

@@ -19,21 +19,15 @@ from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, in_turn, nothing
+from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
+from ...plan.kernel import Choice, align_up, in_turn, nothing
 from ...plan.operands import Alignment, Views, line_stride
 from ...vocab import ElementKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..kernel import MOST_STRIDES, GemmKernel, address
-from ..limits import align_up, cublas_regions
+from ..limits import cublas_regions
 
 _EPILOGUE = "gemm/inflate_cublas.cu"
-# What NVIDIA's documentation advises on Hopper; smaller devices use less of it.
-_SPLIT_K_BYTES = 32 << 20
-_TYPES = {
-    ElementKind.F32: cublaslt_abi.R_32F,
-    ElementKind.F16: cublaslt_abi.R_16F,
-    ElementKind.BF16: cublaslt_abi.R_16BF,
-}
 _THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
 
 
@@ -92,7 +86,7 @@ class Kernel(GemmKernel):
                 {**type_defines(desc), "COLUMNS": int(self._in_columns[1])},
                 _EpilogueParameters,
             )
-        self._budget = _SPLIT_K_BYTES
+        self._budget = SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:
             spare = preference.max_workspace_bytes - self._dense_bytes - self._acc_bytes
             self._budget = min(self._budget, spare // 256 * 256)
@@ -164,7 +158,7 @@ class Kernel(GemmKernel):
                     transpose_a=a.transposed,
                     transpose_b=b.transposed,
                     leading=(a.leading, b.leading, result_stride),
-                    types=(_TYPES[desc.element], _TYPES[desc.element], _TYPES[out]),
+                    types=(TYPES[desc.element], TYPES[desc.element], TYPES[out]),
                     alignments=(a.alignment, b.alignment, ALIGNMENT),
                     alpha=desc.alpha,
                     max_workspace=self._budget,

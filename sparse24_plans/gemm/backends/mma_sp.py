@@ -10,12 +10,12 @@ from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views, line_stride
+from ...plan.table import HOPPER
 from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.layouts import TILE_M, TILES_16BIT
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
-from ..limits import HOPPER
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import Schedule
 

@@ -11,10 +11,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from ...plan.kernel import align_up
 from ...vocab import ElementKind
 from ...weights.layouts import TILE_M, TILES_32BIT
 from ..descriptor import GemmSparse24Descriptor
-from ..limits import align_up, split_bytes
+from ..limits import split_bytes
 from ..table import GemmRow
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import FEW, Schedule, widths

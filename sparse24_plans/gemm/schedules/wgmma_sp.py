@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...plan.kernel import align_up
 from ...vocab import MatrixOrder
 from ...weights.layouts import TILE_M, TileLayout, layout_of
 from ..descriptor import GemmSparse24Descriptor
-from ..limits import align_up
 from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}

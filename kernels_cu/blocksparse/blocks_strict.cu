@@ -1,0 +1,295 @@
+// C = epilogue(alpha * op(S) @ X) for a block-sparse S in a defined order, without tensor cores: for each result one
+// accumulator, starting at +0, one fma (of s8 an exact integer sum) for each product of its line's kept blocks in
+// increasing k, subnormals kept. The result is defined, so tiles may be chosen freely: no choice changes a bit. dds as
+// C^T = op(S)^T @ op(A)^T; of sdd the sums run over all of k, and a tile's tokens are columns of neighbouring kept
+// blocks.
+//
+//   role         who                         what
+//   Mainloop     all threads of a block      load the next step's cells of S and X into registers, store them to shared
+//                                            memory as what they are multiplied as; kThreadRows x kThreadTokens fmas
+//
+//   barriers     __syncthreads a step, two stages of shared memory
+//   registers    the accumulators (at most 64), a step's loads, one column of S and X
+//
+//   load     | step 1       | step 2       | ..        global -> registers, under the fmas
+//   fma      | step 0       | step 1       | ..        from one stage
+//   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
+#include "common/epilogue.cuh"
+
+// Everything that is compiled in.
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+  static constexpr int kBlock = S24_BLOCK, kTokens = S24_TOKENS;  // of a tile
+  static constexpr bool kSampled = S24_SAMPLED;                   // sdd
+  // Whether k is contiguous in op(S), of sdd op(A); and in X, of sdd op(B). Else rows and tokens are.
+  static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
+  static constexpr bool kRaw = S24_RAW;  // results are the integer sums themselves
+
+  static constexpr bool kInteger = kElement == ElementKind::S8;
+  static constexpr int kRows = kBlock < 64 ? kBlock : 64, kRowTiles = kBlock / kRows, kDepth = 16;
+  static constexpr int kThreadRows = kRows < 64 ? 4 : 8, kThreadTokens = kTokens / 16;
+  static constexpr int kThreads = kRows / kThreadRows * 16;
+  static constexpr int kResident = kSampled ? 256 : 384;  // threads of a multiprocessor that have registers
+};
+using Out = Config::Out;
+constexpr int kThreadRows = Config::kThreadRows, kThreadTokens = Config::kThreadTokens;
+
+// What an element is stored as, and what it is multiplied as, exactly.
+template <ElementKind kKind> struct Source : Element<kKind> {
+  using Sum = float;
+  static __device__ __forceinline__ float value(typename Element<kKind>::Bits b) { return Element<kKind>::to_float(b); }
+};
+template <> struct Source<ElementKind::S8> {
+  using Bits = u8;
+  using Sum = int;
+  static __device__ __forceinline__ int value(u8 b) { return (signed char)b; }
+};
+template <> struct Source<ElementKind::FP8_E4M3> {
+  using Bits = u8;
+  using Sum = float;
+  // Its exponent and mantissa are those of a float16 256 times smaller, but for NaN.
+  static __device__ __forceinline__ float value(u8 b) {
+    if ((b & 0x7f) == 0x7f) return __uint_as_float(0x7fffffff);
+    return 256.0f * Element<ElementKind::F16>::to_float((u16)((b & 0x80) << 8 | (b & 0x7f) << 7));
+  }
+};
+using In = Source<Config::kElement>;
+using Sum = In::Sum;
+
+struct BlocksStrictParams {
+  const void* left;         // values [Z, blocks, b, b]; of sdd a [Z, H, ..]
+  const void* right;        // [Z, H, ..]
+  const void* bias;         // [H, rows], or null
+  void* out;                // [Z, H, ..]; of sdd values
+  const int* pointers;      // [lines + 1]: where each line's entries begin
+  const int* across;        // [entries]: column of each in op(S)
+  const int* places;        // [entries]: its block among the values; null: as they are counted
+  const int* group_rows;    // of sdd [groups]: the line of each, below 0: there is none
+  const int* group_firsts;  // of sdd [groups]: its first entry
+  // Elements: of a matrix, and from one k, and from one row or token, to the next.
+  i64 left_matrix, left_k, left_row, right_matrix, right_k, right_token, out_matrix, out_row, out_token;
+  i64 blocks, tokens, depth;  // kept, of a batch; columns of X; of sdd the length of the sums
+  u32 heads, head_lines;
+  u32 lines;        // of all heads; of sdd groups
+  u32 token_tiles;  // of a line; of sdd of a group
+  float alpha;
+};
+static_assert(matches_host<BlocksStrictParams>(), "the host has another BlocksStrictParams");
+
+// Four neighbours: along k of one row or token, or of rows or tokens of one k.
+struct alignas(4 * sizeof(In::Bits)) Four {
+  In::Bits v[4];
+};
+
+// What a block of threads works on.
+struct Item {
+  u32 line, head, batch, row;  // line: of all heads; row: of the tile, in the line
+  i64 token;                   // the first; of sdd of the group
+  int first, count;            // entries of the line; of sdd of the tile
+  int steps;
+
+  __device__ __forceinline__ explicit Item(const BlocksStrictParams& p) {
+    u32 at = blockIdx.x;
+    row = at % Config::kRowTiles * Config::kRows, at /= Config::kRowTiles;
+    line = at % p.lines, at /= p.lines;
+    token = (i64)(at % p.token_tiles) * Config::kTokens, batch = at / p.token_tiles;
+    if constexpr (Config::kSampled) {
+      first = p.group_firsts[line] + (int)(token / Config::kBlock);
+      const int of = p.group_rows[line];
+      line = of < 0 ? 0 : of;
+      count = of < 0 ? 0 : max(0, min(Config::kTokens / Config::kBlock, p.pointers[line + 1] - first));
+      steps = (int)((p.depth + Config::kDepth - 1) / Config::kDepth);
+    } else {
+      first = p.pointers[line], count = p.pointers[line + 1] - first;
+      steps = count * (Config::kBlock / Config::kDepth);
+    }
+    head = line / p.head_lines;
+  }
+  __device__ __forceinline__ i64 matrix(const BlocksStrictParams& p) const { return (i64)batch * p.heads + head; }
+  // Of S, in its head.
+  __device__ __forceinline__ i64 first_row(const BlocksStrictParams& p) const {
+    return (i64)(line % p.head_lines) * Config::kBlock + row;
+  }
+};
+
+struct Mainloop {
+  static constexpr int kDepth = Config::kDepth;
+  // A step's units of four cells, and those of a thread.
+  static constexpr int kLeftUnits = Config::kRows * kDepth / 4, kRightUnits = Config::kTokens * kDepth / 4;
+  static constexpr int kLeftLoads = (kLeftUnits + Config::kThreads - 1) / Config::kThreads;
+  static constexpr int kRightLoads = (kRightUnits + Config::kThreads - 1) / Config::kThreads;
+
+  const BlocksStrictParams& p;
+  const Item& item;
+  Sum* left_cells;   // [2][kDepth][kRows]
+  Sum* right_cells;  // [2][kDepth][kTokens]
+  Four left[kLeftLoads], right[kRightLoads];
+
+  // Where unit u of a step lies: its first line (row or token) and k.
+  template <bool kAlongK, int kLines> static __device__ __forceinline__ void unit_at(int u, int& line, int& k) {
+    if constexpr (kAlongK) line = u % kLines, k = u / kLines * 4;
+    else line = u % (kLines / 4) * 4, k = u / (kLines / 4);
+  }
+
+  // Four cells from `from` on, `step` elements apart, of which `inside` exist; the others are zeros.
+  static __device__ __forceinline__ Four load_four(const In::Bits* from, i64 step, i64 inside) {
+    if (inside >= 4 && step == 1 && (u64)from % sizeof(Four) == 0) return *(const Four*)from;
+    Four found;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found.v[i] = i < inside ? from[i * step] : (In::Bits)0;
+    return found;
+  }
+
+  __device__ __forceinline__ void load(int step) {
+    const In::Bits* a = (const In::Bits*)p.left;
+    const In::Bits* x = (const In::Bits*)p.right + item.matrix(p) * p.right_matrix;
+    i64 k0 = (i64)step * kDepth;  // in X
+    if constexpr (Config::kSampled) {
+      a += item.matrix(p) * p.left_matrix + item.first_row(p) * p.left_row + k0 * p.left_k;
+    } else {
+      constexpr int kSteps = Config::kBlock / kDepth;
+      const int entry = item.first + step / kSteps, in = step % kSteps * kDepth;
+      const i64 place = (i64)item.batch * p.blocks + (p.places ? p.places[entry] : entry);
+      a += place * Config::kBlock * Config::kBlock + item.row * p.left_row + in * p.left_k;
+      k0 = (i64)p.across[entry] * Config::kBlock + in;
+    }
+    const i64 depth = Config::kSampled ? p.depth - k0 : kDepth;  // k that there are
+#pragma unroll
+    for (int i = 0; i < kLeftLoads; ++i) {
+      const int u = threadIdx.x + i * Config::kThreads;
+      int row, k;
+      unit_at<Config::kLeftAlongK, Config::kRows>(u, row, k);
+      if (u < kLeftUnits)
+        left[i] = load_four(a + row * p.left_row + k * p.left_k, Config::kLeftAlongK ? p.left_k : p.left_row,
+                            Config::kLeftAlongK ? depth - k
+                            : k < depth         ? 4
+                                                : 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kRightLoads; ++i) {
+      const int u = threadIdx.x + i * Config::kThreads;
+      int token, k;
+      unit_at<Config::kRightAlongK, Config::kTokens>(u, token, k);
+      i64 at = item.token + token, inside = p.tokens - at;
+      if constexpr (Config::kSampled) {  // four neighbours are of one block
+        const int block = token / Config::kBlock;
+        inside = block < item.count ? 4 : 0;
+        at = inside ? (i64)p.across[item.first + block] * Config::kBlock + token % Config::kBlock : 0;
+      }
+      const i64 along = Config::kRightAlongK ? (inside > 0 ? depth - k : 0) : (k < depth ? inside : 0);
+      if (u < kRightUnits)
+        right[i] = load_four(x + at * p.right_token + (k0 + k) * p.right_k,
+                             Config::kRightAlongK ? p.right_k : p.right_token, along);
+    }
+  }
+
+  template <bool kAlongK, int kLines, int kUnits, int kLoads>
+  static __device__ __forceinline__ void store_units(Sum* to, const Four (&from)[kLoads]) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int u = threadIdx.x + i * Config::kThreads;
+      int line, k;
+      unit_at<kAlongK, kLines>(u, line, k);
+      if (u >= kUnits) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        to[kAlongK ? (k + j) * kLines + line : k * kLines + line + j] = In::value(from[i].v[j]);
+    }
+  }
+  __device__ __forceinline__ void store(int stage) const {
+    store_units<Config::kLeftAlongK, Config::kRows, kLeftUnits>(left_cells + stage * kDepth * Config::kRows, left);
+    store_units<Config::kRightAlongK, Config::kTokens, kRightUnits>(right_cells + stage * kDepth * Config::kTokens,
+                                                                    right);
+  }
+};
+
+// A thread's token i: runs of up to four side by side, further ones 64 tokens on.
+__device__ __forceinline__ int token_of(int lane, int i) {
+  constexpr int kRun = kThreadTokens < 4 ? kThreadTokens : 4;
+  return i / kRun * (16 * kRun) + lane * kRun + i % kRun;
+}
+
+__device__ __forceinline__ Sum added(Sum acc, Sum w, Sum x) {
+  if constexpr (Config::kInteger) return acc + w * x;
+  else return __fmaf_rn(w, x, acc);
+}
+
+// kCount of one k, from shared memory.
+__device__ __forceinline__ void multiply(Sum (&acc)[kThreadRows][kThreadTokens], const Sum* left, const Sum* right,
+                                         int lane_row, int lane_token) {
+  Sum w[kThreadRows], x[kThreadTokens];
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) w[r] = left[lane_row * kThreadRows + r];
+#pragma unroll
+  for (int t = 0; t < kThreadTokens; ++t) x[t] = right[token_of(lane_token, t)];
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r)
+#pragma unroll
+    for (int t = 0; t < kThreadTokens; ++t) acc[r][t] = added(acc[r][t], w[r], x[t]);
+}
+
+__device__ __forceinline__ void write(const BlocksStrictParams& p, const Item& item,
+                                      const Sum (&acc)[kThreadRows][kThreadTokens], int lane_row, int lane_token) {
+  const i64 rows = (i64)p.head_lines * Config::kBlock;
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    const i64 row = item.first_row(p) + lane_row * kThreadRows + r;
+    const float bias = p.bias ? bias_at<Config>(p.bias, item.head * rows + row) : 0.0f;
+#pragma unroll
+    for (int t = 0; t < kThreadTokens; ++t) {
+      const int in_tile = token_of(lane_token, t);
+      i64 at = item.matrix(p) * p.out_matrix + row * p.out_row + (item.token + in_tile) * p.out_token;
+      bool exists = item.token + in_tile < p.tokens;
+      if constexpr (Config::kSampled) {
+        const int block = in_tile / Config::kBlock;
+        exists = block < item.count;
+        const i64 place = (i64)item.batch * p.blocks + item.first + block;
+        at = (place * Config::kBlock + item.row + lane_row * kThreadRows + r) * Config::kBlock +
+             in_tile % Config::kBlock;
+      }
+      if (!exists) continue;
+      if constexpr (Config::kRaw) ((int*)p.out)[at] = acc[r][t];
+      else ((Out::Bits*)p.out)[at] = Out::from_float(epilogue<Config, StrictMath>((float)acc[r][t], p.alpha, bias));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResident / Config::kThreads)
+    blocks_strict(const __grid_constant__ BlocksStrictParams p) {
+  constexpr int kDepth = Config::kDepth;
+  __shared__ __align__(16) Sum left[2 * kDepth * Config::kRows];
+  __shared__ __align__(16) Sum right[2 * kDepth * Config::kTokens];
+  const Item item(p);
+  if (Config::kSampled && item.count == 0) return;  // a group that isn't there
+  const int lane_token = threadIdx.x % 16, lane_row = threadIdx.x / 16;
+  Sum acc[kThreadRows][kThreadTokens];
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r)
+#pragma unroll
+    for (int t = 0; t < kThreadTokens; ++t) acc[r][t] = 0;
+
+  Mainloop loop{p, item, left, right};
+  if (item.steps > 0) {
+    loop.load(0);
+    loop.store(0);
+  }
+  __syncthreads();
+  int stage = 0;
+  for (int step = 0; step < item.steps; ++step) {
+    const bool more = step + 1 < item.steps;
+    if (more) loop.load(step + 1);
+    const Sum* const l = left + stage * kDepth * Config::kRows;
+    const Sum* const r = right + stage * kDepth * Config::kTokens;
+    if (Config::kSampled && !more) {  // what lies beyond k must not be an fma with 0: -0 + 0 is +0
+      for (int k = 0; k < p.depth - (i64)step * kDepth; ++k)
+        multiply(acc, l + k * Config::kRows, r + k * Config::kTokens, lane_row, lane_token);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k)
+        multiply(acc, l + k * Config::kRows, r + k * Config::kTokens, lane_row, lane_token);
+    }
+    stage ^= 1;
+    if (more) loop.store(stage);
+    __syncthreads();
+  }
+  write(p, item, acc, lane_row, lane_token);
+}
