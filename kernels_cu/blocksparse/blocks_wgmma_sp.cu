@@ -24,9 +24,9 @@
 //                                                                meanwhile
 //   write                                   | fill | copy |
 //
-// Items: strips from the longest to the shortest with every token tile of a band, then the next band, of whose X the
-// items that run at once read the same. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so
-// that none has only the longer ones; every other band the other way round, for at its end some have one item less.
+// Items: strips from the longest to the shortest with every token tile of a band, then the next band: items that run at
+// once read the same part of X. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so that
+// none has only the longer ones; every other band the other way round, for at its end some have one item less.
 #include "common/epilogue.cuh"
 #include "ptx/multicast.cuh"
 #include "ptx/tensors.cuh"
@@ -38,20 +38,20 @@
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTokens = S24_TOKENS;                        // of a block of threads
-  static constexpr int kShare = S24_SHARE;                          // blocks of a cluster
+  static constexpr int kTokens = S24_TOKENS;  // of a block of threads
+  static constexpr int kShare = S24_SHARE;    // blocks of a cluster
   static constexpr int kSparseStages = S24_SPARSE_STAGES, kDenseStages = S24_DENSE_STAGES;
   static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X lies; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
 
   static constexpr int kWarpgroups = 2, kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
-  static constexpr int kHalves = kBlock / 64;                // stages of X that meet a block
-  static constexpr int kLines = 128 / kBlock;                // of a strip
-  static constexpr int kLineBytes = kBlock;                  // of a row of a block: half as many values of 2 bytes
-  static constexpr int kValueBytes = kBlock * kLineBytes;    // of a block
+  static constexpr int kHalves = kBlock / 64;                 // stages of X that meet a block
+  static constexpr int kLines = 128 / kBlock;                 // of a strip
+  static constexpr int kLineBytes = kBlock;                   // of a row of a block: half as many values of 2 bytes
+  static constexpr int kValueBytes = kBlock * kLineBytes;     // of a block
   static constexpr int kMetadataBytes = kBlock * kBlock / 8;  // of a block: 4 bits for each group of four
-  static constexpr int kMetadataAt = kLines * kValueBytes;   // in a stage
+  static constexpr int kMetadataAt = kLines * kValueBytes;    // in a stage
   static constexpr int kSparseBytes = kLines * (kValueBytes + kMetadataBytes), kDenseBytes = kTokens * 128;
   static constexpr int kSums = kTokens / 2;
   // X is read by every line that keeps a block of its rows, C is not read at all.

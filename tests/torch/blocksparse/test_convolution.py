@@ -10,8 +10,9 @@ import torch
 
 from sparse24_plans import BlockSparseLayout, InvalidProblemError, PlanPreference, UnsupportedError
 from sparse24_plans.torch.blocksparse import Conv2d, Layout, conv2d, convolving
+from tests.torch.cases import wanting
 
-from .cases import FLOATS, close, dense_of, randn, wanting
+from .cases import FLOATS, close, dense_of, randn
 
 F = torch.nn.functional
 WALKS = {
