@@ -34,6 +34,10 @@
 
 enum class ConvOp { FORWARD = 0, DGRAD = 1, WGRAD = 2 };
 
+#if S24_PARTS
+#define S24_IN_PARTS  // what compiles for a sum in parts alone
+#endif
+
 using Problem = ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE>;
 // What the kernel writes: results, or float32 parts of them.
 using Written = ProblemType<S24_ELEMENT, S24_PARTS ? (int)ElementKind::F32 : S24_OUT, S24_BIAS, S24_EPILOGUE>;
@@ -416,8 +420,8 @@ struct Multiplier {
   __device__ __forceinline__ void issue(Sums& sums, u32 present) const {
     const u32 stage = base + at.slot * Config::kStageBytes;
     const u64 a = LeftOperand::descriptor(stage + row_group * 64 * Config::kBoxBytes);
-    const u64 b = RightOperand::descriptor(stage + Config::kLeftBytes +
-                                           column_group * Config::kColumns * Config::kBoxBytes);
+    const u64 b =
+        RightOperand::descriptor(stage + Config::kLeftBytes + column_group * Config::kColumns * Config::kBoxBytes);
 #pragma unroll 1
     do {  // the columns of blocks that it has, in order
       const u32 beside = Config::kBeside > 1 ? (__ffs(present) - 1) / 8 : 0;
@@ -603,7 +607,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-#if S24_PARTS
+#ifdef S24_IN_PARTS
 // The parts of wgrad, in order. Cells are a multiple of four.
 extern "C" __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ ConvWgmmaParams p) {
   using Out = Problem::Out;

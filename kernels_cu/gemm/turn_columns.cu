@@ -13,8 +13,8 @@
 
 // Everything that is compiled in.
 struct Config {
-  static constexpr int kThreads = 256, kTile = 64;      // columns and tokens of a block
-  static constexpr int kPitch = kTile + 1;              // of a column in shared memory: its words are in other banks
+  static constexpr int kThreads = 256, kTile = 64;  // columns and tokens of a block
+  static constexpr int kPitch = kTile + 1;          // of a column in shared memory: its words are in other banks
   static constexpr int kAtOnce = 8, kPieces = kTile / kAtOnce, kRounds = kTile * kPieces / kThreads;
 };
 

@@ -33,8 +33,9 @@
 //                stage. Named barriers 1 ..: a warpgroup's staging area; with slices, 1: all stages have been read;
 //                with ranges, further ones: a warpgroup's sums have been stored, or can be loaded. The cluster meets
 //                round the fold. Of float32, kTurnBarrier and up: a warpgroup's turn in front of the tensor cores.
-//   registers    kSums * kRowBlocks accumulators, twice that with kPromote; kHeld more with kParts > 1: at most 128 a thread, or 192. Where
-//                kTrade says so, threads that copy hand theirs over and keep 40; those that multiply have 232.
+//   registers    kSums * kRowBlocks accumulators, at most 128 a thread; twice that with kPromote, and kHeld more with
+//                kParts > 1: at most 192. Where kTrade says so, threads that copy hand theirs over and keep 40; those
+//                that multiply have 232.
 //
 //   copy_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
 //   copy_source  | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kSourceStages ahead

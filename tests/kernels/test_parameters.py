@@ -35,7 +35,7 @@ def test_the_length_must_be_given(source):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_struct_of_parameters_is_checked(source):
-    text = (compiler.KERNEL_FOLDER / source).read_text()
+    text = "\n".join((compiler.KERNEL_FOLDER / name).read_text() for name in compiler.closure(source))
     declared = re.findall(r"^struct (\w+Params)\b", text, re.MULTILINE)
     assert declared
     assert re.findall(r"^static_assert\(matches_host<(\w+)>\(\)", text, re.MULTILINE) == declared

@@ -145,6 +145,8 @@ def test_convolutions(name, tool):
     run_under(tool, SANITIZED.format(function="small_convolutions", more=""), name, "bf16")
 
 
+@pytest.mark.gpu
+@tools
 @pytest.mark.parametrize("name", BLOCKS)
 def test_products_of_blocks(name, tool):
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")

@@ -22,7 +22,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kTokens = S24_TOKENS;          // of a block
   static constexpr int kShare = S24_SHARE, kSlices = S24_SLICES, kCluster = S24_CLUSTER_BLOCKS;
   static constexpr int kParts = S24_PARTS;
-  static constexpr int kParked = S24_PARKED;  // sums of a thread, of the parts before, that wait in the workspace
+  static constexpr int kParked = S24_PARKED;   // sums of a thread, of the parts before, that wait in the workspace
   static constexpr bool kRanges = S24_RANGES;  // clusters have equal ranges of tiles, wherever items begin and end
   static constexpr int kXParts = S24_X_PARTS;  // of bf16, that stand for float32; 0: X and W are multiplied as they are
   static constexpr bool kPlanes = kXParts == 2;         // W comes in parts too
@@ -61,7 +61,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kTileBytes = kXParts && !kPlanes ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;
   static constexpr int kWeightBytes = kRowTiles * kTileBytes,  // of a stage
       kSourceBytes = kColumnsX ? kGroups * kGroupBytes : kTokens * 128;
-  static constexpr int kSums = kTokens / 2;  // accumulators of a thread and row tile
+  static constexpr int kSums = kTokens / 2;                   // accumulators of a thread and row tile
   static constexpr int kHeld = kRowBlocks * kSums - kParked;  // of the parts before, in registers
   static constexpr int kBand = 8;  // row blocks that are taken with one block of tokens before the next, for L2
 
