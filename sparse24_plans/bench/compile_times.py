@@ -46,6 +46,8 @@ _M, _K = 4096, 4096
 _TOKENS, _TURNED = (16, 4096), 17
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
+_KEPT = 2
+"""Of so many blocks one is kept: few enough to prefer kernels of kept blocks of 64, but not of 16."""
 _BLOCK_TABLES = (
     blocks_table.MATMUL_ROWS,
     blocks_table.SOFTMAX_ROWS,
@@ -88,7 +90,7 @@ def block_problems(row: Row) -> Iterator[Descriptor]:
     if isinstance(row, blocks_table.MatmulRow):
         blocks = [block for block in _BLOCKS if block in row.blocks]
         for block, element, n, epilogue in product(blocks, row.elements, _TOKENS, _EPILOGUES):
-            layout = _layout(block, (_M // block) * (_K // block))
+            layout = _layout(block, (_M // block) * (_K // block) // _KEPT)
             yield BlockSparseMatmulDescriptor(
                 op="dsd", layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
             )
