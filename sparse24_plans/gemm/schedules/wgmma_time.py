@@ -91,7 +91,7 @@ class Fit:
 
 # By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to 2,151
 # problems; where that did no better for matrices that were held out, an earlier fit stands. What ranges and
-# parking take was found apart. Of 2,287 problems the choice misses the fastest schedule by 0.7 to 1.9% in the
+# parking take was found apart. Of 2,285 problems the choice misses the fastest schedule by 0.7 to 1.9% in the
 # mean of a class, by 4 to 8% in one of twenty, by 11 to 33% at the worst.
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
