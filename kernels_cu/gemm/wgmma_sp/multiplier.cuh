@@ -252,6 +252,7 @@ struct Multiplier {
 #pragma unroll 1
     for (u32 part = 1; part < Config::kParts; ++part) {
       Sum held[Config::kHeld];
+      // By an operation that changes nothing: of a mere copy the compiler keeps both in one place, and spills all.
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i)
         held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
