@@ -2,7 +2,8 @@
 
 From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. With
 ``--only=suite`` or ``--only=fuzz`` behind the file's name that part alone is run, and the other stays as the
-file has it, if it is of the same kernels.
+file has it, if it is of the same kernels. With ``--only=suite --share=I/N`` one of N shares of the tests is
+run; the record says how the suite ended once all of them have been.
 
 Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
 compilation: each process sees one of those that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
@@ -100,21 +101,42 @@ def _kept(out: str, kernels: str) -> dict[str, Any]:
     return found
 
 
+_SHARES, _SHARE = "shares", "--share="
+"""In a record: share of the suite -> its summary, until all have run."""
+
+
+def _with_share(kept: dict[str, Any], share: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The record with one more share; all of them together are the suite."""
+    shares = {**kept.get(_SHARES, {}), share: found}
+    count = int(share.split("/")[1])
+    wanted = [f"{one}/{count}" for one in range(1, count + 1)]
+    rest = {name: value for name, value in kept.items() if name != _SHARES}
+    if not set(wanted) <= shares.keys():
+        return {**rest, _SHARES: shares}
+    parts = [shares[name] for name in wanted]
+    bounds = {
+        row: max(one["bounds"].get(row, 0.0) for one in parts) for one in parts for row in one["bounds"]
+    }
+    counted = {name: sum(one[name] for one in parts) for name in found if name != "bounds"}
+    return {**rest, **counted, "bounds": bounds}
+
+
 def main(out: str, *arguments: str) -> int:
     if not Path("tests/fuzz").is_dir():
         raise SystemExit("expected to run from the root of a checkout, there is no tests/fuzz here")
     only = arguments[0].removeprefix("--only=") if arguments and arguments[0].startswith("--only=") else None
     if only not in (None, "suite", "fuzz"):
         raise SystemExit(f"--only: expected suite or fuzz, got {only}")
+    rest = arguments if only is None else arguments[1:]
+    share = rest[0].removeprefix(_SHARE) if only == "suite" and rest and rest[0].startswith(_SHARE) else None
     kernels = kernels_sha256(kernel_files())
-    record = {
-        **({} if only is None else _kept(out, kernels)),
-        **machine(),
-        "kernels_sha256": kernels,
-        **({} if only == "fuzz" else _suite(arguments if only is None else arguments[1:])),
-        **({} if only == "suite" else _fuzz()),
-        "date": datetime.date.today().isoformat(),
-    }
+    record = {**({} if only is None else _kept(out, kernels)), **machine(), "kernels_sha256": kernels}
+    if only != "fuzz":
+        suite = _suite(rest)
+        record = {**record, **suite} if share is None else _with_share(record, share, suite)
+    if only != "suite":
+        record |= _fuzz()
+    record["date"] = datetime.date.today().isoformat()
     Path(out).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(record.get("failed", 0) + record.get("fuzz_failures", 0) > 0)

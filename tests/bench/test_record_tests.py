@@ -98,6 +98,22 @@ def test_the_first_part_makes_the_record(parts):
     assert "fuzz_cases" not in json.loads(path.read_text())
 
 
+def test_shares_of_the_suite_add_up_to_it(parts, monkeypatch):
+    _, path = parts
+    summaries = {
+        "1/2": {"passed": 7, "failed": 1, "bounds": {"mma_sp": 0.5}},
+        "2/2": {"passed": 5, "failed": 0, "bounds": {"mma_sp": 0.25, "wgmma_sp": 0.5}},
+    }
+    monkeypatch.setattr(record_tests, "_suite", lambda given: summaries[given[0].removeprefix("--share=")])
+    assert record_tests.main(str(path), "--only=suite", "--share=1/2") == 0
+    assert "passed" not in json.loads(path.read_text())
+    assert record_tests.main(str(path), "--only=suite", "--share=2/2") == 1
+    found = json.loads(path.read_text())
+    assert (found["passed"], found["failed"]) == (12, 1)
+    assert found["bounds"] == {"mma_sp": 0.5, "wgmma_sp": 0.5}
+    assert "shares" not in found
+
+
 def test_a_part_of_other_kernels_is_not_kept(parts):
     ran, path = parts
     path.write_text(json.dumps({"kernels_sha256": "of others", "passed": 1}))
