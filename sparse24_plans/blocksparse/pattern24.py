@@ -172,7 +172,7 @@ def _rows(lines: Array) -> Array:
 
 def _lined(blocks: Array, along: object) -> Array:
     """The blocks with what the product sums over last; and back."""
-    if along not in ALONG:
+    if not isinstance(along, str) or along not in ALONG:
         raise wrong("along", "columns or rows", along)
     return blocks if along == "columns" else blocks.swapaxes(-1, -2)
 

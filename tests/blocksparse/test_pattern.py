@@ -160,6 +160,10 @@ def test_what_conversions_refuse():
     values, metadata = compress_blocks(layout, cells, along="rows")
     wrong: list[tuple[str, Any]] = [
         ("along: expected columns or rows", lambda: compress_blocks(layout, cells, along="k")),
+        (
+            "along: expected columns or rows",
+            lambda: compress_blocks(layout, cells, along=np.array(["k"] * 2)),
+        ),
         ("layout: expected BlockSparseLayout", lambda: compress_blocks(None, cells, along="rows")),
         ("layout: expected blocks of 64 or 128, got 32", lambda: compress_blocks(small, cells, along="rows")),
         ("values: expected f16 or bf16", lambda: compress_blocks(layout, cells.astype("f4"), along="rows")),
