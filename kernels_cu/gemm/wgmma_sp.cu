@@ -115,7 +115,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       const u32 tiles = turn.last - turn.first;
       if constexpr (Config::kRanges) {
         Handover{p}.take(sums, warpgroup, turn.takes());
-        multiplier.multiply<true>(sums, tiles);
+        if constexpr (Config::kParts > 1) multiplier.multiply_pieces(sums, turn, Handover{p});
+        else multiplier.multiply<true>(sums, tiles);
       } else if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
       else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles, Handover{p});
       else multiplier.multiply(sums, tiles);
@@ -129,6 +130,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       }
 #ifdef S24_OF_PARTS
       if (Config::kTilesOfGroup) groups.finish(sums, turn.last);
+#else
+      if constexpr (Config::kRanges && Config::kParts > 1) multiplier.add_parts(sums, turn, Handover{p});
 #endif
       if constexpr (Config::kSlices == 1) {
 #pragma unroll

@@ -237,5 +237,6 @@ def launch_parameters(
     if schedule.workspace_bytes():
         parameters.flags = handed
         parameters.sums = handed + schedule.flags_bytes()
+        parameters.groups = parameters.sums + schedule.sums_bytes()
         parameters.mark = next(_marks)
     return parameters

@@ -79,10 +79,19 @@ RANGED = [
     for cut in schedules.schedules_for(n, ROWS)
     if cut.ranges and cut.tokens >= n // 4
 ]
+RANGED += [
+    (n, cut)
+    for n in (300, 520)
+    for parts in (2, 3)
+    for cut in schedules.schedules_in(parts, n, ROWS)
+    if cut.ranges and cut.tokens >= n // 4
+]
+"""Also those whose parts of K end elsewhere than ranges."""
 
 
 def test_ranges_of_every_kind_are_under_test():
     assert {(cut.warpgroups, cut.row_blocks, cut.share) for _, cut in RANGED} == set(schedules._OF_RANGES)
+    assert {cut.parts for _, cut in RANGED} == {1, 2, 3}
     assert any(cut.items(n, ROWS) > 2 * cut.ranges for n, cut in RANGED), "so that some items are in no range"
 
 
@@ -91,7 +100,8 @@ def plan_with(monkeypatch, n: int, cut: schedules.Schedule, element: str, m: int
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     at = RANGED.index((n, cut._replace(ranges=schedules.H200_MULTIPROCESSORS // cut.share)))
     desc = GemmSparse24Descriptor(n=n, m=m, k=392, element=element, epilogue="bias_silu", alpha=1 + at / 64)
-    preference = None if cut.ranges else PlanPreference(max_workspace_bytes=0)
+    parked = 1 << 30 if cut.parts > 1 else 0
+    preference = None if cut.ranges else PlanPreference(max_workspace_bytes=parked)
     return make_case(desc, row="wgmma_sp", pad=8, preference=preference)
 
 
@@ -105,7 +115,7 @@ def test_ranges_have_the_bits_of_whole_items(monkeypatch, n, cut, m, element):
     got = case.run()
     case.check(got)
     whole = plan_with(monkeypatch, n, cut._replace(ranges=0), element, m)
-    assert whole.workspace is None
+    assert whole.workspace is None or cut.parts > 1
     assert same_bits(whole.run(), got)
 
 

@@ -38,7 +38,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStepTokens = S24_STEP_TOKENS, kBuffers = 2;  // of a staging area
   static_assert(kSlices == 1 || kParts == 1, "a cut is either along the cluster or within the block");
   static_assert(kParked % 4 == 0 && (!kParked || kParts > 1), "parked are quads of parts before");
-  static_assert(!kRanges || (kSlices == 1 && kParts == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
+  static_assert(!kRanges || (kSlices == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
@@ -102,7 +102,8 @@ struct WgmmaSpParams {
   void* y;               // [n, m], row or column stride y_stride
   u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
   float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over; or parked
-  float* groups;         // the same twice, kTilesOfGroup: of groups, of an item that is handed over, and of others
+  float* groups;         // the same twice, kTilesOfGroup, or kRanges with kParts: what groups or parts have come to,
+                         // of an item that isn't handed over, and of one that is
   u64 mark;              // of this launch and no other
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;

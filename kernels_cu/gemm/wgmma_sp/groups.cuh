@@ -10,12 +10,9 @@ struct Groups {
   float* at;  // this thread's first four
   u32 start;  // of the slice: a tile of K
 
-  // An item that is handed over has a place of its own, which goes with it.
   __device__ __forceinline__ Groups(const WgmmaSpParams& p, const Turns& turn, u32 warpgroup, u32 slice)
       : start((u32)first_tile(p, slice)) {
-    const bool handed = turn.gives() || turn.takes();
-    const u32 block = turn.takes() ? blockIdx.x - Config::kCluster : blockIdx.x;
-    at = p.groups + place_of_sums(handed ? gridDim.x + block : block, warpgroup, 0);
+    at = p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
   }
 
   // Whether a group, not the first one, begins with the tile.

@@ -18,12 +18,12 @@ struct Handover {
     return p.sums + place_of_sums(block, warpgroup, r);
   }
 
-  // From the sum kFrom of a thread on.
+  // From the sum kFrom of a thread on. `parked`: this thread's first four in the workspace.
   template <int kFrom = 0>
-  __device__ __forceinline__ void park(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+  __device__ __forceinline__ void park(const Sums (&sums)[Config::kRowBlocks], float* parked) const {
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {
-      float* to = quads(blockIdx.x, warpgroup, r);
+      float* to = parked + r * kQuads * 512;
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         const Sum* v = sums[r] + 4 * q;
@@ -32,25 +32,27 @@ struct Handover {
       }
     }
   }
-  // Onto them what this block has parked.
-  template <int kFrom>
-  __device__ __forceinline__ void add_parked(Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
+  // Onto them what has been parked. Where nothing has, a mask of no bits takes it for zeros.
+  template <int kFrom = 0>
+  __device__ __forceinline__ void add_parked(Sums (&sums)[Config::kRowBlocks], const float* parked,
+                                             u32 mask = ~0u) const {
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {
-      const float* from = quads(blockIdx.x, warpgroup, r);
+      const float* from = parked + r * kQuads * 512;
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         if (r * Config::kSums + 4 * q < kFrom) continue;
         if (q % 8 == 0) __syncwarp();  // else all are loaded first, and registers spilled
         const uint4 v = __ldcg((const uint4*)(from + q * 512));
         Sum* to = sums[r] + 4 * q;
-        to[0] += sum_of(v.x), to[1] += sum_of(v.y), to[2] += sum_of(v.z), to[3] += sum_of(v.w);
+        to[0] += sum_of(v.x & mask), to[1] += sum_of(v.y & mask), to[2] += sum_of(v.z & mask);
+        to[3] += sum_of(v.w & mask);
       }
     }
   }
 
   __device__ __forceinline__ void give(const Sums (&sums)[Config::kRowBlocks], u32 warpgroup) const {
-    park(sums, warpgroup);
+    park(sums, quads(blockIdx.x, warpgroup, 0));
     threads_arrive(kGiven + warpgroup, 160);
   }
 

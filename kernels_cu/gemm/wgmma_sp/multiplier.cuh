@@ -248,20 +248,46 @@ struct Multiplier {
 
   // All of K, in kParts. Of the sums of the parts before, registers hold as many as they can, `workspace` the others.
   __device__ __forceinline__ void multiply_parts(Sums (&sums)[Config::kRowBlocks], u32 tiles, Handover workspace) {
+    float* parked = workspace.quads(blockIdx.x, warpgroup, 0);
     multiply(sums, tiles / Config::kParts);
 #pragma unroll 1
     for (u32 part = 1; part < Config::kParts; ++part) {
-      Sum held[Config::kHeld];
+      Sum held[Config::kHeld > 0 ? Config::kHeld : 1];
       // By an operation that changes nothing: of a mere copy the compiler keeps both in one place, and spills all.
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i)
         held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
-      workspace.park<Config::kHeld>(sums, warpgroup);
+      workspace.park<Config::kHeld>(sums, parked);
       multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i) sums[i / Config::kSums][i % Config::kSums] += held[i];
-      workspace.add_parked<Config::kHeld>(sums, warpgroup);
+      workspace.add_parked<Config::kHeld>(sums, parked);
     }
+  }
+
+  // Tiles of K of an item whose parts may end elsewhere than its ranges, on top of what its first part's sums are. What
+  // whole parts have come to waits in the workspace. No branch passes by their sums: the compiler would move them.
+  __device__ __forceinline__ void multiply_pieces(Sums (&sums)[Config::kRowBlocks], const Turns& turn,
+                                                  Handover workspace) {
+    const u32 tiles = (u32)workspace.p.k_tiles;
+    const auto begin = [tiles](u32 part) { return tiles * part / Config::kParts; };
+    float* parked = workspace.p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
+    u32 tile = turn.first, part = tile ? (tile * Config::kParts - 1) / tiles : 0;  // of the tile before
+#pragma unroll 1
+    while (true) {
+      const u32 end = min(begin(part + 1), turn.last);
+      multiply<true>(sums, end - tile);
+      if (end == turn.last) break;
+      if constexpr (Config::kParts > 2) workspace.add_parked(sums, parked, begin(part) > 0 ? ~0u : 0);
+      workspace.park(sums, parked);
+      clear(sums);
+      tile = end, ++part;
+    }
+  }
+  // And those of the last part become the item's.
+  __device__ __forceinline__ void add_parts(Sums (&sums)[Config::kRowBlocks], const Turns& turn,
+                                            Handover workspace) const {
+    workspace.add_parked(sums, workspace.p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0));
   }
 
   // All of K, box by box. The other warpgroup's wgmma run while this one adds.

@@ -1,6 +1,6 @@
 // Sums of gemm/wgmma_sp.cu, and what becomes of them: scaled, activated, rounded, and where in Y.
 #pragma once
-#include "gemm/wgmma_sp/config.cuh"
+#include "gemm/wgmma_sp/pipeline.cuh"
 
 template <bool kInteger> struct SumOf {
   using Type = float;
@@ -22,6 +22,12 @@ __device__ __forceinline__ Sum sum_of(u32 bits) {
 __device__ __forceinline__ i64 place_of_sums(u32 block, u32 warpgroup, int r) {
   const i64 row_tile = (i64)block * Config::kRowTiles + warpgroup * Config::kRowBlocks + r;
   return (row_tile * (Config::kSums / 4) * 128 + threadIdx.x % 128) * 4;
+}
+
+// Whose place there is that of the item's groups or parts: one that is handed over has its own, which goes with it.
+__device__ __forceinline__ u32 block_of_groups(const Turns& turn) {
+  const u32 block = turn.takes() ? blockIdx.x - Config::kCluster : blockIdx.x;
+  return turn.gives() || turn.takes() ? gridDim.x + block : block;
 }
 
 // A scale of kind kScaleX or kScaleW.

@@ -26,6 +26,8 @@ _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
 share a multiprocessor."""
 _HANDED_OF_THREE = 72
 """Those of one of three warpgroups, where they may be handed over."""
+_HANDED_OF_PARTS = 120
+"""Those of one or two, where so may sums of more than two parts."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
 _PARTS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
@@ -85,8 +87,13 @@ class Schedule(NamedTuple):
 
     @property
     def parked(self) -> int:
-        """Sums of a thread, of the parts before, that wait in the workspace: those without a register."""
+        """Sums of a thread, of the parts before, that wait in the workspace: those without a register.
+
+        With ranges all do, so that they go with an item that is handed over.
+        """
         sums, three = self.row_blocks * self.tokens // 2, self.warpgroups == 3
+        if self.ranges and self.parts > 1:
+            return sums
         if self.parts == 1 or sums <= (_SUMS_TWICE_OF_THREE if three else _SUMS_TWICE):
             return 0
         return 2 * sums - (_HELD_OF_THREE if three else _HELD)
@@ -94,8 +101,10 @@ class Schedule(NamedTuple):
     def fits(self) -> bool:
         """Whether a thread's registers hold its sums, and blocks can share X."""
         most = _SUMS_OF_FOUR if self.blocks_per_sm == 4 else _SUMS
-        if self.warpgroups == 3:
-            most = _PARTS_OF_THREE if self.parts > 1 else _HANDED_OF_THREE if self.ranges else _SUMS_OF_THREE
+        if self.ranges and self.parts > 2:
+            most = 0 if self.warpgroups == 3 else _HANDED_OF_PARTS
+        elif self.warpgroups == 3:
+            most = _HANDED_OF_THREE if self.ranges else _PARTS_OF_THREE if self.parts > 1 else _SUMS_OF_THREE
         return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
@@ -175,10 +184,14 @@ class Schedule(NamedTuple):
         """Of the workspace's first part: a flag for each warpgroup of each block."""
         return align_up(8 * self.ranges * self.cluster * self.warpgroups, 256)
 
-    def workspace_bytes(self) -> int:
-        """Those, and the sums that each block may hand over or park."""
+    def sums_bytes(self) -> int:
+        """Of its second part: the sums that each block may hand over or park."""
         parking = self.resident_clusters(H200_MULTIPROCESSORS) if self.parked else 0
-        return self.flags_bytes() + (self.ranges or parking) * self.cluster * 4 * self.rows * self.tokens
+        return (self.ranges or parking) * self.cluster * 4 * self.rows * self.tokens
+
+    def workspace_bytes(self) -> int:
+        """Those, and with parts in ranges twice as much for sums of parts, of an item handed over and of others."""
+        return self.flags_bytes() + self.sums_bytes() * (3 if self.ranges and self.parts > 1 else 1)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
@@ -241,12 +254,13 @@ _MANY = 2048
 _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
-def _schedules_of_ranges(n: int, m: int) -> tuple[Schedule, ...]:
+def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]:
     """Where there are items for all clusters, and not as many for each."""
     found = []
     for tokens in widths(n):
         for warpgroups, row_blocks, share in _OF_RANGES:
-            one = Schedule(warpgroups, row_blocks, tokens, share, ranges=H200_MULTIPROCESSORS // share)
+            ranges = H200_MULTIPROCESSORS // share
+            one = Schedule(warpgroups, row_blocks, tokens, share, parts=parts, ranges=ranges)
             if one.fits() and one.ranges < one.items(n, m) and one.items(n, m) % one.ranges:
                 found.append(one)
     return tuple(found)
@@ -270,6 +284,7 @@ def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
             for w, r, share, *_ in _OF_MANY
         ]
         tried += [one for one in wide if n > FEW and one.warpgroups > 1 and one.fits()]
+        tried += [one for one in _schedules_of_ranges(n, m, slices) if n > FEW and one.warpgroups > 1]
         narrow = narrow_schedules(n)
         tried += [one._replace(parts=slices) for one in narrow]
         tried += [one._replace(slices=slices) for one in narrow if one.warpgroups == 1]

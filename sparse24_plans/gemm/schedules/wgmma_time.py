@@ -100,7 +100,7 @@ _FITS = {
         launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
         beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3,
         memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, park=1.1e-4,
-        stored=29.6e3, ragged=3.72e3, crowded=1.66, join=1.5, handed=1.5e-4, loose=0.02, again=0.589,
+        stored=29.6e3, ragged=3.72e3, crowded=1.66, join=1, handed=1.5e-4, loose=0.05, again=0.589,
         refill=1.82, even=8.96, sharp=3.7,
     ),
     (0, 1): Fit(
