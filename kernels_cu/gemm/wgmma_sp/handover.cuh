@@ -8,7 +8,7 @@
 struct Handover {
   const WgmmaSpParams& p;
 
-  static constexpr int kQuads = Config::kSums / 4;
+  static constexpr int kQuads = Config::kSums / 4, kLoads = Config::kTrade && Config::kRanges ? 12 : 8;
   static constexpr int kGiven = 1 + Config::kWarpgroups, kTaken = kGiven + Config::kWarpgroups;  // barriers, from here
 
   __device__ __forceinline__ u64* flag(u32 block, u32 warpgroup) const {
@@ -42,7 +42,7 @@ struct Handover {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         if (r * Config::kSums + 4 * q < kFrom) continue;
-        if (q % 8 == 0) __syncwarp();  // else all are loaded first, and registers spilled
+        if (q % kLoads == 0) __syncwarp();  // else all are loaded first, and registers spilled
         const uint4 v = __ldcg((const uint4*)(from + q * 512));
         Sum* to = sums[r] + 4 * q;
         to[0] += sum_of(v.x & mask), to[1] += sum_of(v.y & mask), to[2] += sum_of(v.z & mask);

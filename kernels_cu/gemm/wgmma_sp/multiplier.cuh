@@ -248,7 +248,8 @@ struct Multiplier {
 
   // All of K, in kParts. Of the sums of the parts before, registers hold as many as they can, `workspace` the others.
   __device__ __forceinline__ void multiply_parts(Sums (&sums)[Config::kRowBlocks], u32 tiles, Handover workspace) {
-    float* parked = workspace.quads(blockIdx.x, warpgroup, 0);
+    // Found again where it is needed: few registers are left.
+    const auto parked = [&] { return workspace.quads(blockIdx.x, warpgroup, 0); };
     multiply(sums, tiles / Config::kParts);
 #pragma unroll 1
     for (u32 part = 1; part < Config::kParts; ++part) {
@@ -257,11 +258,11 @@ struct Multiplier {
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i)
         held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
-      workspace.park<Config::kHeld>(sums, parked);
+      workspace.park<Config::kHeld>(sums, parked());
       multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i) sums[i / Config::kSums][i % Config::kSums] += held[i];
-      workspace.add_parked<Config::kHeld>(sums, parked);
+      workspace.add_parked<Config::kHeld>(sums, parked());
     }
   }
 
