@@ -190,7 +190,7 @@ class Schedule(NamedTuple):
         return (self.ranges or parking) * self.cluster * 4 * self.rows * self.tokens
 
     def workspace_bytes(self) -> int:
-        """Those, and with parts in ranges twice as many: sums of parts, of items handed over and of others."""
+        """Those, and with parts in ranges twice as many: parts of items handed over, and of others."""
         return self.flags_bytes() + self.sums_bytes() * (3 if self.ranges and self.parts > 1 else 1)
 
     def resident_clusters(self, multiprocessors: int) -> int:
