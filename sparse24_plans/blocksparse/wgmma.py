@@ -1,4 +1,4 @@
-"""What the backends of attention on Hopper's tensor cores share: maps, the items' order, counters."""
+"""What the backends on Hopper's tensor cores share: tensor maps; of attention the items' order, counters."""
 
 from __future__ import annotations
 
@@ -36,15 +36,25 @@ def maps(*boxes: tuple[TensorView, int]) -> bytes:
     Raises DriverError.
     """
     try:
-        return b"".join(_map(view, lines) for view, lines in boxes)
+        return b"".join(matrices_map(view, (lines, BOX)) for view, lines in boxes)
     except LibraryError as error:
         raise driver_error(error) from error
 
 
-def _map(view: TensorView, lines: int) -> bytes:
-    batch, heads, rows, width = view.shape
+def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
+    """Of a view [Z, heads, rows, columns]: a box (rows, columns) is of one matrix. Raises LibraryError."""
+    batch, heads, rows, columns = view.shape
     return cuda_driver_abi.swizzled_matrices_map(
-        view.address, (batch * heads, rows, width), view.element.itemsize, (lines, BOX)
+        view.address, (batch * heads, rows, columns), view.element.itemsize, box
+    )
+
+
+def rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
+    """Of a view as one matrix with its last size as columns. Raises LibraryError."""
+    *outer, columns = view.shape
+    size = view.element.itemsize
+    return cuda_driver_abi.swizzled_matrix_map(
+        view.address, (math.prod(outer), columns), columns * size, size, box
     )
 
 

@@ -20,6 +20,7 @@ from ..schedule import Schedule, best_schedule
 from ..tables import groups
 from ..turn import SOURCE as TURN
 from ..turn import Turn
+from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
@@ -151,7 +152,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
-                found = _values_map(views[form.left], (lines // one.share, step))
+                found = rows_map(views[form.left], (lines // one.share, step))
                 if form.small and right_major != K_MAJOR:
                     found += _grouped_map(views[form.right], one.tokens, step)
                 else:
@@ -160,11 +161,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if form.sampled:
             threads = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)  # copy small blocks by themselves
-            return found + (threads if form.small else _values_map(out, (_TILE, wide)))
-        box = (_TILE if form.tokens_contiguous else wide), wide
-        return found + cuda_driver_abi.swizzled_matrices_map(
-            out.address, _matrices(out.shape), out.element.itemsize, box
-        )
+            return found + (threads if form.small else rows_map(out, (_TILE, wide)))
+        return found + matrices_map(out, (_TILE if form.tokens_contiguous else wide, wide))
 
 
 def _depth(desc: BlockSparseMatmulDescriptor) -> int:
@@ -174,10 +172,7 @@ def _depth(desc: BlockSparseMatmulDescriptor) -> int:
 
 def _dense_map(view: TensorView, major: int, lines: int, step: int) -> bytes:
     """Boxes of ``step`` k of some rows or tokens."""
-    box = (lines, step) if major == K_MAJOR else (step, min(lines, _TILE))
-    return cuda_driver_abi.swizzled_matrices_map(
-        view.address, _matrices(view.shape), view.element.itemsize, box
-    )
+    return matrices_map(view, (lines, step) if major == K_MAJOR else (step, min(lines, _TILE)))
 
 
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
@@ -188,19 +183,6 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
     return cuda_driver_abi.grouped_matrices_map(
         view.address, (batch * heads, rows, width), view.element.itemsize, group, (groups, step, _TILE)
     )
-
-
-def _values_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    batch, blocks, rows, columns = view.shape
-    size = view.element.itemsize
-    return cuda_driver_abi.swizzled_matrix_map(
-        view.address, (batch * blocks * rows, columns), columns * size, size, box
-    )
-
-
-def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    batch, heads, rows, columns = shape
-    return batch * heads, rows, columns
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from ..images import Axis
 from ..limits import conv_workspace
 from ..schedules.conv_wgmma import ConvSchedule, schedule_of
 from ..tables import addresses, groups, words
+from ..wgmma import rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
 _STEP, _LINE_BYTES = 64, 128
@@ -175,7 +176,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         read = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
         if desc.op is BlockSparseConvOp.WGRAD:
             if one.blocks and desc.reduction:  # else nothing is read
-                read = _rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
+                read = rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
             out, rows = views["dfilter"], self._schedule.parts * one.blocks * one.block
             address, itemsize = (workspace, 4) if self.workspace_size else (out.address, out.element.itemsize)
             box = _STEP, _LINE_BYTES // itemsize
@@ -185,7 +186,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         forward = desc.op is BlockSparseConvOp.FORWARD
         if one.blocks:
             lines = (one.block if forward else step) // cut.share
-            read = _rows_map(views["filter"], (lines, step))
+            read = rows_map(views["filter"], (lines, step))
             read += self._pixels_map(views["x" if forward else "dy"], (cut.tokens, step))
         if desc.geometry.phases > 1:
             return read
@@ -232,15 +233,6 @@ def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> _Parame
         parts=found.parts,
         steps=found.steps,
     )
-
-
-def _rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    """Of a tensor as a matrix with its last size as columns."""
-    *outer, columns = view.shape
-    rows, size = 1, view.element.itemsize
-    for one in outer:
-        rows *= one
-    return cuda_driver_abi.swizzled_matrix_map(view.address, (rows, columns), columns * size, size, box)
 
 
 def defines(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> dict[str, int]:
