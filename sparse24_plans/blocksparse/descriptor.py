@@ -26,21 +26,16 @@ from .layout import BlockSparseLayout
 from .shape import MOST, BlockSparseShape
 from .tables import length, view_of
 
-MATMUL_ELEMENTS = (
-    ElementKind.F32,
-    ElementKind.F16,
-    ElementKind.BF16,
-    ElementKind.S8,
-    ElementKind.FP8_E4M3,
-)
+HALVES = (ElementKind.F16, ElementKind.BF16)
+"""The floats of 16 bits."""
+FLOATS = (ElementKind.F32, *HALVES)
+"""The elements of softmax, attention and convolutions."""
+MATMUL_ELEMENTS = (*FLOATS, ElementKind.S8, ElementKind.FP8_E4M3)
 """The elements that can be multiplied."""
 
-PATTERNED = (ElementKind.F16, ElementKind.BF16)
+PATTERNED = HALVES
 """The elements of values whose blocks are 2:4: of these, metadata have one order."""
 PATTERNED_BLOCKS = (64, 128)
-
-FLOATS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
-"""The elements of softmax and attention."""
 
 
 def _shape_of(given: Any) -> Any:
