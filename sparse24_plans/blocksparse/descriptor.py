@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -83,7 +83,7 @@ class BlockSparseDescriptor(Descriptor):
         return Operand(name, role, (self.batch, self.layout.heads, *sides), element)
 
 
-class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
+class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     """C = epilogue(alpha * op(A) @ op(B)) for Z batches of H heads, of which one matrix is block-sparse.
 
     Parameters
@@ -149,7 +149,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
         self._expect("element", MATMUL_ELEMENTS)
-        self._expect_result_types(self.out_element)
+        self._expect_result_types()
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
         if self.inner is InnerPattern.SPARSE24:
@@ -169,11 +169,6 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     @property
     def op_name(self) -> str:
         return f"matmul_blocksparse_{self.op}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the result is the sum itself, rounded to its type."""
-        return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
 
     @property
     def trans_sparse(self) -> bool:
