@@ -8,11 +8,10 @@ from .._vendor import cuda_driver_abi
 from .._vendor.library_error import LibraryError
 from ..device.streams import Launch, driver_error
 from ..device.tensors import TensorView, import_cupy
+from .schedule import SHARED_BYTES as SHARED_BYTES
 
 BOX = 64
 """Columns of 16 bits that a box of a tensor map has: 128 bytes."""
-SHARED_BYTES = 227 << 10
-"""Of a multiprocessor, for one thread block."""
 THREADS = 384
 """Two warpgroups that multiply and one that copies."""
 _BAND_BYTES = 16 << 20
