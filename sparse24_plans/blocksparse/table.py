@@ -79,7 +79,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         Tier.SPARSE_TENSOR_CORE,
         guarantees.sparse_tensor_cores,
         PATTERNED,
-        limits=limits.blocks_wgmma_sp,
+        limits=limits.blocks_wgmma_any,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
         epilogues=_EXACT_EPILOGUES,
