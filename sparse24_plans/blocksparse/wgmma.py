@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 
 from .._vendor import cuda_driver_abi
 from .._vendor.library_error import LibraryError
@@ -40,6 +42,15 @@ def maps(*boxes: tuple[TensorView, int]) -> bytes:
         raise driver_error(error) from error
 
 
+def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
+    """Put ``make(*given)`` where the maps of a struct of parameters lie: in front. Raises DriverError."""
+    try:
+        maps = make(*given)
+    except LibraryError as error:
+        raise driver_error(error) from error
+    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))
+
+
 def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
     """Of a view [Z, heads, rows, columns]: a box (rows, columns) is of one matrix. Raises LibraryError."""
     batch, heads, rows, columns = view.shape
@@ -49,11 +60,11 @@ def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
 
 
 def rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    """Of a view as one matrix with its last size as columns. Raises LibraryError."""
-    *outer, columns = view.shape
+    """Of a view of four sizes as one matrix, with the last as columns. Raises LibraryError."""
+    first, second, third, columns = view.shape
     size = view.element.itemsize
     return cuda_driver_abi.swizzled_matrix_map(
-        view.address, (math.prod(outer), columns), columns * size, size, box
+        view.address, (first * second * third, columns), columns * size, size, box
     )
 
 

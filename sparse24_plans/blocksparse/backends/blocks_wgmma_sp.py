@@ -5,17 +5,16 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import load
-from ...device.streams import Launch, driver_error
+from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..form import K_MAJOR, Form
 from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
-from ..wgmma import matrices_map, rows_map
+from ..wgmma import matrices_map, put_maps, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128
@@ -60,6 +59,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._form = form = Form(desc)
+        self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
         clusters = min(items, schedule.resident_clusters(device.multiprocessors))
@@ -99,11 +99,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = _Parameters.from_buffer_copy(self._parameters)
         for field, at in self._form.tables(views["layout"].address, self.descriptor).items():
             setattr(parameters, field, at)
-        try:
-            maps = self._maps(views)
-        except LibraryError as error:
-            raise driver_error(error) from error
-        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        put_maps(parameters, self._maps, views)
         parameters.metadata = views["metadata"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
@@ -111,9 +107,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
 
     def _maps(self, views: Views) -> bytes:
         """Of the values, X and the result."""
-        desc, form, schedule = self.descriptor, self._form, self._schedule
+        form, schedule = self._form, self._schedule
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
-        if desc.layout.blocks and desc.reduction:  # else nothing is read
+        if self._reads:
             values = views[form.left]
             rows, width = values.shape[-2:]
             found = rows_map(values, (rows // schedule.share, width))

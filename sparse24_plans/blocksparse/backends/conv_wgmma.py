@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import Function, load
-from ...device.streams import Launch, driver_error
+from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseConvOp, DeviceProperties
@@ -19,7 +18,7 @@ from ..images import Axis
 from ..limits import conv_workspace
 from ..schedules.conv_wgmma import ConvSchedule, schedule_of
 from ..tables import addresses, groups, words
-from ..wgmma import rows_map
+from ..wgmma import put_maps, rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
 _STEP, _LINE_BYTES = 64, 128
@@ -144,11 +143,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         found = addresses(views["layout"].address, desc.layout)
         for field, name in _TABLES[desc.op].items():
             setattr(parameters, field, found[name])
-        try:
-            maps = self._maps(views, workspace)
-        except LibraryError as error:
-            raise driver_error(error) from error
-        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        put_maps(parameters, self._maps, views, workspace)
         result = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
         parameters.results = views[result].address
         if "bias" in views:
@@ -161,13 +156,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         parameters = _Parameters.from_buffer_copy(before)
         before.alpha, parameters.sums = 1.0, workspace
         blocks = min(-(-parameters.cells // (_THREADS * _VECTOR)), _MOST_BLOCKS)
-        finish = add.bind(blocks, parameters)
-
-        def launch(stream: int) -> None:
-            multiply(stream)
-            finish(stream)
-
-        return launch
+        return in_turn(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:
         """Of the left and the right operand and the result."""
