@@ -138,6 +138,20 @@ def swizzled_matrices_map(
 
 
 @lru_cache(maxsize=1024)
+def grouped_matrices_map(
+    address: int, shape: tuple[int, int, int], itemsize: int, group: int, box: tuple[int, int, int]
+) -> bytes:
+    """The same with the columns in groups of so many, a divisor of them; a box is (groups, rows, columns).
+
+    Its coordinates are, from the innermost: a column in a group, row, group, matrix.
+    """
+    matrices, rows, columns = shape
+    row_bytes, group_bytes = columns * itemsize, group * itemsize
+    pitches = rows * row_bytes, group_bytes, row_bytes
+    return _swizzled_map(address, (matrices, columns // group, rows, group), pitches, itemsize, (1, *box))
+
+
+@lru_cache(maxsize=1024)
 def swizzled_groups_map(
     address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int, int, int]
 ) -> bytes:
@@ -187,16 +201,14 @@ def swizzled_images_map(
     and last pixels are up to 128 outside of an image, strides up to 8 and offsets to 255. Raises
     LibraryError.
     """
-    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
-    at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
     _, rows, columns, channels = shape
     pitches = [itemsize * channels * size for size in (1, columns, columns * rows)]
     upper = [
         first + (count - 1) * stride - (size - 1)
         for first, count, stride, size in zip(*walk, shape[1:3], strict=True)
     ]
-    status = _driver().cuTensorMapEncodeIm2col(
-        at,
+    return _encoded(
+        "cuTensorMapEncodeIm2col",
         _UNSIGNED[itemsize],
         4,
         address,
@@ -212,22 +224,6 @@ def swizzled_images_map(
         _L2_PROMOTION_256B,
         _FILL_ZEROS,
     )
-    if status:
-        raise LibraryError("cuTensorMapEncodeIm2col", status)
-    return ctypes.string_at(at, TENSOR_MAP_BYTES)
-
-
-def grouped_matrices_map(
-    address: int, shape: tuple[int, int, int], itemsize: int, group: int, box: tuple[int, int, int]
-) -> bytes:
-    """The same with the columns in groups of so many, a divisor of them; a box is (groups, rows, columns).
-
-    Its coordinates are, from the innermost: a column in a group, row, group, matrix.
-    """
-    matrices, rows, columns = shape
-    row_bytes, group_bytes = columns * itemsize, group * itemsize
-    pitches = rows * row_bytes, group_bytes, row_bytes
-    return _swizzled_map(address, (matrices, columns // group, rows, group), pitches, itemsize, (1, *box))
 
 
 def _swizzled_map(
@@ -240,11 +236,9 @@ def _swizzled_map(
     promotion: int = _L2_PROMOTION_256B,
 ) -> bytes:
     """Sizes from the outermost to the innermost, which is contiguous."""
-    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
-    at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
     rank = len(shape)
-    status = _driver().cuTensorMapEncodeTiled(
-        at,
+    return _encoded(
+        "cuTensorMapEncodeTiled",
         _UNSIGNED[itemsize],
         rank,
         address,
@@ -257,6 +251,13 @@ def _swizzled_map(
         promotion,
         _FILL_ZEROS,
     )
+
+
+def _encoded(encoder: str, *arguments: Any) -> bytes:
+    """The map that this function of the driver writes."""
+    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
+    at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    status = getattr(_driver(), encoder)(at, *arguments)
     if status:
-        raise LibraryError("cuTensorMapEncodeTiled", status)
+        raise LibraryError(encoder, status)
     return ctypes.string_at(at, TENSOR_MAP_BYTES)

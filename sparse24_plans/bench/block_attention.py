@@ -19,8 +19,8 @@ from ..blocksparse.args import BlockSparseAttentionArgs, BlockSparseAttentionBac
 from ..blocksparse.descriptor import BlockSparseAttentionDescriptor
 from ..blocksparse.layout import BlockSparseLayout
 from ..blocksparse.plan import BlockSparseAttentionPlan
-from ..errors import UnsupportedError
-from ..vocab import BlockSparsePass, ElementKind
+from ..vocab import BlockSparsePass
+from .block_operands import ELEMENT, check, random
 from .gemm import rounded
 from .peers import torch
 from .record import sources_of
@@ -29,9 +29,6 @@ TOKENS, HEADS = 16384, 16
 HEAD_SIZES = (128, 64)
 BLOCKS = (128, 64)
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
-_ELEMENT = ElementKind.BF16
-_WORST_ERROR = 5e-3
-"""Relative error above which a time is not recorded: the result is wrong."""
 _PEERS = ("CUDNN_ATTENTION", "FLASH_ATTENTION")
 _PRODUCTS = {BlockSparsePass.FORWARD: 2, BlockSparsePass.BACKWARD: 5}
 """That count, of a kept block."""
@@ -96,7 +93,7 @@ class _Problem:
         self.cell, self.layout = cell, BlockSparseLayout(cell.bitmap(), cell.block)
         shape = (1, cell.heads, cell.tokens, cell.head_size)
         names = ("q", "k", "v", "do")
-        self.read = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in names}
+        self.read = {name: random(shape) for name in names}
         self.made = {
             name: torch.full_like(self.read["q"], float("nan")) for name in ("o", "dq", "dk", "dv")
         } | {"lse": torch.empty(shape[:3], device="cuda")}
@@ -104,7 +101,7 @@ class _Problem:
     def launch(self, op: BlockSparsePass, sources: set[str]) -> Callable[[], object]:
         """What select chooses, bound. ``backward`` reads what ``forward`` made."""
         desc = BlockSparseAttentionDescriptor(
-            layout=self.layout, head_size=self.cell.head_size, element=_ELEMENT, op=op
+            layout=self.layout, head_size=self.cell.head_size, element=ELEMENT, op=op
         )
         plan = BlockSparseAttentionPlan.select(desc, device=0)
         given = {name: self.read[name] for name in ("q", "k", "v")}
@@ -132,10 +129,7 @@ class _Problem:
             ds = p * (do @ v.T - (do * exact["o"]).sum(-1, keepdim=True))
             exact = {"dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
         for name, wanted in exact.items():
-            got = self.made[name][0, -1].float()
-            error = float(torch.linalg.norm(got - wanted) / torch.linalg.norm(wanted))
-            if not error <= _WORST_ERROR:
-                raise UnsupportedError(f"{self.cell}: relative error {error:.3g} of {name}, not recorded")
+            check(f"{self.cell}, {name}", self.made[name][0, -1].float(), wanted)
 
     def dense(self, name: str, *, backward: bool) -> Callable[[], object]:
         """PyTorch's, of all blocks: one pass alone."""

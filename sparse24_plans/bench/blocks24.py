@@ -18,10 +18,10 @@ from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
 from ..blocksparse.layout import BlockSparseLayout
 from ..blocksparse.pattern24 import metadata_of, positions
 from ..blocksparse.plan import BlockSparseMatmulPlan
-from ..errors import UnsupportedError
 from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
-from ..vocab import BlockSparseOp, ElementKind, InnerPattern
+from ..vocab import BlockSparseOp, InnerPattern
 from ..weights.codes import VALID_CODES
+from .block_operands import ELEMENT, check, dense_of, random
 from .gemm import rounded
 from .peers import on_torch_stream, torch
 from .record import sources_of
@@ -31,9 +31,6 @@ TOKENS = 4096
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCKS = (128, 64)
 OPS = (BlockSparseOp.DSD, BlockSparseOp.DDS)
-_ELEMENT = ElementKind.BF16
-_WORST_ERROR = 5e-3
-"""Relative error above which a time is not recorded: the result is wrong."""
 _ROUNDS, _ROUND_MS = 7, 1.0
 _DRAWN = 32
 """Blocks whose metadata are drawn; others repeat these."""
@@ -82,7 +79,7 @@ def measured(cell: Cell, sources: set[str]) -> dict[str, Any]:
     return {
         **{name: getattr(cell, name) for name in ("m", "k", "n", "block", "density")},
         "op": cell.op.value,
-        "element": _ELEMENT.value,
+        "element": ELEMENT.value,
         "us": rounded(times["ours"]),
         "blocks_us": rounded(times["blocks"]),
         "dense_us": rounded(times["dense"]),
@@ -99,8 +96,8 @@ class _Problem:
         on_the_right = cell.op is BlockSparseOp.DDS
         self.sparse, self.other = ("b", "a") if on_the_right else ("a", "b")
         m, k, n = cell.m, cell.k, cell.n
-        self.x = _random((1, 1, n, m) if on_the_right else (1, 1, k, n))
-        self.c = _random((1, 1, n, k) if on_the_right else (1, 1, m, n))
+        self.x = random((1, 1, n, m) if on_the_right else (1, 1, k, n))
+        self.c = random((1, 1, n, k) if on_the_right else (1, 1, m, n))
         block, count = cell.block, self.layout.shape.blocks
         drawn = np.random.default_rng(2).choice(
             np.array(VALID_CODES, np.uint8), (1, _DRAWN, block, block // 4)
@@ -109,7 +106,7 @@ class _Problem:
         metadata, at = (
             torch.from_numpy(one).cuda()[:, chosen] for one in (metadata_of(drawn), positions(drawn))
         )
-        values = _random((1, count, block, block // 2))
+        values = random((1, count, block, block // 2))
         self.kept = values, metadata
         whole = values.new_zeros(1, count, block, block).scatter_(3, at, values)
         self.whole = (whole.transpose(2, 3) if on_the_right else whole).contiguous()
@@ -118,7 +115,7 @@ class _Problem:
         cell = self.cell
         return BlockSparseMatmulPlan.select(
             BlockSparseMatmulDescriptor(
-                op=cell.op, layout=self.layout, n=cell.n, element=_ELEMENT, inner=inner
+                op=cell.op, layout=self.layout, n=cell.n, element=ELEMENT, inner=inner
             ),
             device=0,
         )
@@ -139,8 +136,8 @@ class _Problem:
     def dense(self) -> Contender:
         """cuBLAS, of matrices without a zero."""
         shape = self.cell.m, self.cell.k
-        count = copies_beyond_l2(shape[0] * shape[1] * _ELEMENT.itemsize)
-        return Contender("dense", [self._product(_random(shape)) for _ in range(count)])
+        count = copies_beyond_l2(shape[0] * shape[1] * ELEMENT.itemsize)
+        return Contender("dense", [self._product(random(shape)) for _ in range(count)])
 
     def _product(self, matrix: Any) -> Callable[[int], None]:
         given = {self.sparse: matrix, self.other: self.x[0, 0]}
@@ -150,16 +147,5 @@ class _Problem:
         """Against a dense product in float32 of the same 16-bit operands."""
         self.c.fill_(float("nan"))
         ours.launches[0](torch.cuda.current_stream().cuda_stream)
-        one = self.layout.shape
-        matrix = self.whole.new_zeros(one.block_rows, one.block_cols, one.block, one.block)
-        matrix[torch.from_numpy(self.layout.bitmap[0].copy()).cuda()] = self.whole[0]
-        matrix = matrix.transpose(1, 2).reshape(one.rows, one.cols)
-        given = {self.sparse: matrix.float(), self.other: self.x[0, 0].float()}
-        exact = given["a"] @ given["b"]
-        error = float(torch.linalg.norm(self.c[0, 0].float() - exact) / torch.linalg.norm(exact))
-        if not error <= _WORST_ERROR:
-            raise UnsupportedError(f"{self.cell}: relative error {error:.3g}, not recorded")
-
-
-def _random(shape: tuple[int, ...]) -> Any:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        given = {self.sparse: dense_of(self.layout, self.whole[0]).float(), self.other: self.x[0, 0].float()}
+        check(self.cell, self.c[0, 0].float(), given["a"] @ given["b"])

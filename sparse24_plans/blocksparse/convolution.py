@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from ..arithmetic.elements import biases_of, results_of
-from ..plan.descriptor import Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -35,7 +34,7 @@ Paddings = Annotated[tuple[_Padding, _Padding], BeforeValidator(_pair)]
 PairLike = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
 
 
-class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
+class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
     """A 2-D convolution of N images with a block-sparse filter, or one of its gradients.
 
     The filter [K, C, R, S] of K out and C in channels is a matrix [K, C * R * S] of one head whose columns
@@ -81,10 +80,8 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
     dilation: Sizes = (1, 1)
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
-    out_element: ElementKind = Field(default_factory=lambda data: results_of(data["element"])[0])
-    bias_element: ElementKind = Field(
-        default_factory=lambda data: biases_of(data["element"], data["out_element"])[0]
-    )
+    out_element: ElementKind = OUT_ELEMENT
+    bias_element: ElementKind = BIAS_ELEMENT
 
     if TYPE_CHECKING:
 
@@ -110,8 +107,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseConv2dDescriptor:
         self._expect("element", FLOATS)
-        self._expect("out_element", results_of(self.element))
-        self._expect("bias_element", biases_of(self.element, self.out_element))
+        self._expect_result_types()
         one, taps = self.layout, self.kernel[0] * self.kernel[1]
         if self.op is not BlockSparseConvOp.FORWARD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op {self.op}, got {self.epilogue}")
@@ -136,11 +132,6 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor):
     @property
     def op_name(self) -> str:
         return f"conv2d_blocksparse_{self.op}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the result is the sum itself, rounded to its type."""
-        return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
 
     @property
     def channels(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -26,21 +26,16 @@ from .layout import BlockSparseLayout
 from .shape import MOST, BlockSparseShape
 from .tables import length, view_of
 
-MATMUL_ELEMENTS = (
-    ElementKind.F32,
-    ElementKind.F16,
-    ElementKind.BF16,
-    ElementKind.S8,
-    ElementKind.FP8_E4M3,
-)
+HALVES = (ElementKind.F16, ElementKind.BF16)
+"""The floats of 16 bits."""
+FLOATS = (ElementKind.F32, *HALVES)
+"""The elements of softmax, attention and convolutions."""
+MATMUL_ELEMENTS = (*FLOATS, ElementKind.S8, ElementKind.FP8_E4M3)
 """The elements that can be multiplied."""
 
-PATTERNED = (ElementKind.F16, ElementKind.BF16)
+PATTERNED = HALVES
 """The elements of values whose blocks are 2:4: of these, metadata have one order."""
 PATTERNED_BLOCKS = (64, 128)
-
-FLOATS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
-"""The elements of softmax and attention."""
 
 
 def _shape_of(given: Any) -> Any:
@@ -88,7 +83,7 @@ class BlockSparseDescriptor(Descriptor):
         return Operand(name, role, (self.batch, self.layout.heads, *sides), element)
 
 
-class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
+class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     """C = epilogue(alpha * op(A) @ op(B)) for Z batches of H heads, of which one matrix is block-sparse.
 
     Parameters
@@ -154,7 +149,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
         self._expect("element", MATMUL_ELEMENTS)
-        self._expect_result_types(self.out_element)
+        self._expect_result_types()
         if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
         if self.inner is InnerPattern.SPARSE24:
@@ -174,11 +169,6 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor):
     @property
     def op_name(self) -> str:
         return f"matmul_blocksparse_{self.op}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the result is the sum itself, rounded to its type."""
-        return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
 
     @property
     def trans_sparse(self) -> bool:

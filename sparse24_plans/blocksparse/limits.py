@@ -44,6 +44,14 @@ _STRICT_DENSITY_OF_16 = 0.3
 """Beyond which a dense product of float32 takes less time; the second for blocks of 16."""
 
 
+def _beyond(counts: dict[str, int]) -> str | None:
+    """Why the kernels can't count so many, or None."""
+    for what, count in counts.items():
+        if count >= _MOST:
+            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+    return None
+
+
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product, on an H200."""
     one = problem.layout
@@ -73,14 +81,7 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
         * problem.batch
         * max(-(-problem.n // _SMALLEST_TILE), one.block_cols),
     }
-    for what, count in coordinates.items():
-        if count >= _MOST:
-            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
-    return None
-
-
-def blocks_wgmma_sp(problem: BlockSparseMatmulDescriptor) -> str | None:
-    return blocks_wgmma_any(problem)
+    return _beyond(coordinates)
 
 
 def turned(problem: BlockSparseMatmulDescriptor) -> int:
@@ -135,13 +136,11 @@ def _of_attention(problem: BlockSparseAttentionDescriptor, op: BlockSparsePass) 
         return f"serves head_size 64 and 128, not {problem.head_size}"
     if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
         return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
-    lines = {"rows": one.block_rows}
+    matrices = problem.batch * one.heads
+    items = {"rows of blocks": matrices * one.block_rows}
     if op is BlockSparsePass.BACKWARD:
-        lines["columns"] = one.block_cols
-    for name, count in lines.items():
-        if (items := problem.batch * one.heads * count) >= _MOST:
-            return f"{items} {name} of blocks exceed the kernel's limit, {_MOST - 1}"
-    return None
+        items["columns of blocks"] = matrices * one.block_cols
+    return _beyond(items)
 
 
 def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
@@ -174,10 +173,7 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
     coordinates = {"rows of values": parts * one.blocks * one.block}
     coordinates["tiles"] = -(-pixels // _SMALLEST_TILE) * max(one.block_rows, one.block_cols)
     coordinates["pixels"] = pixels + _BEYOND_PIXELS
-    for what, count in coordinates.items():
-        if count >= _MOST:
-            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
-    return None
+    return _beyond(coordinates)
 
 
 _STEP_PIXELS, _LEAST_STEPS, _MOST_PARTS = 64, 8, 32
@@ -223,8 +219,7 @@ def softmax_teams(problem: BlockSparseSoftmaxDescriptor) -> int:
 
 
 def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
-    teams = softmax_teams(problem)
-    return None if teams < _MOST else f"{teams} teams of rows exceed the kernel's limit, {_MOST - 1}"
+    return _beyond({"teams of rows": softmax_teams(problem)})
 
 
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:

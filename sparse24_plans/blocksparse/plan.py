@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..plan.operands import Args
 from ..plan.plan import Plan
 from ..vocab import BlockSparseConvOp, BlockSparsePass
@@ -56,10 +54,6 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
         cls._check_descriptor(descriptor)
         return BlockSparseMatmulArgs
 
-    def _identity(self) -> dict[str, Any]:
-        desc = self.descriptor
-        return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
-
 
 class BlockSparseSoftmaxPlan(BlockSparsePlan):
     """A kernel chosen for a softmax over kept cells, or for its gradient.
@@ -110,10 +104,6 @@ class BlockSparseConv2dPlan(BlockSparsePlan):
     def args_type(cls, descriptor: BlockSparseConv2dDescriptor) -> type[Args]:
         cls._check_descriptor(descriptor)
         return _CONVOLUTION_ARGS[descriptor.op]
-
-    def _identity(self) -> dict[str, Any]:
-        desc = self.descriptor
-        return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
 
 
 _CONVOLUTION_ARGS: dict[BlockSparseConvOp, type[Args]] = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..plan.cublaslt import needs_cublaslt
-from ..plan.table import WGMMA, Row
+from ..plan.table import Row, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
-    ArchSku,
     BackendKind,
     BlockSparseOp,
     ElementKind,
@@ -17,7 +16,14 @@ from ..vocab import (
     Tier,
 )
 from . import guarantees, limits
-from .descriptor import FLOATS, MATMUL_ELEMENTS, PATTERNED, PATTERNED_BLOCKS, BlockSparseMatmulDescriptor
+from .descriptor import (
+    FLOATS,
+    HALVES,
+    MATMUL_ELEMENTS,
+    PATTERNED,
+    PATTERNED_BLOCKS,
+    BlockSparseMatmulDescriptor,
+)
 from .shape import BLOCK_SIZES
 
 
@@ -54,18 +60,31 @@ class MatmulRow(BlockSparseRow):
 
 _EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
 _HOST = (BackendKind.HOST, Tier.HOST)
-_BLOCKS_WGMMA = MatmulRow(
-    "blocks_wgmma",
-    BackendKind.BLOCKS_WGMMA,
-    Tier.SPARSE_TENSOR_CORE,
-    guarantees.blocks_wgmma,
-    (ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3),
-    arch=ArchSku.SM90A,
-    min_compute_capability=WGMMA[0],
-    below_compute_capability=WGMMA[1],
-    limits=limits.blocks_wgmma,
-    min_workspace=limits.turned,
-    epilogues=_EXACT_EPILOGUES,
+_BLOCKS_WGMMA = with_wgmma(
+    MatmulRow(
+        "blocks_wgmma",
+        BackendKind.BLOCKS_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.blocks_wgmma,
+        (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
+        limits=limits.blocks_wgmma,
+        min_workspace=limits.turned,
+        epilogues=_EXACT_EPILOGUES,
+    )
+)
+_BLOCKS_WGMMA_SP = with_wgmma(
+    MatmulRow(
+        "blocks_wgmma_sp",
+        BackendKind.BLOCKS_WGMMA_SP,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.sparse_tensor_cores,
+        PATTERNED,
+        limits=limits.blocks_wgmma_any,
+        blocks=PATTERNED_BLOCKS,
+        ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
+        epilogues=_EXACT_EPILOGUES,
+        inners=(InnerPattern.SPARSE24,),
+    )
 )
 _BLOCKS_STRICT = MatmulRow(
     "blocks_strict",
@@ -79,21 +98,7 @@ _BLOCKS_STRICT = MatmulRow(
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
-    MatmulRow(
-        "blocks_wgmma_sp",
-        BackendKind.BLOCKS_WGMMA_SP,
-        Tier.SPARSE_TENSOR_CORE,
-        guarantees.sparse_tensor_cores,
-        PATTERNED,
-        arch=ArchSku.SM90A,
-        min_compute_capability=WGMMA[0],
-        below_compute_capability=WGMMA[1],
-        limits=limits.blocks_wgmma_sp,
-        blocks=PATTERNED_BLOCKS,
-        ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
-        epilogues=_EXACT_EPILOGUES,
-        inners=(InnerPattern.SPARSE24,),
-    ),
+    _BLOCKS_WGMMA_SP,
     MatmulRow(
         "inflate_cublas",
         BackendKind.INFLATE_CUBLAS,
@@ -136,28 +141,23 @@ SOFTMAX_ROWS: tuple[BlockSparseRow, ...] = (
     ),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
-ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
+_ATTENTION_WGMMA = with_wgmma(
     BlockSparseRow(
         "attention_wgmma",
         BackendKind.ATTENTION_WGMMA,
         Tier.SPARSE_TENSOR_CORE,
         guarantees.fused_attention,
-        (ElementKind.F16, ElementKind.BF16),
-        arch=ArchSku.SM90A,
-        min_compute_capability=WGMMA[0],
-        below_compute_capability=WGMMA[1],
+        HALVES,
         limits=limits.attention_wgmma,
         min_workspace=lambda problem: limits.COUNTER_BYTES,
-    ),
-    BlockSparseRow(
-        "attention_backward_wgmma",
-        BackendKind.ATTENTION_BACKWARD_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
-        guarantees.fused_attention,
-        (ElementKind.F16, ElementKind.BF16),
-        arch=ArchSku.SM90A,
-        min_compute_capability=WGMMA[0],
-        below_compute_capability=WGMMA[1],
+    )
+)
+ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
+    _ATTENTION_WGMMA,
+    replace(
+        _ATTENTION_WGMMA,
+        name="attention_backward_wgmma",
+        backend=BackendKind.ATTENTION_BACKWARD_WGMMA,
         limits=limits.attention_backward_wgmma,
         min_workspace=limits.backward_workspace,
     ),
@@ -165,17 +165,16 @@ ATTENTION_ROWS: tuple[BlockSparseRow, ...] = (
     BlockSparseRow("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
 )
 CONVOLUTION_ROWS: tuple[BlockSparseRow, ...] = (
-    BlockSparseRow(
-        "conv_wgmma",
-        BackendKind.CONV_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
-        guarantees.convolution,
-        (ElementKind.F16, ElementKind.BF16),
-        arch=ArchSku.SM90A,
-        min_compute_capability=WGMMA[0],
-        below_compute_capability=WGMMA[1],
-        limits=limits.conv_wgmma,
-        min_workspace=limits.conv_workspace,
+    with_wgmma(
+        BlockSparseRow(
+            "conv_wgmma",
+            BackendKind.CONV_WGMMA,
+            Tier.SPARSE_TENSOR_CORE,
+            guarantees.convolution,
+            HALVES,
+            limits=limits.conv_wgmma,
+            min_workspace=limits.conv_workspace,
+        )
     ),
     BlockSparseRow("host_blas", *_HOST, guarantees.host_blas, FLOATS),
     BlockSparseRow("host_strict", *_HOST, guarantees.strict_convolution, FLOATS, strict=True),

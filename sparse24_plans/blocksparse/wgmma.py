@@ -1,18 +1,19 @@
-"""What the backends of attention on Hopper's tensor cores share: maps, the items' order, counters."""
+"""What the backends on Hopper's tensor cores share: tensor maps; of attention the items' order, counters."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 
 from .._vendor import cuda_driver_abi
 from .._vendor.library_error import LibraryError
 from ..device.streams import Launch, driver_error
 from ..device.tensors import TensorView, import_cupy
+from .schedule import SHARED_BYTES as SHARED_BYTES
 
 BOX = 64
 """Columns of 16 bits that a box of a tensor map has: 128 bytes."""
-SHARED_BYTES = 227 << 10
-"""Of a multiprocessor, for one thread block."""
 THREADS = 384
 """Two warpgroups that multiply and one that copies."""
 _BAND_BYTES = 16 << 20
@@ -36,15 +37,34 @@ def maps(*boxes: tuple[TensorView, int]) -> bytes:
     Raises DriverError.
     """
     try:
-        return b"".join(_map(view, lines) for view, lines in boxes)
+        return b"".join(matrices_map(view, (lines, BOX)) for view, lines in boxes)
     except LibraryError as error:
         raise driver_error(error) from error
 
 
-def _map(view: TensorView, lines: int) -> bytes:
-    batch, heads, rows, width = view.shape
+def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
+    """Put ``make(*given)`` where the maps of a struct of parameters lie: in front. Raises DriverError."""
+    try:
+        maps = make(*given)
+    except LibraryError as error:
+        raise driver_error(error) from error
+    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))
+
+
+def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
+    """Of a view [Z, heads, rows, columns]: a box (rows, columns) is of one matrix. Raises LibraryError."""
+    batch, heads, rows, columns = view.shape
     return cuda_driver_abi.swizzled_matrices_map(
-        view.address, (batch * heads, rows, width), view.element.itemsize, (lines, BOX)
+        view.address, (batch * heads, rows, columns), view.element.itemsize, box
+    )
+
+
+def rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
+    """Of a view of four sizes as one matrix, with the last as columns. Raises LibraryError."""
+    first, second, third, columns = view.shape
+    size = view.element.itemsize
+    return cuda_driver_abi.swizzled_matrix_map(
+        view.address, (first * second * third, columns), columns * size, size, box
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, SupportsFloat, SupportsIndex
 
 from pydantic import model_validator
 
-from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor
+from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -22,7 +22,7 @@ from ..vocab import (
 )
 
 
-class GemmSparse24Descriptor(Descriptor):
+class GemmSparse24Descriptor(ProductDescriptor):
     """The problem: sizes, types and epilogue. Frozen, hashable, JSON round-trip.
 
     Parameters
@@ -96,7 +96,7 @@ class GemmSparse24Descriptor(Descriptor):
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
-        self._expect_result_types(self.out_element)
+        self._expect_result_types()
         if self.op is GemmOp.DGRAD:
             if self.epilogue.has_bias:
                 raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")
@@ -115,8 +115,7 @@ class GemmSparse24Descriptor(Descriptor):
     def is_plain(self) -> bool:
         """Whether the result is the sum itself, rounded to its type."""
         none = ScaleKind.NONE
-        plain = self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1
-        return plain and self.scale_x is none and self.scale_w is none
+        return super().is_plain and self.scale_x is none and self.scale_w is none
 
     @property
     def reduction(self) -> int:

@@ -89,10 +89,6 @@ class GemmSparse24Plan(Plan):
             descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
         )
 
-    def _identity(self) -> dict[str, Any]:
-        desc = self.descriptor
-        return {**super()._identity(), "aux_element": desc.out_element, "epilogue": desc.epilogue}
-
     def _given_tuning(self) -> Tuning | None:
         return None if self._tuning is shipped(self.device.name) else self._tuning
 

@@ -25,6 +25,7 @@ from .wgmma import (
     fixed_parameters,
     launch_parameters,
     lines_map,
+    result_box,
     source_boxes,
 )
 
@@ -80,6 +81,7 @@ class Kernel(GemmKernel):
             f"clusters of {schedule.cluster}, {stages[0]} + {stages[1]} stages"
         )
         self._source_boxes = source_boxes(desc, schedule, BF16.itemsize)
+        self._result_box = result_box(desc, schedule)
         self._fixed = fixed_parameters(desc, schedule, lines, RANGE_TILES[parts])
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -91,7 +93,9 @@ class Kernel(GemmKernel):
             return [lines_map(space, shape, desc.k, BF16.itemsize, box) for box in self._source_boxes]
 
         handed = workspace + self._regions.handed
-        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps, handed)
+        parameters = launch_parameters(
+            self._fixed, desc, self._schedule, views, source_maps, self._result_box, handed
+        )
         parameters.groups = workspace + self._regions.groups
         split = self._split.bind(
             self._split_blocks,

@@ -7,7 +7,7 @@ from functools import partial
 
 from ..arithmetic.epilogue import IN_STEPS
 from ..plan.cublaslt import needs_cublaslt
-from ..plan.table import WGMMA, Row
+from ..plan.table import Row, with_wgmma
 from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
@@ -88,12 +88,9 @@ _MMA_SP_MANY = GemmRow(
 )
 
 _WGMMA_SP = replace(
-    _MMA_SP_MANY,
+    with_wgmma(_MMA_SP_MANY),
     name="wgmma_sp",
     backend=BackendKind.WGMMA_SP,
-    arch=ArchSku.SM90A,
-    min_compute_capability=WGMMA[0],
-    below_compute_capability=WGMMA[1],
     guarantee=guarantees.wgmma_sp,
     limits=limits.wgmma_sp,
     min_workspace=limits.wgmma_sp_workspace,

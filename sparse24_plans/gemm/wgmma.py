@@ -209,6 +209,7 @@ def launch_parameters(
     schedule: Schedule,
     views: Views,
     source_maps: Callable[[], list[bytes]],
+    y_box: Box,
     handed: int,
 ) -> Parameters:
     """Of a launch. ``source_maps``: makes X's four; ``handed``: where what blocks hand over may lie."""
@@ -222,7 +223,7 @@ def launch_parameters(
     try:
         maps = b"".join(source_maps())
         if parameters.aligned and copied:
-            maps += view_map(result, desc.y_order, result_box(desc, schedule))
+            maps += view_map(result, desc.y_order, y_box)
     except LibraryError as error:
         raise driver_error(error) from error
     ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first

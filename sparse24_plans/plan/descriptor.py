@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
 from ..arithmetic.elements import biases_of, results_of
-from ..vocab import ElementKind, Model, Number, OpCategory
+from ..vocab import ElementKind, EpilogueKind, Model, Number, OpCategory
 from .operands import Operand
 
 
@@ -43,11 +43,6 @@ class Descriptor(Model):
             words = " or ".join(dict.fromkeys(map(str, allowed)))
             raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
 
-    def _expect_result_types(self, out: ElementKind) -> None:
-        """Of a product of results of type ``out``: what its element has."""
-        self._expect("out_element", results_of(self.element))
-        self._expect("bias_element", biases_of(self.element, out))
-
     @property
     def op_name(self) -> str:
         """The op of the plan's KernelSku."""
@@ -61,3 +56,26 @@ class Descriptor(Model):
     def operands(self) -> tuple[Operand, ...]:
         """Every operand, in the order of the arguments."""
         raise NotImplementedError
+
+
+class ProductDescriptor(Descriptor):
+    """Base of those whose results are sums of products, and of what follows the sums.
+
+    Each has these fields itself, in its own order.
+    """
+
+    if TYPE_CHECKING:
+        epilogue: EpilogueKind
+        alpha: Factor
+        out_element: ElementKind
+        bias_element: ElementKind
+
+    def _expect_result_types(self) -> None:
+        """Raise ValueError where results or bias are of a type that the element hasn't."""
+        self._expect("out_element", results_of(self.element))
+        self._expect("bias_element", biases_of(self.element, self.out_element))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result is the sum itself, rounded to its type."""
+        return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1

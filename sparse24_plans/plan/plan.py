@@ -23,7 +23,7 @@ from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
 from .caller import Caller
-from .descriptor import Descriptor
+from .descriptor import Descriptor, ProductDescriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
@@ -196,13 +196,14 @@ class Plan:
     def _identity(self) -> dict[str, Any]:
         """The fields of the sku; a family replaces those that its descriptors know better."""
         row, desc = self._row, self.descriptor
+        product = isinstance(desc, ProductDescriptor)
         return {
             "category": desc.category,
             "op": desc.op_name,
             "element": desc.element,
-            "aux_element": desc.element,
+            "aux_element": desc.out_element if product else desc.element,
             "layout": row.layout,
-            "epilogue": EpilogueKind.IDENTITY,
+            "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
             "arch": row.arch,
             "backend": row.backend,
             "precision_guarantee": row.promises(self._choice, self._tested),

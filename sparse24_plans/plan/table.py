@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from logging import DEBUG, WARNING
 from typing import Any, ClassVar, Generic, TypeVar
@@ -21,8 +21,7 @@ from .kernel import Choice, Kernel
 from .preference import PlanPreference
 
 HOPPER = (9, 0)
-WGMMA = HOPPER, (9, 1)
-"""Compute capabilities from, and below, which there is wgmma: it is of one architecture alone."""
+_BEYOND_HOPPER = (9, 1)
 GRID_BLOCKS = 2**31 - 1
 """The most blocks of a launch, along x."""
 
@@ -105,6 +104,16 @@ class Row:
 
 
 R = TypeVar("R", bound=Row)
+
+
+def with_wgmma(row: R) -> R:
+    """The row as that of a kernel with wgmma, which one architecture alone has."""
+    return replace(
+        row,
+        arch=ArchSku.SM90A,
+        min_compute_capability=HOPPER,
+        below_compute_capability=_BEYOND_HOPPER,
+    )
 
 
 @dataclass(frozen=True)

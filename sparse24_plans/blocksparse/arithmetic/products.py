@@ -80,9 +80,7 @@ def sparse_times_dense(
     return multiply(strip, dense[:, line.head][:, line.met(tiles.shape[2])])
 
 
-def kept_times_dense(
-    line: Line, values: Array, dense: Array, *, columns: Array, transposed: bool = False
-) -> Array:
+def kept_times_dense(line: Line, values: Array, dense: Array, *, columns: Array) -> Array:
     """The same of 2:4 blocks' kept values [Z, blocks, block, block/2], which lie in ``columns`` of theirs.
 
     One float32 fma a kept value, in increasing k, from +0.

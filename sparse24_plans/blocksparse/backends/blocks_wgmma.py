@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import load
-from ...device.streams import Launch, driver_error
+from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -20,6 +19,7 @@ from ..schedule import Schedule, best_schedule
 from ..tables import groups
 from ..turn import SOURCE as TURN
 from ..turn import Turn
+from ..wgmma import matrices_map, put_maps, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
@@ -74,6 +74,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._turn = Turn(desc.element.itemsize, device) if self._turns else None
         self.workspace_size = turned_bytes(self._turns)
         self.launches = 1 + len(self._turns)
+        self._majors = form.majors(self._turns)
+        self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
         self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
@@ -87,7 +89,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             "blocks_wgmma",
             schedule.threads,
             device,
-            defines(desc, schedule, form.majors(self._turns)),
+            defines(desc, schedule, self._majors),
             _Parameters,
             shared_bytes=schedule.shared_bytes(),
         )
@@ -116,11 +118,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         for field, at in form.tables(views["layout"].address, desc).items():
             setattr(parameters, field, at)
         views, turns = self._turned(views, workspace)
-        try:
-            maps = self._maps(views)
-        except LibraryError as error:
-            raise driver_error(error) from error
-        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        put_maps(parameters, self._maps, views)
         parameters.values = views["c" if form.sampled else form.left].address
         if "bias" in views:
             parameters.bias = views["bias"].address
@@ -141,9 +139,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def _maps(self, views: Views) -> bytes:
         """Of the left and the right operand and the result."""
         desc, form, one = self.descriptor, self._form, self._schedule
-        left_major, right_major = form.majors(self._turns)
+        left_major, right_major = self._majors
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
-        if desc.layout.blocks and desc.reduction:  # else nothing is read
+        if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if form.sampled:
                 found = _dense_map(views["a"], left_major, one.rows, depth)
@@ -151,7 +149,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
-                found = _values_map(views[form.left], (lines // one.share, step))
+                found = rows_map(views[form.left], (lines // one.share, step))
                 if form.small and right_major != K_MAJOR:
                     found += _grouped_map(views[form.right], one.tokens, step)
                 else:
@@ -160,11 +158,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if form.sampled:
             threads = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)  # copy small blocks by themselves
-            return found + (threads if form.small else _values_map(out, (_TILE, wide)))
-        box = (_TILE if form.tokens_contiguous else wide), wide
-        return found + cuda_driver_abi.swizzled_matrices_map(
-            out.address, _matrices(out.shape), out.element.itemsize, box
-        )
+            return found + (threads if form.small else rows_map(out, (_TILE, wide)))
+        return found + matrices_map(out, (_TILE if form.tokens_contiguous else wide, wide))
 
 
 def _depth(desc: BlockSparseMatmulDescriptor) -> int:
@@ -174,10 +169,7 @@ def _depth(desc: BlockSparseMatmulDescriptor) -> int:
 
 def _dense_map(view: TensorView, major: int, lines: int, step: int) -> bytes:
     """Boxes of ``step`` k of some rows or tokens."""
-    box = (lines, step) if major == K_MAJOR else (step, min(lines, _TILE))
-    return cuda_driver_abi.swizzled_matrices_map(
-        view.address, _matrices(view.shape), view.element.itemsize, box
-    )
+    return matrices_map(view, (lines, step) if major == K_MAJOR else (step, min(lines, _TILE)))
 
 
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
@@ -188,19 +180,6 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
     return cuda_driver_abi.grouped_matrices_map(
         view.address, (batch * heads, rows, width), view.element.itemsize, group, (groups, step, _TILE)
     )
-
-
-def _values_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    batch, blocks, rows, columns = view.shape
-    size = view.element.itemsize
-    return cuda_driver_abi.swizzled_matrix_map(
-        view.address, (batch * blocks * rows, columns), columns * size, size, box
-    )
-
-
-def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    batch, heads, rows, columns = shape
-    return batch * heads, rows, columns
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:

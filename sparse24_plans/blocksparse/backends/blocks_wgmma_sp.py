@@ -5,20 +5,18 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import load
-from ...device.streams import Launch, driver_error
+from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
+from ..form import K_MAJOR, Form
 from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
-from ..tables import addresses, head_strips, words
+from ..wgmma import matrices_map, put_maps, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
-_K_MAJOR, _MN_MAJOR = 0, 1
 _STEP, _LINE_BYTES = 64, 128
 """Of what is summed over, in a stage of X; bytes of a line of a box."""
 
@@ -53,33 +51,6 @@ class _Parameters(ctypes.Structure):
     ]
 
 
-class _Form:
-    """How the operands of a product lie, in the kernel's terms: op(S) times X, of ``dds`` its transpose."""
-
-    def __init__(self, desc: BlockSparseMatmulDescriptor) -> None:
-        one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
-        self.left, self.right = ("b", "a") if on_the_right else ("a", "b")
-        self.turned = desc.trans_sparse != on_the_right
-        """Whether the sparse matrix enters transposed: its columns of blocks are the kernel's lines."""
-        lines, across = (one.block_cols, one.block_rows) if self.turned else (one.block_rows, one.block_cols)
-        self.head_lines, self.words = lines, words(across)
-        self.head_strips = head_strips(lines * one.block)
-        self.strips = one.heads * self.head_strips
-        self.right_major = _K_MAJOR if desc.dense_k_last else _MN_MAJOR
-        self.tokens_contiguous = not on_the_right
-
-    def tables(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int | None]:
-        """The kernel's parameters that are tables, of those at ``start``."""
-        found = addresses(start, desc.layout)
-        if self.turned:
-            names = {"order": "column_strips", "counts": "column_strip_rows", "kept": "column_bits"}
-            names |= {"pointers": "column_pointers", "places": "column_order"}
-        else:
-            names = {"order": "row_strips", "counts": "row_strip_columns", "kept": "row_bits"}
-            names["pointers"] = "row_pointers"
-        return {field: found[name] for field, name in names.items()}
-
-
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     default_alignment = Alignment(16)
     sources = (_SOURCE,)
@@ -87,7 +58,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._form = form = _Form(desc)
+        self._form = form = Form(desc)
+        self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
         clusters = min(items, schedule.resident_clusters(device.multiprocessors))
@@ -127,11 +99,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = _Parameters.from_buffer_copy(self._parameters)
         for field, at in self._form.tables(views["layout"].address, self.descriptor).items():
             setattr(parameters, field, at)
-        try:
-            maps = self._maps(views)
-        except LibraryError as error:
-            raise driver_error(error) from error
-        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        put_maps(parameters, self._maps, views)
         parameters.metadata = views["metadata"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
@@ -139,34 +107,22 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
 
     def _maps(self, views: Views) -> bytes:
         """Of the values, X and the result."""
-        desc, form, schedule = self.descriptor, self._form, self._schedule
+        form, schedule = self._form, self._schedule
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
-        if desc.layout.blocks and desc.reduction:  # else nothing is read
-            values, right = views[form.left], views[form.right]
-            batch, blocks, rows, width = values.shape
-            found = cuda_driver_abi.swizzled_matrix_map(
-                values.address,
-                (batch * blocks * rows, width),
-                width * values.element.itemsize,
-                values.element.itemsize,
-                (rows // schedule.share, width),
-            )
-            lines = schedule.tokens if form.right_major == _K_MAJOR else _STEP
-            found += _matrices_map(right.address, right.shape, right.element.itemsize, (lines, _STEP))
+        if self._reads:
+            values = views[form.left]
+            rows, width = values.shape[-2:]
+            found = rows_map(values, (rows // schedule.share, width))
+            lines = schedule.tokens if form.right_major == K_MAJOR else _STEP
+            found += matrices_map(views[form.right], (lines, _STEP))
         out = views["c"]
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
-        box = (_STEP if form.tokens_contiguous else wide), wide
-        return found + _matrices_map(out.address, out.shape, out.element.itemsize, box)
-
-
-def _matrices_map(address: int, shape: tuple[int, ...], itemsize: int, box: tuple[int, int]) -> bytes:
-    batch, heads, rows, columns = shape
-    return cuda_driver_abi.swizzled_matrices_map(address, (batch * heads, rows, columns), itemsize, box)
+        return found + matrices_map(out, (_STEP if form.tokens_contiguous else wide, wide))
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
-    form = _Form(desc)
+    form = Form(desc)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,

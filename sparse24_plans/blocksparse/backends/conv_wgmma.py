@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ..._vendor.library_error import LibraryError
 from ...device.jit.codes import type_defines
 from ...device.jit.launcher import Function, load
-from ...device.streams import Launch, driver_error
+from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, in_turn, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseConvOp, DeviceProperties
@@ -19,6 +18,7 @@ from ..images import Axis
 from ..limits import conv_workspace
 from ..schedules.conv_wgmma import ConvSchedule, schedule_of
 from ..tables import addresses, groups, words
+from ..wgmma import put_maps, rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
 _STEP, _LINE_BYTES = 64, 128
@@ -143,11 +143,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         found = addresses(views["layout"].address, desc.layout)
         for field, name in _TABLES[desc.op].items():
             setattr(parameters, field, found[name])
-        try:
-            maps = self._maps(views, workspace)
-        except LibraryError as error:
-            raise driver_error(error) from error
-        ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+        put_maps(parameters, self._maps, views, workspace)
         result = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
         parameters.results = views[result].address
         if "bias" in views:
@@ -160,13 +156,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         parameters = _Parameters.from_buffer_copy(before)
         before.alpha, parameters.sums = 1.0, workspace
         blocks = min(-(-parameters.cells // (_THREADS * _VECTOR)), _MOST_BLOCKS)
-        finish = add.bind(blocks, parameters)
-
-        def launch(stream: int) -> None:
-            multiply(stream)
-            finish(stream)
-
-        return launch
+        return in_turn(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:
         """Of the left and the right operand and the result."""
@@ -175,7 +165,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         read = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
         if desc.op is BlockSparseConvOp.WGRAD:
             if one.blocks and desc.reduction:  # else nothing is read
-                read = _rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
+                read = rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
             out, rows = views["dfilter"], self._schedule.parts * one.blocks * one.block
             address, itemsize = (workspace, 4) if self.workspace_size else (out.address, out.element.itemsize)
             box = _STEP, _LINE_BYTES // itemsize
@@ -185,7 +175,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         forward = desc.op is BlockSparseConvOp.FORWARD
         if one.blocks:
             lines = (one.block if forward else step) // cut.share
-            read = _rows_map(views["filter"], (lines, step))
+            read = rows_map(views["filter"], (lines, step))
             read += self._pixels_map(views["x" if forward else "dy"], (cut.tokens, step))
         if desc.geometry.phases > 1:
             return read
@@ -232,15 +222,6 @@ def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> _Parame
         parts=found.parts,
         steps=found.steps,
     )
-
-
-def _rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    """Of a tensor as a matrix with its last size as columns."""
-    *outer, columns = view.shape
-    rows, size = 1, view.element.itemsize
-    for one in outer:
-        rows *= one
-    return cuda_driver_abi.swizzled_matrix_map(view.address, (rows, columns), columns * size, size, box)
 
 
 def defines(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> dict[str, int]:

@@ -99,16 +99,17 @@ class _Matmul(_Work):
         c = _turned(views["c"].bits(), on_the_right)
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
-        multiply, turn = partial(products.sparse_times_dense, multiply=self._multiply), transposed
-        if desc.inner is InnerPattern.SPARSE24:
+        patterned = desc.inner is InnerPattern.SPARSE24
+        turn = transposed and not patterned  # whose lines are those of what enters the product
+        multiply = partial(products.sparse_times_dense, multiply=self._multiply, transposed=turn)
+        if patterned:
             codes = pattern24.codes_of(views["metadata"].bits())
-            turn = False  # lines are those of what enters the product
             if self._strict:
                 multiply = partial(products.kept_times_dense, columns=pattern24.positions(codes))
             else:
                 values = pattern24.whole(values, codes)
         for line in products.lines(desc.layout, tables, transposed=transposed):
-            sums = multiply(line, values, matrix, transposed=turn)
+            sums = multiply(line, values, matrix)
             added = None if bias is None else bias[line.head, line.cells]
             c[:, line.head, line.cells] = finished(sums, desc, bias=added)
 

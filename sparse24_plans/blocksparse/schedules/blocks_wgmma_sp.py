@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..tables import STRIP, head_strips
+from ..schedule import SHARED_BYTES, strips_of
+from ..tables import STRIP
 
-SHARED_BYTES = 227 << 10
-"""Of a block of threads on Hopper."""
 THREADS = 384
 """Of a block: two warpgroups that multiply, and four warps that copy."""
 _LINE_BYTES = 128
@@ -98,9 +96,3 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     # The values of S from L2 once a cluster.
     sharing = tokens == _TOKENS[0] and -(-desc.n // tokens) % 2 == 0
     return fitting(desc.layout.block, tokens, 2 if sharing else 1)
-
-
-def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
-    """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
-    side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * head_strips(side)

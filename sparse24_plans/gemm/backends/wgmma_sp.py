@@ -29,6 +29,7 @@ from ..wgmma import (
     defines,
     fixed_parameters,
     launch_parameters,
+    result_box,
     source_boxes,
     view_map,
 )
@@ -72,6 +73,7 @@ class Kernel(GemmKernel):
             shared_bytes=schedule.shared_bytes(lines),
         )
         self._source_boxes = source_boxes(desc, schedule, desc.element.itemsize)
+        self._result_box = result_box(desc, schedule)
         self._fixed = fixed_parameters(desc, schedule, lines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -82,7 +84,9 @@ class Kernel(GemmKernel):
             return [view_map(source, desc.x_order, box) for box in self._source_boxes]
 
         views = {**views, "source": source}
-        parameters = launch_parameters(self._fixed, desc, self._schedule, views, source_maps, workspace)
+        parameters = launch_parameters(
+            self._fixed, desc, self._schedule, views, source_maps, self._result_box, workspace
+        )
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
         return multiply if turn is None else in_turn(turn, multiply)
 
