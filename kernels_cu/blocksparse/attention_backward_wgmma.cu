@@ -25,70 +25,13 @@
 //   tensor cores  | S G |   | P second | dS first | next S | next G |          | next P second |
 //   registers         | P | dS |                            | next P | next dS |
 //
-//   barriers  full, free: of a slot. stays_full: the item's own operands and what it is have come; stays_free: its
+//   barriers  full, free: of a slot. item_full: the item's own operands and what it is have come; item_free: its
 //             warpgroups have no more use of them. Named 1, 2: the threads of a warpgroup.
 //   registers sums 128, S 32, G 32, P 16, dS 16 a thread, of 240: what copies has 24.
 //
 // Each sum is in the order of its tables, by one warpgroup: no atomics touch it, and the bits of a result depend on its
 // row or column of blocks alone. Items are dealt as in attention_wgmma.cu.
-#include "blocksparse/attention.cuh"
-
-// Everything that is compiled in.
-struct Config {
-  static constexpr ElementKind kElement = ElementKind(S24_ELEMENT);
-  static constexpr int kBlock = S24_BLOCK, kHead = S24_HEAD;
-  static constexpr bool kCausal = S24_CAUSAL, kLengths = S24_LENGTHS;
-  static constexpr bool kKeys = S24_KEYS;   // which of the two passes
-  static constexpr int kTile = S24_TILE;    // rows of what passes
-  static constexpr int kSlots = S24_SLOTS;  // of a channel
-  using In = Element<kElement>;
-
-  static constexpr int kChannels = 128 / kBlock, kGroups = 2 / kChannels;      // warpgroups of a channel
-  static constexpr int kPieces = kBlock / kTile;                               // tiles of a block
-  static constexpr int kBoxes = kHead / 64;                                    // of 128 bytes that a row has
-  static constexpr int kStayBytes = 64 * kHead * 2, kStayBoxBytes = 64 * 128;  // of one operand of a warpgroup
-  static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128;
-  static constexpr int kSums = kHead / 2, kCells = kTile / 2, kResults = kKeys ? 2 : 1;  // numbers a thread
-
-  // Shared memory of a channel: what stays; slots; bases and deltas of each slot's rows; barriers; items, of which it
-  // has one, writes one and looks for one; where the rows of its slots begin.
-  static constexpr int kSlotsAt = kGroups * 2 * kStayBytes, kLinesAt = kSlotsAt + kSlots * 2 * kTileBytes;
-  static constexpr int kLineBytes = kKeys ? kTile * 4 : 0;
-  static constexpr int kBarrierAt = kLinesAt + kSlots * 2 * kLineBytes;
-  static constexpr int kItems = 4, kItemBytes = 20, kItemsAt = kBarrierAt + 16 * kSlots + 16;
-  static constexpr int kStartsAt = kItemsAt + kItems * kItemBytes;
-  static constexpr int kChannelBytes = (kStartsAt + 4 * kSlots + 1023) / 1024 * 1024;
-  static_assert(kBlock % kTile == 0, "whole tiles");
-
-  static constexpr int kThreads = 384, kCopyRegisters = 24, kSumRegisters = 240;
-  static constexpr int kRowThreads = 256, kRowLanes = kHead / 8;  // of the first launch; of a row
-};
-using LeftOperand = DenseOperand<Major::K, 128, Config::kStayBoxBytes>;
-using RightOperand = DenseOperand<Major::K, 128, Config::kBoxBytes>;
-using SummedOperand = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
-
-struct AttentionBackwardWgmmaParams {
-  TensorMap stays[2], passes[2];  // [matrices, rows, head_size]: boxes of 128 bytes x 64 rows, of kTile rows
-  void* results[2];               // [matrices, rows, head_size]: dK and dV, or dQ
-  const void* o;                  // [Z * H, rows, head_size]
-  const void* d_o;                // the same
-  const float* lse;               // [Z * H, rows]
-  float* bases;                   // [Z * H, rows]
-  float* deltas;                  // [Z * H, rows]
-  const int* order;               // [H * lines]: of each head its rows or columns of blocks, the longest first
-  const int* pointers;            // [H * lines + 1]: where each one's entries begin
-  const int* entries;             // [blocks]: of its blocks the column or row
-  u32* taken;                     // items that were taken beyond every channel's first; 0 before the launch
-  const int* q_lengths;           // [Z], or null
-  const int* kv_lengths;          // [Z], or null
-  float scale, exponent_scale;    // scale; and times log2(e)
-  u32 matrices;                   // whose lines are items: Z times the heads of K, or of Q
-  u32 heads, kv_heads, group;     // of Q, of K; those that share one of K
-  u32 rows, keys;                 // cells of a head of Q, of K
-  u32 head_lines;                 // items of a matrix
-  u32 band;                       // matrices
-};
-static_assert(matches_host<AttentionBackwardWgmmaParams>(), "the host has another AttentionBackwardWgmmaParams");
+#include "blocksparse/attention_backward_wgmma/rows.cuh"
 
 // Keeps what is computed from `v` out of registers until here: the compiler may not move it in front of a loop.
 __device__ __forceinline__ u32 made_here(u32 v) {
@@ -96,20 +39,15 @@ __device__ __forceinline__ u32 made_here(u32 v) {
   return v;
 }
 
-struct Ring {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == Config::kSlots) slot = 0, parity ^= 1;
-  }
-};
+using Ring = RingPosition<Config::kSlots>;
+using Products = WarpgroupProducts<Config>;
 
 // A channel's part of shared memory.
-struct Channel {
+struct Channel : ChannelBarriers<Config, Channel> {
   u32 base;
-  __device__ __forceinline__ u32 full(u32 slot) const { return base + Config::kBarrierAt + 8 * slot; }
+  __device__ __forceinline__ Channel(u32 base) : base(base) {}
+  __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(slot) + 8 * Config::kSlots; }
-  __device__ __forceinline__ u32 stays_full() const { return full(2 * Config::kSlots); }
-  __device__ __forceinline__ u32 stays_free() const { return full(2 * Config::kSlots + 1); }
   __device__ __forceinline__ u32 item(u32 count) const {  // words
     return base + Config::kItemsAt + count % Config::kItems * Config::kItemBytes;
   }
@@ -121,51 +59,11 @@ struct Channel {
     return base + Config::kLinesAt + (slot * 2 + which) * Config::kLineBytes;
   }
   __device__ __forceinline__ u32 stay(u32 group, u32 which) const {
-    return base + (group * 2 + which) * Config::kStayBytes;
+    return base + (group * 2 + which) * Config::kOwnBytes;
   }
 };
 
-// Rows -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-// The sum of the products of two times 8 elements.
-__device__ __forceinline__ float sum_of_products(const uint4& a, const uint4& b) {
-  const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = __fmaf_rn(Config::In::to_float((u16)left[i]), Config::In::to_float((u16)right[i]), sum);
-    sum = __fmaf_rn(Config::In::to_float((u16)(left[i] >> 16)), Config::In::to_float((u16)(right[i] >> 16)), sum);
-  }
-  return sum;
-}
-
-// Of rows that see nothing the base is Inf, so that their exponentials are 0; so of those that don't count, of which
-// nothing is read.
-extern "C" __global__ void __launch_bounds__(Config::kRowThreads)
-    attention_backward_rows(const __grid_constant__ AttentionBackwardWgmmaParams p) {
-  follow_predecessors();
-  const i64 place = (i64)blockIdx.x * Config::kRowThreads + threadIdx.x, line = place / Config::kRowLanes;
-  const u32 matrix = (u32)(line / p.rows), row = (u32)(line % p.rows);
-  bool counts = true;
-  if constexpr (Config::kLengths) counts = (int)row < p.q_lengths[matrix / p.heads];
-  float delta = 0.0f;
-  if (counts) delta = sum_of_products(((const uint4*)p.o)[place], ((const uint4*)p.d_o)[place]);
-#pragma unroll
-  for (int distance = Config::kRowLanes / 2; distance > 0; distance /= 2)
-    delta += __shfl_xor_sync(~0u, delta, distance);
-  if (threadIdx.x % Config::kRowLanes == 0) {
-    const float lse = counts ? p.lse[line] : -infinity();
-    p.bases[line] = lse == -infinity() ? infinity() : lse * 1.4426950408889634f;
-    p.deltas[line] = delta;
-  }
-}
-
 // Work -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 items_of(const AttentionBackwardWgmmaParams& p) { return p.matrices * p.head_lines; }
-__device__ __forceinline__ u32 channels() { return gridDim.x * Config::kChannels; }
 
 // What a channel works on, as it lies in shared memory.
 struct Item {
@@ -214,8 +112,8 @@ struct Entries {
 
   __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
     const int line = load_shared_as<int>(item + Item::kLineAt);
-    const int* from = p.pointers + (head(p, item, one) * p.head_lines + line);
-    first = p.entries + from[0];
+    const int* from = p.items.pointers + (head(p, item, one) * p.head_lines + line);
+    first = p.items.entries + from[0];
     count = from[1] - from[0];
     if constexpr (Config::kLengths) {
       const int own = load_shared_as<int>(item + (Config::kKeys ? Item::kKeysAt : Item::kRowsAt));
@@ -261,17 +159,14 @@ struct Copier {
   __device__ __forceinline__ u32 heads() const { return Config::kKeys ? p.group : 1; }  // of Q, of an item
 
   __device__ __forceinline__ void find(u32 index) const {
-    const u32 item = channel.item(items), in_band = p.band * p.head_lines, band = index / in_band,
-              rest = index % in_band;
-    const u32 wide = min(p.band, p.matrices - band * p.band);
-    store_shared(item, band * p.band + rest % wide);
+    const u32 item = channel.item(items);
+    const Place place(p, index);
+    store_shared(item, place.matrix);
     const u32 head = Entries::head(p, item, 0) * p.head_lines;
-    store_shared(item + Item::kLineAt, (u32)p.order[head + rest / wide] - head);
-    int rows = (int)p.rows, keys = (int)p.keys;
-    if constexpr (Config::kLengths) {
-      const u32 batch = Entries::batch(p, item);
-      rows = max(0, min(rows, p.q_lengths[batch])), keys = max(0, min(keys, p.kv_lengths[batch]));
-    }
+    store_shared(item + Item::kLineAt, (u32)p.items.order[head + place.line] - head);
+    const u32 batch = Config::kLengths ? Entries::batch(p, item) : 0;
+    const int rows = counted<Config>(p.rows, p.items.q_lengths, batch);
+    const int keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
     store_shared(item + Item::kRowsAt, (u32)rows), store_shared(item + Item::kKeysAt, (u32)keys);
     int tiles = 0;
 #pragma unroll 1
@@ -281,20 +176,18 @@ struct Copier {
 
   // What stays, once its warpgroups are done with that of the last item.
   __device__ __forceinline__ void publish() {
-    const u32 item = channel.item(items), full = channel.stays_full();
+    const u32 item = channel.item(items), full = channel.item_full();
     const int tiles = load_shared_as<int>(item + Item::kTilesAt);
-    barrier_wait(channel.stays_free(), ~items & 1);
-    barrier_expect(full, tiles > 0 ? Config::kGroups * 2 * Config::kStayBytes : 0);
+    barrier_wait(channel.item_free(), ~items & 1);
+    barrier_expect(full, tiles > 0 ? Config::kGroups * 2 * Config::kOwnBytes : 0);
     if (tiles > 0) {
       const u32 matrix = load_shared_as<u32>(item), line = load_shared_as<u32>(item + Item::kLineAt);
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
         for (u32 group = 0; group < Config::kGroups; ++group)
-#pragma unroll
-          for (int box = 0; box < Config::kBoxes; ++box)
-            copy_box(channel.stay(group, which) + box * Config::kStayBoxBytes, &p.stays[which], box * 64,
-                     line * Config::kBlock + group * 64, matrix, full);
+          copy_rows<Config, Config::kOwnBoxBytes>(channel.stay(group, which), &p.stays[which],
+                                                  line * Config::kBlock + group * 64, matrix, full);
     }
   }
 
@@ -321,7 +214,7 @@ struct Copier {
       find(index);
       publish();
       copy_item();
-      index = channels() + atomicAdd(p.taken, 1);
+      index = channels<Config>() + atomicAdd(p.items.taken, 1);
     }
     store_shared(channel.item(items) + Item::kTilesAt, ~0u);
     publish();
@@ -339,14 +232,10 @@ struct Multiplier {
   u32 items = 0;              // so far
   float bases[2], deltas[2];  // of the thread's rows, where rows of Q stay
 
-  __device__ __forceinline__ static void release(u32 barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  }
-  // The thread's first row, and the column of its first cell.
+  // The thread's first row.
   __device__ __forceinline__ int row(const Item& item) const {
-    return (int)(item.line * Config::kBlock + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    return first_row(item.line * Config::kBlock + group * 64);
   }
-  __device__ __forceinline__ static int column() { return threadIdx.x % 4 * 2; }
 
   // Waits for a slot; rows that don't count become zeros. Returns which row is its first, where it matters.
   __device__ __forceinline__ int take(const Item& item, const Ring& one) const {
@@ -363,32 +252,19 @@ struct Multiplier {
 
   // The product of the warpgroup's rows of one of the two that stay and the tile's of what passes.
   __device__ __forceinline__ void issue_cells(float (&cells)[Config::kCells], u32 which, u32 slot) const {
-    const u64 a = LeftOperand::descriptor(made_here(channel.stay(group, which)));
-    const u64 b = RightOperand::descriptor(channel.tile(slot, which));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kHead / 16; ++k) {
-      const u64 left = a + k / 4 * (Config::kStayBoxBytes >> 4) + k % 4 * LeftOperand::kStep;
-      const u64 right = b + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * RightOperand::kStep;
-      if (k == 0) wgmma_signed<Config::kElement, 0, 1>(cells, left, right);
-      else wgmma_signed<Config::kElement, 1, 1>(cells, left, right);
-    }
-    wgmma_commit();
+    const u64 own = Products::Own::descriptor(made_here(channel.stay(group, which)));
+    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(channel.tile(slot, which)));
   }
   __device__ __forceinline__ void issue_sums(float (&sums)[Config::kSums], const u32 (&factors)[Config::kCells / 2],
                                              u32 which, u32 slot) const {
-    const u64 b = SummedOperand::descriptor(channel.tile(slot, which));
+    const u64 b = Products::Summed::descriptor(channel.tile(slot, which));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
       const u32 a[4] = {factors[4 * k], factors[4 * k + 1], factors[4 * k + 2], factors[4 * k + 3]};
-      wgmma_registers<Config::kElement, 1>(sums, a, b + k * SummedOperand::kStep);
+      wgmma_registers<Config::kElement, 1>(sums, a, b + k * Products::Summed::kStep);
     }
     wgmma_commit();
-  }
-  __device__ __forceinline__ static void round(u32 (&words)[Config::kCells / 2], const float (&cells)[Config::kCells]) {
-#pragma unroll
-    for (int i = 0; i < Config::kCells / 2; ++i) words[i] = Config::In::pair(cells[2 * i], cells[2 * i + 1]);
   }
 
   __device__ __forceinline__ void load_rows(const Item& item) {
@@ -405,7 +281,7 @@ struct Multiplier {
   // What belongs to the thread's columns of 8 j and on.
   __device__ __forceinline__ void of_columns(float (&found)[2], u32 slot, u32 which, int j) const {
     u32 words[2];
-    load_shared_words(words, channel.line(slot, which) + (8 * j + column()) * 4);
+    load_shared_words(words, channel.line(slot, which) + (8 * j + first_column()) * 4);
     found[0] = __uint_as_float(words[0]), found[1] = __uint_as_float(words[1]);
   }
 
@@ -435,11 +311,11 @@ struct Multiplier {
     for (int half = 0; half < 2; ++half) {
       const int own = row(item) + 8 * half;
       int begin = 0, end = Config::kTile;  // of the columns that stay
-      if constexpr (Config::kKeys) begin = own - start - column();
+      if constexpr (Config::kKeys) begin = own - start - first_column();
       else {
         end = item.keys;
         if constexpr (Config::kCausal) end = min(end, own + 1);
-        end -= start + column();
+        end -= start + first_column();
       }
 #pragma unroll
       for (int j = 0; j < Config::kTile / 8; ++j)
@@ -471,7 +347,7 @@ struct Multiplier {
     u32 changes[Config::kCells / 2];
     if constexpr (Config::kKeys) issue_sums(sums[1], factors, 1, at.slot);
     differentiate(cells, factors, at.slot);
-    round(changes, cells);
+    Products::round(changes, cells);
     issue_sums(sums[0], changes, 0, at.slot);
     const u32 free = channel.free(at.slot);
     at.next();
@@ -494,7 +370,7 @@ struct Multiplier {
     wgmma_settle(scores);
     exponentiate(scores, at.slot);
     if (hides(item, start)) hide(scores, item, start);
-    round(factors, scores);
+    Products::round(factors, scores);
     settle(factors);
     if (more) {  // a branch, which keeps what is above it there
       Ring next = at;
@@ -522,7 +398,7 @@ struct Multiplier {
       if (--left == 0) break;
       step<true>(sums, scores, cells, factors);
     }
-    release(channel.stays_free());
+    release(channel.item_free());
     step<false>(sums, scores, cells, factors);
   }
 
@@ -534,18 +410,7 @@ struct Multiplier {
       const int own = row(item) + 8 * half;
       const bool counts = own < counted && item.tiles > 0;
       const i64 line = (i64)item.matrix * (Config::kKeys ? p.keys : p.rows) + own;
-      u16* to = (u16*)results + line * Config::kHead + threadIdx.x % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < Config::kHead / 32; ++j) {
-        u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int from = 16 * j + 4 * i + 2 * half;
-          words[i] = counts ? Config::In::pair(sums[from] * factor, sums[from + 1] * factor) : 0;
-        }
-        turn_quad(words);
-        *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
+      write_row<Config>(results, line, half, sums, factor, counts);
     }
   }
 
@@ -553,7 +418,7 @@ struct Multiplier {
     float sums[Config::kResults][Config::kSums];
     for (;; ++items) {
       const u32 place = channel.item(items);
-      barrier_wait(channel.stays_full(), items & 1);
+      barrier_wait(channel.item_full(), items & 1);
       Item item;
       item.load(place);
       if (item.tiles < 0) break;
@@ -562,7 +427,7 @@ struct Multiplier {
         multiply(sums, item);
         item.load(place);  // no register had to keep it
       } else {
-        release(channel.stays_free());
+        release(channel.item_free());
       }
       write(p.results[0], sums[0], p.scale, item);
       if constexpr (Config::kKeys) write(p.results[1], sums[1], 1.0f, item);
@@ -576,13 +441,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (u32 index = 0; index < Config::kChannels; ++index) {
-      const Channel channel{base + index * Config::kChannelBytes};
-      for (int i = 0; i < Config::kSlots; ++i) {
-        barrier_init(channel.full(i), 1);
-        barrier_init(channel.free(i), 4 * Config::kGroups);
-      }
-      barrier_init(channel.stays_full(), 1);
-      barrier_init(channel.stays_free(), 4 * Config::kGroups);
+      Channel(base + index * Config::kChannelBytes).init();
     }
     barrier_init_fence();
   }

@@ -8,8 +8,8 @@
 //   copy      last warpgroup, warp c       channel c: Q an item; K and V, a slot a tile each, also of the next item
 //   multiply  the first two warpgroups     S = Q K^T, softmax in registers, O += P V with P from registers
 //
-//   barriers  full, free: of a slot. q_full: the item's Q and what it is have come; q_free: its warpgroups have no more
-//             use of them. Named 1, 2: a warpgroup's turn to multiply; 3, 4: the threads of a warpgroup.
+//   barriers  full, free: of a slot. item_full: the item's Q and what it is have come; item_free: its warpgroups have
+//             no more use of them. Named 1, 2: a warpgroup's turn to multiply; 3, 4: the threads of a warpgroup.
 //   registers S 64, P 32, O head_size / 2 a thread; the threads that copy hand theirs over.
 //
 //   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
@@ -23,78 +23,53 @@
 #include "blocksparse/attention.cuh"
 
 // Everything that is compiled in.
-struct Config {
-  static constexpr ElementKind kElement = ElementKind(S24_ELEMENT);
-  static constexpr int kBlock = S24_BLOCK, kHead = S24_HEAD;
-  static constexpr bool kCausal = S24_CAUSAL, kLengths = S24_LENGTHS;
+struct Config
+    : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */, S24_SLOTS> {
   static constexpr int kSign = S24_SIGN;     // of the scale
   static constexpr bool kTurns = S24_TURNS;  // whether the warpgroups take turns to multiply
-  static constexpr int kSlots = S24_SLOTS;   // of a channel
-  using In = Element<kElement>;
 
-  static constexpr int kTile = 128, kBeside = kTile / kBlock;         // keys of a tile; its blocks
-  static constexpr int kChannels = kBeside, kGroups = 2 / kChannels;  // warpgroups of a channel
-  static constexpr int kBoxes = kHead / 64;                           // of 128 bytes that a row of K or V has
-  static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128, kPartBytes = kBlock * 128;
-  static constexpr int kQueryBytes = 64 * kHead * 2, kQueryBoxBytes = 64 * 128;  // of a warpgroup
-  static constexpr int kSums = kHead / 2;                                        // of O, a thread
+  static constexpr int kBeside = kTile / kBlock, kPartBytes = kBlock * 128;  // blocks of a tile; of a box of each
 
   // Shared memory: Q of each warpgroup, slots of each channel, of each its barriers and what its item is.
-  static constexpr int kSlotsAt = 2 * kQueryBytes, kBarrierAt = kSlotsAt + kChannels * kSlots * kTileBytes;
+  static constexpr int kSlotsAt = 2 * kOwnBytes, kBarrierAt = kSlotsAt + kChannels * kSlots * kTileBytes;
   static constexpr int kChannelBytes = 256;
   static_assert(16 * kSlots + 48 <= kChannelBytes, "barriers, then what the item is");
 
-  static constexpr int kThreads = 384, kCopyRegisters = 40, kSumRegisters = 232;
+  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
 };
-using KeyOperand = DenseOperand<Major::K, 128, Config::kBoxBytes>;  // also of Q
-using ValueOperand = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
 
 struct AttentionWgmmaParams {
   TensorMap q_map, k_map, v_map;  // [Z * heads, rows, head_size]: boxes of 128 bytes x 64 rows, x a block's
   void* o;                        // [Z * H, rows, head_size]
   float* lse;                     // [Z * H, rows]
-  const int* order;               // [H * R]: of each head its rows of blocks, the longest first
-  const int* pointers;            // [H * R + 1]: where each row's entries begin
-  const int* columns;             // [blocks]: of its blocks
-  u32* taken;                     // items that were taken beyond every channel's first; 0 before the launch
-  const int* q_lengths;           // [Z], or null
-  const int* kv_lengths;          // [Z], or null
+  AttentionItems items;           // whose lines are rows of blocks
   float scale;                    // |scale| * log2(e)
   u32 matrices, heads, group;     // Z * H, H, heads of Q that share one of K and V
   u32 rows, keys;                 // cells of a head
-  u32 head_rows;                  // rows of blocks of a head
+  u32 head_lines;                 // rows of blocks of a head
   u32 band;                       // matrices
 };
 static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
 
-struct Ring {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == Config::kSlots) slot = 0, parity ^= 1;
-  }
-};
+using Ring = RingPosition<Config::kSlots>;
+using Products = WarpgroupProducts<Config>;
 
 // A channel's part of shared memory.
-struct Channel {
+struct Channel : ChannelBarriers<Config, Channel> {
   u32 base, index;
-  __device__ __forceinline__ u32 at() const { return base + Config::kBarrierAt + index * Config::kChannelBytes; }
-  __device__ __forceinline__ u32 full(u32 slot) const { return at() + 8 * slot; }
-  __device__ __forceinline__ u32 free(u32 slot) const { return at() + 8 * (Config::kSlots + slot); }
-  __device__ __forceinline__ u32 q_full() const { return at() + 16 * Config::kSlots; }
-  __device__ __forceinline__ u32 q_free() const { return at() + 16 * Config::kSlots + 8; }
-  __device__ __forceinline__ u32 item() const { return at() + 16 * Config::kSlots + 16; }  // words
+  __device__ __forceinline__ Channel(u32 base, u32 index) : base(base), index(index) {}
+  __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt + index * Config::kChannelBytes; }
+  __device__ __forceinline__ u32 free(u32 slot) const { return full(Config::kSlots + slot); }
+  __device__ __forceinline__ u32 item() const { return barriers() + kBarrierBytes; }  // words
   __device__ __forceinline__ u32 slot(u32 slot) const {
     return base + Config::kSlotsAt + (index * Config::kSlots + slot) * Config::kTileBytes;
   }
   __device__ __forceinline__ u32 query(u32 group) const {
-    return base + (index * Config::kGroups + group) * Config::kQueryBytes;
+    return base + (index * Config::kGroups + group) * Config::kOwnBytes;
   }
 };
 
 // Work -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 items_of(const AttentionWgmmaParams& p) { return p.matrices * p.head_rows; }
-__device__ __forceinline__ u32 channels() { return gridDim.x * Config::kChannels; }
 
 // What a channel works on.
 struct Item {
@@ -105,33 +80,29 @@ struct Item {
 
   // By a whole warp.
   __device__ __forceinline__ void find(const AttentionWgmmaParams& p, u32 index, u32 lane) {
-    const u32 in_band = p.band * p.head_rows, band = index / in_band, rest = index % in_band;
-    const u32 wide = min(p.band, p.matrices - band * p.band);
-    matrix = band * p.band + rest % wide;
+    const Place place(p, index);
+    matrix = place.matrix;
     const u32 head = matrix % p.heads, batch = matrix / p.heads;
-    const u32 line = (u32)p.order[head * p.head_rows + rest / wide];
-    row = line - head * p.head_rows;
-    begin = p.pointers[line];
-    count = p.pointers[line + 1] - begin;
-    rows = (int)p.rows, keys = (int)p.keys;
-    if constexpr (Config::kLengths) {
-      rows = max(0, min(rows, p.q_lengths[batch]));
-      keys = max(0, min(keys, p.kv_lengths[batch]));
-      if ((int)(row * Config::kBlock) >= rows) count = 0;
-    }
+    const u32 line = (u32)p.items.order[head * p.head_lines + place.line];
+    row = line - head * p.head_lines;
+    begin = p.items.pointers[line];
+    count = p.items.pointers[line + 1] - begin;
+    rows = counted<Config>(p.rows, p.items.q_lengths, batch);
+    keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
+    if (Config::kLengths && (int)(row * Config::kBlock) >= rows) count = 0;
     if constexpr (Config::kLengths || Config::kCausal) {
       int limit = (keys + Config::kBlock - 1) / Config::kBlock;
       if constexpr (Config::kCausal) limit = min(limit, (int)row + 1);
       int found = 0;
       for (int at = 0; at < count; at += 32) {
-        const bool counts = at + (int)lane < count && p.columns[begin + at + lane] < limit;
+        const bool counts = at + (int)lane < count && p.items.entries[begin + at + lane] < limit;
         const u32 those = __ballot_sync(~0u, counts);
         found += __popc(those);
         if (those != ~0u) break;  // columns increase
       }
       count = found;
     }
-    last = count > 0 ? p.columns[begin + count - 1] : 0;
+    last = count > 0 ? p.items.entries[begin + count - 1] : 0;
   }
   __device__ __forceinline__ int tiles() const { return (count + Config::kBeside - 1) / Config::kBeside; }
 
@@ -153,7 +124,7 @@ struct Copier {
   const Channel channel;
   const u32 lane;
   Ring at;
-  u32 q_parity = 1;
+  u32 item_parity = 1;
 
   // Keys' rows of up to kBeside blocks.
   __device__ __forceinline__ void copy_tile(const TensorMap* map, u32 matrix, const int (&columns)[Config::kBeside],
@@ -165,10 +136,8 @@ struct Copier {
 #pragma unroll
       for (int beside = 0; beside < Config::kBeside; ++beside)
         if (beside < blocks)
-#pragma unroll
-          for (int box = 0; box < Config::kBoxes; ++box)
-            copy_box(to + box * Config::kBoxBytes + beside * Config::kPartBytes, map, box * 64,
-                     (u32)columns[beside] * Config::kBlock, matrix, full);
+          copy_rows<Config, Config::kBoxBytes>(to + beside * Config::kPartBytes, map,
+                                               (u32)columns[beside] * Config::kBlock, matrix, full);
     }
     __syncwarp();
     at.next();
@@ -176,21 +145,19 @@ struct Copier {
 
   __device__ __forceinline__ void publish(const Item& item) {
     if (lane == 0) {
-      const u32 full = channel.q_full();
-      barrier_wait(channel.q_free(), q_parity);
+      const u32 full = channel.item_full();
+      barrier_wait(channel.item_free(), item_parity);
       item.store(channel.item());
-      barrier_expect(full, item.count > 0 ? Config::kGroups * Config::kQueryBytes : 0);
+      barrier_expect(full, item.count > 0 ? Config::kGroups * Config::kOwnBytes : 0);
       if (item.count > 0) {
 #pragma unroll
         for (int group = 0; group < Config::kGroups; ++group)
-#pragma unroll
-          for (int box = 0; box < Config::kBoxes; ++box)
-            copy_box(channel.query(group) + box * Config::kQueryBoxBytes, &p.q_map, box * 64,
-                     item.row * Config::kBlock + group * 64, item.matrix, full);
+          copy_rows<Config, Config::kOwnBoxBytes>(channel.query(group), &p.q_map,
+                                                  item.row * Config::kBlock + group * 64, item.matrix, full);
       }
     }
     __syncwarp();
-    q_parity ^= 1;
+    item_parity ^= 1;
   }
 
   // One item; finds the next meanwhile, which lane 0 knows.
@@ -198,7 +165,7 @@ struct Copier {
     const u32 matrix = item.matrix / p.heads * (p.heads / p.group) + item.matrix % p.heads / p.group;
     const int tiles = item.tiles(), count = item.count;
     int columns[Config::kBeside], before[Config::kBeside], window = 0;
-    const int* entries = p.columns + item.begin;
+    const int* entries = p.items.entries + item.begin;
     if (count == 0) publish(item);
     for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
@@ -223,7 +190,7 @@ struct Copier {
     const u32 first = blockIdx.x + channel.index * gridDim.x;
     item.count = -1;
     if (first < items_of(p)) item.find(p, first, lane);
-    while (item.count >= 0) copy_item(item, lane == 0 ? channels() + atomicAdd(p.taken, 1) : 0);
+    while (item.count >= 0) copy_item(item, lane == 0 ? channels<Config>() + atomicAdd(p.items.taken, 1) : 0);
     publish(item);
   }
 };
@@ -238,7 +205,6 @@ __device__ __forceinline__ float quad_sum(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
   return v + __shfl_xor_sync(~0u, v, 2);
 }
-__device__ __forceinline__ float nothing() { return __int_as_float(0xff800000); }  // -Inf
 
 // A warpgroup: 64 rows of an item at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is the first.
 struct Multiplier {
@@ -246,59 +212,50 @@ struct Multiplier {
   const Channel channel;
   const u32 group, warpgroup;
   Ring at;
-  u32 q_parity = 0;
+  u32 item_parity = 0;
   float most[2], sum[2];  // the largest score so far, before the scale; this thread's share of the exponentials
-  u32 weights[32];        // P, rounded
+  u32 weights[Config::kCells / 2];  // P, rounded
 
-  __device__ __forceinline__ static void release(u32 barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  // The thread's first row.
+  __device__ __forceinline__ int row(const Item& item) const {
+    return first_row(item.row * Config::kBlock + group * 64);
   }
   // Of those who multiply, the one whose turn it is.
   __device__ __forceinline__ void take_turn() const {
     if constexpr (Config::kTurns) threads_meet(1 + warpgroup, 256);
   }
   __device__ __forceinline__ void give_turn() const {
-    if constexpr (Config::kTurns) asm volatile("bar.arrive %0, 256;" ::"r"(2 - warpgroup) : "memory");
+    if constexpr (Config::kTurns) threads_arrive(2 - warpgroup, 256);
   }
 
-  __device__ __forceinline__ void issue_scores(float (&scores)[64]) const {
-    const u64 a = KeyOperand::descriptor(channel.query(group)), b = KeyOperand::descriptor(channel.slot(at.slot));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kHead / 16; ++k) {
-      const u64 left = a + k / 4 * (Config::kQueryBoxBytes >> 4) + k % 4 * KeyOperand::kStep;
-      const u64 right = b + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * KeyOperand::kStep;
-      if (k == 0) wgmma_signed<Config::kElement, 0, Config::kSign>(scores, left, right);
-      else wgmma_signed<Config::kElement, 1, Config::kSign>(scores, left, right);
-    }
-    wgmma_commit();
+  __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
+    const u64 own = Products::Own::descriptor(channel.query(group));
+    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(channel.slot(at.slot)));
   }
-
   __device__ __forceinline__ void issue_values(float (&out)[Config::kSums], u32 slot) const {
-    const u64 b = ValueOperand::descriptor(channel.slot(slot));
+    const u64 b = Products::Summed::descriptor(channel.slot(slot));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
       const u32 a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
-      wgmma_registers<Config::kElement, 1>(out, a, b + k * ValueOperand::kStep);
+      wgmma_registers<Config::kElement, 1>(out, a, b + k * Products::Summed::kStep);
     }
     wgmma_commit();
   }
 
   // Of the last tile: its last block may have keys that don't count, and others lie behind it.
-  __device__ __forceinline__ void hide(float (&scores)[64], const Item& item) const {
+  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const Item& item) const {
     const int first = (item.count - 1) % Config::kBeside * Config::kBlock, key = item.last * Config::kBlock;
-    const int query =
-        (int)(item.row * Config::kBlock + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    const int query = row(item);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int end = min(Config::kBlock, item.keys - key);
       if constexpr (Config::kCausal) end = min(end, query + 8 * half + 1 - key);
-      end += first - (int)(threadIdx.x % 4) * 2;
+      end += first - first_column();
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        if (8 * j >= end) scores[4 * j + 2 * half] = nothing();
-        if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = nothing();
+      for (int j = 0; j < Config::kTile / 8; ++j) {
+        if (8 * j >= end) scores[4 * j + 2 * half] = -infinity();
+        if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = -infinity();
       }
     }
   }
@@ -309,20 +266,21 @@ struct Multiplier {
   }
 
   // Scores become exponentials; returns by what the sums so far are multiplied.
-  template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[64], float (&factor)[2]) {
+  template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[Config::kCells], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = kFirst ? nothing() : most[half];
+      float top = kFirst ? -infinity() : most[half];
       const float before = top;
 #pragma unroll
-      for (int j = 0; j < 16; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+      for (int j = 0; j < Config::kTile / 8; ++j)
+        top = fmaxf(top, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
       top = quad_max(top);
       most[half] = top;
-      const float base = top == nothing() ? 0.0f : top * p.scale;
+      const float base = top == -infinity() ? 0.0f : top * p.scale;
       factor[half] = kFirst ? 0.0f : power_of_2(__fmaf_rn(before, p.scale, -base));
       float total = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 16; ++j)
+      for (int j = 0; j < Config::kTile / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = scores[4 * j + 2 * half + i];
@@ -331,10 +289,6 @@ struct Multiplier {
         }
       sum[half] = kFirst ? total : __fmaf_rn(sum[half], factor[half], total);
     }
-  }
-  __device__ __forceinline__ void round(const float (&scores)[64]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) weights[i] = Config::In::pair(scores[2 * i], scores[2 * i + 1]);
   }
 
   // Zeros for the rows of V in the last tile that don't count: what lies there may be NaN.
@@ -345,7 +299,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {
-    float scores[64], factor[2];
+    float scores[Config::kCells], factor[2];
     const int tiles = item.tiles();
 #pragma unroll
     for (int i = 0; i < Config::kSums; ++i) out[i] = 0.0f;
@@ -359,7 +313,7 @@ struct Multiplier {
     at.next();
     if (tiles == 1 && hides(item)) hide(scores, item);
     softmax<true>(scores, factor);
-    round(scores);
+    Products::round(weights, scores);
     for (int tile = 1; tile < tiles; ++tile) {
       const u32 keys = at.slot;
       barrier_wait(channel.full(at.slot), at.parity);
@@ -378,11 +332,11 @@ struct Multiplier {
       wgmma_settle(out);
       release(channel.free(at.slot));
       at.next();
-      round(scores);
+      Products::round(weights, scores);
 #pragma unroll
       for (int i = 0; i < Config::kSums; ++i) out[i] *= factor[i / 2 % 2];
     }
-    release(channel.q_free());
+    release(channel.item_free());
     barrier_wait(channel.full(at.slot), at.parity);
     clear_values(item);
     issue_values(out, at.slot);
@@ -393,16 +347,16 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void write(const float (&out)[Config::kSums], const Item& item) const {
-    const int row0 = (int)(item.row * Config::kBlock + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row0 + 8 * half;
-      const i64 line = (i64)item.matrix * p.rows + row;
-      const bool counts = row < item.rows && item.count > 0;
+      const int own = row(item) + 8 * half;
+      const i64 line = (i64)item.matrix * p.rows + own;
+      const bool counts = own < item.rows && item.count > 0;
       const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
       if (threadIdx.x % 4 == 0)
         p.lse[line] =
-            counts && total != 0.0f ? __fmaf_rn(most[half] * p.scale, 0.6931471805599453f, logf(total)) : nothing();
+            counts && total != 0.0f ? __fmaf_rn(most[half] * p.scale, 0.6931471805599453f, logf(total)) : -infinity();
+
       u16* to = (u16*)p.o + line * Config::kHead + threadIdx.x % 4 * 8;
 #pragma unroll
       for (int j = 0; j < Config::kHead / 32; ++j) {
@@ -423,14 +377,14 @@ struct Multiplier {
     float out[Config::kSums];
     while (true) {
       Item item;
-      barrier_wait(channel.q_full(), q_parity);
-      q_parity ^= 1;
+      barrier_wait(channel.item_full(), item_parity);
+      item_parity ^= 1;
       item.load(channel.item());
       if (item.count < 0) break;
       if (item.count > 0) {
         multiply(out, item);
       } else {
-        release(channel.q_free());
+        release(channel.item_free());
         sum[0] = sum[1] = 0.0f;
       }
       write(out, item);
@@ -443,16 +397,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_wgmma(const __grid_constant__ AttentionWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
+
   if (threadIdx.x == 0) {
-    for (u32 index = 0; index < Config::kChannels; ++index) {
-      const Channel channel{base, index};
-      for (int i = 0; i < Config::kSlots; ++i) {
-        barrier_init(channel.full(i), 1);
-        barrier_init(channel.free(i), 4 * Config::kGroups);
-      }
-      barrier_init(channel.q_full(), 1);
-      barrier_init(channel.q_free(), 4 * Config::kGroups);
-    }
+    for (u32 index = 0; index < Config::kChannels; ++index) Channel(base, index).init();
     barrier_init_fence();
   }
   __syncthreads();
