@@ -21,6 +21,7 @@
 // Items: matrices in bands whose K and V stay in L2, and of a band every head's longest row, then the next. A channel
 // takes the first that none has, by a counter in memory: who works on an item changes nothing in it.
 #include "blocksparse/attention.cuh"
+#include "common/ring.cuh"
 
 // Everything that is compiled in.
 struct Config {
@@ -67,12 +68,7 @@ struct AttentionWgmmaParams {
 };
 static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
 
-struct Ring {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == Config::kSlots) slot = 0, parity ^= 1;
-  }
-};
+using Ring = RingPosition<Config::kSlots>;
 
 // A channel's part of shared memory.
 struct Channel {
