@@ -32,6 +32,7 @@
 // Each sum is in the order of its tables, by one warpgroup: no atomics touch it, and the bits of a result depend on its
 // row or column of blocks alone. Items are dealt as in attention_wgmma.cu.
 #include "blocksparse/attention.cuh"
+#include "common/ring.cuh"
 
 // Everything that is compiled in.
 struct Config {
@@ -96,12 +97,7 @@ __device__ __forceinline__ u32 made_here(u32 v) {
   return v;
 }
 
-struct Ring {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == Config::kSlots) slot = 0, parity ^= 1;
-  }
-};
+using Ring = RingPosition<Config::kSlots>;
 
 // A channel's part of shared memory.
 struct Channel {
