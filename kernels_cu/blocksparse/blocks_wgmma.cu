@@ -469,7 +469,7 @@ struct Writer
   __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {
     const u32 row_group = (row - item.row()) / 64;
     if constexpr (Config::kSampled && Config::kSmall) {
-      copy_blocks(buffer, item, row_group, token);
+      copy_blocks<Config::kBlock>(buffer, item, row_group, token);
     } else if constexpr (Config::kSampled) {
       const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
       copy_tensor_out(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
@@ -502,10 +502,10 @@ struct Writer
     }
   }
 
-  // A warp each kept block of the buffer's lines and columns.
+  // A warp each kept block of the buffer's lines and columns. A template: larger blocks have no such code.
+  template <int kBlock>
   __device__ __forceinline__ void copy_blocks(u32 buffer, const Item& item, u32 row_group, u32 token) const {
-    constexpr int kBlock = Config::kBlock, kBytes = Config::kOutBytes, kAcross = Config::kStepColumns / kBlock,
-                  kDown = 64 / kBlock;
+    constexpr int kBytes = Config::kOutBytes, kAcross = Config::kStepColumns / kBlock, kDown = 64 / kBlock;
     constexpr int kRowChunks = kBlock * kBytes / 16, kChunks = kBlock * kRowChunks;
     for (int at = threadIdx.x % 128 / 32; at < kAcross * kDown; at += 4) {
       const int across = at % kAcross, down = at / kAcross, column = (int)token / kBlock + across;
