@@ -28,9 +28,8 @@
 //
 // Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
 // takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
-#include "common/epilogue.cuh"
-#include "ptx/tensors.cuh"
-#include "ptx/wgmma_dense.cuh"
+#include "blocksparse/multiplier.cuh"
+#include "blocksparse/writer.cuh"
 
 #define S24_CLUSTER_BLOCKS S24_SHARE
 #include "common/cluster.cuh"
@@ -63,6 +62,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   // Of sdd: kept blocks of an item, and their columns. A narrow item has part of one.
   static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
   static constexpr int kSums = kColumns / 2;
+  static constexpr bool kMixed = kLines > 1 && !kSampled;  // whether a stage may lack some lines
   static constexpr int kMultiplying = 128 * kWarpgroups;
   static constexpr bool kByLanes = kSmall && !kSampled;     // whether S is copied by them
   static constexpr int kFullArrivals = kByLanes ? 132 : 1;  // of a full barrier: with bytes, and of lanes that copy
@@ -76,7 +76,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 
   // Shared memory: stages, a staging area a warpgroup, barriers, which lines each stage has.
   static constexpr int kOutBytes = sizeof(Out::Bits);
-  static constexpr int kStepTokens = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepTokens * kOutBytes;
+  static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
   static_assert(kRowGroups <= kWarpgroups && kColumns % 64 == 0, "a warpgroup has 64 rows and whole groups of tokens");
@@ -105,7 +105,7 @@ using Sums = SumOf<Config::kElement == ElementKind::S8>::Type[Config::kSums];  /
 struct BlocksWgmmaParams {
   TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
   TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepTokens or 64
+  TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepColumns or 64
   const int* order;     // [strips]: from the longest to the shortest; of sdd [groups]: the line of each
   const int* counts;    // [strips]: columns of blocks that each keeps any of; of sdd [groups]: a group's first entry
   const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
@@ -127,21 +127,9 @@ struct BlocksWgmmaParams {
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
-template <int kCount> struct RingPosition {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kCount) slot = 0, parity ^= 1;
-  }
-};
 using Ring = RingPosition<Config::kStages>;
 
-struct Barriers {
-  u32 at;
-  __device__ __forceinline__ u32 full(u32 slot) const { return at + 8 * slot; }
-  __device__ __forceinline__ u32 free(u32 slot) const { return at + 8 * (Config::kStages + slot); }
-  // A word: which lines a stage has, a byte for each column of blocks.
-  __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
-};
+using Barriers = StageBarriers<Config>;
 
 // What a block of threads works on.
 struct Item {
@@ -182,19 +170,10 @@ struct Item {
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
 };
 
-// The item of a cluster's turn; all of them: the first that none has.
-__device__ __forceinline__ u32 item_of(u32 turn) {
-  const u32 clusters = gridDim.x / Config::kShare, mine = blockIdx.x / Config::kShare;
-  return turn * clusters + (turn % 2 ? clusters - 1 - mine : mine);
-}
+// Of all clusters.
 __device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
   return p.batch * p.token_clusters * (Config::kSampled && !Config::kSmall ? p.groups : p.strips);
 }
-__device__ __forceinline__ u32 turns_of(const BlocksWgmmaParams& p) {
-  const u32 clusters = gridDim.x / Config::kShare;
-  return (items_of(p) + clusters - 1) / clusters;
-}
-
 // Copies ---------------------------------------------------------------------------------------------
 
 // This block's part of the columns of a kept block that a step has, to every block of the cluster.
@@ -338,9 +317,9 @@ template <bool kLeft> struct Copier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
+      if (item_of<Config>(turn) >= items_of(p)) continue;
+      const Item item(p, item_of<Config>(turn), share);
       if constexpr (Config::kSampled) copy_group(item);
       else copy_strip(item);
     }
@@ -447,42 +426,24 @@ struct SmallCopier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of(p); ++turn)
-      if (item_of(turn) < items_of(p)) copy_strip(Item(p, item_of(turn), 0));
+    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn)
+      if (item_of<Config>(turn) < items_of(p)) copy_strip(Item(p, item_of<Config>(turn), 0));
   }
 };
 
 // Sums -----------------------------------------------------------------------------------------------
 
-struct Multiplier {
-  Ring at;
-  u32 base, row_group, token_group, free;  // the last: of the block of the cluster that this lane reports to
-  Barriers barriers;
-
-  __device__ __forceinline__ void release(u32 slot) const {
-    if (threadIdx.x % 32 >= Config::kShare) return;
-    if constexpr (Config::kShare == 1) barrier_arrive(free + 8 * slot);
-    else barrier_arrive_cluster(free + 8 * slot);
-  }
-
-  // Which columns of blocks of the stage this warpgroup's lines are in: a byte each, 0 where they are not. Shuffled, so
-  // that the compiler knows it to be the same for the warp.
-  __device__ __forceinline__ u32 present(u32 slot) const {
-    if constexpr (Config::kLines == 1 || Config::kSampled) return 1;
-    constexpr u32 kTile = ((1 << Config::kTileLines) - 1) * 0x01010101u;
-    return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(slot)) >> row_group * Config::kTileLines & kTile, 0);
-  }
-
-  __device__ __forceinline__ void issue(Sums& sums, u32 present) const {
-    const u32 stage = base + at.slot * Config::kStageBytes;
-    const u64 a = SparseOperand::descriptor(stage + row_group * 64 * Config::kBoxBytes);
-    const u64 b = XOperand::descriptor(stage + Config::kSparseBytes + token_group * Config::kColumns * kTokenBytes);
+// 64 rows x kColumns tokens of one warpgroup.
+struct Multiplier : StepMultiplier<Config, Multiplier> {
+  __device__ __forceinline__ void issue(Sums& sums, u32 lines) const {
+    const u64 a = SparseOperand::descriptor(stage() + row_group * 64 * Config::kBoxBytes);
+    const u64 b = XOperand::descriptor(stage() + Config::kSparseBytes + column_group * Config::kColumns * kTokenBytes);
     constexpr u32 kBesideB =
         Config::kDenseMajor == Major::K || Config::kSmall ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128;
     wgmma_fence();
 #pragma unroll
     for (int beside = 0; beside < Config::kBeside; ++beside) {  // the columns of blocks that it has, in order
-      if (Config::kBeside > 1 && !(present >> 8 * beside & 0xff)) continue;
+      if (Config::kBeside > 1 && !(lines >> 8 * beside & 0xff)) continue;
 #pragma unroll
       for (int k = 0; k < Config::kBoxBytes / 32; ++k)
         wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(
@@ -491,108 +452,40 @@ struct Multiplier {
     }
     wgmma_commit();
   }
-
-  __device__ __forceinline__ void multiply(Sums& sums, int steps) {
-#pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0;
-    bool flying = false;
-    u32 before = 0;
-    for (int step = 0; step < steps; ++step, at.next()) {
-      barrier_wait(barriers.full(at.slot), at.parity);
-      if constexpr (Config::kByLanes) async_proxy_fence();  // what lanes copied is seen by wgmma only after it
-      const u32 lines = present(at.slot);
-      if (!lines) {
-        wgmma_wait<0>();
-        if (flying) release(before);
-        flying = false;
-        release(at.slot);
-        continue;
-      }
-      issue(sums, lines);
-      wgmma_wait<1>();  // all but the step just issued
-      if (flying) release(before);
-      flying = true, before = at.slot;
-    }
-    wgmma_wait<0>();
-    wgmma_settle(sums);
-    if (flying) release(before);
-  }
 };
 
 // Results --------------------------------------------------------------------------------------------
 
-// Stores 64 rows x kColumns tokens of one warpgroup, kStepTokens at a time.
-template <class Out> struct Writer {
-  const BlocksWgmmaParams& p;
-  u32 stage;
-  int barrier;
-  u32 turn = 0;  // the buffer of the next step
-
-  static constexpr int kOutBytes = Config::kOutBytes, kWide = kOutBytes == 1 ? 64 : 128 / kOutBytes;
-  static constexpr int kLineBytes = kWide * kOutBytes;  // kWide: cells of a line of a box
-  // The box's lines, one behind the other: of C^T tokens, in boxes of kWide rows; else rows, of kWide tokens.
-  static constexpr int kLines = Config::kTokensContiguous ? 64 : Config::kStepTokens;
-  static constexpr int kBoxes = Config::kTokensContiguous ? 1 : 64 / kWide;
-
-  // Of sdd with small blocks, threads copy what is kept.
-  static constexpr bool kByThreads = Config::kSampled && Config::kSmall;
-
-  // Where a buffer has a result, under the swizzle.
-  static __device__ __forceinline__ u32 staged_at(int row, int token) {
-    const int line = Config::kTokensContiguous ? row : token, across = Config::kTokensContiguous ? token : row;
-    const int in = across % kWide * kOutBytes;
-    const int turned = kLineBytes == 128 ? line % 8 : line / 2 % 4;
-    return (across / kWide * kLines + line) * kLineBytes + (in / 16 ^ turned) * 16 + in % 16;
-  }
-  static __device__ __forceinline__ bool is_copier() { return threadIdx.x % 128 == 0; }
-
+// 64 rows x kColumns tokens of one warpgroup; of sdd with small blocks, threads copy what is kept.
+struct Writer
+    : TileWriter<Writer, Config, BlocksWgmmaParams, Config::kTokensContiguous, Config::kSampled && Config::kSmall> {
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 token_group) {
     const u32 row0 = item.row() + row_group * 64, token0 = item.token + token_group * Config::kColumns;
     const u32 tokens = Config::kSampled ? item.token + item.count * Config::kPart : p.tokens;
     const u32 rows = p.head_lines * Config::kBlock;
-    if (row0 >= rows) return;  // the last strip of a head may be half of one
-    float bias[2] = {0.0f, 0.0f};
-    if (p.bias) {
-      const i64 row = (i64)item.head * rows + row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
-    }
-#pragma unroll
-    for (int step = 0; step < Config::kColumns / Config::kStepTokens; ++step) {
-      const u32 token = token0 + step * Config::kStepTokens;
-      if (token >= tokens) break;
-      const u32 buffer = stage + turn * Config::kBufferBytes;
-      if (++turn == Config::kBuffers) turn = 0;
-      if (!kByThreads && is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
-      threads_meet(barrier, 128);
-      fill(buffer, sums, step * Config::kStepTokens / 2, bias);
-      if constexpr (!kByThreads) async_proxy_fence();
-      threads_meet(barrier, 128);
-      if constexpr (kByThreads) {
-        copy_blocks(buffer, item, row_group, token);
-        continue;
-      }
-      if (!is_copier()) continue;
-      if constexpr (Config::kSampled) {
-        const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
-        copy_tensor_out(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
-        copies_commit();
-      } else {
-        copy_out(buffer, row0, token, item.matrix(p));
-      }
+    write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, token0, tokens);
+  }
+
+  __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {
+    const u32 row_group = (row - item.row()) / 64;
+    if constexpr (Config::kSampled && Config::kSmall) {
+      copy_blocks<Config::kBlock>(buffer, item, row_group, token);
+    } else if constexpr (Config::kSampled) {
+      const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
+      copy_tensor_out(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
+      copies_commit();
+    } else {
+      copy_out(buffer, row, token, item.matrix(p));
     }
   }
 
-  template <class Sum> __device__ __forceinline__ float result(Sum sum, float bias) const {
-    return activated<Config, FastMath>((float)sum, p.alpha, bias);
-  }
-
-  // The sums from `first` on.
-  __device__ __forceinline__ void fill(u32 buffer, const Sums& sums, int first, const float (&bias)[2]) const {
+  // A step's sums: they may be integers, and results of 8 bits or the sums themselves.
+  template <class Sum> __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, const float (&bias)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
-      const auto* const sum = sums + first + 4 * j;
-      if constexpr (kOutBytes != 2) {
+    for (int j = 0; j < Config::kStepColumns / 8; ++j) {
+      const Sum* const sum = sums + 4 * j;
+      if constexpr (Config::kOutBytes != 2) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const u32 to = buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2);
@@ -609,10 +502,11 @@ template <class Out> struct Writer {
     }
   }
 
-  // A warp each kept block of the buffer's lines and columns.
+  // A warp each kept block of the buffer's lines and columns. A template: larger blocks have no such code.
+  template <int kBlock>
   __device__ __forceinline__ void copy_blocks(u32 buffer, const Item& item, u32 row_group, u32 token) const {
-    constexpr int kBlock = Config::kBlock, kAcross = Config::kStepTokens / kBlock, kDown = 64 / kBlock;
-    constexpr int kRowChunks = kBlock * kOutBytes / 16, kChunks = kBlock * kRowChunks;
+    constexpr int kBytes = Config::kOutBytes, kAcross = Config::kStepColumns / kBlock, kDown = 64 / kBlock;
+    constexpr int kRowChunks = kBlock * kBytes / 16, kChunks = kBlock * kRowChunks;
     for (int at = threadIdx.x % 128 / 32; at < kAcross * kDown; at += 4) {
       const int across = at % kAcross, down = at / kAcross, column = (int)token / kBlock + across;
       if (column >= item.count) continue;
@@ -620,25 +514,12 @@ template <class Out> struct Writer {
       if (place < 0) continue;
       u8* const to = (u8*)p.values + ((i64)item.batch * p.blocks + place) * (kChunks * 16);
       for (int chunk = threadIdx.x % 32; chunk < kChunks; chunk += 32) {
-        const int row = down * kBlock + chunk / kRowChunks,
-                  cell = across * kBlock + chunk % kRowChunks * (16 / kOutBytes);
+        const int row = down * kBlock + chunk / kRowChunks, cell = across * kBlock + chunk % kRowChunks * (16 / kBytes);
         float v[4];
         load_shared_x4(v, buffer + staged_at(row, cell));
         *(float4*)(to + chunk * 16) = make_float4(v[0], v[1], v[2], v[3]);
       }
     }
-  }
-
-  // What lies outside of C isn't copied.
-  __device__ __forceinline__ void copy_out(u32 buffer, u32 row0, u32 token, u32 matrix) const {
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const u32 from = buffer + box * kLines * kLineBytes;
-      if constexpr (Config::kTokensContiguous)
-        copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
-      else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
-    }
-    copies_commit();
   }
 };
 
@@ -670,15 +551,13 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   } else {
     registers_raise<Config::kSumRegisters>();
     const u32 row_group = warpgroup % Config::kRowGroups, token_group = warpgroup / Config::kRowGroups;
-    Multiplier multiplier{{}, base, row_group, token_group, barriers.free(0), barriers};
-    if constexpr (Config::kShare > 1)
-      multiplier.free = cluster_address(barriers.free(0), threadIdx.x % 32 % Config::kShare);
-    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
-                               1 + (int)warpgroup};
+    Multiplier multiplier{{{}, base, row_group, token_group, Reporter<Config>(barriers.free(0)), barriers}};
+    const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
+    Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
+      if (item_of<Config>(turn) >= items_of(p)) continue;
+      const Item item(p, item_of<Config>(turn), share);
       if (Config::kSampled && item.count == 0) continue;  // a group that isn't there
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);

@@ -27,10 +27,9 @@
 // Items: strips from the longest to the shortest with every token tile of a band, then the next band: items that run at
 // once read the same part of X. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so that
 // none has only the longer ones; every other band the other way round, for at its end some have one item less.
-#include "common/epilogue.cuh"
+#include "blocksparse/multiplier.cuh"
+#include "blocksparse/writer.cuh"
 #include "ptx/multicast.cuh"
-#include "ptx/tensors.cuh"
-#include "ptx/wgmma_dense.cuh"
 
 #define S24_CLUSTER_BLOCKS S24_SHARE
 #include "common/cluster.cuh"
@@ -53,13 +52,13 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kMetadataBytes = kBlock * kBlock / 8;  // of a block: 4 bits for each group of four
   static constexpr int kMetadataAt = kLines * kValueBytes;    // in a stage
   static constexpr int kSparseBytes = kLines * (kValueBytes + kMetadataBytes), kDenseBytes = kTokens * 128;
-  static constexpr int kSums = kTokens / 2;
+  static constexpr int kColumns = kTokens, kSums = kColumns / 2;  // of a warpgroup
   // X is read by every line that keeps a block of its rows, C is not read at all.
   static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
 
   // Shared memory: stages of X and of S, a staging area a warpgroup, barriers, which lines each stage of S has.
   static constexpr int kOutBytes = sizeof(Out::Bits);
-  static constexpr int kStepTokens = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepTokens * kOutBytes;
+  static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
   static constexpr int kSparseAt = kDenseStages * kDenseBytes;
   static constexpr int kStagingAt = kSparseAt + kSparseStages * kSparseBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
@@ -77,7 +76,7 @@ using Sums = float[Config::kSums];  // a thread's share of 64 rows x kTokens
 struct BlocksWgmmaSpParams {
   TensorMap values_map;  // [Z * blocks * b, b / 2]: boxes of b / kShare rows
   TensorMap right_map;   // X [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;     // C [Z * H, ..]: boxes of 128 bytes x kStepTokens or 64
+  TensorMap out_map;     // C [Z * H, ..]: boxes of 128 bytes x kStepColumns or 64
   const u8* metadata;    // [Z * blocks][kMetadataBytes]
   const int* order;      // [strips]: from the longest to the shortest
   const int* counts;     // [strips]: columns of blocks that each keeps any of
@@ -95,12 +94,6 @@ struct BlocksWgmmaSpParams {
 };
 static_assert(matches_host<BlocksWgmmaSpParams>(), "the host has another BlocksWgmmaSpParams");
 
-template <int kCount> struct RingPosition {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kCount) slot = 0, parity ^= 1;
-  }
-};
 using SparseRing = RingPosition<Config::kSparseStages>;
 using DenseRing = RingPosition<Config::kDenseStages>;
 
@@ -273,27 +266,22 @@ struct DenseCopier {
 // Sums -----------------------------------------------------------------------------------------------
 
 struct Multiplier {
-  u32 base, row_group, sparse_free;  // the last: of the block of the cluster that this lane reports to
+  u32 base, row_group;
+  Reporter<Config> sparse_reporter;
   Barriers barriers;
   SparseRing sparse;
   DenseRing dense;
   bool flying = false;  // a step, of these stages
   u32 flying_sparse = 0, flying_dense = 0;
 
-  __device__ __forceinline__ void free_sparse(u32 slot) const {
-    if (threadIdx.x % 32 >= Config::kShare) return;
-    if constexpr (Config::kShare == 1) barrier_arrive(sparse_free + 8 * slot);
-    else barrier_arrive_cluster(sparse_free + 8 * slot);
-  }
   __device__ __forceinline__ void free_dense(u32 slot) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(barriers.dense_free(slot));
   }
 
-  // Whether the stage of S has this warpgroup's line. Shuffled, so that the compiler knows it to be the same for the
-  // warp.
+  // Whether the stage of S has this warpgroup's line.
   __device__ __forceinline__ bool has_line() const {
     if constexpr (Config::kLines == 1) return true;
-    return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(sparse.slot)) >> row_group & 1, 0);
+    return lines_of<1>(barriers.present(sparse.slot), row_group);
   }
 
   // Two steps of wgmma: 64 k of the block with one stage of X. Its metadata stay in their register while these run,
@@ -313,7 +301,7 @@ struct Multiplier {
     wgmma_wait<1>();  // all but the half just issued
     if (flying) {
       free_dense(flying_dense);
-      if (kHalf == 0 || Config::kHalves == 1) free_sparse(flying_sparse);
+      if (kHalf == 0 || Config::kHalves == 1) sparse_reporter.release(flying_sparse);
     }
     flying = true, flying_dense = dense.slot, flying_sparse = sparse.slot;
     dense.next();
@@ -322,13 +310,13 @@ struct Multiplier {
   __device__ __forceinline__ void pass_over() {
     finish();
     barrier_wait(barriers.dense_full(dense.slot), dense.parity);  // or its next stage would be taken for this one
-    free_sparse(sparse.slot), free_dense(dense.slot);
+    sparse_reporter.release(sparse.slot), free_dense(dense.slot);
     dense.next();
   }
 
   __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
-    if (flying) free_dense(flying_dense), free_sparse(flying_sparse);
+    if (flying) free_dense(flying_dense), sparse_reporter.release(flying_sparse);
     flying = false;
   }
 
@@ -354,80 +342,14 @@ struct Multiplier {
 
 // Results --------------------------------------------------------------------------------------------
 
-// Stores 64 rows x kTokens of one warpgroup, kStepTokens at a time.
-template <class Out> struct Writer {
-  const BlocksWgmmaSpParams& p;
-  u32 stage;
-  int barrier;
-  u32 turn = 0;  // the buffer of the next step
-
-  static constexpr int kOutBytes = Config::kOutBytes, kWide = 128 / kOutBytes;  // cells of a line of a box
-  // The box's lines, one behind the other: of C^T tokens, in boxes of kWide rows; else rows, of kWide tokens.
-  static constexpr int kLines = Config::kTokensContiguous ? 64 : Config::kStepTokens;
-  static constexpr int kBoxes = Config::kTokensContiguous ? 1 : 64 / kWide;
-
-  // Where a buffer has a result, under the swizzle.
-  static __device__ __forceinline__ u32 staged_at(int row, int token) {
-    const int line = Config::kTokensContiguous ? row : token, across = Config::kTokensContiguous ? token : row;
-    const int in = across % kWide * kOutBytes;
-    return (across / kWide * kLines + line) * 128 + (in / 16 ^ line % 8) * 16 + in % 16;
-  }
-  static __device__ __forceinline__ bool is_copier() { return threadIdx.x % 128 == 0; }
-
+// 64 rows x kTokens of one warpgroup.
+struct Writer : TileWriter<Writer, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, false> {
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group) {
     const u32 row0 = item.row() + row_group * 64, rows = p.head_lines * Config::kBlock;
-    if (row0 >= rows) return;  // the last strip of a head may be half of one
-    float bias[2] = {0.0f, 0.0f};
-    if (p.bias) {
-      const i64 row = (i64)item.head * rows + row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
-    }
-#pragma unroll
-    for (int step = 0; step < Config::kTokens / Config::kStepTokens; ++step) {
-      const u32 token = item.token + step * Config::kStepTokens;
-      if (token >= p.tokens) break;
-      const u32 buffer = stage + turn * Config::kBufferBytes;
-      if (++turn == Config::kBuffers) turn = 0;
-      if (is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
-      threads_meet(barrier, 128);
-      fill(buffer, sums + step * Config::kStepTokens / 2, bias);
-      async_proxy_fence();
-      threads_meet(barrier, 128);
-      if (is_copier()) copy_out(buffer, row0, token, item.matrix(p));
-    }
+    write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, item.token, p.tokens);
   }
-
-  __device__ __forceinline__ void fill(u32 buffer, const float* sums, const float (&bias)[2]) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
-      float v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = activated<Config, FastMath>(sums[4 * j + i], p.alpha, bias[i / 2]);
-      if constexpr (kOutBytes == 4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2),
-                       (u32)Out::from_float(canonical_nan(v[i])));
-      } else if constexpr (Config::kTokensContiguous) {
-        store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
-      } else {
-        store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
-                                   Out::pair(v[2], v[3]));
-      }
-    }
-  }
-
-  // What lies outside of C isn't copied.
-  __device__ __forceinline__ void copy_out(u32 buffer, u32 row0, u32 token, u32 matrix) const {
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const u32 from = buffer + box * kLines * 128;
-      if constexpr (Config::kTokensContiguous)
-        copy_tensor_out(&p.out_map, token, row0, matrix, from, Config::kOutPolicy);
-      else copy_tensor_out(&p.out_map, row0 + box * kWide, token, matrix, from, Config::kOutPolicy);
-    }
-    copies_commit();
+  __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {
+    copy_out(buffer, row, token, item.matrix(p));
   }
 };
 
@@ -465,11 +387,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
   } else {
     registers_raise<Config::kSumRegisters>();
-    Multiplier multiplier{base, warpgroup, barriers.sparse_free(0), barriers};
-    if constexpr (Config::kShare > 1)
-      multiplier.sparse_free = cluster_address(barriers.sparse_free(0), threadIdx.x % 32 % Config::kShare);
-    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
-                               1 + (int)warpgroup};
+    Multiplier multiplier{base, warpgroup, Reporter<Config>(barriers.sparse_free(0)), barriers};
+    const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
+    Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;
     for (Turns turns{p}; turns.more(); turns.next()) {
       if (!turns.has_item()) continue;

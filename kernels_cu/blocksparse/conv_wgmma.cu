@@ -24,10 +24,9 @@
 //
 // Items: pixel tiles of a strip, then the next strip, in bands of tiles that L2 holds. Cluster c of G takes item c,
 // then 2G - 1 - c, then 2G + c: in turns.
-#include "common/epilogue.cuh"
+#include "blocksparse/multiplier.cuh"
+#include "blocksparse/writer.cuh"
 #include "ptx/pixels.cuh"
-#include "ptx/tensors.cuh"
-#include "ptx/wgmma_dense.cuh"
 
 #define S24_CLUSTER_BLOCKS S24_SHARE
 #include "common/cluster.cuh"
@@ -66,6 +65,8 @@ struct Config : Written {
   static constexpr int kColumns = kPixels * kRowGroups / kWarpgroups;
   static constexpr int kGroup = kPixels / kBlock;  // of wgrad: blocks of an item
   static constexpr int kSums = kColumns / 2;
+  static constexpr bool kMixed = kLines > 1;  // whether a stage may lack some lines
+  static constexpr bool kByLanes = false;     // the copy engine copies all
   static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
   // Pixels are read by every line that keeps a block of their channels, results are not read at all.
   static constexpr u64 kReadPolicy = kEvictLast, kOutPolicy = kEvictFirst;
@@ -163,20 +164,10 @@ __device__ __forceinline__ bool meets(const ConvWgmmaParams& p, u32 phase, u32 t
          p.w.numerator(phase % p.w.divide, tap % p.taps_w) % p.w.divide == 0;
 }
 
-template <int kCount> struct RingPosition {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kCount) slot = 0, parity ^= 1;
-  }
-};
 using Ring = RingPosition<Config::kStages>;
 
-struct Barriers {
-  u32 at;
-  __device__ __forceinline__ u32 full(u32 slot) const { return at + 8 * slot; }
-  __device__ __forceinline__ u32 free(u32 slot) const { return at + 8 * (Config::kStages + slot); }
-  // Words: which lines a stage has, a byte for each column of blocks; which of its places hold no zeros.
-  __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
+struct Barriers : StageBarriers<Config> {
+  // A word: which of a stage's places hold no zeros.
   __device__ __forceinline__ u32 dirty(u32 slot) const { return at + 20 * Config::kStages + 4 * slot; }
 };
 
@@ -225,19 +216,10 @@ struct Item {
   __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }
 };
 
-// The item of a cluster's turn; all of them: the first that none has.
-__device__ __forceinline__ u32 item_of(u32 turn) {
-  const u32 clusters = gridDim.x / Config::kShare, mine = blockIdx.x / Config::kShare;
-  return turn * clusters + (turn % 2 ? clusters - 1 - mine : mine);
-}
+// Of all clusters.
 __device__ __forceinline__ u32 items_of(const ConvWgmmaParams& p) {
   return Config::kFilter ? p.parts * p.groups : p.pixel_clusters * p.phases * p.strips;
 }
-__device__ __forceinline__ u32 turns_of(const ConvWgmmaParams& p) {
-  const u32 clusters = gridDim.x / Config::kShare;
-  return (items_of(p) + clusters - 1) / clusters;
-}
-
 // Copies ---------------------------------------------------------------------------------------------
 
 // This block's part of 64 channels of a kept block, to every block of the cluster.
@@ -384,9 +366,9 @@ template <bool kLeft> struct Copier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      const Item item(p, item_of(turn), share);
+    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
+      if (item_of<Config>(turn) >= items_of(p)) continue;
+      const Item item(p, item_of<Config>(turn), share);
       if constexpr (!Config::kFilter) copy_strip(item);
       else if (item.count) copy_group(item);
     }
@@ -398,33 +380,15 @@ template <bool kLeft> struct Copier {
 
 // Sums -----------------------------------------------------------------------------------------------
 
-struct Multiplier {
-  Ring at;
-  u32 base, row_group, column_group, free;  // the last: of the block of the cluster that this lane reports to
-  Barriers barriers;
-
-  __device__ __forceinline__ void release(u32 slot) const {
-    if (threadIdx.x % 32 >= Config::kShare) return;
-    if constexpr (Config::kShare == 1) barrier_arrive(free + 8 * slot);
-    else barrier_arrive_cluster(free + 8 * slot);
-  }
-
-  // Which columns of blocks of the stage this warpgroup's lines are in: a byte each, 0 where they are not. Shuffled, so
-  // that the compiler knows it to be the same for the warp.
-  __device__ __forceinline__ u32 present(u32 slot) const {
-    if constexpr (Config::kLines == 1) return 1;
-    constexpr u32 kTile = ((1 << Config::kTileLines) - 1) * 0x01010101u;
-    return __shfl_sync(~0u, load_shared_as<u32>(barriers.present(slot)) >> row_group * Config::kTileLines & kTile, 0);
-  }
-
-  __device__ __forceinline__ void issue(Sums& sums, u32 present) const {
-    const u32 stage = base + at.slot * Config::kStageBytes;
-    const u64 a = LeftOperand::descriptor(stage + row_group * 64 * Config::kBoxBytes);
+// 64 rows x kColumns of one warpgroup.
+struct Multiplier : StepMultiplier<Config, Multiplier> {
+  __device__ __forceinline__ void issue(Sums& sums, u32 lines) const {
+    const u64 a = LeftOperand::descriptor(stage() + row_group * 64 * Config::kBoxBytes);
     const u64 b =
-        RightOperand::descriptor(stage + Config::kLeftBytes + column_group * Config::kColumns * Config::kBoxBytes);
+        RightOperand::descriptor(stage() + Config::kLeftBytes + column_group * Config::kColumns * Config::kBoxBytes);
 #pragma unroll 1
     do {  // the columns of blocks that it has, in order
-      const u32 beside = Config::kBeside > 1 ? (__ffs(present) - 1) / 8 : 0;
+      const u32 beside = Config::kBeside > 1 ? (__ffs(lines) - 1) / 8 : 0;
       const u64 left = a + (beside * (128 * Config::kBoxBytes) >> 4);
       const u64 right = b + (beside * (Config::kPixels * Config::kBoxBytes) >> 4);
       wgmma_fence();
@@ -432,120 +396,37 @@ struct Multiplier {
       for (int k = 0; k < Config::kBox / 16; ++k)
         wgmma_dense<Config::kElement, Config::kLeftMajor, Config::kRightMajor>(sums, left + k * LeftOperand::kStep,
                                                                                right + k * RightOperand::kStep);
-      present &= ~(0xff << 8 * beside);
-    } while (Config::kBeside > 1 && present);
+      lines &= ~(0xff << 8 * beside);
+    } while (Config::kBeside > 1 && lines);
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ void multiply(Sums& sums, int steps) {
-#pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
-    bool flying = false;
-    u32 before = 0;
-    for (int step = 0; step < steps; ++step, at.next()) {
-      barrier_wait(barriers.full(at.slot), at.parity);
-      const u32 lines = present(at.slot);
-      if (!lines) {
-        wgmma_wait<0>();
-        if (flying) release(before);
-        flying = false;
-        release(at.slot);
-        continue;
-      }
-      issue(sums, lines);
-      wgmma_wait<1>();  // all but the step just issued
-      if (flying) release(before);
-      flying = true, before = at.slot;
-    }
-    wgmma_wait<0>();
-    wgmma_settle(sums);
-    if (flying) release(before);
   }
 };
 
 // Results --------------------------------------------------------------------------------------------
 
-// Stores 64 rows x kColumns of one warpgroup, kStepColumns at a time.
-template <class Out> struct Writer {
-  const ConvWgmmaParams& p;
-  u32 stage;
-  int barrier;
-  u32 turn = 0;  // the buffer of the next step
-
-  // Of forward and dgrad a box has pixels as lines, of kWide rows (channels); of wgrad rows, of kWide columns.
-  static constexpr int kOutBytes = Config::kOutBytes, kWide = 128 / kOutBytes;
-  static constexpr int kLines = Config::kFilter ? 64 : Config::kStepColumns;
-
-  // Where a buffer has a result, under the swizzle.
-  static __device__ __forceinline__ u32 staged_at(int row, int column) {
-    const int line = Config::kFilter ? row : column, across = Config::kFilter ? column : row;
-    const int in = across % kWide * kOutBytes;
-    return (across / kWide * kLines + line) * 128 + (in / 16 ^ line % 8) * 16 + in % 16;
-  }
-  static __device__ __forceinline__ bool is_copier() { return threadIdx.x % 128 == 0; }
-
+// 64 rows x kColumns of one warpgroup; of phases, threads store pixels.
+struct Writer : TileWriter<Writer, Config, ConvWgmmaParams, Config::kFilter, Config::kPhases> {
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 column_group) {
     const u32 row0 = item.row() + row_group * 64, column0 = item.pixel + column_group * Config::kColumns;
     const u32 columns = Config::kFilter ? item.count * Config::kBlock : p.pixels;
-    if (row0 >= p.lines * Config::kBlock) return;  // the last strip may be half of one
-    float bias[2] = {0.0f, 0.0f};
-    if (p.bias) {
-      const i64 row = row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
-    }
-#pragma unroll
-    for (int step = 0; step < Config::kColumns / Config::kStepColumns; ++step) {
-      const u32 column = column0 + step * Config::kStepColumns;
-      if (column >= columns) break;
-      const u32 buffer = stage + turn * Config::kBufferBytes;
-      if (++turn == Config::kBuffers) turn = 0;
-      if (!Config::kPhases && is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
-      threads_meet(barrier, 128);
-      fill(buffer, sums + step * Config::kStepColumns / 2, bias);
-      if constexpr (!Config::kPhases) async_proxy_fence();
-      threads_meet(barrier, 128);
-      if constexpr (Config::kPhases) store_pixels(buffer, row0, column, item.phase);
-      else if (is_copier()) copy_out(buffer, item, row0, column);
-    }
+    write_tile(sums, item, row0, p.lines * Config::kBlock, row0, column0, columns);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const float* sums, const float (&bias)[2]) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int j = 0; j < Config::kStepColumns / 8; ++j) {
-      float v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = activated<Config, FastMath>(sums[4 * j + i], p.alpha, bias[i / 2]);
-      if constexpr (kOutBytes == 4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2),
-                       (u32)Out::from_float(canonical_nan(v[i])));
-      } else if constexpr (Config::kFilter) {
-        store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
-      } else {
-        store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
-                                   Out::pair(v[2], v[3]));
-      }
-    }
-  }
-
-  // What lies outside of the results isn't copied.
-  __device__ __forceinline__ void copy_out(u32 buffer, const Item& item, u32 row0, u32 column) const {
-    if constexpr (Config::kFilter) {
+  __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 column) const {
+    if constexpr (Config::kPhases) {
+      store_pixels(buffer, row, column, item.phase);
+    } else if constexpr (Config::kFilter) {
       const u32 place = item.part * p.blocks + item.first + column / Config::kBlock;
-      copy_tensor_out(&p.out_map, column % Config::kBlock, place * Config::kBlock + row0 % Config::kBlock, buffer);
+      copy_tensor_out(&p.out_map, column % Config::kBlock, place * Config::kBlock + row % Config::kBlock, buffer);
+      copies_commit();
     } else {
-#pragma unroll
-      for (int box = 0; box < 64 / kWide; ++box)
-        copy_tensor_out(&p.out_map, row0 + box * kWide, column, 0, buffer + box * kLines * 128, Config::kOutPolicy);
+      copy_out(buffer, row, column, 0);
     }
-    copies_commit();
   }
 
   // Of a phase: its pixels lie apart, and the copy engine's im2col mode writes none beyond an image.
   __device__ __forceinline__ void store_pixels(u32 buffer, u32 row0, u32 column, u32 phase) const {
-    constexpr u32 kVector = 16 / kOutBytes, kVectors = 64 / kVector;
+    constexpr u32 kVector = 16 / Config::kOutBytes, kVectors = 64 / kVector;
     const u32 rows = p.lines * Config::kBlock, row = threadIdx.x % kVectors * kVector;
     const u32 below = phase / p.w.divide, beside = phase % p.w.divide;
     if (row0 + row >= rows) return;
@@ -567,7 +448,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     conv_wgmma(const __grid_constant__ ConvWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
-  const Barriers barriers{base + Config::kBarrierAt};
+  const Barriers barriers{{base + Config::kBarrierAt}};
   const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
@@ -589,15 +470,13 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   } else {
     registers_raise<Config::kSumRegisters>();
     const u32 row_group = warpgroup % Config::kRowGroups, column_group = warpgroup / Config::kRowGroups;
-    Multiplier multiplier{{}, base, row_group, column_group, barriers.free(0), barriers};
-    if constexpr (Config::kShare > 1)
-      multiplier.free = cluster_address(barriers.free(0), threadIdx.x % 32 % Config::kShare);
-    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes,
-                               1 + (int)warpgroup};
+    Multiplier multiplier{{{}, base, row_group, column_group, Reporter<Config>(barriers.free(0)), barriers}};
+    const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
+    Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;
-    for (u32 turn = 0; turn < turns_of(p); ++turn) {
-      if (item_of(turn) >= items_of(p)) continue;
-      Item item(p, item_of(turn), share);
+    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
+      if (item_of<Config>(turn) >= items_of(p)) continue;
+      Item item(p, item_of<Config>(turn), share);
       if constexpr (Config::kTurned) item.count_columns(p);
       if (Config::kFilter && item.count == 0) continue;  // a group that isn't there
       multiplier.multiply(sums, item.steps(p));

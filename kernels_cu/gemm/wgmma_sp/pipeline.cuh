@@ -1,14 +1,7 @@
 // What the roles of gemm/wgmma_sp.cu share: its rings' barriers, and what a block works on, one after the other.
 #pragma once
+#include "common/ring.cuh"
 #include "gemm/wgmma_sp/config.cuh"
-
-// Where a role is in a ring of stages, and the parity of the barriers there.
-template <int kStages> struct RingPosition {
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
-  }
-};
 
 struct Barriers {
   u32 at;
