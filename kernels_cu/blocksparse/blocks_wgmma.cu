@@ -479,8 +479,10 @@ struct Writer
     }
   }
 
-  // A step's sums: they may be integers, and results of 8 bits or the sums themselves.
-  template <class Sum> __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, const float (&bias)[2]) const {
+  // A step's sums: they may be integers, and results of 8 bits or the sums themselves. A template of Out, so that what
+  // a kind of results hasn't got isn't looked for.
+  template <class Sum, class Out = Config::Out>
+  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, const float (&bias)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < Config::kStepColumns / 8; ++j) {

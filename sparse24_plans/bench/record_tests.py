@@ -29,7 +29,7 @@ from typing import Any
 from ..device.tensors import import_cupy
 from .record import kernel_files, kernels_sha256, machine
 
-_PROCESSES = 14
+_PROCESSES = 16
 """Of a GPU."""
 _FUZZ_SECONDS = 120
 _COUNTED = ("replayed", "replay_mismatches")

@@ -18,6 +18,8 @@ BLOCKS = [name for name in KERNELS if name.startswith("blocks")]
 PREPARE = [name for name in KERNELS if name not in (*GEMM, *SOFTMAX, *CONVOLUTIONS, *BLOCKS)]
 SIZES = ((1, 1, 16), (3, 33, 48), (40, 72, 528), (130, 24, 48), (67, 9000, 16))
 """n, m and k, ragged in all the tiles there are."""
+TIMEOUT = 240
+"""Seconds after which a tool has met a kernel that waits for ever."""
 
 
 def small_products(row: str, element: str, op: str) -> int:
@@ -101,7 +103,7 @@ def run_under(tool: str, code: str, *arguments: str) -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "done" in done.stdout
     assert re.search(r"SUMMARY: .*\b0 errors", done.stdout), done.stdout
