@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from zlib import crc32
@@ -15,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="I/N",
         default="1/1",
         help="only one of N shares of the tests, each about as many; failures are named as they happen",
+    )
+    parser.addoption(
+        "--every-compilation",
+        action="store_true",
+        help="kernels are compiled for all that plans are known to ask for, not for a covering set of it",
     )
 
 
@@ -36,6 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """The tests themselves, of which there are many, are not searched for garbage again each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["host", pytest.param(0, marks=pytest.mark.gpu)])

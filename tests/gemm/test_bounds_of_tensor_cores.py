@@ -6,6 +6,8 @@ nothing comes near.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ SIZES = [(2, 6, 16), (2, 6, 48), (3, 5, 1024), (2, 3, 8192)]
 """Tokens, outputs, columns."""
 
 
+@cache  # both tests ask
 def worst(row: str, element: str, name: str, kind: str, sizes: tuple[int, int, int], seed: int) -> float:
     """The largest error of such sums, of what the row allows."""
     n, m, k = sizes

@@ -1,4 +1,4 @@
-"""What plans ask the compiler for: taken from the backends themselves, on invented devices."""
+"""What plans ask the compiler for, taken from the backends themselves on invented devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 from unittest import mock
-
-import pytest
 
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
@@ -28,7 +26,6 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse import turn
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
-from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm import split, turning
 from sparse24_plans.gemm import table as gemm_table
 from sparse24_plans.gemm.schedules import split_choice, wgmma_choice
@@ -41,9 +38,6 @@ from sparse24_plans.weights import inflate
 
 from ..prepare.prepare_cases import kernel_descriptors
 
-SOURCES = sorted(
-    path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
-)
 CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 """Of the devices -> their multiprocessors."""
 HOPPER = (9, 0)
@@ -312,7 +306,7 @@ def softmax_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[R
     return found
 
 
-REQUESTS = list(
+ASKED = list(
     dict.fromkeys(
         request
         for rows, requests in (
@@ -328,17 +322,4 @@ REQUESTS = list(
         for request in requests(row, capability)
     )
 )
-every_request = pytest.mark.parametrize("request_", REQUESTS, ids=str)
-every_source = pytest.mark.parametrize("source", SOURCES)
-
-
-@functools.cache
-def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tuple[bytes, str]:
-    """The cubin, and ptxas's report."""
-    return compiler.compile_cubin(source, arch, dict(defines))
-
-
-def cheapest(source: str) -> Request:
-    """A request for the source, of few epilogues and for the oldest architecture: quick to compile."""
-    asked = [request for request in REQUESTS if request.source == source]
-    return min(asked, key=lambda request: (dict(request.defines).get("EPILOGUE", 0), request.arch != "sm_80"))
+"""Everything that is asked for here: ``covering`` says which of it is compiled."""

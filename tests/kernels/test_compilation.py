@@ -1,4 +1,4 @@
-"""Every kernel that a plan can ask for compiles for every architecture without spills. NVRTC needs no GPU."""
+"""Every kernel compiles for every architecture without spills, as plans ask for it. NVRTC needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse24_plans import ElementKind
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.weights.layouts import layout_of
 
-from .requests import REQUESTS, compiled, every_request
+from .covering import KNOWN, REQUESTS, compiled
 
 LIMITS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99}
 """KiB of shared memory that a block can have (CUDA programming guide, technical specifications)."""
@@ -25,7 +25,13 @@ MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 """Shared memory of a multiprocessor of compute capability 9.0, and what each block takes beside its own."""
 
 
-@every_request
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One request's tests after another, so that it is compiled once."""
+    if "request_" in metafunc.fixturenames:
+        requests = KNOWN if metafunc.config.getoption("--every-compilation") else REQUESTS
+        metafunc.parametrize("request_", requests, ids=str, scope="module")
+
+
 def test_compiles_without_spills_or_a_local_stack(request_):
     _, log = compiled(request_.source, request_.arch, request_.defines)
     entries = ENTRY.findall(log)
@@ -40,7 +46,6 @@ def test_compiles_without_spills_or_a_local_stack(request_):
     assert "Performance Loss" not in log  # ptxas had to wait for wgmma where the source doesn't
 
 
-@every_request
 def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
     _, log = compiled(request_.source, request_.arch, request_.defines)
     static = max((int(size) for size in STATIC_SHARED.findall(log)), default=0)

@@ -15,7 +15,7 @@ from sparse24_plans import DriverError, StorageError
 from sparse24_plans.device.jit import cache as cubins
 from sparse24_plans.device.jit import compiler
 
-from .requests import cheapest, compiled
+from .covering import cheapest, compiled
 
 _ASKED = cheapest("weights/inflate.cu")
 INFLATE = (_ASKED.source, "sm_80", dict(_ASKED.defines))

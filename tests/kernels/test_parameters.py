@@ -12,7 +12,7 @@ import pytest
 from sparse24_plans import DriverError
 from sparse24_plans.device.jit import compiler
 
-from .requests import SOURCES, cheapest, every_source
+from .covering import SOURCES, cheapest, every_source
 
 
 @every_source

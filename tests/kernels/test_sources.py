@@ -13,7 +13,8 @@ from sparse24_plans import EpilogueKind
 from sparse24_plans.arithmetic import epilogue
 from sparse24_plans.device.jit import codes, compiler
 
-from .requests import GEMM_ROWS, REQUESTS, SOURCES, every_source
+from .covering import REQUESTS, SOURCES, every_source
+from .requests import GEMM_ROWS
 
 FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
 

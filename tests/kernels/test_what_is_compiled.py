@@ -1,6 +1,8 @@
-"""The compilations under test are all that plans can ask for: every row, source, architecture and element."""
+"""The compilations under test stand for all that plans can ask for: every row, source and architecture."""
 
 from __future__ import annotations
+
+from itertools import combinations
 
 import pytest
 
@@ -9,6 +11,8 @@ from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import codes
 from sparse24_plans.vocab import GemmOp
 
+from .covering import COUNTS, FULL, KNOWN, REQUESTS, SOURCES, covering, every_source, groups_of
+from .recorded import RECORDED
 from .requests import (
     ATTENTION_ROWS,
     BLOCKS_ROWS,
@@ -17,14 +21,11 @@ from .requests import (
     GEMM_ROWS,
     HOPPER,
     PREPARE_ROWS,
-    REQUESTS,
     SOFTMAX_ROWS,
-    SOURCES,
     attention_requests,
     blocks_requests,
     convolution_requests,
     device_of,
-    every_source,
     gemm_requests,
     prepare_requests,
     softmax_requests,
@@ -39,6 +40,44 @@ def test_every_device_row_and_every_source_is_covered():
     assert all(convolution_requests(row, HOPPER) for row in CONVOLUTION_ROWS)
     assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ROWS)
     assert {request.source for request in REQUESTS} == set(SOURCES)
+
+
+@every_source
+def test_whatever_is_asked_for_together_is_compiled_together(source):
+    """Counted here without ``groups_of``."""
+
+    def words(request):
+        return {*request.defines, ("function", request.function), ("arch", request.arch)}
+
+    of_source = [request for request in REQUESTS if request.source == source]
+    each = set().union(*map(words, of_source))
+    together = {frozenset(group) for request in of_source for group in combinations(words(request), 2)}
+    for asked in (words(request) for request in KNOWN if request.source == source):
+        assert asked <= each
+        interacting = {word for word in asked if word[0] not in COUNTS}
+        assert {frozenset(group) for group in combinations(interacting, 2)} <= together
+
+
+@pytest.mark.parametrize("source", FULL)
+def test_of_full_kernels_every_three_words_are_compiled_together(source):
+    assert source in SOURCES
+    groups = {group for request in REQUESTS if request.source == source for group in groups_of(request)}
+    for request in (one for one in KNOWN if one.source == source):
+        assert {len(group) for group in groups_of(request)} <= {1, 3}
+        assert groups.issuperset(groups_of(request))
+
+
+def test_what_records_choose_is_compiled_whatever_else_is():
+    assert set(RECORDED) <= set(REQUESTS)
+    assert len(REQUESTS) == len(set(REQUESTS)) < len(KNOWN) == len(set(KNOWN))
+
+
+def test_a_cover_leaves_out_what_adds_nothing():
+    one, *_ = asked = [request for request in KNOWN if request.source == "gemm/wgmma_sp.cu"][:50]
+    cover = covering([*asked, one], [])
+    assert len(cover) == len(set(cover))
+    assert covering(cover, cover) == cover
+    assert covering(asked, asked[:3])[:3] == asked[:3]
 
 
 @every_source
