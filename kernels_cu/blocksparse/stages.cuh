@@ -26,16 +26,21 @@ template <class Config> struct StageBarriers {
   __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
 };
 
-// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block.
+// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block. Which lines a stage has is read
+// by threads, from what their own block wrote: that report alone must come after what they read.
 template <class Config> struct Reporter {
+  static constexpr bool kRead = Config::kLines > 1;
   u32 free;  // of the first stage, in the block that this lane reports to
 
+  static __device__ __forceinline__ bool is_own() { return threadIdx.x % 32 == blockIdx.x % Config::kShare; }
+
   __device__ __forceinline__ explicit Reporter(u32 barrier) : free(barrier) {
-    if constexpr (Config::kShare > 1) free = cluster_address(barrier, threadIdx.x % 32 % Config::kShare);
+    if constexpr (Config::kShare > 1)
+      if (!kRead || !is_own()) free = cluster_address(barrier, threadIdx.x % 32 % Config::kShare);
   }
   __device__ __forceinline__ void release(u32 slot) const {
     if (threadIdx.x % 32 >= Config::kShare) return;
-    if constexpr (Config::kShare == 1) barrier_arrive(free + 8 * slot);
+    if (Config::kShare == 1 || (kRead && is_own())) barrier_arrive(free + 8 * slot);
     else barrier_arrive_cluster(free + 8 * slot);
   }
 };

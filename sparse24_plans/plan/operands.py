@@ -279,6 +279,8 @@ def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: D
     """``given`` as a weight in one of the ``layouts``; a canonical one is taken as it is."""
     name = operand.argument
     weight = given
+    if type(given) in (Sparse24Weight, PackedWeight):
+        check_weight_fits(given, operand, home)  # before its layout: packing would be in vain
     if type(given) is Sparse24Weight and CANONICAL_LAYOUT in layouts:
         weight = PackedWeight.canonical(given)
     if type(weight) is not PackedWeight:
@@ -293,7 +295,6 @@ def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: D
         raise InvalidProblemError(
             f"{name}: expected layout {wanted}, got {weight.layout_id!r}; call plan.pack(weight)"
         )
-    check_weight_fits(weight, operand, home)
     return weight
 
 

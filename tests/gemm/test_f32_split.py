@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
-from sparse24_plans.gemm import limits
+from sparse24_plans.gemm import limits, split
 from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
 from sparse24_plans.gemm.schedules import split_choice
+from sparse24_plans.gemm.schedules.wgmma_sp import Lines
 from sparse24_plans.gemm.wgmma import blocks_of
 from sparse24_plans.plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.weights.layouts import TILE_M, layout_called
 
 from ..places import HOPPER
 from ..support import Data, case_of, make_case, random_data
@@ -193,6 +195,17 @@ def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
         assert min(work) >= units
 
 
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(ROWS), n=st.integers(1, 3000), m=st.integers(1, 60000))
+def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
+    """In shared memory, behind those of W, whatever the schedule."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
+    layout = layout_called(row.layout)
+    for one in split_choice.allowed_schedules(desc, row):
+        weights, _ = one.stages(Lines.of(desc, layout), row.parts)
+        assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
+
+
 @every_row
 def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
     parts = row_of(row).parts
@@ -215,6 +228,25 @@ def test_the_bounds_are_below_those_of_float32_in_order():
 
 
 # On a GPU -------------------------------------------------------------------------------------------
+
+
+CUTS = [
+    (row, n, cut)
+    for row in ("f32_split3", "f32_split6")
+    for n in (1, 13, 60, 200)
+    for cut in split_choice._tried(n, 9000, row_of(row).parts)
+]
+
+
+@gpu
+@pytest.mark.parametrize(("row", "n", "cut"), CUTS, ids=str)
+def test_every_cut(monkeypatch, row, n, cut):
+    """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
+    monkeypatch.setattr(split, "best_schedule", lambda *_: cut)
+    alpha = 1 + CUTS.index((row, n, cut)) / 64  # of its own: plans are cached
+    desc = GemmSparse24Descriptor(n=n, m=9000, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
+    case = make_case(desc, row=row, pad=8)
+    case.check(case.run())
 
 
 @gpu

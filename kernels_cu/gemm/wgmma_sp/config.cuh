@@ -67,6 +67,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 
   // Shared memory: W stages, X stages, a staging area a warpgroup, barriers.
   static constexpr int kSourceAt = kWeightStages * kWeightBytes;
+  static_assert(kSourceAt % 1024 == 0, "where a swizzle's pattern begins");
   static constexpr int kStagingAt = kSourceAt + kSourceStages * kSourceBytes;
   static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // of a row of Y, where that is a line
   static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;

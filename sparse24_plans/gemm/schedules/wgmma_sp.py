@@ -16,6 +16,8 @@ _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 _STEP_BYTES, _BUFFERS = 8192, 2
 """Of a warpgroup's results on their way out: what is staged at a time, and buffers for it."""
 _BARRIER_BYTES = 512
+_PATTERN = 1024
+"""A swizzle's pattern begins at multiples of so many bytes: X, which follows W, must too."""
 
 FEW, WIDEST = 64, 256
 """Up to so many tokens one block takes them all, and memory sets the pace; and the most of a block."""
@@ -149,7 +151,7 @@ class Schedule(NamedTuple):
         room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
         if parts:  # two tiles of W at a time, and what they are multiplied by
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
-            tried = [(w, x) for w, x in pairs if w * weight + x * source <= room]
+            tried = [(w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room]
             return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
