@@ -151,7 +151,9 @@ class Schedule(NamedTuple):
         room = _SHARED_BYTES[self.blocks_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
         if parts:  # two tiles of W at a time, and what they are multiplied by
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
-            tried = [(w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room]
+            tried = [
+                (w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room
+            ]
             return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
         fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
