@@ -31,6 +31,8 @@ from .record import kernel_files, kernels_sha256, machine
 
 _PROCESSES = 16
 """Of a GPU."""
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""So many processes would start as many threads each for what they compare with."""
 _FUZZ_SECONDS = 120
 _COUNTED = ("replayed", "replay_mismatches")
 """Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
@@ -43,7 +45,7 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
-        subprocess.run([*command, f"--junitxml={report}", *arguments])
+        subprocess.run([*command, f"--junitxml={report}", *arguments], env={**os.environ, **_ONE_THREAD})
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     return [suite]
 
@@ -87,7 +89,8 @@ def _fuzz() -> dict[str, Any]:
     options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _PROCESSES, "device": 0}
     words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
+    run = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, **_ONE_THREAD})
+    found = json.loads(run.stdout)
     return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}
 
 

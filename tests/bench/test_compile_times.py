@@ -65,7 +65,6 @@ def test_both_epilogues_and_both_numbers_of_tokens_are_compiled():
     assert {one.descriptor.n for one in choices if one.descriptor.x_order == "column"} == {17}
 
 
-@pytest.mark.xfail(strict=True, reason="the softmax of block-sparse matrices has not been measured yet")
 def test_the_committed_record_is_of_these_kernels_and_has_them_all():
     path = RESULTS / figures.COMPILE_RECORD
     if not path.exists():

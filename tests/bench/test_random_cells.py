@@ -55,7 +55,6 @@ def test_shapes_are_of_many_models_and_ragged_and_n_is_anything(seed):
 # The record ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the kernels have changed since: it is to be taken again")
 def test_the_record_is_of_these_kernels_and_of_its_days_seed():
     assert is_current(found())
     assert found()["gpu"] == "NVIDIA H200"
@@ -111,7 +110,13 @@ def missed(element: str, reason: str) -> object:
 
 
 @pytest.mark.parametrize(
-    "element", ["bf16", "f16", missed("s8", "4585x5104 takes 7.5 us at N = 13 and 6.5 at N = 20"), "fp8_e4m3"]
+    "element",
+    [
+        "bf16",
+        missed("f16", "4800x1600 takes 5.0 us at N = 1 and 4.7 at N = 4, with one kernel"),
+        "s8",
+        missed("fp8_e4m3", "680x6976 takes 3.4 us at N = 1 and 3.2 at N = 3, with one kernel"),
+    ],
 )
 def test_no_n_is_more_than_5_percent_slower_than_a_larger_one(element):
     by_matrix = defaultdict(list)
@@ -142,10 +147,10 @@ def test_what_batch_invariance_costs_on_the_mean(element):
 @pytest.mark.parametrize(
     "element",
     [
-        missed("bf16", "one cell of 311 at 1.26: 7680x5120, N = 472"),
+        "bf16",
         "f16",
         "s8",
-        missed("fp8_e4m3", "two cells of 90 at 1.29 and 1.34: small weights, N over 5000"),
+        missed("fp8_e4m3", "1024x4096 at N = 6938 1.39; 680x6976 up to N = 7 1.28 to 1.32: 3 us of 2.5"),
     ],
 )
 def test_what_batch_invariance_costs_at_the_worst(element):

@@ -48,7 +48,7 @@ def test_every_gpu_that_is_visible_gets_its_processes(monkeypatch):
     monkeypatch.setattr(record_tests.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     record_tests._suite(())
-    of = "--tx=14*popen//env:CUDA_VISIBLE_DEVICES="
+    of = "--tx=16*popen//env:CUDA_VISIBLE_DEVICES="
     assert [word for word in given if word.startswith("--tx")] == [f"{of}1", f"{of}3"]
 
 
