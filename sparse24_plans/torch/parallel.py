@@ -3,8 +3,8 @@
 A column-parallel layer has rows of W (out features) on each rank: nothing is summed over ranks. A
 row-parallel one has columns of W (in features): each rank's product is a float32 sum of its columns, and the
 ranks' sums are added in float32 pair by pair, neighbours first; then come bias, activation and rounding,
-once. So the order doesn't depend on the collective's algorithm. docs/pytorch.md says which bits are those of
-one device.
+once. So the order doesn't depend on the collective's algorithm. Of large results each rank adds up and rounds a
+share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 
 _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8
+_LARGE = 1 << 22
+"""Results from which on what ranks exchange takes longer than one collective more."""
 _FLOAT_ACTIVATIONS: dict[str, Any] = {
     "none": lambda v: v,
     "relu": nn.functional.relu,
@@ -93,7 +95,7 @@ class _ShardedLinear(Sparse24Linear):
 
     def _incoming(self, x: Tensor, wanted: Placement, gradient: Placement | None) -> Tensor:
         """The rank's part of x; ``gradient``: what its gradients on the ranks are, where not parts too."""
-        mesh, given = self._mesh, self._style.input_layouts
+        mesh, given = self._mesh, tuple(_counted(one, x) for one in self._style.input_layouts)
         if not isinstance(x, DTensor):
             no_gradient = gradient is None or not (torch.is_grad_enabled() and x.requires_grad)
             if given == (wanted,) and no_gradient:
@@ -166,11 +168,29 @@ class RowwiseSparse24Linear(_ShardedLinear):
         partial = folded(self._products(self._incoming(x, Shard(x.dim() - 1), None)))
         (wanted,) = self._style.output_layouts
         placed = _counted(wanted, partial)
-        y: Tensor = _SumOverRanks.apply(partial, self._mesh, getattr(placed, "dim", None))
-        if self.bias is not None:
-            y = y + self._bias_of(placed, y.dim()).float()
-        y = _FLOAT_ACTIVATIONS[self.activation](y).to(self.out_dtype or self._weight.dtype)
+        if self._is_summed_in_shares(partial, placed):
+            own = _scattered(partial.view(self._mesh.size(), -1, self.out_features), self._mesh)
+            y = _gathered(self._finished(own, placed), self._mesh).view(partial.shape)
+        else:
+            summed = _SumOverRanks.apply(partial, self._mesh, getattr(placed, "dim", None))
+            y = self._finished(summed, placed)
         return self._outgoing(y, placed, placed)
+
+    def _is_summed_in_shares(self, partial: Tensor, placed: Placement) -> bool:
+        """Whether each rank finishes a share of the tokens, so that rounded results go to the others."""
+        ranks, bias = self._mesh.size(), self.bias
+        if ranks == 1 or not isinstance(placed, Replicate) or torch.compiler.is_compiling():
+            return False
+        learns = partial.requires_grad or (bias is not None and bias.requires_grad)
+        if torch.is_grad_enabled() and learns:
+            return False
+        return partial.numel() >= _LARGE and partial.numel() // self.out_features % ranks == 0
+
+    def _finished(self, total: Tensor, placed: Placement) -> Tensor:
+        """Sums over all of K with bias and activation, rounded."""
+        if self.bias is not None:
+            total = total + self._bias_of(placed, total.dim()).float()
+        return _FLOAT_ACTIVATIONS[self.activation](total).to(self.out_dtype or self._weight.dtype)
 
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""
@@ -257,8 +277,10 @@ class _SumOverRanks(torch.autograd.Function):
                     f"{list(partial.shape)}"
                 )
             return _scattered(torch.stack(partial.chunk(ranks, dim)), mesh)
-        if ranks == 2:
-            return folded(list(_gathered(partial, mesh).unbind()))
+        if ranks == 2:  # a sum of two has one order
+            total = partial.clone() if partial.requires_grad else partial
+            dist.all_reduce(total, group=mesh.get_group())
+            return total
         # Each rank sums a part, so that no more is moved than a ring would move.
         flat = partial.reshape(-1)
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks))

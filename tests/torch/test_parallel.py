@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear
+from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear, parallel
 
 from .worlds import World
 
@@ -162,6 +163,42 @@ def test_with_parts_the_bits_are_those_of_any_number_of_ranks_and_the_stated_ord
 def test_without_parts_each_rank_is_one_part(world):
     wanted = one_after_the_other(4)
     assert all(torch.equal(y, wanted) for y in world.run(rows_in_parts, 4, None, Replicate()))
+
+
+def rows_in_shares(ranks: int, options: dict) -> None:
+    """Of results that are taken for large."""
+    mesh = mesh_of(ranks)
+    cut = parallelize_module(layer(torch.bfloat16, **options), mesh, RowwiseSparse24())
+    for shape in ((8, K), (2, 4, K), (7, K), (0, K)):
+        x = part(tokens(*shape, dtype=torch.bfloat16), mesh, -1)
+        small = cut(x)
+        finish = mock.patch.object(type(cut), "_finished", autospec=True, side_effect=type(cut)._finished)
+        with mock.patch.object(parallel, "_LARGE", 1), finish as finished:
+            assert same(cut(x), small)
+        share = small.numel() // ranks if shape[0] in (2, 8) else small.numel()
+        assert finished.call_args.args[1].numel() == share
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"out_dtype": torch.float32}], ids=str)
+def test_large_results_have_the_bits_of_small_ones(world, ranks, options):
+    """Though each rank adds up and rounds a share of them."""
+    world.run(rows_in_shares, ranks, options)
+
+
+def calls_without_dtensors() -> None:
+    mesh, x = mesh_of(2), tokens(2, 3, K, dtype=torch.bfloat16)
+    columns, rows = (
+        parallelize_module(layer(torch.bfloat16), mesh, style)
+        for style in (ColwiseSparse24(), RowwiseSparse24())
+    )
+    with mock.patch.object(DTensor, "from_local", side_effect=AssertionError):
+        columns(x), rows(part(x, mesh, -1))
+
+
+def test_plain_tensors_take_no_trip_through_dtensors(world):
+    """Which would take longer than a decode step's product."""
+    world.run(calls_without_dtensors)
 
 
 def batches_of_rows() -> None:
