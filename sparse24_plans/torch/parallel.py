@@ -3,8 +3,8 @@
 A column-parallel layer has rows of W (out features) on each rank: nothing is summed over ranks. A
 row-parallel one has columns of W (in features): each rank's product is a float32 sum of its columns, and the
 ranks' sums are added in float32 pair by pair, neighbours first; then come bias, activation and rounding,
-once. So the order doesn't depend on the collective's algorithm. Of large results each rank adds up and rounds a
-share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one device.
+once. So the order doesn't depend on the collective's algorithm. Of large results each rank adds up and
+rounds a share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one device.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         """Sums over all of K with bias and activation, rounded."""
         if self.bias is not None:
             total = total + self._bias_of(placed, total.dim()).float()
-        return _FLOAT_ACTIVATIONS[self.activation](total).to(self.out_dtype or self._weight.dtype)
+        return _tensor(_FLOAT_ACTIVATIONS[self.activation](total).to(self.out_dtype or self._weight.dtype))
 
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""
