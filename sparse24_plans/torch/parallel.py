@@ -4,7 +4,8 @@ A column-parallel layer has rows of W (out features) on each rank: nothing is su
 row-parallel one has columns of W (in features): each rank's product is a float32 sum of its columns, and the
 ranks' sums are added in float32 pair by pair, neighbours first; then come bias, activation and rounding,
 once. So the order doesn't depend on the collective's algorithm. Of large results each rank adds up and
-rounds a share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one device.
+rounds a share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one
+device.
 """
 
 from __future__ import annotations
