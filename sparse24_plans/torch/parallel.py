@@ -185,7 +185,8 @@ class RowwiseSparse24Linear(_ShardedLinear):
         learns = partial.requires_grad or (bias is not None and bias.requires_grad)
         if torch.is_grad_enabled() and learns:
             return False
-        return partial.numel() >= _LARGE and partial.numel() // self.out_features % ranks == 0
+        count: int = partial.numel()
+        return count >= _LARGE and count // self.out_features % ranks == 0
 
     def _finished(self, total: Tensor, placed: Placement) -> Tensor:
         """Sums over all of K with bias and activation, rounded."""
