@@ -21,7 +21,7 @@ def test_threads_selecting_at_once_get_one_answer(desc, device):
     size = "k" if hasattr(desc, "k") else "batch"  # of its own: plans are cached
     fields = {**desc.model_dump(exclude_unset=True), size: 40 + 8 * (device == 0)}
     fresh = type(desc)(**fields)
-    start = threading.Barrier(THREADS)
+    start = threading.Barrier(THREADS, timeout=60)
 
     def ask(_: int):
         start.wait()
@@ -38,7 +38,7 @@ def test_threads_share_a_host_plan(desc):
     cases = [case_of(desc, "host", seed) for seed in range(4)]
     assert len({id(case.plan) for case in cases}) == 1
     want = [case.run() for case in cases]
-    start = threading.Barrier(len(cases))
+    start = threading.Barrier(len(cases), timeout=60)
 
     def work(case: PlanCase) -> None:
         start.wait()

@@ -323,7 +323,7 @@ def test_an_aot_inductor_package_runs_where_the_ops_are_registered(tmp_path: Pat
 
 def test_threads_share_weights_and_forms():
     values, meta, dense = weight()
-    start = threading.Barrier(4)
+    start = threading.Barrier(4, timeout=60)
 
     def work(seed: int) -> None:
         start.wait()

@@ -115,7 +115,7 @@ def test_ten_thousand_calls_hold_no_memory():
 
 
 def test_threads_with_their_own_streams_share_a_layer():
-    one, start = layer(), threading.Barrier(4)
+    one, start = layer(), threading.Barrier(4, timeout=60)
     xs = [randn(n, 256, dtype=torch.bfloat16) for n in (1, 8, 16, 33)]
     wanted = [one(x) for x in xs]
     torch.cuda.synchronize()
