@@ -6,21 +6,21 @@ import ctypes
 import math
 
 from ..._vendor import cuda_driver_abi
-from ...device.jit.codes import ELEMENT_CODES
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
+from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
-from ..tables import addresses
-from ..wgmma import BOX, SHARED_BYTES, THREADS, band, from_zero, maps
+from ..schedule import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
 """Of a channel: barriers, and what its item is."""
-_TILE, _MOST_SLOTS = 128, 8
+_TILE = 128
+"""Keys of a slot."""
 
 
 class _Parameters(ctypes.Structure):
@@ -32,19 +32,14 @@ class _Parameters(ctypes.Structure):
         ("v_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
         ("o", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("taken", ctypes.c_void_p),
-        ("q_lengths", ctypes.c_void_p),
-        ("kv_lengths", ctypes.c_void_p),
+        ("items", Items),
         ("scale", ctypes.c_float),
         ("matrices", ctypes.c_uint32),
         ("heads", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("rows", ctypes.c_uint32),
         ("keys", ctypes.c_uint32),
-        ("head_rows", ctypes.c_uint32),
+        ("head_lines", ctypes.c_uint32),
         ("band", ctypes.c_uint32),
         ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
     ]
@@ -57,17 +52,11 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        one = desc.layout
-        channels = _TILE // one.block
-        matrices = desc.batch * one.heads
-        items = matrices * one.block_rows
-        self._blocks = min(-(-items // channels), device.multiprocessors)
+        self._walk = Walk(desc, columns=False)
+        self._blocks = self._walk.blocks(device)
         self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
-        slots = _slots(desc)
-        self.details = (
-            f"{items} rows of blocks on {self._blocks} blocks of 2 x 64 rows, {channels * slots} slots of "
-            f"{_TILE} keys"
-        )
+        slots = channels(desc) * _slots(desc)
+        self.details = self._walk.details(device, f"{slots} slots of {_TILE} keys")
         self._function = load(
             _SOURCE,
             "attention_wgmma",
@@ -75,35 +64,18 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             device,
             defines(desc),
             _Parameters,
-            shared_bytes=_fixed_bytes(desc) + channels * slots * _tile_bytes(desc),
+            shared_bytes=_fixed_bytes(desc) + slots * _tile_bytes(desc),
         )
-        self._parameters = _Parameters(
-            scale=abs(desc.scale) * math.log2(math.e),
-            matrices=matrices,
-            heads=one.heads,
-            group=desc.group,
-            rows=one.rows,
-            keys=one.cols,
-            head_rows=one.block_rows,
-            band=_band(desc),
-        )
+        self._parameters = _Parameters(scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes())
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc = self.descriptor
         if self._blocks == 0:
             return nothing
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        tables = addresses(views["layout"].address, desc.layout)
-        parameters.order, parameters.pointers = tables["rows_by_length"], tables["row_pointers"]
-        parameters.columns = tables["columns"]
         parameters.o, parameters.lse = views["o"].address, views["lse"].address
-        if desc.lengths:
-            parameters.q_lengths = views["q_lengths"].address
-            parameters.kv_lengths = views["kv_lengths"].address
-        if desc.layout.blocks:  # else nothing is read
-            found = maps((views["q"], BOX), *((views[name], desc.layout.block) for name in "kv"))
-            ctypes.memmove(ctypes.addressof(parameters), found, len(found))  # the maps come first
-        parameters.taken = workspace
+        block = desc.layout.block
+        self._walk.fill(parameters, views, {"q": BOX, "k": block, "v": block}, workspace)
         return from_zero(workspace, COUNTER_BYTES, self._function.bind(self._blocks, parameters))
 
 
@@ -113,29 +85,19 @@ def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:
 
 def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
     """Of shared memory, beside the slots: Q of both warpgroups, barriers."""
-    return _tile_bytes(desc) + _TILE // desc.layout.block * _BARRIER_BYTES
+    return _tile_bytes(desc) + channels(desc) * _BARRIER_BYTES
 
 
 def _slots(desc: BlockSparseAttentionDescriptor) -> int:
     """Of a channel."""
-    space = (SHARED_BYTES - _fixed_bytes(desc)) // (_TILE // desc.layout.block)
-    return min(space // _tile_bytes(desc), _MOST_SLOTS)
-
-
-def _band(desc: BlockSparseAttentionDescriptor) -> int:
-    """Matrices of Q whose rows are taken together."""
-    of_one = 2 * desc.layout.cols * desc.head_size * desc.element.itemsize / max(desc.group, 1)
-    return band(desc.batch * desc.layout.heads, of_one)
+    space = (SHARED_BYTES - _fixed_bytes(desc)) // channels(desc)
+    return min(space // _tile_bytes(desc), MOST_SLOTS)
 
 
 def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
     """Macros of the kernel for one problem type."""
     return {
-        "ELEMENT": ELEMENT_CODES[desc.element],
-        "BLOCK": desc.layout.block,
-        "HEAD": desc.head_size,
-        "CAUSAL": int(desc.causal),
-        "LENGTHS": int(desc.lengths),
+        **problem_defines(desc),
         "SIGN": -1 if desc.scale < 0 else 1,
         "TURNS": int(desc.layout.block == _TILE),
         "SLOTS": _slots(desc),

@@ -1,0 +1,140 @@
+"""What the backends of attention share, as ``blocksparse/attention.cuh`` is what their kernels do."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import NamedTuple
+
+from ..device.jit.codes import ELEMENT_CODES
+from ..device.streams import Launch
+from ..device.tensors import import_cupy
+from ..plan.operands import Views
+from ..vocab import DeviceProperties
+from .descriptor import BlockSparseAttentionDescriptor
+from .tables import addresses
+from .wgmma import matrices_map, put_maps
+
+THREADS = 384
+"""Two warpgroups that multiply and one that copies."""
+BOX = 64
+"""Columns of 16 bits that a box of a tensor map has: 128 bytes. Rows, of what stays."""
+MOST_SLOTS = 8
+"""Of a channel."""
+_SIDE = 128
+"""Rows of a block of threads: one block of 128, or two of 64, each with a channel."""
+_BAND_BYTES = 16 << 20
+"""Of what the items of a band share: L2 has it, and that of the bands beside."""
+_OF_COLUMNS = "columns_by_length", "column_pointers", "column_rows"
+_OF_ROWS = "rows_by_length", "row_pointers", "columns"
+"""Tables: the order of items, where each one's entries begin, the entries."""
+
+
+class Items(ctypes.Structure):
+    """AttentionItems of the kernels."""
+
+    _fields_ = [
+        ("order", ctypes.c_void_p),
+        ("pointers", ctypes.c_void_p),
+        ("entries", ctypes.c_void_p),
+        ("taken", ctypes.c_void_p),
+        ("q_lengths", ctypes.c_void_p),
+        ("kv_lengths", ctypes.c_void_p),
+    ]
+
+
+class Walk(NamedTuple):
+    """One launch over the kept blocks: its items are rows of blocks, or columns."""
+
+    problem: BlockSparseAttentionDescriptor
+    columns: bool
+
+    @property
+    def matrices(self) -> int:
+        """Batches times the heads of Q, or of K."""
+        heads = self.problem.kv_heads if self.columns else self.problem.layout.heads
+        return self.problem.batch * heads
+
+    @property
+    def lines(self) -> int:
+        """Items of a matrix."""
+        one = self.problem.layout
+        return one.block_cols if self.columns else one.block_rows
+
+    @property
+    def band(self) -> int:
+        """Matrices whose items are taken together: they share what passes."""
+        desc, one = self.problem, self.problem.layout
+        passing = desc.group * one.rows if self.columns else one.cols / max(desc.group, 1)
+        nbytes = self.matrices * (2 * passing * desc.head_size * desc.element.itemsize)
+        bands = math.ceil(nbytes / _BAND_BYTES)
+        return max(1, -(-self.matrices // max(bands, 1)))
+
+    def blocks(self, device: DeviceProperties) -> int:
+        """Blocks of threads."""
+        return min(-(-self.matrices * self.lines // channels(self.problem)), device.multiprocessors)
+
+    def details(self, device: DeviceProperties, slots: str) -> str:
+        """Of ``explain``; ``slots`` says what each one of a block of threads holds."""
+        return (
+            f"{self.matrices * self.lines} {'columns' if self.columns else 'rows'} of blocks on "
+            f"{self.blocks(device)} blocks of 2 x 64 rows, {slots}"
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """The fields of these names of either struct of parameters."""
+        one = self.problem.layout
+        return {
+            "matrices": self.matrices,
+            "heads": one.heads,
+            "group": self.problem.group,
+            "rows": one.rows,
+            "keys": one.cols,
+            "head_lines": self.lines,
+            "band": self.band,
+        }
+
+    def fill(self, parameters: ctypes.Structure, views: Views, boxes: dict[str, int], taken: int) -> None:
+        """Put in where the items' tables, their counter ``taken`` and lengths lie, and the tensor maps.
+
+        ``boxes``: the operands [Z, heads, rows, head_size] that have a map, in the maps' order, and how many
+        rows a box of each has. Raises DriverError.
+        """
+        desc = self.problem
+        tables = addresses(views["layout"].address, desc.layout)
+        found = [tables[name] for name in (_OF_COLUMNS if self.columns else _OF_ROWS)]
+        lengths = [views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths]
+        parameters.items = Items(*found, taken, *lengths)
+        if desc.layout.blocks:  # else nothing is read
+            put_maps(parameters, _maps, views, boxes)
+
+
+def _maps(views: Views, boxes: dict[str, int]) -> bytes:
+    return b"".join(matrices_map(views[name], (lines, BOX)) for name, lines in boxes.items())
+
+
+def channels(problem: BlockSparseAttentionDescriptor) -> int:
+    """Of a block of threads."""
+    return _SIDE // problem.layout.block
+
+
+def from_zero(counters: int, nbytes: int, kernel: Launch) -> Launch:
+    """``kernel`` behind a fill of the counters that deal its items."""
+    fill = import_cupy().cuda.runtime.memsetAsync
+
+    def launch(stream: int) -> None:
+        fill(counters, 0, nbytes, stream)
+        kernel(stream)
+
+    return launch
+
+
+def problem_defines(problem: BlockSparseAttentionDescriptor) -> dict[str, int]:
+    """Those macros of AttentionType that are the problem's own."""
+    return {
+        "ELEMENT": ELEMENT_CODES[problem.element],
+        "BLOCK": problem.layout.block,
+        "HEAD": problem.head_size,
+        "CAUSAL": int(problem.causal),
+        "LENGTHS": int(problem.lengths),
+    }
