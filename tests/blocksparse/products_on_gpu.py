@@ -1,0 +1,192 @@
+"""What every kernel of products on a GPU is held to, whether its blocks are dense inside or 2:4.
+
+``plan_of`` makes the plan under test of a descriptor's fields; what isn't given has its defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
+    BlockSparseShape,
+    DeviceProperties,
+    explain,
+)
+
+from ..plan.cases import PlanCase
+from ..strategies import results_of
+from ..support import EPILOGUES, same_bits
+from .layouts import EDGES, random_layout
+from .problems import Operands, case_of, random_operands
+from .test_products import check
+
+PlanOf = Callable[..., BlockSparseMatmulPlan]
+
+H200 = DeviceProperties(
+    kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132, cublaslt="130000"
+)
+TURNS = [(False, False), (False, True), (True, False), (True, True)]
+WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
+EDGES_OF_TILES = (8, 56, 64, 72, 128, 136, 248, 256, 264, 520, 1040)
+"""n: multiples of 8, round the tokens of every tile."""
+
+gpu = pytest.mark.gpu
+every_turn = pytest.mark.parametrize("turned", TURNS)
+every_edge = pytest.mark.parametrize("name", EDGES)
+every_size = pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"batch": 0}, {"n": 8, "batch": 1}])
+every_edge_of_tiles = pytest.mark.parametrize("n", EDGES_OF_TILES)
+every_density = pytest.mark.parametrize("density", [0.03, 0.3, 1.0])
+every_epilogue = pytest.mark.parametrize("epilogue", WITH_BIAS)
+
+
+def chosen(
+    layout: BlockSparseShape, device: DeviceProperties = H200, preference: Any = None, **fields: Any
+) -> str | None:
+    """The row that ``select`` would take, for n = 4096."""
+    desc = BlockSparseMatmulDescriptor(
+        **{"op": "dsd", "layout": layout, "n": 4096, "element": "bf16", **fields}
+    )
+    return explain(desc, preference=preference, device=device).chosen
+
+
+def random_check(plan_of: PlanOf, layout: BlockSparseLayout, **fields: Any) -> np.ndarray:
+    plan = plan_of(layout=layout, **fields)
+    return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
+
+
+# What is computed ---------------------------------------------------------------------------------
+
+
+def layouts_and_sizes_at_their_edges(
+    plan_of: PlanOf, op: str, name: str, block: int, sizes: dict[str, int]
+) -> None:
+    """Sums over nothing are zeros, and results are written wherever there are any."""
+    layout = BlockSparseLayout(EDGES[name].bitmap, block)
+    random_check(plan_of, layout, op=op, **sizes)
+    random_check(plan_of, layout, op=op, trans_a=True, trans_b=True, **sizes)
+
+
+def edges_of_tiles(plan_of: PlanOf, op: str, n: int, block: int) -> None:
+    layout = random_layout(seed=n, heads=1, rows=9, cols=7, block=block)
+    for turned in (False, True):
+        random_check(plan_of, layout, op=op, n=n, trans_b=turned, batch=1)
+
+
+def lines_of_many_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:
+    """More columns of blocks than a word of the tables has bits, and lines of very different lengths."""
+    layout = random_layout(seed=1, heads=1, rows=11, cols=75, block=block, density=density)
+    kept = layout.bitmap.copy()
+    kept[:, 3], kept[:, 4, 5:], kept[:, 7] = True, False, False
+    random_check(plan_of, BlockSparseLayout(kept, block), op=op, n=40, batch=1)
+
+
+def any_n_for_dds(plan_of: PlanOf) -> None:
+    for n in (1, 7, 65, 333):
+        random_check(plan_of, random_layout(block=64), op="dds", n=n)
+
+
+def epilogues(plan_of: PlanOf, op: str, epilogue: str, element: str) -> None:
+    """With every result of the element."""
+    for out in results_of(element):
+        layout = random_layout(rows=3, cols=4, block=64)
+        fields = {"element": element, "out_element": out, "alpha": 0.01 if element == "s8" else 0.25}
+        random_check(plan_of, layout, op=op, epilogue=epilogue, **fields)
+
+
+def what_meets_nothing_is_not_read(
+    plan_of: PlanOf, op: str, block: int, worst: Sequence[tuple[slice, float]]
+) -> None:
+    """Of two blocks in a line the first is kept. ``worst``: which dense terms meet nothing, and have what."""
+    layout = BlockSparseLayout([[[1, 0], [1, 0]]], block)
+    layout = layout if op == "dsd" else layout.transposed()
+    plan = plan_of(layout=layout, op=op, batch=1, n=16)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    if "metadata" in operands.arrays:
+        operands["metadata"][...] = 0x44  # positions 0 and 1 of every group
+    dense = operands["b"] if op == "dsd" else operands["a"].swapaxes(-1, -2)
+    for terms, value in worst:
+        dense[:, :, terms] = value
+    assert np.isfinite(_result(plan, operands)).all()
+
+
+def a_line_without_a_block_beside_one_with_infinities(plan_of: PlanOf, block: int) -> None:
+    """What one line keeps must not reach another that lacks it."""
+    kept = np.zeros((1, 128 // block + 1, 3), bool)
+    kept[0, 0, :2] = True
+    layout = BlockSparseLayout(kept, block)
+    plan = plan_of(layout=layout, op="dsd", batch=1, n=64)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    operands["a"][...] = np.inf
+    got = _result(plan, operands)
+    assert not np.isfinite(got[0, 0, :block]).any()
+    assert (got[0, 0, block:] == 0).all()
+
+
+def _result(plan: BlockSparseMatmulPlan, operands: Operands) -> np.ndarray:
+    return case_of(plan, operands).run()["c"].view(plan.descriptor.out_element.dtype).astype(np.float32)
+
+
+# Bits ---------------------------------------------------------------------------------------------
+
+
+def bits_do_not_depend_on_what_is_beside(plan_of: PlanOf, op: str, block: int) -> None:
+    """Batch invariance: a token's results are the same for every n, tile and place, and in a batch of one."""
+    layout = random_layout(seed=3, heads=2, rows=10, cols=9, block=block)
+    plan = plan_of(layout=layout, op=op, batch=2, n=1040)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(1))
+    whole = check(plan, operands)
+    name, axis = ("b", 3) if op == "dsd" else ("a", 2)
+    for n in EDGES_OF_TILES[:-1]:
+        few = plan_of(layout=layout, op=op, batch=1, n=n)
+        tokens = np.random.default_rng(n).permutation(1040)[:n]
+        part = {key: one[1:].copy() for key, one in operands.arrays.items()}
+        part[name] = np.ascontiguousarray(np.take(part[name], tokens, axis))
+        got = case_of(few, Operands(layout, part)).run()["c"]
+        assert np.array_equal(got[0], np.take(whole[1], tokens, axis - 1).view(got.dtype))
+
+
+def bits_of_another_run(plan_of: PlanOf, op: str) -> None:
+    layout = random_layout(seed=4, heads=2, rows=20, cols=20, block=64, density=0.3)
+    plan = plan_of(layout=layout, op=op, n=512)
+    case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(1)))
+    first = case.run()["c"].copy()
+    for _ in range(5):
+        case.poison()
+        assert same_bits(case.run()["c"].copy(), first)
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def another_mask_reaches_what_was_captured(plan_of: PlanOf, op: str) -> None:
+    import cupy
+
+    first = random_layout(seed=6, heads=2, rows=6, cols=8, block=64, density=0.4)
+    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], 64)
+    plan = plan_of(layout=first, op=op, batch=1)
+    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
+    wanted = case_of(plan, operands).run()["c"].copy()
+    case = case_of(plan, Operands(first, operands.arrays))
+    bound = plan.bind(case.args, workspace=case.space)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    bound.launch(stream=stream)
+    graph = stream.end_capture()
+    graph.launch(stream)
+    assert not np.array_equal(_fetched(case, stream), wanted)
+    case.args.layout.update(other, stream=stream)
+    graph.launch(stream)
+    assert np.array_equal(_fetched(case, stream), wanted)
+
+
+def _fetched(case: PlanCase, stream: Any) -> np.ndarray:
+    stream.synchronize()
+    return case.fetch()["c"].copy()
