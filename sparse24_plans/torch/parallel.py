@@ -279,10 +279,8 @@ class _SumOverRanks(torch.autograd.Function):
                     f"{list(partial.shape)}"
                 )
             return _scattered(torch.stack(partial.chunk(ranks, dim)), mesh)
-        if ranks == 2:  # a sum of two has one order
-            total = partial.clone() if partial.requires_grad else partial
-            dist.all_reduce(total, group=mesh.get_group())
-            return total
+        if ranks == 2:
+            return folded(list(_gathered(partial, mesh).unbind()))
         # Each rank sums a part, so that no more is moved than a ring would move.
         flat = partial.reshape(-1)
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks))
