@@ -40,12 +40,16 @@ _BOUND = "bound of "
 """How the properties' names begin that are a row's largest error, as a share of what it allows."""
 
 
+def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, env={**os.environ, **_ONE_THREAD}, **options)
+
+
 def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Element]:
     """The report of a run, in a list."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
-        subprocess.run([*command, f"--junitxml={report}", *arguments], env={**os.environ, **_ONE_THREAD})
+        _run([*command, f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     return [suite]
 
@@ -89,8 +93,7 @@ def _fuzz() -> dict[str, Any]:
     options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _PROCESSES, "device": 0}
     words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
-    run = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, **_ONE_THREAD})
-    found = json.loads(run.stdout)
+    found = json.loads(_run(command, stdout=subprocess.PIPE).stdout)
     return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}
 
 

@@ -106,6 +106,34 @@ def case_of(plan: Any, operands: Operands) -> PlanCase:
     return PlanCase(plan, operands.inputs())
 
 
+def captured_launches_follow_the_mask(plan: Any, first: BlockSparseLayout) -> None:
+    """Results are the mask's that the tables hold when a graph is launched, not when it was captured."""
+    import cupy
+
+    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], first.shape.block)
+    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
+    wanted = {name: bits.copy() for name, bits in case_of(plan, operands).run().items()}
+    case = case_of(plan, Operands(first, operands.arrays))
+    bound = plan.bind(case.args, workspace=case.space)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    bound.launch(stream=stream)
+    graph = stream.end_capture()
+
+    def gives_what_is_wanted() -> bool:
+        for _ in range(2):  # counters that deal items start at 0 each time
+            graph.launch(stream)
+        stream.synchronize()
+        got = case.fetch()
+        return all(np.array_equal(got[name], bits) for name, bits in wanted.items())
+
+    assert not gives_what_is_wanted()
+    for layout in (first, other):
+        case.args.layout.update(layout, stream=stream)
+        assert gives_what_is_wanted() == (layout is other)
+
+
 def reference(plan: Any, operands: Operands) -> Expected:
     """Of any plan of the family."""
     desc = plan.descriptor

@@ -20,11 +20,10 @@ from sparse24_plans import (
     explain,
 )
 
-from ..plan.cases import PlanCase
 from ..strategies import results_of
 from ..support import EPILOGUES, same_bits
 from .layouts import EDGES, random_layout
-from .problems import Operands, case_of, random_operands
+from .problems import Operands, captured_launches_follow_the_mask, case_of, random_operands
 from .test_products import check
 
 PlanOf = Callable[..., BlockSparseMatmulPlan]
@@ -166,27 +165,5 @@ def bits_of_another_run(plan_of: PlanOf, op: str) -> None:
 
 
 def another_mask_reaches_what_was_captured(plan_of: PlanOf, op: str) -> None:
-    import cupy
-
     first = random_layout(seed=6, heads=2, rows=6, cols=8, block=64, density=0.4)
-    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], 64)
-    plan = plan_of(layout=first, op=op, batch=1)
-    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
-    wanted = case_of(plan, operands).run()["c"].copy()
-    case = case_of(plan, Operands(first, operands.arrays))
-    bound = plan.bind(case.args, workspace=case.space)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    stream.begin_capture()
-    bound.launch(stream=stream)
-    graph = stream.end_capture()
-    graph.launch(stream)
-    assert not np.array_equal(_fetched(case, stream), wanted)
-    case.args.layout.update(other, stream=stream)
-    graph.launch(stream)
-    assert np.array_equal(_fetched(case, stream), wanted)
-
-
-def _fetched(case: PlanCase, stream: Any) -> np.ndarray:
-    stream.synchronize()
-    return case.fetch()["c"].copy()
+    captured_launches_follow_the_mask(plan_of(layout=first, op=op, batch=1), first)

@@ -18,7 +18,7 @@ from sparse24_plans import (
 )
 
 from .layouts import EDGES, random_layout
-from .problems import Operands, case_of, random_operands
+from .problems import captured_launches_follow_the_mask, case_of, random_operands
 from .test_attention import check
 
 gpu = pytest.mark.gpu
@@ -323,27 +323,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(block):
 @every_op
 @every_block
 def test_another_mask_reaches_what_was_captured(op, block):
-    import cupy
-
     first = random_layout(6, rows=6, cols=8, block=block)
-    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], block)
-    plan = plan_of(first, op=op)
-    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
-    wanted = {name: bits.copy() for name, bits in case_of(plan, operands).run().items()}
-    case = case_of(plan, Operands(first, operands.arrays))
-    bound = plan.bind(case.args, workspace=case.space)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    stream.begin_capture()
-    bound.launch(stream=stream)
-    graph = stream.end_capture()
-    for layout in (first, other):
-        case.args.layout.update(layout, stream=stream)
-        for _ in range(2):  # the counter that deals rows starts at 0 each time
-            graph.launch(stream)
-        stream.synchronize()
-        got = case.fetch()
-        assert all(np.array_equal(got[name], wanted[name]) for name in wanted) == (layout is other)
+    captured_launches_follow_the_mask(plan_of(first, op=op), first)
 
 
 # Places -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from sparse24_plans.blocksparse.limits import filter_parts
 
 from ..strategies import results_of
 from ..support import same_bits
-from .problems import Operands, case_of, random_operands
+from .problems import captured_launches_follow_the_mask, case_of, random_operands
 from .test_convolution import OPS, RESULT, WALKS, check, descriptor, every_walk, filter_layout, random_check
 
 pytestmark = pytest.mark.gpu
@@ -168,21 +168,5 @@ def test_bits_of_another_run(op, walk):
 @every_op
 @pytest.mark.parametrize("walk", ["3x3", "strided"])
 def test_another_mask_reaches_what_was_captured(op, walk):
-    import cupy
-
     first = filter_layout(WALKS[walk], 64, rows=4, channels=3)
-    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], 64)
-    plan = plan_of(first, op=op, **WALKS[walk])
-    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
-    wanted = case_of(plan, operands).run()[RESULT[op]].copy()
-    case = case_of(plan, Operands(first, operands.arrays))
-    bound = plan.bind(case.args, workspace=case.space)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    stream.begin_capture()
-    bound.launch(stream=stream)
-    graph = stream.end_capture()
-    case.args.layout.update(other, stream=stream)
-    graph.launch(stream)
-    stream.synchronize()
-    assert np.array_equal(case.fetch()[RESULT[op]], wanted)
+    captured_launches_follow_the_mask(plan_of(first, op=op, **WALKS[walk]), first)

@@ -21,7 +21,7 @@ from sparse24_plans import (
 
 from ..support import same_bits
 from .layouts import EDGES, random_layout
-from .problems import Operands, case_of, kept_cells, random_operands
+from .problems import Operands, captured_launches_follow_the_mask, case_of, kept_cells, random_operands
 from .test_softmax import FLOATS, MASKS, check
 
 gpu = pytest.mark.gpu
@@ -252,26 +252,8 @@ def test_bits_do_not_depend_on_what_is_beside(op, element):
 @gpu
 @pytest.mark.parametrize("op", OPS)
 def test_another_mask_reaches_what_was_captured(op):
-    import cupy
-
     first = random_layout(seed=6, heads=2, rows=6, cols=8, block=32, density=0.4)
-    other = BlockSparseLayout(first.bitmap[::-1, ::-1, ::-1], 32)
-    plan = plan_of(first, op=op, batch=1)
-    operands = random_operands(plan.descriptor, other, np.random.default_rng(2))
-    ((result, bits),) = case_of(plan, operands).run().items()
-    wanted = bits.copy()
-    case = case_of(plan, Operands(first, operands.arrays))
-    bound = plan.bind(case.args)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    stream.begin_capture()
-    bound.launch(stream=stream)
-    graph = stream.end_capture()
-    for layout in (first, other):
-        case.args.layout.update(layout, stream=stream)
-        graph.launch(stream)
-        stream.synchronize()
-        assert np.array_equal(case.fetch()[result], wanted) == (layout is other)
+    captured_launches_follow_the_mask(plan_of(first, op=op, batch=1), first)
 
 
 # Places -------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ share a multiprocessor."""
 _HANDED_OF_THREE = 72
 """Those of one of three warpgroups, where they may be handed over."""
 _HANDED_OF_PARTS = 120
-"""Those of one or two, where so may sums of more than two parts."""
+"""Those of one or two, where sums of more than two parts may be handed over."""
 _SUMS_TWICE = 96
 """Those that it has twice: a part's, and the parts' before it."""
 _PARTS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
