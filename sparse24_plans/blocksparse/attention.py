@@ -7,13 +7,14 @@ import math
 from typing import NamedTuple
 
 from ..device.jit.codes import ELEMENT_CODES
+from ..device.jit.launcher import put_maps
 from ..device.streams import Launch
 from ..device.tensors import import_cupy
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
 from .descriptor import BlockSparseAttentionDescriptor
 from .tables import addresses
-from .wgmma import matrices_map, put_maps
+from .wgmma import matrices_map
 
 THREADS = 384
 """Two warpgroups that multiply and one that copies."""

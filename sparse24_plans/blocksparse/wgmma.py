@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-
 from .._vendor import cuda_driver_abi
-from .._vendor.library_error import LibraryError
-from ..device.streams import driver_error
 from ..device.tensors import TensorView
-
-
-def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
-    """Put ``make(*given)`` where the maps of a struct of parameters lie: in front. Raises DriverError."""
-    try:
-        maps = make(*given)
-    except LibraryError as error:
-        raise driver_error(error) from error
-    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))
 
 
 def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
-from .._vendor.library_error import LibraryError
 from ..device.jit.codes import type_defines
-from ..device.streams import driver_error
+from ..device.jit.launcher import put_maps
 from ..device.tensors import TensorView
 from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
@@ -220,13 +219,12 @@ def launch_parameters(
     copied = schedule.slices == 1
     ends = (desc.m if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
     parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
-    try:
-        maps = b"".join(source_maps())
-        if parameters.aligned and copied:
-            maps += view_map(result, desc.y_order, y_box)
-    except LibraryError as error:
-        raise driver_error(error) from error
-    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))  # the maps come first
+
+    def maps() -> bytes:
+        found = b"".join(source_maps())
+        return found + view_map(result, desc.y_order, y_box) if parameters.aligned and copied else found
+
+    put_maps(parameters, maps)
     parameters.x = source.address
     parameters.x_stride = line_stride(source, desc.x_order)
     parameters.packed = views["packed"].address

@@ -6,7 +6,7 @@ import ctypes
 
 from ..._vendor import cuda_driver_abi
 from ...device.jit.codes import type_defines
-from ...device.jit.launcher import load
+from ...device.jit.launcher import load, put_maps
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, in_turn, nothing
@@ -19,7 +19,7 @@ from ..schedule import Schedule, best_schedule
 from ..tables import groups
 from ..turn import SOURCE as TURN
 from ..turn import Turn
-from ..wgmma import matrices_map, put_maps, rows_map
+from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128

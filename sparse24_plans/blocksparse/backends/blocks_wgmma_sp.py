@@ -6,7 +6,7 @@ import ctypes
 
 from ..._vendor import cuda_driver_abi
 from ...device.jit.codes import type_defines
-from ...device.jit.launcher import load
+from ...device.jit.launcher import load, put_maps
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -14,7 +14,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..form import K_MAJOR, Form
 from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
-from ..wgmma import matrices_map, put_maps, rows_map
+from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128

@@ -6,7 +6,7 @@ import ctypes
 
 from ..._vendor import cuda_driver_abi
 from ...device.jit.codes import type_defines
-from ...device.jit.launcher import Function, load
+from ...device.jit.launcher import Function, load, put_maps
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, in_turn, nothing
@@ -18,7 +18,7 @@ from ..images import Axis
 from ..limits import conv_workspace
 from ..schedules.conv_wgmma import ConvSchedule, schedule_of
 from ..tables import addresses, groups, words
-from ..wgmma import put_maps, rows_map
+from ..wgmma import rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
 _STEP, _LINE_BYTES = 64, 128

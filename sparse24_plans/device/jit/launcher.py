@@ -11,13 +11,24 @@ from functools import cache
 from typing import Any
 
 from ..._vendor import cuda_driver_abi
+from ..._vendor.library_error import LibraryError
 from ...errors import DriverError
 from ...vocab import DeviceProperties
+from ..streams import driver_error
 from ..tensors import import_cupy
 from .cache import CompiledKernel, compiled, cubin
 
 _SHARED_BY_DEFAULT = 48 << 10
 """Bytes of dynamic shared memory that a kernel gets without asking."""
+
+
+def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
+    """Put ``make(*given)`` where the maps of a struct of parameters lie: in front. Raises DriverError."""
+    try:
+        maps = make(*given)
+    except LibraryError as error:
+        raise driver_error(error) from error
+    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))
 
 
 class Function:
