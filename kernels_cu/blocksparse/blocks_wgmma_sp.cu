@@ -299,6 +299,7 @@ struct Multiplier {
     wgmma_sp<Config::kElement, 1, 1, kLines>(sums, a + 2, b + 2 * XOperand::kStep, metadata);
     wgmma_commit();
     wgmma_wait<1>();  // all but the half just issued
+    __syncwarp();     // metadata that other lanes have read is freed by this one's report
     if (flying) {
       free_dense(flying_dense);
       if (kHalf == 0 || Config::kHalves == 1) sparse_reporter.release(flying_sparse);

@@ -26,8 +26,8 @@ template <class Config> struct StageBarriers {
   __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
 };
 
-// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block. Which lines a stage has is read
-// by threads, from what their own block wrote: that report alone must come after what they read.
+// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block. Which lines a stage has is
+// read by threads, from what their own block wrote: that report alone must come after what they read.
 template <class Config> struct Reporter {
   static constexpr bool kRead = Config::kLines > 1;
   u32 free;  // of the first stage, in the block that this lane reports to
