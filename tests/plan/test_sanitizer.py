@@ -150,10 +150,7 @@ def test_convolutions(name, tool):
 @pytest.mark.gpu
 @tools
 @pytest.mark.parametrize("name", BLOCKS)
-def test_products_of_blocks(name, tool, request):
-    if tool == "racecheck":
-        why = "lanes read metadata and one reports for all; only the wgmma between orders them"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_products_of_blocks(name, tool):
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
 
 
