@@ -54,11 +54,16 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
     return [suite]
 
 
+def _gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")
+    return [str(gpu) for gpu in range(import_cupy().cuda.runtime.getDeviceCount())]
+
+
 def _processes() -> list[str]:
     """Options of pytest-xdist: so many processes for each GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else range(import_cupy().cuda.runtime.getDeviceCount())
-    return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
+    return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in _gpus()]
 
 
 def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -90,8 +95,10 @@ def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
 def _fuzz() -> dict[str, Any]:
     """Random problems, other ones every time."""
     seed = secrets.randbelow(2**32)
-    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": _PROCESSES, "device": 0}
-    words = [f"--{name}={value}" for name, value in options.items()]
+    gpus = _gpus()
+    processes = _PROCESSES * len(gpus)
+    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": processes, "device": 0}
+    words = [f"--{name}={value}" for name, value in (*options.items(), ("gpus", ",".join(gpus)))]
     command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
     found = json.loads(_run(command, stdout=subprocess.PIPE).stdout)
     return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}

@@ -39,12 +39,13 @@ class Worker:
 
     def __init__(self, name: int, said: Said, first: int, options: argparse.Namespace) -> None:
         arguments = f"{options.seed}, {first}, {options.processes}, {options.device!r}"
+        seen = {"CUDA_VISIBLE_DEVICES": options.gpus[name % len(options.gpus)]} if options.gpus else {}
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"from tests.fuzz.worker import main; main({arguments})"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **seen},
         )
         self.case, self.heard = first, time.monotonic()
         threading.Thread(target=self._read, args=(name, said), daemon=True).start()
@@ -140,6 +141,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="a fresh one by default")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--device", type=_device, default="host", metavar="host|N")
+    help_gpus = "names that CUDA_VISIBLE_DEVICES takes; the processes share them, and each sees one, as 0"
+    parser.add_argument("--gpus", type=lambda text: text.split(","), default=[], help=help_gpus)
     parser.add_argument("--case", type=int, help="run this one alone")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     found = parser.parse_args(arguments)
