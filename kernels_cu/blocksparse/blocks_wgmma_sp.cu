@@ -267,7 +267,7 @@ struct DenseCopier {
 
 struct Multiplier {
   u32 base, row_group;
-  Reporter<Config> sparse_reporter;
+  Reporter<Config, true> sparse_reporter;  // threads read metadata
   Barriers barriers;
   SparseRing sparse;
   DenseRing dense;
@@ -388,7 +388,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
   } else {
     registers_raise<Config::kSumRegisters>();
-    Multiplier multiplier{base, warpgroup, Reporter<Config>(barriers.sparse_free(0)), barriers};
+    Multiplier multiplier{base, warpgroup, Reporter<Config, true>(barriers.sparse_free(0)), barriers};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
     Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;

@@ -26,10 +26,10 @@ template <class Config> struct StageBarriers {
   __device__ __forceinline__ u32 present(u32 slot) const { return at + 16 * Config::kStages + 4 * slot; }
 };
 
-// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block. Which lines a stage has is
-// read by threads, from what their own block wrote: that report alone must come after what they read.
-template <class Config> struct Reporter {
-  static constexpr bool kRead = Config::kLines > 1;
+// Who tells the blocks of a cluster that a stage is free, for a warp: a lane each block. What is in a stage is read by
+// wgmma; kRead: by threads, too, such as which lines it has, which their own block wrote. The report to that block must
+// then come after what they read.
+template <class Config, bool kRead = (Config::kLines > 1)> struct Reporter {
   u32 free;  // of the first stage, in the block that this lane reports to
 
   static __device__ __forceinline__ bool is_own() { return threadIdx.x % 32 == blockIdx.x % Config::kShare; }

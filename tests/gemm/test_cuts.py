@@ -137,7 +137,8 @@ def test_sums_are_handed_over_whatever_the_workspace_held(monkeypatch, n, cut):
         bound.launch(stream.ptr)
     graph = stream.end_capture()
     for byte in (0x00, 0xFF, 0x5A):
-        space.view.bits()[...] = byte
+        with stream:  # elsewhere it would overwrite the first launch's flags
+            space.view.bits()[...] = byte
         for _ in range(20):
             graph.launch(stream)
         stream.synchronize()
