@@ -150,7 +150,10 @@ def test_convolutions(name, tool):
 @pytest.mark.gpu
 @tools
 @pytest.mark.parametrize("name", BLOCKS)
-def test_products_of_blocks(name, tool):
+def test_products_of_blocks(name, tool, request):
+    if (name, tool) == ("blocks_wgmma_sp", "racecheck"):
+        why = "a lane reports for its warp that a stage is free, which racecheck doesn't take for all lanes' reads"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
 
 
