@@ -3,7 +3,8 @@
 From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. With
 ``--only=suite`` or ``--only=fuzz`` behind the file's name that part alone is run, and the other stays as the
 file has it, if it is of the same kernels. With ``--only=suite --share=I/N`` one of N shares of the tests is
-run; the record says how the suite ended once all of them have been.
+run; the record says how the suite ended once all of them have been. ``--only=again`` runs the tests that
+failed, after they have been mended: the record counts them as they end now, and how many they were.
 
 Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
 compilation: each process sees one of those that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
@@ -36,6 +37,10 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _FUZZ_SECONDS = 120
 _COUNTED = ("replayed", "replay_mismatches")
 """Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
+_FAILED, _AGAIN = "failed_tests", "run_again"
+"""Names of tests, and how many were run once more."""
+_SHARES, _SHARE = "shares", "--share="
+"""In a record: share of the suite -> its summary, until all have run."""
 _BOUND = "bound of "
 """How the properties' names begin that are a row's largest error, as a share of what it allows."""
 
@@ -69,15 +74,28 @@ def _processes() -> list[str]:
 def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
     if importlib.util.find_spec("xdist"):
         together = _tests("gpu and not alone", ("--dist=load", *_processes(), *arguments))
-        return _summary(together + _tests("gpu and alone", arguments))
+        return _summary(
+            together + _tests("gpu and alone", (*arguments, *_files_with("mark.alone", arguments)))
+        )
     return _summary(_tests("gpu", arguments))
+
+
+def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
+    """Those of all tests that use it, since it takes long to collect the others; none if some are named."""
+    if any(Path(one.split("::")[0]).exists() for one in arguments):
+        return []
+    return sorted(str(path) for path in Path("tests").rglob("test_*.py") if marker in path.read_text())
 
 
 def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
     """How many tests ended how, the sums of what they count, and the largest share of each row's bound."""
     count: Counter[str] = Counter()
     bounds: dict[str, float] = {}
+    names: list[str] = []
     for suite in suites:
+        names += [
+            _name(one) for one in suite.iter("testcase") if {"failure", "error"} & {it.tag for it in one}
+        ]
         count.update({key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")})
         for one in suite.iter("property"):
             name, value = one.get("name", ""), one.get("value", "0")
@@ -89,7 +107,38 @@ def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
     counted = {name: count[name] for name in _COUNTED}
-    return {"passed": passed, "failed": failed, "skipped": count["skipped"], **counted, "bounds": bounds}
+    found = {"passed": passed, "failed": failed, "skipped": count["skipped"], **counted, "bounds": bounds}
+    return {**found, _FAILED: list(dict.fromkeys(names))} if names else found
+
+
+def _name(test: ElementTree.Element) -> str:
+    """As pytest takes it."""
+    return f"{test.get('classname', '').replace('.', '/')}.py::{test.get('name')}"
+
+
+def _added(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Summaries, as one."""
+    total: dict[str, Any] = {"bounds": {}}
+    for part in parts:
+        for name, found in part.items():
+            if name != "bounds":
+                total[name] = total[name] + found if name in total else found
+        for row, share in part["bounds"].items():
+            total["bounds"][row] = max(total["bounds"].get(row, 0.0), share)
+    return total
+
+
+def _again(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary, or a record, after what failed has been run once more."""
+    if _SHARES in summary:
+        return {**summary, _SHARES: {share: _again(one) for share, one in summary[_SHARES].items()}}
+    if _FAILED not in summary:
+        return summary
+    names = summary[_FAILED]
+    found = {**_summary(_tests("gpu", tuple(names))), _AGAIN: len(names)}
+    before = {name: value for name, value in summary.items() if name in found and name != _FAILED}
+    rest = {name: value for name, value in summary.items() if name not in (*before, _FAILED)}
+    return {**rest, **_added(({**before, "failed": 0}, found))}
 
 
 def _fuzz() -> dict[str, Any]:
@@ -114,10 +163,6 @@ def _kept(out: str, kernels: str) -> dict[str, Any]:
     return found
 
 
-_SHARES, _SHARE = "shares", "--share="
-"""In a record: share of the suite -> its summary, until all have run."""
-
-
 def _with_share(kept: dict[str, Any], share: str, found: dict[str, Any]) -> dict[str, Any]:
     """The record with one more share; all of them together are the suite."""
     shares = {**kept.get(_SHARES, {}), share: found}
@@ -126,28 +171,25 @@ def _with_share(kept: dict[str, Any], share: str, found: dict[str, Any]) -> dict
     rest = {name: value for name, value in kept.items() if name != _SHARES}
     if not set(wanted) <= shares.keys():
         return {**rest, _SHARES: shares}
-    parts = [shares[name] for name in wanted]
-    bounds = {
-        row: max(one["bounds"].get(row, 0.0) for one in parts) for one in parts for row in one["bounds"]
-    }
-    counted = {name: sum(one[name] for one in parts) for name in found if name != "bounds"}
-    return {**rest, **counted, "bounds": bounds}
+    return {**rest, **_added(shares[name] for name in wanted)}
 
 
 def main(out: str, *arguments: str) -> int:
     if not Path("tests/fuzz").is_dir():
         raise SystemExit("expected to run from the root of a checkout, there is no tests/fuzz here")
     only = arguments[0].removeprefix("--only=") if arguments and arguments[0].startswith("--only=") else None
-    if only not in (None, "suite", "fuzz"):
-        raise SystemExit(f"--only: expected suite or fuzz, got {only}")
+    if only not in (None, "suite", "fuzz", "again"):
+        raise SystemExit(f"--only: expected suite, fuzz or again, got {only}")
     rest = arguments if only is None else arguments[1:]
     share = rest[0].removeprefix(_SHARE) if only == "suite" and rest and rest[0].startswith(_SHARE) else None
     kernels = kernels_sha256(kernel_files())
     record = {**({} if only is None else _kept(out, kernels)), **machine(), "kernels_sha256": kernels}
-    if only != "fuzz":
+    if only == "again":
+        record = _again(record)
+    elif only != "fuzz":
         suite = _suite(rest)
         record = {**record, **suite} if share is None else _with_share(record, share, suite)
-    if only != "suite":
+    if only in (None, "fuzz"):
         record |= _fuzz()
     record["date"] = datetime.date.today().isoformat()
     Path(out).write_text(json.dumps(record, indent=1) + "\n")

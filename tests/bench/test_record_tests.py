@@ -17,7 +17,8 @@ REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1"
 <testcase name="b"><properties><property name="replayed" value="500"/>
 <property name="replay_mismatches" value="3"/><property name="other" value="x"/></properties></testcase>
 <testcase name="c"><properties><property name="bound of mma_sp" value="0.25"/></properties></testcase>
-<testcase name="d"><properties><property name="bound of mma_sp" value="0.125"/></properties></testcase>
+<testcase name="d[0-x]" classname="tests.plan.test_it"><failure message="no"/>
+<properties><property name="bound of mma_sp" value="0.125"/></properties></testcase>
 </testsuite></testsuites>"""
 
 
@@ -34,6 +35,7 @@ def test_the_record_adds_up_what_tests_count_and_keeps_the_largest_share_of_a_bo
         "replayed": 60500 * runs,
         "replay_mismatches": 3 * runs,
         "bounds": {"mma_sp": 0.25},
+        "failed_tests": ["tests/plan/test_it.py::d[0-x]"],
     }
 
 
@@ -114,6 +116,38 @@ def test_shares_of_the_suite_add_up_to_it(parts, monkeypatch):
     assert "shares" not in found
 
 
+@pytest.mark.parametrize("in_shares", [False, True])
+def test_what_failed_is_run_again_and_counted_as_it_ends(parts, monkeypatch, in_shares):
+    _, path = parts
+    failed = ["tests/plan/test_it.py::a", "tests/plan/test_it.py::b[0]"]
+    suite = {"passed": 7, "failed": 2, "skipped": 0, "bounds": {"mma_sp": 0.5}, "failed_tests": failed}
+    good = {"passed": 3, "failed": 0, "skipped": 0, "bounds": {}}
+    summaries = {(): suite, ("--share=1/2",): good, ("--share=2/2",): suite}
+    monkeypatch.setattr(record_tests, "_suite", lambda given: summaries[given])
+    for share in ("1/2", "2/2") if in_shares else ("",):
+        record_tests.main(str(path), "--only=suite", *([f"--share={share}"] if share else ()))
+    ran: list[tuple[str, ...]] = []
+    report = (
+        '<testsuite tests="2" failures="1"><testcase name="b[0]" classname="tests.plan.test_it"><failure/>'
+    )
+    again = ElementTree.fromstring(report + "</testcase></testsuite>")
+    monkeypatch.setattr(record_tests, "_tests", lambda _, given: ran.append(given) or [again])
+    assert record_tests.main(str(path), "--only=again") == 1
+    found = json.loads(path.read_text())
+    assert ran == [tuple(failed)]
+    assert (found["passed"], found["failed"], found["run_again"]) == (8 + 3 * in_shares, 1, 2)
+    assert found["failed_tests"] == failed[1:]
+    assert found["bounds"] == {"mma_sp": 0.5}
+
+
+def test_what_runs_alone_is_collected_alone(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    files = record_tests._files_with("mark.alone", ("--share=1/2",))
+    assert "tests/plan/test_capture.py" in files
+    assert "tests/plan/test_operands.py" not in files
+    assert record_tests._files_with("mark.alone", ("tests/plan/test_capture.py::test_it",)) == []
+
+
 def test_a_part_of_other_kernels_is_not_kept(parts):
     ran, path = parts
     path.write_text(json.dumps({"kernels_sha256": "of others", "passed": 1}))
@@ -123,5 +157,5 @@ def test_a_part_of_other_kernels_is_not_kept(parts):
 
 
 def test_a_part_that_there_is_not(parts):
-    with pytest.raises(SystemExit, match="expected suite or fuzz, got all"):
+    with pytest.raises(SystemExit, match="expected suite, fuzz or again, got all"):
         record_tests.main(str(parts[1]), "--only=all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     InvalidProblemError,
     MaskSparse24Descriptor,
+    PackedWeight,
     PruneSparse24Descriptor,
     TensorView,
 )
@@ -25,6 +27,19 @@ from .cases import PROBLEMS, PlanCase, case_of, changed, name_of, parts_of, rand
 
 every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
 F32 = ElementKind.F32
+
+
+def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
+    """Memory of a plan's run that isn't between guards, with the argument that it belongs to."""
+    if tables := getattr(case.args, "layout", None):
+        yield "layout", tables.view
+    weight = getattr(case.args, "weight", None)
+    if isinstance(weight, PackedWeight):
+        yield from (("weight", one) for one in weight.buffers)
+    elif weight is not None:
+        yield from (("weight", one) for one in (weight.values_view, weight.metadata_view))
+    if case.workspace:
+        yield "workspace", case.workspace.view
 
 
 @every_problem
@@ -48,12 +63,11 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
                 for one, memory in case.guarded.items()
                 if one != name and memory.view.address < moved.end and moved.address < memory.view.end
             ]
-            tables = getattr(case.args, "layout", None)
-            if tables and tables.view.address < moved.end and moved.address < tables.view.end:
-                hit.append("layout")
-            scratch = case.workspace and case.workspace.view
-            if scratch and scratch.address < moved.end and moved.address < scratch.end:
-                hit.append("workspace")
+            hit += [
+                argument
+                for argument, one in unguarded(case)
+                if one.address < moved.end and moved.address < one.end
+            ]
             assert any(argument in message for argument in hit)
             assert argument_of[name] in message
 

@@ -152,7 +152,9 @@ def test_convolutions(name, tool):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_products_of_blocks(name, tool, request):
     if (name, tool) == ("blocks_wgmma_sp", "racecheck"):
-        why = "the compiler drops __syncwarp() where a warp is in step, and racecheck then sees one lane report"
+        why = (
+            "the compiler drops __syncwarp() where a warp is in step, and racecheck then sees one lane report"
+        )
         request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
 
