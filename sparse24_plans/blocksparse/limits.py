@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.table import beyond_grid
 from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
@@ -208,7 +209,9 @@ def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     largest = max(problem.n, problem.layout.rows, problem.layout.cols, problem.batch * problem.layout.heads)
-    return None if largest < _MOST else f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+    if largest >= _MOST:
+        return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+    return beyond_alpha(problem.alpha)
 
 
 def softmax_teams(problem: BlockSparseSoftmaxDescriptor) -> int:

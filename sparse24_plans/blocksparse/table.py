@@ -57,6 +57,10 @@ class MatmulRow(BlockSparseRow):
             return f"serves blocks of {served}, not {descriptor.layout.block}"
         return None
 
+    def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
+        columns = {} if descriptor.op is BlockSparseOp.SDD else {"n": 1}
+        return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
+
 
 _EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
 _HOST = (BackendKind.HOST, Tier.HOST)

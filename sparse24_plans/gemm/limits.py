@@ -7,6 +7,7 @@ import re
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
 from ..plan.arithmetic import SPLIT_GROUP
+from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.table import beyond_grid
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
@@ -134,6 +135,8 @@ def cublas(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
+    if (reason := beyond_alpha(problem.alpha)) is not None:
+        return reason
     return beyond_grid(-(-problem.m * problem.k * problem.element.itemsize // BLOCK_BYTES))
 
 

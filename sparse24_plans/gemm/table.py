@@ -63,6 +63,10 @@ class GemmRow(Row):
             return "takes no scale_x or scale_w"
         return None
 
+    def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
+        # With 16, lines of X in columns are whole 16 bytes.
+        return min(self.min_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
+
     def shard_refusal(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> str | None:
         if descriptor.op is not GemmOp.FORWARD:
             return f"whole_m is for op forward: {descriptor.op} sums over M"

@@ -15,6 +15,18 @@ TYPES = {
 }
 """The library's words for what it multiplies here."""
 
+_LARGEST_ALPHA = 2.0**20
+
+
+def beyond_alpha(alpha: float) -> str | None:
+    """Why the library isn't trusted with such an alpha, or None.
+
+    Some of its kernels multiply an operand by alpha before they add: with 1e37 that gave inf * 0 = NaN.
+    """
+    if alpha == 0 or 1 / _LARGEST_ALPHA <= abs(alpha) <= _LARGEST_ALPHA:
+        return None
+    return f"serves alpha 0 and from 2^-20 to 2^20: cuBLAS may scale operands by it, got {alpha}"
+
 
 def needs_cublaslt(device: DeviceProperties) -> str | None:
     """Why the library can't be used, or None."""

@@ -84,6 +84,10 @@ class Row:
         """Why the row doesn't serve such a problem, in the family's own words; None: it does."""
         return None
 
+    def least_workspace(self, descriptor: Any) -> int:
+        """``min_workspace`` of the same problem's smallest batch, where batches may differ in bits."""
+        return self.min_workspace(descriptor)
+
     def shard_refusal(self, descriptor: Any, whole_m: int) -> str | None:
         """Why the row can't give rows of W the bits that they have among ``whole_m`` rows, or None."""
         return None
@@ -118,11 +122,16 @@ def with_wgmma(row: R) -> R:
 
 @dataclass(frozen=True)
 class Considered(Generic[R]):
-    """A row and why it can't serve; ``reason`` None: it can. ``unavailable``: something isn't installed."""
+    """A row and why it can't serve; ``reason`` None: it can.
+
+    ``unavailable``: something isn't installed; ``crowded``: ``max_workspace_bytes`` alone is in its way,
+    and that not for smaller batches.
+    """
 
     row: R
     reason: str | None
     unavailable: bool = False
+    crowded: bool = False
 
 
 def consider(
@@ -140,7 +149,28 @@ def consider(
     """
     flags, cuts = tested or {}, configured or {}
     choices = [Choice(descriptor, device, row, preference, cuts.get(row.name, {})) for row in rows]
-    return tuple(_judge(choice, flags.get(choice.row.name, ())) for choice in choices)
+    found = [_judge(choice, flags.get(choice.row.name, ())) for choice in choices]
+    if preference.require.batch_invariant:
+        found = _of_every_batch(found, choices)
+    return tuple(found)
+
+
+def _of_every_batch(found: list[Considered[R]], choices: Sequence[Choice]) -> list[Considered[R]]:
+    """Without rows that would serve this batch alone: smaller ones would have another row, and its bits."""
+    crowded = next((at for at, one in enumerate(found) if one.crowded), len(found))
+    for at in range(crowded + 1, len(found)):
+        name = found[crowded].row.name
+        if found[at].reason is None and not _alike(choices[crowded], choices[at]):
+            reason = f"has other bits than {name}, to which max_workspace_bytes leaves smaller batches"
+            found[at] = replace(found[at], reason=reason)
+    return found
+
+
+def _alike(crowded: Choice, other: Choice) -> bool:
+    """Whether their rows give the same bits, had the first its workspace."""
+    roomy = crowded.preference.model_copy(update={"max_workspace_bytes": None})
+    first = crowded.row.promises(crowded._replace(preference=roomy)).arithmetic
+    return first is not None and first == other.row.promises(other).arithmetic
 
 
 def choose(considered: Sequence[Considered[R]]) -> R:
@@ -179,6 +209,10 @@ def _judge(choice: Choice, tested: Sequence[str]) -> Considered[Any]:
     )
     if reason is None and (absent := row.missing(choice.device)) is not None:
         return Considered(row, absent, unavailable=True)
+    needed, allowed = row.min_workspace(choice.descriptor), choice.preference.max_workspace_bytes
+    if reason is None and allowed is not None and needed > allowed:
+        reason = f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
+        return Considered(row, reason, crowded=row.least_workspace(choice.descriptor) <= allowed)
     return Considered(row, reason)
 
 
@@ -217,9 +251,6 @@ def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
     """Which of the caller's conditions the row fails."""
     row: Row = choice.row
     descriptor, preference, require = choice.descriptor, choice.preference, choice.preference.require
-    needed, allowed = row.min_workspace(descriptor), preference.max_workspace_bytes
-    if allowed is not None and needed > allowed:
-        return f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
     if preference.whole_m is not None and (cut := row.shard_refusal(descriptor, preference.whole_m)):
         return cut
     if row.on_request and require.arithmetic is None:

@@ -17,6 +17,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     MathPrecision,
+    MatrixOrder,
     OpCategory,
     PlanPreference,
     Sparse24Weight,
@@ -27,6 +28,7 @@ from sparse24_plans import (
 from sparse24_plans.gemm import table
 from sparse24_plans.plan import table as plan_table
 from sparse24_plans.plan.arithmetic import Arithmetic
+from sparse24_plans.plan.kernel import Choice
 
 from ..places import AMPERE, HOPPER, HOST, PLACES, TURING, gpu_of
 from .rows import MOST_TOKENS
@@ -95,6 +97,8 @@ def choose(device: DeviceProperties, **preference: object) -> table.GemmRow:
         (AMPERE, {"max_workspace_bytes": WEIGHT_BYTES - 1}, "inflate_strict"),
         (HOPPER, {"max_workspace_bytes": 0}, "inflate_strict"),
         (HOPPER, {"max_workspace_bytes": 0, "prefer_backend": "inflate_cublas"}, None),
+        (HOPPER, {"max_workspace_bytes": 0, "require": {"batch_invariant": True}}, "inflate_strict"),
+        (HOPPER, {"max_workspace_bytes": PARTS_BYTES - 1, "require": {"batch_invariant": True}}, None),
         (HOPPER, {"require": {"deterministic": True}}, "f32_split6"),
         (HOPPER, {"require": {"batch_invariant": True}}, "f32_split6_invariant"),
         (HOPPER, {"require": {"bit_stable_across_hardware": True}}, "inflate_strict"),
@@ -132,6 +136,43 @@ def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
     forced = {"prefer_backend": "inflate_cublas"}
     assert chosen(HOPPER, desc, max_workspace_bytes=needed, **forced) == "inflate_cublas"
     assert chosen(HOPPER, desc, max_workspace_bytes=needed - 1, **forced) is None
+
+
+@pytest.mark.parametrize("allowed", [0, 5_000, 100_000, 10_000_000, None])
+@pytest.mark.parametrize("order", list(MatrixOrder))
+@pytest.mark.parametrize("element", ["f32", "bf16"])
+@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=str)
+def test_no_batch_has_other_bits_for_want_of_workspace(device, element, order, allowed):
+    """Where batch invariance is required: it may have none."""
+    wanted = PlanPreference(max_workspace_bytes=allowed, require={"batch_invariant": True})
+    found = set()
+    for n in (1, 2, 7, 16, 100, 1913, 4250):
+        desc = GemmSparse24Descriptor(n=n, m=36, k=1024, element=element, x_order=order)
+        explained = explain(desc, preference=wanted, device=device)
+        if explained.chosen is not None:
+            row = table.find(explained.chosen)
+            found.add(row.promises(Choice(desc, device, row, wanted, {})).arithmetic or row.backend)
+    assert len(found) <= 1
+
+
+def test_select_says_which_kernel_it_has_too_little_workspace_for():
+    wanted = {"max_workspace_bytes": PARTS_BYTES - 1, "require": {"batch_invariant": True}}
+    with pytest.raises(
+        UnsupportedError, match="inflate_strict: has other bits than f32_split6_invariant, to"
+    ):
+        choose(HOPPER, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "serves"),
+    [(0.0, True), (-1.0, True), (2.0**20, True), (2.0**-20, True)]
+    + [(alpha, False) for alpha in (2.34e37, -1e7, 1e-40, 9e-7)],
+)
+@pytest.mark.parametrize("op", list(GemmOp))
+def test_cublas_is_given_no_alpha_that_it_may_scale_operands_out_of_range_with(alpha, serves, op):
+    desc = GemmSparse24Descriptor(n=16, m=256, k=512, element="bf16", op=op, alpha=alpha)
+    assert (chosen(HOPPER, desc, prefer_backend="inflate_cublas") is not None) == serves
+    assert chosen(HOPPER, desc) is not None
 
 
 @pytest.mark.parametrize("element", ["fp8_e5m2", "i32", "u16", "u8"])
