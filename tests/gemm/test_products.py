@@ -123,7 +123,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 150), st.integers(1, 40).ma
     shape=sizes,
     element=st.sampled_from(ELEMENTS),
     op=st.sampled_from(["forward", "dgrad"]),
-    alpha=st.floats(-4, 4, width=32),
+    alpha=st.floats(-4, 4, width=32).map(lambda alpha: round(alpha, 6)),  # cuBLAS gets 0 or 2^-20 at least
     pad=st.sampled_from([0, 8, 16]),
     seed=st.integers(0, 2**32 - 1),
 )
