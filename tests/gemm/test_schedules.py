@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference, UnsupportedError
+from sparse24_plans import (
+    DeviceProperties,
+    ElementKind,
+    GemmSparse24Descriptor,
+    PlanPreference,
+    UnsupportedError,
+)
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
 from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
+from sparse24_plans.gemm.schedules.wgmma_time import predicted
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.layouts import TILES_16BIT
 
@@ -91,6 +98,16 @@ def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, 
         found = [compiled.of(desc, row, hopper(count)) for count in MULTIPROCESSORS]
     assert len({(one["SLICES"] * one["PARTS"], one["RANGES"]) for one in found}) == 1
     assert all(one == found[0] for one in found)
+
+
+def test_slices_that_are_faster_than_free_schedules_lose_nothing():
+    """Few outputs of a deep K: eight slices are the fastest, also beyond the n that others have them for."""
+    m, k = 48, 21456
+    slices = wgmma_choice.invariant_slices(m, k, ElementKind.BF16)
+    for n in (1, 33, 100, 640, 2600):
+        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16")
+        sliced = predicted(wgmma_schedules.schedules_in(slices, n, m), desc)
+        assert sliced.min() <= predicted(wgmma_schedules.schedules_for(n, m), desc).min()
 
 
 @settings(max_examples=200, deadline=None)

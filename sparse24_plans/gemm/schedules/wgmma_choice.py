@@ -63,7 +63,8 @@ def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
 def invariant_slices(m: int, k: int, element: ElementKind) -> int:
     """Slices of K where the bits must not depend on n: those that lose least, by the model, over all n.
 
-    What is lost beside free schedules counts by its fourth power, so that no n loses much.
+    What is lost beside free schedules counts by its fourth power, so that no n loses much. Nothing is lost
+    where slices that free schedules don't have are faster than these.
     """
     lost = dict.fromkeys(_SLICES, 0.0)
     for n in _JUDGED:
@@ -73,5 +74,5 @@ def invariant_slices(m: int, k: int, element: ElementKind) -> int:
         us = dict(zip(every, predicted(every, desc).tolist(), strict=True))
         least = min(us[one] for one in free)
         for slices, tried in sliced.items():
-            lost[slices] += math.log(min(us[one] for one in tried) / least) ** 4
+            lost[slices] += max(0.0, math.log(min(us[one] for one in tried) / least)) ** 4
     return min(_SLICES, key=lost.__getitem__)

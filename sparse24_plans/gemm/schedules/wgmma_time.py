@@ -89,10 +89,10 @@ class Fit:
     """How nearly the longest of the three is the whole time (an exponent)."""
 
 
-# By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to 2,151
-# problems; where that did no better for matrices that were held out, an earlier fit stands. What ranges and
-# parking take was found apart. Of 2,285 problems the choice misses the fastest schedule by 0.7 to 1.9% in the
-# mean of a class, by 4 to 8% in one of twenty, by 11 to 33% at the worst.
+# By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to a class's
+# part of 2,285 problems, or earlier to fewer where that did no better for matrices that were held out. What
+# ranges and parking take was found apart. Of these problems the choice misses the fastest schedule by 0.6 to
+# 1.9% in the mean of a class, by 4 to 8% in one of twenty, by 9 to 33% at the worst.
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
 _FITS = {
@@ -118,11 +118,11 @@ _FITS = {
         refill=3.28, even=5.75, sharp=8,
     ),
     (1, 1): Fit(
-        launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
-        beside_token=2.61e-5, pair=1.08, pair_in_ranges=1.08, alone=110e3, apart=89.3e3, together=53.6e3,
-        memory=7e6, l2=17.2e6, copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, park=2e-4,
-        stored=87e3, ragged=5.46e3, crowded=3.98, join=1.5, handed=1.2e-4, loose=0.02, again=1.33,
-        refill=1.76, even=5.97, sharp=2.26,
+        launch=1, cluster=0.448, stall=1, step=33.1, step_token=0.291, beside=0.026,
+        beside_token=0.000112, pair=1.06, pair_in_ranges=1.06, alone=59.2e3, apart=66.1e3, together=64e3,
+        memory=7e6, l2=16.5e6, copied=157e3, unaligned=1.83, fold=1.64e-4, add=4.07e-5, park=2e-4,
+        stored=42.2e3, ragged=7.08e3, crowded=2.49, join=2, handed=1.2e-4, loose=0.05, again=0.304,
+        refill=2.66, even=6.43, sharp=5.95,
     ),
     (2, 2): Fit(
         launch=1, cluster=1.5, stall=16.6, step=17.4, step_token=0.304, beside=0.049, beside_token=0.0033,
@@ -132,11 +132,11 @@ _FITS = {
         sharp=3.72,
     ),
     (2, 1): Fit(
-        launch=2.46, cluster=0.275, stall=5.76, step=14.9, step_token=0.331, beside=0.0651,
-        beside_token=2.61e-5, pair=1.08, pair_in_ranges=1.08, alone=110e3, apart=89.3e3, together=53.6e3,
-        memory=7e6, l2=17.2e6, copied=232e3, unaligned=1.16, fold=1.48e-4, add=7.43e-6, park=2e-4,
-        stored=87e3, ragged=5.46e3, crowded=3.98, join=2.2, handed=1.2e-4, loose=0.03, again=1.33,
-        refill=1.76, even=5.97, sharp=2.26,
+        launch=1, cluster=1.23, stall=2.12, step=36.4, step_token=0.239, beside=0.0644,
+        beside_token=2.04e-5, pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=54.1e3,
+        memory=7e6, l2=18.2e6, copied=127e3, unaligned=1.09, fold=9.05e-5, add=1.55e-5, park=2e-4,
+        stored=65.5e3, ragged=5.93e3, crowded=2.07, join=2.2, handed=1.2e-4, loose=0.03, again=1.76,
+        refill=2.71, even=12, sharp=2.98,
     ),
 }  # fmt: skip
 
@@ -252,7 +252,10 @@ def _multiplied(work: Work, fit: Fit) -> Array:
 
 
 def _copied(work: Work, fit: Fit) -> Array:
-    """Weights of the first tokens from memory, those of the others and X from L2."""
+    """Weights of the first tokens from memory, those of the others and X from L2.
+
+    Blocks that share X each ask for their part of it: rows that don't start at lines cost less there.
+    """
     weight = work.weight * work.rows
     full = work.full * np.maximum(work.per_sm / fit.together, work.resident * work.cluster / fit.memory)
     deep = np.minimum(work.per_sm, np.ceil(work.rest / work.usable))
@@ -260,19 +263,15 @@ def _copied(work: Work, fit: Fit) -> Array:
     rest = np.where(few, 1 / fit.alone, np.where(half, 1 / fit.apart, deep / fit.together))
     rest = np.where(work.rest > 0, np.maximum(rest, work.rest / fit.memory), 0.0)
     first = 1 / work.token_blocks
+    source = work.size * work.tokens * (1 + fit.unaligned * work.unaligned / work.share)
     return work.depth * (
-        weight * first * (full + rest)
-        + work.in_turn * (weight * (1 - first) + _source(work, fit)) / fit.copied
+        weight * first * (full + rest) + work.in_turn * (weight * (1 - first) + source) / fit.copied
     )
 
 
-def _source(work: Work, fit: Fit) -> Array:
-    """Bytes of X of a block's tokens, as what they take, for a column."""
-    return work.size * work.tokens * (1 + fit.unaligned * work.unaligned)
-
-
 def _of_l2(work: Work, fit: Fit) -> Array:
-    each = work.weight * work.rows + _source(work, fit) / work.share
+    source = work.size * work.tokens * (1 + fit.unaligned * work.unaligned)
+    each = work.weight * work.rows + source / work.share
     return work.items * work.cluster * work.depth * each / fit.l2
 
 
