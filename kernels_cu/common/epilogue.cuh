@@ -1,16 +1,27 @@
-// What becomes of a sum: alpha, bias, activation. Every kernel that ends in an epilogue has its Config derive from
-// ProblemType, and these functions take that Config.
+// What becomes of a sum: alpha, bias, activation, a gate. Every kernel that ends in an epilogue has its Config derive
+// from ProblemType, and these functions take that Config.
 #pragma once
 #include "common/element.cuh"
 #include "common/strict_math.inc"
 
 // Words of the host, by the numbers that it passes.
-enum class EpilogueKind { IDENTITY = 0, BIAS = 1, BIAS_RELU = 2, BIAS_GELU = 3, BIAS_SILU = 4 };
+enum class EpilogueKind {
+  IDENTITY = 0,
+  BIAS = 1,
+  BIAS_RELU = 2,
+  BIAS_GELU = 3,
+  BIAS_SILU = 4,
+  BIAS_SWIGLU = 5,
+  BIAS_GEGLU = 6
+};
 
 // The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS and S24_EPILOGUE.
 template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> struct ProblemType {
   static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
+  // Rows of W alternate: kGateRows gates, then as many rows that they let through. Two of them make a result.
+  static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU;
+  static constexpr int kGateRows = 8, kOfResult = kGated ? 2 : 1;
   using In = Element<kElement>;
   using Out = Element<kOut>;
   using Bias = Element<ElementKind(kBiasCode)>;
@@ -68,6 +79,12 @@ struct FastMath {
   }
 };
 
+// None: of the row that a gate lets through.
+struct NoMath {
+  static __device__ float silu(float v) { return v; }
+  static __device__ float gelu(float v) { return v; }
+};
+
 // Epilogues -----------------------------------------------------------------------------------------
 
 // The bias of output `index`, where there is one: the caller asks, and takes 0 where there isn't.
@@ -75,18 +92,26 @@ template <class Config> __device__ __forceinline__ float bias_at(const void* bia
   return Config::Bias::to_float(((const typename Config::Bias::Bits*)bias)[index]);
 }
 
-// v = alpha * acc, plus bias, then the activation. NaN passes through every activation.
+// v = alpha * acc, plus bias, then the activation; of a gated kind its gate's. NaN passes through every activation.
 template <class Config, class Math> __device__ __forceinline__ float activated(float acc, float alpha, float bias) {
   constexpr EpilogueKind kKind = Config::kEpilogue;
   float v = __fmul_rn(alpha, acc);
   if constexpr (kKind != EpilogueKind::IDENTITY) v = __fadd_rn(v, bias);
   if constexpr (kKind == EpilogueKind::BIAS_RELU) v = v < 0.0f ? 0.0f : v;
-  if constexpr (kKind == EpilogueKind::BIAS_GELU) v = v == v ? Math::gelu(v) : v;
-  if constexpr (kKind == EpilogueKind::BIAS_SILU) v = v == v ? Math::silu(v) : v;
+  if constexpr (kKind == EpilogueKind::BIAS_GELU || kKind == EpilogueKind::BIAS_GEGLU) v = v == v ? Math::gelu(v) : v;
+  if constexpr (kKind == EpilogueKind::BIAS_SILU || kKind == EpilogueKind::BIAS_SWIGLU) v = v == v ? Math::silu(v) : v;
   return v;
 }
 
 // The same with the one NaN, which conversions to 16 bits give by themselves.
 template <class Config, class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
   return canonical_nan(activated<Config, Math>(acc, alpha, bias));
+}
+
+// The same of a gated epilogue, of the two that make a result: the activated gate and what it lets through.
+__device__ __forceinline__ float gated_epilogue(float gate, float up) { return canonical_nan(__fmul_rn(gate, up)); }
+
+// The row of W behind a result; of a gated one its gate's, kGateRows before the other's.
+template <class Config, class Index> __device__ __forceinline__ Index row_behind(Index result) {
+  return Config::kGated ? result + (result & -Config::kGateRows) : result;
 }

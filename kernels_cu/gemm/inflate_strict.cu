@@ -5,6 +5,8 @@
 //   forward  result[n, m] = sum over kept k of x[n, k] * W[m, k]     (outputs m, reduction k)
 //   dgrad    result[n, k] = sum over kept m of dy[n, m] * W[m, k]    (outputs k, reduction m)
 //
+// Of a gated epilogue two outputs of forward make a result: theirs is half as wide.
+//
 // A pruned position must not be an fma with 0: 0 * Inf is NaN, and -0 + 0 is +0. So shared memory holds a marker
 // there, and the fmas of a marked weight are predicated off.
 //
@@ -24,6 +26,7 @@
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has: those are made canonical
+  static_assert(!kGated || !kDgrad, "gates are of forward");
 };
 using In = Config::In;
 using Out = Config::Out;
@@ -33,7 +36,7 @@ struct StrictParams {
   const u16* metadata;  // [M, K/8]
   const void* source;   // [N, reduction], row stride source_stride
   const void* bias;     // [outputs], or null
-  void* result;         // [N, outputs], row stride result_stride
+  void* result;         // [N, outputs / kOfResult], row stride result_stride
   i64 n, m, k, source_stride, result_stride;
   float alpha;
 };
@@ -192,6 +195,28 @@ __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from
   }
 }
 
+// Results of a gated epilogue: the other of two outputs is another thread's of the warp, kGateRows further.
+template <class T> __device__ __forceinline__ void store_gated(const float (&acc)[T::kThreadOutputs][T::kThreadTokens],
+                                                               i64 out0, i64 tok0, const StrictParams& p) {
+  constexpr int kRun = T::kThreadOutputs < 4 ? T::kThreadOutputs : 4, kApart = Config::kGateRows / kRun;
+  static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "both are the same warp's");
+  const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
+#pragma unroll
+  for (int o = 0; o < T::kThreadOutputs; ++o) {
+    const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
+    const float bias = p.bias && output < p.m ? bias_at<Config>(p.bias, output) : 0.0f;
+#pragma unroll
+    for (int t = 0; t < T::kThreadTokens; ++t) {
+      const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
+      const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
+      if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
+      const i64 result = (output + output % Config::kGateRows) / 2;
+      ((Out::Bits*)p.result)[token * p.result_stride + result] =
+          Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
+    }
+  }
+}
+
 template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
@@ -229,17 +254,21 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
     __syncthreads();
   }
 
+  if constexpr (Config::kGated) {
+    store_gated<T>(acc, out0, tok0, p);
+  } else {
 #pragma unroll
-  for (int t = 0; t < T::kThreadTokens; ++t) {
-    const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
-    if (token >= p.n) continue;
+    for (int t = 0; t < T::kThreadTokens; ++t) {
+      const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
+      if (token >= p.n) continue;
 #pragma unroll
-    for (int o = 0; o < T::kThreadOutputs; ++o) {
-      const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
-      if (output >= outputs) continue;
-      const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
-      ((Out::Bits*)p.result)[token * p.result_stride + output] =
-          Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
+      for (int o = 0; o < T::kThreadOutputs; ++o) {
+        const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
+        if (output >= outputs) continue;
+        const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
+        ((Out::Bits*)p.result)[token * p.result_stride + output] =
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
+      }
     }
   }
 }

@@ -13,6 +13,9 @@
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
 //
+// A thread has the sums of rows r and r + 8 of W, of which a gated epilogue makes a result: Y is half as wide, and a
+// row tile gives 32 of its columns.
+//
 // float32 (kXParts) is multiplied in parts of bf16: X comes in parts that gemm/f32_split.cu has made; W is packed in
 // two (kPlanes), or it is float32 and split in registers, in three. gemm/wgmma_sp/split_products.cuh says how.
 //

@@ -194,7 +194,10 @@ class MathPrecision(_Word):
 
 
 class EpilogueKind(_Word):
-    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation."""
+    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation.
+
+    Of SWIGLU and GEGLU two rows of W make a result, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
+    """
 
     IDENTITY = "identity"
     BIAS = "bias"
@@ -202,11 +205,18 @@ class EpilogueKind(_Word):
     BIAS_GELU = "bias_gelu"
     BIAS_SILU = "bias_silu"
     BIAS_GELU_TANH = "bias_gelu_tanh"
+    BIAS_SWIGLU = "bias_swiglu"
+    BIAS_GEGLU = "bias_geglu"
 
     @property
     def has_bias(self) -> bool:
         """Whether it adds a bias: all but ``identity`` do."""
         return self is not EpilogueKind.IDENTITY
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether two rows of W make a result: an activated gate times what it lets through."""
+        return self in (EpilogueKind.BIAS_SWIGLU, EpilogueKind.BIAS_GEGLU)
 
 
 class GemmOp(_Word):

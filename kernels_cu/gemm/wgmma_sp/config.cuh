@@ -40,6 +40,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static_assert(kParked % 4 == 0 && (!kParked || kParts > 1), "parked are quads of parts before");
   static_assert(!kRanges || (kSlices == 1 && !kPromote && kBlocksPerSm == 1), "ranges are the cut");
   static_assert(kBuffers >= 2, "a buffer is free again only two steps later");
+  static_assert(!kGated || (!kXParts && !kRaw),
+                "gates are of sums that need no mending, and never the sums themselves");
 
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
@@ -47,6 +49,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBoxes = kXParts ? kXParts : 2;                                         // of X, a tile of W
   static constexpr int kBoxColumns = kXParts ? Tile::kColumns : Tile::kColumns / 2;            // of X
   static constexpr int kRowTiles = kWarpgroups * kRowBlocks, kRows = kRowTiles * Tile::kRows;  // of a block
+  static constexpr int kOutputs = Tile::kRows / kOfResult;  // results of a token that a row tile makes
   static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
   // X in columns lies in groups of tokens, each a line of 16, 32, 64 or 128 bytes for every column. The copy engine is
   // fast for lines of 128 bytes alone; few tokens are copied by threads, which take what is adjacent at once.
@@ -93,14 +96,14 @@ struct WgmmaSpParams {
   TensorMap x_tail_map;       // the same in boxes of tail_rows, for the last block of tokens; in columns: its groups
   TensorMap x_rest_map;       // in columns: what is left of a block, part of a group
   TensorMap x_tail_rest_map;  // and of the last one
-  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of 64 rows of W x
-                         // kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
+  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of kOutputs columns
+                         // x kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
   const void* x;         // [n, k]: in columns, their stride x_stride; of float32, X itself: its maps are of its parts
   const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
   const void* bias;      // [m], or null
   const float* scale_x;  // [1] or [n], as kScaleX says
   const float* scale_w;  // [1] or [m], as kScaleW says
-  void* y;               // [n, m], row or column stride y_stride
+  void* y;               // [n, m / kOfResult], row or column stride y_stride
   u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
   float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over; or parked
   float* groups;         // the same twice, kTilesOfGroup, or kRanges with kParts: what groups or parts have come to,

@@ -26,60 +26,78 @@ __device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks
     }
 }
 
-// The blocks of a cluster that sum slices of the same rows fold them, each its share of the rows: four at a time of a
-// line of Y, which is a token's row, or a column.
+// The blocks of a cluster that sum slices of the same rows fold them, each its share of the results: four at a time of
+// a line of Y, which is a token's row, or a column.
 struct Folder {
   const WgmmaSpParams& p;
   Item item;
   u32 from[Config::kSlices];
-  int row0;
+  int output0;
 
   static constexpr bool kColumns = Config::kColumnsY;
-  static constexpr int kRowQuads = (Config::kRows / 4 + Config::kSlices - 1) / Config::kSlices;
-  static constexpr int kShareRows = kColumns ? (Config::kRows + Config::kSlices - 1) / Config::kSlices : 4 * kRowQuads;
-  static constexpr int kQuads = kColumns ? Config::kTokens / 4 : kRowQuads,  // of a line
-      kCount = kQuads * (kColumns ? kShareRows : Config::kTokens);
+  static constexpr int kOutputs = Config::kRowTiles * Config::kOutputs;  // of a block
+  static constexpr int kOutputQuads = (kOutputs / 4 + Config::kSlices - 1) / Config::kSlices;
+  static constexpr int kShareOutputs = kColumns ? (kOutputs + Config::kSlices - 1) / Config::kSlices : 4 * kOutputQuads;
+  static constexpr int kQuads = kColumns ? Config::kTokens / 4 : kOutputQuads,  // of a line
+      kCount = kQuads * (kColumns ? kShareOutputs : Config::kTokens);
   static constexpr int kFolders = Config::kMultiplying;
-  static constexpr int kLoads =
-      (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices / Config::kBlocksPerSm;
+  static constexpr int kLoads = (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices /
+                                Config::kBlocksPerSm / Config::kOfResult;
   static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
 
   __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
-      : p(p), item(item), row0(slice * kShareRows) {
+      : p(p), item(item), output0(slice * kShareOutputs) {
 #pragma unroll
     for (int s = 0; s < Config::kSlices; ++s) from[s] = cluster_address(base, share + Config::kShare * s);
   }
 
-  // Of the i-th four results the first's token and row.
+  // Of the i-th four results the first's token and output.
   __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kQuads * 4 : i / kQuads; }
-  __device__ __forceinline__ int row_of(int i) const { return row0 + (kColumns ? i / kQuads : i % kQuads * 4); }
+  __device__ __forceinline__ int output_of(int i) const { return output0 + (kColumns ? i / kQuads : i % kQuads * 4); }
 
   // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
-  __device__ __forceinline__ bool inside(int token, int row) const {
-    return item.token + token < p.n && row < Config::kRows && item.row_tile * Tile::kRows + row < p.m;
+  __device__ __forceinline__ bool inside(int token, int output) const {
+    return item.token + token < p.n && output < kOutputs && item.row_tile * Config::kOutputs + output < outputs_of(p);
   }
 
-  __device__ __forceinline__ void store(u32 (&v)[Config::kSlices][4], int token, int row) const {
-    const i64 n = item.token + token, m = item.row_tile * Tile::kRows + row;
+  // The j-th of four sums of a row of W.
+  static __device__ __forceinline__ Sum folded(u32 (&v)[Config::kSlices][4], int j) {
+    Sum slices[Config::kSlices];
+#pragma unroll
+    for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
+    fold(slices);
+    return slices[0];
+  }
+
+  // What becomes of the sum of a row of W behind `output`: the first, or of a gated one the other.
+  template <class Math>
+  __device__ __forceinline__ float value(Sum total, float scale_x, i64 output, int apart = 0) const {
+    const bool inside = kColumns || output < outputs_of(p);
+    const i64 row = row_behind<Config>(output) + apart;
+    const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
+    const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, row) : 1.0f;
+    return finished<Math>(total, p, scale_x, scale_w, bias);
+  }
+
+  __device__ __forceinline__ void store(u32 (&v)[Config::kOfResult][Config::kSlices][4], int token, int output) const {
+    const i64 n = item.token + token, m = item.row_tile * Config::kOutputs + output;
     Config::Out::Bits out[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
     u32 nans = 0;  // of float32: which sums
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      Sum slices[Config::kSlices];
-#pragma unroll
-      for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
-      fold(slices);
-      const Sum total = slices[0];
-      const i64 output = kColumns ? m : m + j;
-      const bool inside = kColumns || m + j < p.m;
+      const Sum total = folded(v[0], j);
       if constexpr (Config::kXParts) nans |= (u32)(total != total) << j;
-      const float bias = p.bias && inside ? bias_at<Config>(p.bias, output) : 0.0f;
-      const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, output) : 1.0f;
-      out[j] = rounded<Config::Out>(total, finished(total, p, scale_x, scale_w, bias));
+      const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j);
+      if constexpr (Config::kGated) {
+        const float up = value<NoMath>(folded(v[1], j), scale_x, kColumns ? m : m + j, Config::kGateRows);
+        out[j] = rounded<Config::Out>(__fmul_rn(first, up));
+      } else {
+        out[j] = rounded<Config::Out>(total, first);
+      }
     }
     Config::Out::Bits* to = (Config::Out::Bits*)p.y + place(p, n, m);
-    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= p.m)) {
+    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_of(p))) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
       else if constexpr (sizeof(Config::Out::Bits) == 2)
@@ -88,7 +106,7 @@ struct Folder {
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (kColumns ? n + j < p.n : m + j < p.m) to[j] = out[j];
+        if (kColumns ? n + j < p.n : m + j < outputs_of(p)) to[j] = out[j];
     }
 #ifdef S24_OF_PARTS
     for (; nans; nans &= nans - 1) {
@@ -103,19 +121,23 @@ struct Folder {
   __device__ __forceinline__ void run() const {
 #pragma unroll 1
     for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
-      u32 v[kAhead][Config::kSlices][4];
+      u32 v[kAhead][Config::kOfResult][Config::kSlices][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kFolders, token = token_of(i), row = row_of(i);
-        if (i >= kCount || !inside(token, row)) continue;
+        const int i = first + a * kFolders, token = token_of(i), output = output_of(i);
+        if (i >= kCount || !inside(token, output)) continue;
 #pragma unroll
-        for (int s = 0; s < Config::kSlices; ++s) load_cluster_x4(v[a][s], from[s] + Area::offset(token, row));
+        for (int h = 0; h < Config::kOfResult; ++h)
+#pragma unroll
+          for (int s = 0; s < Config::kSlices; ++s)
+            load_cluster_x4(v[a][h][s],
+                            from[s] + Area::offset(token, row_behind<Config>(output) + h * Config::kGateRows));
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kFolders;
-        const int token = token_of(i), row = row_of(i);
-        if (i < kCount && inside(token, row)) store(v[a], token, row);
+        const int token = token_of(i), output = output_of(i);
+        if (i < kCount && inside(token, output)) store(v[a], token, output);
       }
     }
   }

@@ -35,20 +35,26 @@ template <int kKind> __device__ __forceinline__ float scale_at(const float* scal
   return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
 }
 
-// The result before it is rounded to its type.
+// The result before it is rounded to its type; of a gated one, with FastMath the gate, with NoMath the other factor.
+template <class Math = FastMath>
 __device__ __forceinline__ float finished(Sum sum, const WgmmaSpParams& p, float scale_x, float scale_w, float bias) {
   float v = Config::kIntegers ? __int2float_rn((int)sum) : (float)sum;
   if (Config::kScaleX) v = __fmul_rn(v, scale_x);
   if (Config::kScaleW) v = __fmul_rn(v, scale_w);
-  return activated<Config, FastMath>(v, p.alpha, bias);
+  return activated<Config, Math>(v, p.alpha, bias);
+}
+template <class Result> __device__ __forceinline__ typename Result::Bits rounded(float v) {
+  if constexpr (Config::kOut == ElementKind::F32) return Result::from_float(canonical_nan(v));
+  else return Result::from_float(v);
 }
 template <class Result> __device__ __forceinline__ typename Result::Bits rounded(Sum sum, float v) {
   if constexpr (Config::kRaw) return (typename Result::Bits)sum;
-  else if constexpr (Config::kOut == ElementKind::F32) return Result::from_float(canonical_nan(v));
-  else return Result::from_float(v);
+  else return rounded<Result>(v);
 }
 
 // Where y has a result.
-__device__ __forceinline__ i64 place(const WgmmaSpParams& p, i64 token, i64 row) {
-  return Config::kColumnsY ? row * p.y_stride + token : token * p.y_stride + row;
+__device__ __forceinline__ i64 place(const WgmmaSpParams& p, i64 token, i64 output) {
+  return Config::kColumnsY ? output * p.y_stride + token : token * p.y_stride + output;
 }
+// Results of a token.
+__device__ __forceinline__ i64 outputs_of(const WgmmaSpParams& p) { return p.m / Config::kOfResult; }

@@ -1,6 +1,7 @@
 // The role of gemm/wgmma_sp.cu that stores results where K is not sliced along the cluster.
 #pragma once
 #include "gemm/wgmma_sp/sums.cuh"
+#include "ptx/store_matrix.cuh"
 #ifdef S24_OF_PARTS
 #include "gemm/wgmma_sp/split_products.cuh"
 #endif
@@ -17,24 +18,29 @@ template <class Result> struct Writer {
 
   static constexpr int kOutBytes = sizeof(Bits);
   // A token's, of a box.
-  static constexpr int kBoxRows = kOutBytes == 4 && !Config::kColumnsY ? 32 : 64, kBoxBytes = kBoxRows * kOutBytes;
+  static constexpr int kLineOutputs = Config::kColumnsY ? Config::kOutputs : 128 / kOutBytes;
+  static constexpr int kBoxOutputs = Config::kOutputs < kLineOutputs ? Config::kOutputs : kLineOutputs;
+  static constexpr int kBoxBytes = kBoxOutputs * kOutBytes;
 
-  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: a row's tokens,
+  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: an output's tokens,
   // under the swizzle of kLineBytes.
-  static __device__ __forceinline__ u32 staged_at(int token, int row) {
+  static __device__ __forceinline__ u32 staged_at(int token, int output) {
     if constexpr (Config::kColumnsY) {
       constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
       const int in = token * kOutBytes;
-      return row * kLine + (in / 16 ^ row * kChunks / 8 % kChunks) * 16 + in % 16;
+      return output * kLine + (in / 16 ^ output * kChunks / 8 % kChunks) * 16 + in % 16;
+    } else {
+      constexpr int kChunks = kBoxBytes / 16;
+      const int in = output % kBoxOutputs * kOutBytes;
+      return (output / kBoxOutputs * Config::kStepTokens + token) * kBoxBytes +
+             (in / 16 ^ token / (8 / kChunks) % kChunks) * 16 + in % 16;
     }
-    const int in = row % kBoxRows * kOutBytes;
-    return (row / kBoxRows * Config::kStepTokens + token) * kBoxBytes +
-           (in / 16 ^ (kBoxBytes == 128 ? token % 8 : token / 2 % 4)) * 16 + in % 16;
   }
 
   __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) {
     if (row0 >= p.m) return;
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+    const i64 output0 = row0 / Config::kOfResult;
     float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -50,8 +56,8 @@ template <class Result> struct Writer {
       const u32 buffer = stage + turn * Config::kStepBytes;
       if (++turn == Config::kBuffers) turn = 0;
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.aligned) copy_out(buffer, row0, token);
-      else copy_elements(buffer, row0, token);
+      if (p.aligned) copy_out(buffer, output0, token);
+      else copy_elements(buffer, output0, token);
     }
 #ifdef S24_OF_PARTS
     mend(sums, row0, token0);
@@ -69,9 +75,12 @@ template <class Result> struct Writer {
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
-        v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
       }
-      if constexpr (Config::kColumnsY && kOutBytes == 2) {
+      if constexpr (Config::kGated) {
+        stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
+      } else if constexpr (Config::kColumnsY && kOutBytes == 2) {
         store_matrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
       } else if constexpr (Config::kColumnsY) {
 #pragma unroll
@@ -86,6 +95,21 @@ template <class Result> struct Writer {
         for (int i = 0; i < 4; ++i)
           store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
       }
+    }
+  }
+
+  // Of a warp's eight outputs and eight tokens from `token`, a thread's: one output, two tokens.
+  __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
+    const int lane = threadIdx.x % 32, output = threadIdx.x % 128 / 32 * 8, g = lane / 4, t = lane % 4;
+    if constexpr (kOutBytes == 2 && Config::kColumnsY) {
+      store_matrix(buffer + staged_at(token, output + lane % 8), Result::pair(first, second));
+    } else if constexpr (kOutBytes == 2) {
+      store_matrix_transposed(buffer + staged_at(token + lane % 8, output), Result::pair(first, second));
+    } else if constexpr (Config::kColumnsY) {
+      store_shared_x2(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first), rounded<Result>(second));
+    } else {
+      store_shared(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first));
+      store_shared(buffer + staged_at(token + 2 * t + 1, output + g), rounded<Result>(second));
     }
   }
 
@@ -115,28 +139,30 @@ template <class Result> struct Writer {
 
   // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
   // next step's buffer has been read.
-  __device__ __forceinline__ void copy_out(u32 buffer, i64 row0, i64 token) const {
+  __device__ __forceinline__ void copy_out(u32 buffer, i64 output0, i64 token) const {
     async_proxy_fence();
     if (is_copier()) copies_read<Config::kBuffers - 2>();
     threads_meet(barrier, 128);
     if (!is_copier()) return;
     const int box = threadIdx.x % 128 / 32;
-    if constexpr (Config::kColumnsY) copy_tensor_out(&p.y_map, (u32)token, (u32)row0, buffer);
+    if constexpr (Config::kColumnsY) copy_tensor_out(&p.y_map, (u32)token, (u32)output0, buffer);
     else
-      copy_tensor_out(&p.y_map, (u32)row0 + box * kBoxRows, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
+      copy_tensor_out(&p.y_map, (u32)output0 + box * kBoxOutputs, (u32)token,
+                      buffer + box * Config::kStepTokens * kBoxBytes);
     copies_commit();
   }
   static __device__ __forceinline__ bool is_copier() {
-    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < 64 / kBoxRows;
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < Config::kOutputs / kBoxOutputs;
   }
 
-  __device__ __forceinline__ void copy_elements(u32 buffer, i64 row0, i64 token0) const {
+  __device__ __forceinline__ void copy_elements(u32 buffer, i64 output0, i64 token0) const {
     threads_meet(barrier, 128);
-    for (int i = threadIdx.x % 128; i < Config::kStepTokens * 64; i += 128) {
-      const int t = Config::kColumnsY ? i % Config::kStepTokens : i / 64,
-                r = Config::kColumnsY ? i / Config::kStepTokens : i % 64;
-      const i64 token = token0 + t, row = row0 + r;
-      if (token < p.n && row < p.m) ((Bits*)p.y)[place(p, token, row)] = load_shared_as<Bits>(buffer + staged_at(t, r));
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kOutputs; i += 128) {
+      const int t = Config::kColumnsY ? i % Config::kStepTokens : i / Config::kOutputs,
+                o = Config::kColumnsY ? i / Config::kStepTokens : i % Config::kOutputs;
+      const i64 token = token0 + t, output = output0 + o;
+      if (token < p.n && output < outputs_of(p))
+        ((Bits*)p.y)[place(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }
 };

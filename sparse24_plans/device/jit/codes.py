@@ -21,6 +21,8 @@ EPILOGUE_CODES = {
     EpilogueKind.BIAS_RELU: 2,
     EpilogueKind.BIAS_GELU: 3,
     EpilogueKind.BIAS_SILU: 4,
+    EpilogueKind.BIAS_SWIGLU: 5,
+    EpilogueKind.BIAS_GEGLU: 6,
 }
 MASK_CODES = {AttentionMask.NONE: 0, AttentionMask.ADD: 1, AttentionMask.MUL: 2}
 
