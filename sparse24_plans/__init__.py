@@ -56,6 +56,7 @@ _HOME = {
     "DeviceProperties ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
     "OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",
+    "weights.gates": "gated_rows",
     "weights.weight": "PackedWeight Sparse24Weight prune",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

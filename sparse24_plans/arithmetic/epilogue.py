@@ -1,4 +1,4 @@
-"""What follows a sum, to the bit: alpha, bias, activation, rounding; as StrictMath in common/epilogue.cuh."""
+"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; as StrictMath in common/epilogue.cuh."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 
 from ..device.jit.compiler import KERNEL_FOLDER
 from ..vocab import ElementKind, EpilogueKind
+from ..weights.gates import GATE_ROWS
 
 Array = np.ndarray[Any, Any]
 
 IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
 """What kernels that aren't strict round step by step as here; their GELU and SiLU are CUDA's functions."""
+UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
+"""Those of which each sum makes a result."""
 
 
 @lru_cache(maxsize=1)
@@ -64,15 +67,35 @@ def _gelu(v: Array) -> Array:
 
 
 def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
-    """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own."""
+    """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own.
+
+    Of a gated kind the last axis, which is in the order of W's rows, becomes half as long.
+    """
+    v = _biased(acc, alpha, bias)
+    if not kind.is_gated:
+        return _activated(v, kind)
+    pairs = v.reshape(*v.shape[:-1], v.shape[-1] // (2 * GATE_ROWS), 2, GATE_ROWS)
+    found = _gated(pairs[..., 0, :], pairs[..., 1, :], kind)
+    return found.reshape(*v.shape[:-1], v.shape[-1] // 2)
+
+
+def _biased(acc: Array, alpha: float, bias: Array | None) -> Array:
     v = acc if alpha == 1 else acc * np.float32(alpha)
-    if bias is not None:
-        v = v + bias
+    return v if bias is None else v + bias
+
+
+def _gated(gate: Array, up: Array, kind: EpilogueKind) -> Array:
+    """Both with their bias; the product of an activated gate with what it lets through is rounded once."""
+    return _activated(gate, kind) * up
+
+
+def _activated(v: Array, kind: EpilogueKind) -> Array:
+    """Of a gated kind the gate's activation."""
     if kind is EpilogueKind.BIAS_RELU:
         return np.where(v < 0, np.float32(0.0), v)
-    if kind is EpilogueKind.BIAS_GELU:
+    if kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU):
         return _gelu(v)
-    if kind is EpilogueKind.BIAS_SILU:
+    if kind in (EpilogueKind.BIAS_SILU, EpilogueKind.BIAS_SWIGLU):
         return _silu(v)
     if kind is EpilogueKind.BIAS_GELU_TANH:  # not in strict mode: NumPy's tanh isn't defined to the bit
         wide = v.astype(np.float64)
@@ -123,7 +146,8 @@ def finished(
 ) -> Array:
     """The results' bits: all that follows the sums, which are float32, or of s8 exact in float64.
 
-    Scales and bias broadcast to the sums.
+    Scales and bias broadcast to the sums. Of a gated epilogue the last axis is in the order of W's rows, and
+    that of the results is half as long.
     """
     if desc.out_element is ElementKind.I32 and desc.is_plain:
         limits = np.iinfo(np.int32)

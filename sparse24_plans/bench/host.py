@@ -53,7 +53,7 @@ def _descriptor() -> GemmSparse24Descriptor:
 def _of_plan(plan: GemmSparse24Plan, matrix: Matrix, prefix: str) -> dict[str, float]:
     """``run`` with the same arguments every time, ``launch``, ``run`` with new ones, which are checked."""
     cupy, desc = import_cupy(), plan.descriptor
-    x, y = cupy.zeros((desc.n, desc.k), "u2"), cupy.zeros((desc.n, desc.m), "u2")
+    x, y = cupy.zeros((desc.n, desc.k), "u2"), cupy.zeros((desc.n, desc.outputs), "u2")
     space = cupy.empty(max(plan.workspace_size(), 1), "u1")
     own_stream = cupy.cuda.Stream(non_blocking=True)
     stream, packed = own_stream.ptr, plan.pack(matrix.weight)

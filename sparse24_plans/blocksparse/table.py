@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..arithmetic.epilogue import UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.table import Row, with_wgmma
 from ..vocab import (
@@ -42,7 +43,7 @@ class MatmulRow(BlockSparseRow):
 
     blocks: tuple[int, ...] = BLOCK_SIZES
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
-    epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
+    epilogues: tuple[EpilogueKind, ...] = UNGATED
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
@@ -62,7 +63,7 @@ class MatmulRow(BlockSparseRow):
         return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
 
 
-_EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
+_EXACT_EPILOGUES = tuple(kind for kind in UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH)
 _HOST = (BackendKind.HOST, Tier.HOST)
 _BLOCKS_WGMMA = with_wgmma(
     MatmulRow(

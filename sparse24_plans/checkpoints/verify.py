@@ -230,7 +230,7 @@ def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: Elem
 def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
     """y [N, M] of the element, from the plan's device."""
     desc = plan.descriptor
-    bits, shape = desc.element.bits_dtype, (desc.n, desc.m)
+    bits, shape = desc.element.bits_dtype, (desc.n, desc.outputs)
     poison = np.full(shape, np.iinfo(bits).max, bits)  # NaN, so that what isn't written shows
     if plan.device.kind == "host":
         y = poison.view(desc.element.dtype)

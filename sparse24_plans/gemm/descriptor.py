@@ -20,6 +20,7 @@ from ..vocab import (
     ScaleKind,
     Size,
 )
+from ..weights.gates import GATE_ROWS
 
 
 class GemmSparse24Descriptor(ProductDescriptor):
@@ -37,6 +38,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) =
         t * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) =
         t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
+        Gated kinds make a result of two rows of W: swiglu is silu(v_gate + bias) * (v_up + bias), geglu the
+        same with gelu. M is then a multiple of 16, W, bias and scale_w are in the order of ``gated_rows``,
+        and Y is [N, M/2].
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional
@@ -96,7 +100,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
-        self._expect_result_types()
+        self._expect_result_types(gates=True)
+        if self.epilogue.is_gated:
+            self._expect_gates()
         if self.op is GemmOp.DGRAD:
             if self.epilogue.has_bias:
                 raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")
@@ -106,6 +112,14 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.m * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
+
+    def _expect_gates(self) -> None:
+        if self.m % (2 * GATE_ROWS):
+            raise ValueError(
+                f"m: expected a multiple of {2 * GATE_ROWS} for epilogue {self.epilogue}, got {self.m}"
+            )
+        if self.out_element is ElementKind.I32:
+            raise ValueError(f"out_element: expected s8 or a float for epilogue {self.epilogue}, got i32")
 
     @property
     def op_name(self) -> str:
@@ -123,9 +137,14 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.k if self.op is GemmOp.FORWARD else self.m
 
     @property
-    def outputs(self) -> int:
-        """Results per token: M for ``forward``, K for ``dgrad``."""
+    def sums(self) -> int:
+        """Sums per token: M for ``forward``, K for ``dgrad``."""
         return self.m if self.op is GemmOp.FORWARD else self.k
+
+    @property
+    def outputs(self) -> int:
+        """Results per token: as many as sums, of a gated epilogue half as many."""
+        return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
         """The weight, ``source`` (x, dy), ``result`` (y, dx), and what epilogue and scales ask for."""

@@ -33,7 +33,7 @@ STRICT_SMALL_TILE = (32, 16)
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    return beyond_grid(-(-problem.outputs // rows) * -(-problem.n // tokens))
+    return beyond_grid(-(-problem.sums // rows) * -(-problem.n // tokens))
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:

@@ -178,13 +178,13 @@ def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) ->
 
 
 def result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> Box:
-    """Of Y."""
+    """Of Y: at most what a row tile of W makes."""
     size = desc.out_element.itemsize
-    tokens = schedule.step_tokens(size)
+    tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
     if desc.y_order is MatrixOrder.ROW:
-        rows = min(TILE_M, 128 // size)
-        return Box(tokens, rows, rows * size)
-    return Box(TILE_M, tokens, pitch_of(tokens * size))
+        adjacent = min(outputs, 128 // size)
+        return Box(tokens, adjacent, adjacent * size)
+    return Box(outputs, tokens, pitch_of(tokens * size))
 
 
 def lines_map(at: int, shape: tuple[int, ...], stride: int, size: int, box: Box) -> bytes:
@@ -217,7 +217,7 @@ def launch_parameters(
     size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
     # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
     copied = schedule.slices == 1
-    ends = (desc.m if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
+    ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
     parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
 
     def maps() -> bytes:

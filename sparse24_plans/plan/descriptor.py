@@ -70,8 +70,13 @@ class ProductDescriptor(Descriptor):
         out_element: ElementKind
         bias_element: ElementKind
 
-    def _expect_result_types(self) -> None:
-        """Raise ValueError where results or bias are of a type that the element hasn't."""
+    def _expect_result_types(self, *, gates: bool = False) -> None:
+        """Raise ValueError where results or bias are of a type that the element hasn't.
+
+        And where the epilogue is gated, unless the family has ``gates``.
+        """
+        if self.epilogue.is_gated and not gates:
+            raise ValueError(f"epilogue: expected one that isn't gated, got {self.epilogue}")
         self._expect("out_element", results_of(self.element))
         self._expect("bias_element", biases_of(self.element, self.out_element))
 

@@ -116,7 +116,7 @@ class Problem:
         self.desc, self.matrix = desc, matrix
         self.x = _ordered((desc.n, desc.k), desc.element, desc.x_order)
         self.x[...] = random_bits((desc.n, desc.k), desc.element, seed=desc.n)
-        self.y = _ordered((desc.n, desc.m), desc.out_element, desc.y_order)
+        self.y = _ordered((desc.n, desc.outputs), desc.out_element, desc.y_order)
         self._space = import_cupy().empty(1, np.uint8)
 
     def workspace(self, plan: GemmSparse24Plan) -> Array:

@@ -19,6 +19,7 @@ from sparse24_plans import (
     BlockSparseShape,
     BlockSparseSoftmaxDescriptor,
     DeviceProperties,
+    EpilogueKind,
     GemmSparse24Descriptor,
     PlanPreference,
 )
@@ -59,6 +60,16 @@ KINDS = (
     {"element": "s8", "epilogue": "bias_silu", "out_element": "f16", "bias_element": "f32"},
     {"element": "fp8_e4m3", "epilogue": "bias_gelu", "scale_x": "tensor", "scale_w": "row"},
     {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
+    {"element": "bf16", "epilogue": "bias_swiglu"},
+    {"element": "f16", "epilogue": "bias_geglu", "x_order": "column", "y_order": "column"},
+    {"element": "bf16", "epilogue": "bias_geglu", "out_element": "f32", "bias_element": "f32"},
+    {"element": "bf16", "epilogue": "bias_swiglu", "out_element": "f32", "y_order": "column"},
+    {"element": "f32", "epilogue": "bias_swiglu"},
+    {"element": "f32", "epilogue": "bias_geglu"},
+    {"element": "s8", "epilogue": "bias_swiglu", "out_element": "s8", "scale_x": "row", "scale_w": "row"},
+    {"element": "s8", "epilogue": "bias_geglu", "out_element": "bf16", "scale_w": "row"},
+    {"element": "fp8_e4m3", "epilogue": "bias_swiglu", "scale_x": "tensor", "scale_w": "row"},
+    {"element": "fp8_e4m3", "epilogue": "bias_geglu", "out_element": "f32"},
 )
 SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
@@ -151,21 +162,31 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
             considered = consider(gemm_table.ROWS, desc, preference, device)
             if any(one.row is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-        for n in WGMMA_TOKENS.get(row.name, ()) if capability == HOPPER else ():
-            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kinds[0])
+        tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
+        for n, kind in tried if capability == HOPPER else ():
+            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             if row.parts:
                 found += split_requests(row, desc, device)
                 continue
             for schedule in wgmma_choice.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
-        for n in WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()) if capability == HOPPER else ():
-            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **COLUMNS)
+        columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}
+        tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
+        for n, kind in tried if capability == HOPPER else ():
+            desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             row.kernel(Choice(desc, device, row, preference, {}))  # turns X into rows
             for schedule in wgmma_choice.allowed_schedules(desc, row):
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
                 row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
     return found
+
+
+def gated_kinds(row: GemmRow) -> list[dict[str, str]]:
+    """Those that the row serves."""
+    kinds = [(EpilogueKind(kind.get("epilogue", "identity")), kind) for kind in KINDS]
+    found = [kind for epilogue, kind in kinds if epilogue.is_gated and epilogue in row.epilogues]
+    return [kind for kind in found if kind["element"] in row.elements]
 
 
 def split_requests(row: GemmRow, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:

@@ -36,7 +36,8 @@ def test_codes_are_those_of_the_headers():
     assert words_of("common/element.cuh", "ElementKind") == elements
     epilogues = {kind.name: code for kind, code in codes.EPILOGUE_CODES.items()}
     assert words_of("common/epilogue.cuh", "EpilogueKind") == epilogues
-    assert all(set(codes.EPILOGUE_CODES) == set(row.epilogues) for row in GEMM_ROWS)
+    ungated = {kind for kind in codes.EPILOGUE_CODES if not kind.is_gated}
+    assert all(set(row.epilogues) in (set(codes.EPILOGUE_CODES), ungated) for row in GEMM_ROWS)
     masks = {kind.name: code for kind, code in codes.MASK_CODES.items()}
     assert words_of("blocksparse/softmax.cu", "AttentionMask") == masks
 

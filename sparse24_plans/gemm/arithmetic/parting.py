@@ -88,9 +88,10 @@ def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> 
         "scale_x": {"scale_x": ScaleKind.NONE},
         "scale_w": {"scale_w": ScaleKind.NONE},
         "alpha": {"alpha": 1.0},
-        "the activation": {"epilogue": EpilogueKind.BIAS},
-        "bias and activation": {"epilogue": EpilogueKind.IDENTITY},
     }
+    if not desc.epilogue.is_gated:  # without which there would be other results
+        plain["the activation"] = {"epilogue": EpilogueKind.BIAS}
+        plain["bias and activation"] = {"epilogue": EpilogueKind.IDENTITY}
     for name, update in plain.items():
         if any(getattr(desc, field) != value for field, value in update.items()) and (
             desc.epilogue.has_bias or "epilogue" not in update

@@ -12,6 +12,7 @@ from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.operands import Views
 from ...vocab import ScaleKind
+from ...weights.gates import GATE_ROWS
 from ..descriptor import GemmSparse24Descriptor
 from .sums import AfterStep, Factors, sums
 
@@ -40,13 +41,15 @@ class Results:
 
     def at(self, tokens: Array, outputs: Array, after_step: AfterStep | None = None) -> Array:
         """The bits of the results (tokens[i], outputs[i]), as unsigned integers [P]."""
-        desc = self.desc
+        desc, count, rows = self.desc, len(outputs), outputs
+        if desc.epilogue.is_gated:
+            tokens, rows = _behind(tokens, outputs)
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here
-            found = sums(self.factors, self.arithmetic, tokens, outputs, after_step)
+            found = sums(self.factors, self.arithmetic, tokens, rows, after_step)
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
-            scale_w = _chosen(self._scale_w, desc.scale_w, outputs)
-            bias = self._bias[outputs] if self._bias is not None and desc.epilogue.has_bias else None
-            return finished(found, desc, scale_x, scale_w, bias)
+            scale_w = _chosen(self._scale_w, desc.scale_w, rows)
+            bias = self._bias[rows] if self._bias is not None and desc.epilogue.has_bias else None
+            return finished(found, desc, scale_x, scale_w, bias)[:count]
 
 
 def blocks_of(count: int) -> Iterator[slice]:
@@ -62,6 +65,18 @@ def places(flat: Array, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     """
     outputs, tokens = np.divmod(flat, max(desc.n, 1))
     return tokens, outputs
+
+
+def _behind(tokens: Array, outputs: Array) -> tuple[Array, Array]:
+    """Tokens and rows of W of the sums behind gated results, in the order of W's rows: 8 gates, 8 others, ...
+
+    The last 8 are filled up.
+    """
+    fill = (0, -len(outputs) % GATE_ROWS)
+    tokens, outputs = (np.pad(one, fill, "edge").reshape(-1, 1, GATE_ROWS) for one in (tokens, outputs))
+    gates = outputs + outputs // GATE_ROWS * GATE_ROWS
+    rows = np.concatenate([gates, gates + GATE_ROWS], axis=1)
+    return np.broadcast_to(tokens, rows.shape).reshape(-1), rows.reshape(-1)
 
 
 def _array(view: TensorView | None) -> Array | None:

@@ -100,7 +100,7 @@ class Kernel(GemmKernel):
         step = max(_INFLATED_CELLS // max(desc.k, 1), 1)
         block = np.empty((min(step, desc.m), desc.k), np.float32)
         sums = np.float64 if desc.element is ElementKind.S8 else np.float32
-        total = np.zeros((source.shape[0], desc.outputs), sums)
+        total = np.zeros((source.shape[0], desc.sums), sums)
         for rows in _steps(desc.m, step):
             part = block[: rows.stop - rows.start]
             dense.inflate(values[rows], metadata[rows], desc.element, part)

@@ -89,4 +89,4 @@ def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[i
 
 
 def _blocks(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
-    return -(-desc.outputs // tile[0]) * -(-desc.n // tile[1])
+    return -(-desc.sums // tile[0]) * -(-desc.n // tile[1])

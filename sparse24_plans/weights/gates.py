@@ -1,0 +1,31 @@
+"""The order of W's rows for gated epilogues, of which two rows make a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..device.tensors import wrong
+from ..vocab import INT64_MAX, integer
+
+GATE_ROWS = 8
+"""Rows of gates that follow each other; as many follow that they let through, and so on."""
+
+
+def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which rows of ``[gate, up]``, one matrix below the other, are W's of a gated epilogue, int64 [M].
+
+    ``m``: M, the rows of both together, a multiple of 16. ``np.concatenate([gate, up])[gated_rows(m)]`` is W,
+    and so are its bias and scales of rows; any array type will do that takes NumPy's index arrays, and also
+    the one matrix that a checkpoint calls ``gate_up_proj``. Rows 16 j to 16 j + 7 of W are rows 8 j to
+    8 j + 7 of gate, rows 16 j + 8 to 16 j + 15 those of up. So a part of W, cut along M at multiples of 16, is
+    of a part of the features.
+
+    Raises InvalidProblemError naming ``m``.
+    """
+    rows = integer(m)
+    if rows is None or not 0 <= rows <= INT64_MAX or rows % (2 * GATE_ROWS):
+        raise wrong("m", f"a multiple of {2 * GATE_ROWS}", m)
+    features = np.arange(rows // 2, dtype=np.int64).reshape(-1, GATE_ROWS)
+    return np.stack([features, features + rows // 2], axis=1).reshape(rows)
