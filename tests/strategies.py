@@ -38,6 +38,7 @@ from sparse24_plans import (
     TileRule,
 )
 
+UNGATED = st.sampled_from([kind for kind in EpilogueKind if not kind.is_gated])
 RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
 """Of the 8-bit elements; the default first. The others' are the element itself, and f32."""
 
@@ -75,6 +76,10 @@ def gemm_descriptors(
         optional["bias_element"] = draw(st.sampled_from([*own, "f32"]))
     alpha = draw(st.just(1.0) | st.floats(-(2.0**127), 2.0**127))
     n, m = draw(sizes), draw(sizes)
+    if optional.get("epilogue", EpilogueKind.IDENTITY).is_gated:
+        m = m // 16 * 16
+        if element is ElementKind.S8 and optional.get("out_element", "i32") == "i32":
+            optional["out_element"] = "f32"
     return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
 
 
@@ -118,7 +123,7 @@ def block_products(draw: st.DrawFn) -> BlockSparseMatmulDescriptor:
     fields = {"out_element": draw(st.sampled_from(results_of(element))), "alpha": draw(_SCALES)}
     fields |= {name: draw(st.booleans()) for name in ("trans_a", "trans_b")}
     if op is not BlockSparseOp.SDD:
-        fields["epilogue"] = draw(st.sampled_from(EpilogueKind))
+        fields["epilogue"] = draw(UNGATED)
     sizes = {"n": draw(st.integers(0, 2**20)), "batch": draw(st.integers(0, 64))}
     layout = draw(block_shapes())
     if op is not BlockSparseOp.SDD and element in ("f16", "bf16") and layout.block >= 64:
@@ -154,7 +159,7 @@ def block_convolutions(draw: st.DrawFn) -> BlockSparseConv2dDescriptor:
     fields = {"op": draw(st.sampled_from(BlockSparseConvOp)), "alpha": draw(_SCALES)}
     fields["out_element"] = draw(st.sampled_from(results_of(element)))
     if fields["op"] is BlockSparseConvOp.FORWARD:
-        fields["epilogue"] = draw(st.sampled_from(EpilogueKind))
+        fields["epilogue"] = draw(UNGATED)
     return BlockSparseConv2dDescriptor(
         layout=shape,
         batch=draw(st.integers(0, 64)),

@@ -310,14 +310,14 @@ _erfc = np.vectorize(math.erfc, otypes=[float])
 
 
 def activate(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
-    """The epilogues' activations in float64, by their definition."""
+    """The epilogues' activations in float64, by their definition; of a gated one its gate's."""
     if kind == "bias_relu":
         return np.maximum(v, 0)
-    if kind == "bias_gelu":
+    if kind in ("bias_gelu", "bias_geglu"):
         return v * 0.5 * _erfc(-v / math.sqrt(2)) if v.size else v
     if kind == "bias_gelu_tanh":
         return v / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
-    if kind == "bias_silu":
+    if kind in ("bias_silu", "bias_swiglu"):
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
     return v
@@ -355,13 +355,43 @@ def reference(
     before = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, f32, desc.alpha) + scaling
     v = exact + bias.astype(np.float64)
     before += np.abs(v) * f32.unit_roundoff
-    value = activate(v, desc.epilogue)
-    # Activations have slopes below 1.13; float32 activations add a few units in the last place.
-    after = 1.13 * before + (np.abs(value) + before) * (8 * f32.unit_roundoff)
+    value, after = activated(v, before, desc.epilogue)
     if desc.epilogue == "bias_gelu_tanh" and plan.device.kind == "cuda":
         after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
     rounding = (np.abs(value) + after) * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
+
+
+def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.ndarray, np.ndarray]:
+    """The activation of values that are known but for an error, and what becomes of this.
+
+    Of a gated kind its product with what it lets through; where either may be beyond float32, which is Inf
+    then, any error is allowed.
+    """
+    if kind.is_gated:
+        (gate, up), (of_gate, of_up) = (rows_of_gates(each) for each in (v, error))
+    else:
+        gate, of_gate = v, error
+    value = activate(gate, kind)
+    f32 = ElementKind.F32
+    # Activations have slopes below 1.13; float32 activations add a few units in the last place.
+    after = 1.13 * of_gate + (np.abs(value) + of_gate) * (8 * f32.unit_roundoff)
+    if not kind.is_gated:
+        return value, after
+    after = after + f32.smallest_subnormal
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_product = after * (np.abs(up) + of_up) + np.abs(value) * of_up
+        product = value * up
+        of_product += (np.abs(product) + of_product) * f32.unit_roundoff
+    beyond = np.maximum(np.abs(gate) + of_gate, np.abs(up) + of_up) >= float(np.finfo(np.float32).max)
+    return product, np.where(beyond, np.inf, of_product)
+
+
+def rows_of_gates(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of columns in the order of W's rows [N, M]: those of gates, and of what they let through."""
+    n, m = values.shape
+    pairs = values.reshape(n, m // 16, 2, 8)
+    return pairs[:, :, 0].reshape(n, m // 2), pairs[:, :, 1].reshape(n, m // 2)
 
 
 def saturated(value: np.ndarray, out: ElementKind) -> np.ndarray:

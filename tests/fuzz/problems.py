@@ -61,6 +61,9 @@ _ARITHMETICS = (
     *("fma32_in_order", "exact_sum", "hopper_tc/slices=1", "hopper_tc/slices=3"),
     *("hopper_tc_fp8/slices=2", "hopper_tc_fp8/promoted=128"),
 )
+_UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
+_GATE_ROWS = 16
+"""Rows of W that a gated epilogue takes at a time."""
 _PROMISES = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
 
 
@@ -151,14 +154,14 @@ def _size(rng: np.random.Generator, most: int, unit: int = 1) -> int:
     return int(np.clip(-(-size // unit) * unit, unit, most // unit * unit))
 
 
-def _sizes(rng: np.random.Generator, limits: Limits, most_results: int) -> dict[str, int]:
+def _sizes(rng: np.random.Generator, limits: Limits, most_results: int, unit_of_m: int = 1) -> dict[str, int]:
     """In a random order: what comes last gets what the others leave."""
     found: dict[str, int] = {}
     for name in rng.permutation(["n", "m", "k"]):
         left = limits.products // max(1, math.prod(found.values()))
         if name != "k":
             left = min(left, most_results // max(1, found.get("n", 1) * found.get("m", 1)))
-        found[name] = _size(rng, min(limits.side, left), 8 if name == "k" else 1)
+        found[name] = _size(rng, min(limits.side, left), {"k": 8, "m": unit_of_m}.get(name, 1))
     return found
 
 
@@ -183,23 +186,26 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     else:
         if rng.random() < 0.6:
             fields["epilogue"] = _pick(rng, EpilogueKind)
+            if fields["epilogue"].is_gated and fields["out_element"] == "i32":
+                fields["out_element"] = "s8"
             fields["bias_element"] = "f32" if rng.random() < 0.5 else _default_bias(fields)
         for name in ("x_order", "y_order"):
             fields[name] = "column" if rng.random() < 0.15 else "row"
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
-    slow = fields.get("epilogue") == EpilogueKind.BIAS_GELU
-    desc = GemmSparse24Descriptor(
-        **fields, **_sizes(rng, limits, min(limits.results, _SLOW_RESULTS) if slow else limits.results)
-    )
+    epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
+    slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
+    most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
+    sizes = _sizes(rng, limits, most, _GATE_ROWS if epilogue.is_gated else 1)
+    desc = GemmSparse24Descriptor(**fields, **sizes)
     rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
-    sizes = desc.element.itemsize, desc.out_element.itemsize
+    widths = desc.element.itemsize, desc.out_element.itemsize
     return Product(
         desc,
         _preference(rng, host=limits is HOST),
         str(_pick(rng, ("normal", "positive", "wide", "small", "zeros", "integers"))),
-        tuple(_distance(rng, size) for size in sizes),
-        tuple(_distance(rng, size) for size in sizes),
+        tuple(_distance(rng, size) for size in widths),
+        tuple(_distance(rng, size) for size in widths),
         tuple(map(int, rows)),
         data_seed,
     )
@@ -282,7 +288,7 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng), "n": _size(rng, 40)}
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EpilogueKind), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, _UNGATED), "bias_element": _default_bias(fields)}
     if _may_be_2_4(layout, fields) and rng.random() < 0.5:
         fields["inner"] = "sparse24"
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
@@ -306,7 +312,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
+        kinds = [kind for kind in _UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH]
         fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
@@ -375,7 +381,7 @@ def _convolution(
     fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields["alpha"] = _alpha(rng)
     if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
-        kinds = [kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH]
+        kinds = [kind for kind in _UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH]
         fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
     height, width = (one + int(rng.integers(0, 9)) for one in least)
     walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}

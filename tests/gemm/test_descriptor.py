@@ -94,7 +94,8 @@ def test_what_is_derived_of_a_descriptor(desc):
     """Reduction and outputs by op; one operand for each part of the definition, of its shape and element."""
     forward = desc.op == "forward"
     assert desc.op_name == f"gemm_sparse24_{desc.op.value}"
-    assert (desc.reduction, desc.outputs) == ((desc.k, desc.m) if forward else (desc.m, desc.k))
+    assert (desc.reduction, desc.sums) == ((desc.k, desc.m) if forward else (desc.m, desc.k))
+    assert desc.outputs == (desc.m // 2 if desc.epilogue.endswith("glu") else desc.sums)
     operands = {one.argument: (one.shape, one.element) for one in desc.operands()}
     want = {"weight": ((desc.m, desc.k), desc.element)}
     want["x" if forward else "dy"] = ((desc.n, desc.reduction), desc.element)
