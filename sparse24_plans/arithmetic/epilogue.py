@@ -1,4 +1,4 @@
-"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; as StrictMath in common/epilogue.cuh."""
+"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; StrictMath of common/epilogue.cuh."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     ``m``: M, the rows of both together, a multiple of 16. ``np.concatenate([gate, up])[gated_rows(m)]`` is W,
     and so are its bias and scales of rows; any array type will do that takes NumPy's index arrays, and also
     the one matrix that a checkpoint calls ``gate_up_proj``. Rows 16 j to 16 j + 7 of W are rows 8 j to
-    8 j + 7 of gate, rows 16 j + 8 to 16 j + 15 those of up. So a part of W, cut along M at multiples of 16, is
-    of a part of the features.
+    8 j + 7 of gate, rows 16 j + 8 to 16 j + 15 those of up. So a part of W that is cut along M at multiples
+    of 16 is of a part of the features.
 
     Raises InvalidProblemError naming ``m``.
     """

@@ -1,4 +1,4 @@
-"""Gated results on their way out, as the kernels stage them in shared memory: models of them, without a GPU."""
+"""Gated results on their way out, as the kernels stage them in shared memory: models, without a GPU."""
 
 from __future__ import annotations
 
