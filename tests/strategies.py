@@ -78,7 +78,7 @@ def gemm_descriptors(
     n, m = draw(sizes), draw(sizes)
     if optional.get("epilogue", EpilogueKind.IDENTITY).is_gated:
         m = m // 16 * 16
-        if element is ElementKind.S8 and optional.get("out_element", "i32") == "i32":
+        if optional.get("out_element", results_of(element)[0]) == "i32":
             optional["out_element"] = "f32"
     return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
 

@@ -1,4 +1,4 @@
-"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; StrictMath of common/epilogue.cuh."""
+"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; as StrictMath of the kernels."""
 
 from __future__ import annotations
 
