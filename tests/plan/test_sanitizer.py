@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
+from sparse24_plans import EpilogueKind
+from sparse24_plans.gemm.table import ROWS
+
 from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
+GATED = [row.name for row in ROWS if row.name in GEMM and EpilogueKind.BIAS_SWIGLU in row.epilogues]
 SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
 CONVOLUTIONS = [name for name in KERNELS if name.startswith("conv2d")]
 BLOCKS = [name for name in KERNELS if name.startswith("blocks")]
@@ -42,6 +46,24 @@ def small_products(row: str, element: str, op: str) -> int:
         case = make_case(desc, row=row, pad=3 if row == "inflate_strict" else 16)
         case.check(case.run())
     return len(SIZES)
+
+
+def small_gated_products(row: str, element: str) -> int:
+    """The same, where two rows of W make a result."""
+    from sparse24_plans import GemmSparse24Descriptor
+
+    from ..gemm.rows import tokens
+    from ..support import make_case
+
+    sizes = ((1, 16, 16), (40, 80, 528), (67, 9008, 16))
+    for n, m, k in sizes:
+        fields = {"element": element, "epilogue": "bias_swiglu"}
+        if element == "s8":
+            fields["out_element"] = "s8"
+        desc = GemmSparse24Descriptor(n=tokens(row, n), m=m, k=k, **fields)
+        case = make_case(desc, row=row, pad=3 if row == "inflate_strict" else 16)
+        case.check(case.run())
+    return len(sizes)
 
 
 def small_weights(name: str, element: str, device: int | str = 0) -> int:
@@ -125,6 +147,14 @@ def test_products(row, tool):
 
 @pytest.mark.gpu
 @tools
+@pytest.mark.parametrize("row", GATED)
+def test_gated_products(row, tool):
+    element = KERNELS[row].desc.element.value
+    run_under(tool, SANITIZED.format(function="small_gated_products", more=""), row, element)
+
+
+@pytest.mark.gpu
+@tools
 @pytest.mark.parametrize("name", PREPARE)
 def test_weights(name, tool):
     elements = "bf16,s8" if "pack" in name or tool == "memcheck" else "bf16"
@@ -162,6 +192,7 @@ def test_products_of_blocks(name, tool, request):
 def test_what_is_sanitized_runs_at_all():
     """On the host, so that a failure there isn't one of the test."""
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
+    assert small_gated_products("host_blas", "s8") == 3
     assert all(small_weights(name, "bf16", "host") == 3 for name in PREPARE)
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
     assert all(small_convolutions(name, "bf16", "host") == 3 for name in CONVOLUTIONS)
