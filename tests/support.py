@@ -358,7 +358,8 @@ def reference(
     value, after = activated(v, before, desc.epilogue)
     if desc.epilogue == "bias_gelu_tanh" and plan.device.kind == "cuda":
         after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
-    rounding = (np.abs(value) + after) * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
+    size = np.where(np.isinf(after), 0, np.abs(value) + after)
+    rounding = size * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
 
 

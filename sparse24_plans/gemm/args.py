@@ -14,10 +14,11 @@ class GemmSparse24Args(Args):
     """Operands of a ``forward`` plan. Tensors of any framework, on the plan's device.
 
     ``weight``: what ``plan.pack`` returned, or a canonical Sparse24Weight where the plan reads that.
-    ``x`` [N, K] of the element; ``y`` [N, M] of ``out_element``, written; ``bias`` [M] of ``bias_element``
-    exactly when the epilogue has one. Rows of x and y may be further apart than their width; in a ``column``
-    order it is their columns that are contiguous. ``scale_x``, ``scale_w``: f32, [1] for a scale of the
-    tensor, [N] and [M] for one a row, exactly when the descriptor has them.
+    ``x`` [N, K] of the element; ``y`` [N, M], of a gated epilogue [N, M/2], of ``out_element``, written;
+    ``bias`` [M] of ``bias_element`` exactly when the epilogue has one. Rows of x and y may be further apart
+    than their width; in a ``column`` order it is their columns that are contiguous. ``scale_x``,
+    ``scale_w``: f32, [1] for a scale of the tensor, [N] and [M] for one a row, exactly when the descriptor
+    has them.
     """
 
     weight: Sparse24Weight | PackedWeight
