@@ -2,7 +2,8 @@
 
 The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
-one's weights are pruned. A step of ``n`` sequences adds a token to each; a prefill is one sequence. Each is
+one's weights are pruned. SwiGLU follows the dense product in two kernels, as F.silu(gate) * up is in PyTorch;
+the sparse one has it in its epilogue. A step of ``n`` sequences adds a token to each; a prefill is one sequence. Each is
 checked against the dense one before it is timed. Contenders are interleaved; figures are medians. On several
 GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's features.
 """
@@ -112,9 +113,16 @@ class Layer(nn.Module):
             k, v = keys, values
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=keys is None, enable_gqa=True)
         x = x + self.out(attended.transpose(1, 2).reshape(sequences, tokens, heads * size))
-        gate, up = self.gate_up(F.rms_norm(x, (shape.hidden,))).chunk(2, dim=-1)
-        mixed: Tensor = x + self.down(F.silu(gate) * up)
+        mixed: Tensor = x + self.down(self.gated(F.rms_norm(x, (shape.hidden,))))
         return mixed
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, which a sparse layer gives itself."""
+        product: Tensor = self.gate_up(x)
+        if isinstance(self.gate_up, Sparse24Linear):
+            return product
+        gate, up = product.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class Decoder(nn.Module):
@@ -137,7 +145,11 @@ class Decoder(nn.Module):
     def sparse(self, **require: bool) -> Decoder:
         """The same decoder with sparse layers."""
         other = copy.deepcopy(self)
-        to_sparse24(other, recipe=Sparse24Recipe("compress", require=require or None), progress=False)
+        recipes = {
+            "*.gate_up": Sparse24Recipe("compress", activation="swiglu", require=require or None),
+            "*": Sparse24Recipe("compress", require=require or None),
+        }
+        to_sparse24(other, recipe=recipes, progress=False)
         return other
 
 

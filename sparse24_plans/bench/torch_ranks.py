@@ -44,9 +44,13 @@ class RankedDecoder(Decoder):
             for name, style in styles.items():
                 columns = isinstance(style, ColwiseSparse24)
                 weight = _whole(getattr(layer, name).weight.detach(), ranks, dim=0 if columns else 1)
+                options: dict[str, Any] = {"method": "compress", "require": require or None}
+                if name == "gate_up":  # each rank's gate and up: the whole gate comes first
+                    weight = weight.unflatten(0, (ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
+                    options["activation"] = "swiglu"
                 linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
                 linear.weight = nn.Parameter(weight, requires_grad=False)
-                sparse = Sparse24Linear.from_linear(linear, method="compress", require=require or None)
+                sparse = Sparse24Linear.from_linear(linear, **options)
                 setattr(layer, name, parallelize_module(sparse, mesh, style, src_data_rank=None))
         return other
 

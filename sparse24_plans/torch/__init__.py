@@ -16,6 +16,8 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
 
 from . import blocksparse as blocksparse
 from . import ops as ops  # registers them
+from .gated import Sparse24GatedMLP as Sparse24GatedMLP
+from .gated import fuse_gated as fuse_gated
 from .linear import Sparse24Linear as Sparse24Linear
 from .models import LoadReport as LoadReport
 from .models import from_pretrained as from_pretrained
@@ -39,6 +41,7 @@ __all__ = [
     "LoadReport",
     "RowwiseSparse24",
     "SemiStructuredError",
+    "Sparse24GatedMLP",
     "Sparse24Linear",
     "Sparse24Recipe",
     "Sparse24Tensor",
@@ -47,6 +50,7 @@ __all__ = [
     "blocksparse",
     "from_pretrained",
     "from_semi_structured",
+    "fuse_gated",
     "load_sparse24",
     "to_semi_structured",
     "to_sparse24",

@@ -13,11 +13,12 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import EpilogueKind, TileRule, integer
+from ..vocab import TileRule, integer
+from .activations import check_activation, check_rows, epilogue_of, row_order
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
 from .library import only_dispatches
-from .products import ACTIVATIONS, linear
+from .products import linear
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
@@ -90,7 +91,9 @@ class Sparse24Linear(nn.Module):
     bias : bool
         Whether there is a bias [out_features] of the weight's dtype.
     activation : str
-        ``none``, ``relu``, ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the product's epilogue.
+        ``none``, ``relu``, ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the product's epilogue. ``swiglu``
+        and ``geglu`` take two features for one: silu(gate) * up, gelu(gate) * up. The result is then half as
+        wide as out_features, a multiple of 16, and W's rows are in the order of ``gated_rows``.
     out_dtype : torch.dtype, optional
         The weight's, or float32.
     trainable : bool
@@ -129,10 +132,8 @@ class Sparse24Linear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if (found := integer(size)) is None or found < 0:
                 raise InvalidProblemError(f"{name}: expected an integer from 0, got {size!r}")
-        if activation not in ACTIVATIONS:
-            raise InvalidProblemError(
-                f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
+        check_activation(activation)
+        check_rows(activation, out_features)
         if out_dtype not in (None, dtype, torch.float32):
             served = " or ".join(dict.fromkeys((str(dtype), "torch.float32")))
             raise InvalidProblemError(f"out_dtype: expected {served}, got {out_dtype}")
@@ -170,7 +171,8 @@ class Sparse24Linear(nn.Module):
         ``method``: ``prune`` keeps the two largest |values| of every four, or those of the largest ``scores``
         [M, K]; ``compress`` takes a weight that is 2:4 already, or raises FormatError; ``tiles`` prunes 4x4
         tiles by ``rule`` (M a multiple of 8), so that the transpose is 2:4 too. ``options`` are those of the
-        constructor.
+        constructor. For a gated activation the first half of ``linear``'s rows is the gate, as in a model's
+        ``gate_up_proj``; the layer has them in its own order.
         """
         if not isinstance(linear, nn.Linear):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
@@ -186,8 +188,11 @@ class Sparse24Linear(nn.Module):
             dtype=weight.dtype,
             **options,
         )
-        dense = nn.functional.pad(weight, (0, layer._padding))
-        ranks = None if scores is None else nn.functional.pad(scores, (0, layer._padding), value=-torch.inf)
+        order = row_order(layer.activation, linear.out_features, weight.device)
+        dense = nn.functional.pad(weight[order], (0, layer._padding))
+        ranks = None
+        if scores is not None:
+            ranks = nn.functional.pad(scores[order], (0, layer._padding), value=-torch.inf)
         with torch.no_grad():
             if method == "prune":
                 values, meta = _ops.prune_compress(dense, ranks)
@@ -195,7 +200,7 @@ class Sparse24Linear(nn.Module):
                 values, meta = _ops.compress(dense)
             else:
                 values, meta = _ops.tile_prune(dense, str(rule))[:2]
-            bias = None if linear.bias is None else linear.bias.detach().clone()
+            bias = None if linear.bias is None else linear.bias.detach()[order].clone()
             layer._hold(values, meta, bias)
         layer.train(linear.training)
         return layer
@@ -268,11 +273,13 @@ class Sparse24Linear(nn.Module):
         return values, meta
 
     def dense_weight(self) -> Tensor:
-        """W [out_features, in_features], dense."""
+        """W [out_features, in_features], dense; its rows as ``from_linear`` takes them."""
         with torch.no_grad():
             values, meta = self.canonical()
             dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
-        return dense
+            found = torch.empty_like(dense)
+            found[row_order(self.activation, len(dense), dense.device)] = dense
+        return found
 
     def _settle(self) -> None:
         """Hold the form that suits the device."""
@@ -394,7 +401,10 @@ class Sparse24Linear(nn.Module):
     # Use ----------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]. Raises InvalidProblemError for another width."""
+        """x [..., in_features] -> [..., out_features], or half of it where the activation is gated.
+
+        Raises InvalidProblemError for another width.
+        """
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
@@ -421,7 +431,7 @@ class Sparse24Linear(nn.Module):
             m=self._shape[0],
             k=self._shape[1],
             element=element_of(weight.dtype, "weight"),
-            epilogue=EpilogueKind(_epilogue(self.activation, self.bias is not None)),
+            epilogue=epilogue_of(self.activation, self.bias is not None),
             out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),
         )
         return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
@@ -447,12 +457,6 @@ class Sparse24Linear(nn.Module):
         except Sparse24Error as error:
             parts.append(f"row=none ({type(error).__name__})")
         return ", ".join(parts)
-
-
-def _epilogue(activation: str, has_bias: bool) -> str:
-    if activation != "none":
-        return f"bias_{activation}"
-    return "bias" if has_bias else "identity"
 
 
 def words_of(metadata: Any) -> Tensor:

@@ -19,7 +19,7 @@ from ..prepare.descriptor import (
     PruneSparse24Descriptor,
     TilePruneSparse24Descriptor,
 )
-from . import preparing, products
+from . import activations, preparing, products
 from .elements import weight_sizes
 from .library import define
 from .preparing import kept_values
@@ -90,19 +90,11 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if needed else None, weight, meta, bias)
 
 
-ACTIVATION_GRADIENTS: dict[str, Any] = {
-    "relu": lambda dy, v: torch.ops.aten.threshold_backward(dy, v, 0),
-    "gelu": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="none"),
-    "gelu_tanh": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="tanh"),
-    "silu": lambda dy, v: torch.ops.aten.silu_backward(dy, v),
-}
-
-
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, meta, bias = ctx.saved_tensors
     if ctx.activation != "none":  # its argument is computed again rather than kept
         before = _ops.linear(x, weight, meta, bias, ctx.m, out_dtype=ctx.out_dtype, preference=ctx.preference)
-        dy = ACTIVATION_GRADIENTS[ctx.activation](dy, before)
+        dy = activations.GRADIENTS[ctx.activation](dy, before)
     dx = None
     if ctx.needs_input_grad[0]:
         dx = _ops.dgrad(dy.to(weight.dtype), weight, meta, ctx.m, ctx.width)

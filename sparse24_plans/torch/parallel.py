@@ -24,6 +24,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, integer
 from ..weights.layouts import TILE_M
+from .activations import FORWARD, check_rows, is_gated
 from .elements import element_of, plan_device
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 
@@ -31,13 +32,6 @@ _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8
 _LARGE = 1 << 22
 """Results from which on what ranks exchange takes longer than one collective more."""
-_FLOAT_ACTIVATIONS: dict[str, Any] = {
-    "none": lambda v: v,
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda v: nn.functional.gelu(v, approximate="tanh"),
-    "silu": nn.functional.silu,
-}
 
 
 # The layers -----------------------------------------------------------------------------------------
@@ -192,7 +186,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         """Sums over all of K with bias and activation, rounded."""
         if self.bias is not None:
             total = total + self._bias_of(placed, total.dim()).float()
-        return _tensor(_FLOAT_ACTIVATIONS[self.activation](total).to(self.out_dtype or self._weight.dtype))
+        return _tensor(FORWARD[self.activation](total).to(self.out_dtype or self._weight.dtype))
 
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""
@@ -397,6 +391,7 @@ class ColwiseSparse24(_Style):
             raise InvalidProblemError(
                 f"out_features: expected a multiple of {ranks} ranks, got {layer.out_features}"
             )
+        check_rows(layer.activation, layer.out_features, ranks)
 
     def _shard(self, layer: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
         if layer.preference.require.batch_invariant:
@@ -443,6 +438,11 @@ class RowwiseSparse24(_Style):
         self.parts = parts
 
     def _check(self, layer: Sparse24Linear, ranks: int) -> None:
+        if is_gated(layer.activation):
+            raise UnsupportedError(
+                f"activation: {layer.activation} follows the sum over all of K, and a row-parallel layer adds "
+                "up those of its ranks; use ColwiseSparse24"
+            )
         parts = self.parts or ranks
         if parts % ranks:
             raise InvalidProblemError(f"parts: expected a multiple of {ranks} ranks, got {parts}")

@@ -20,11 +20,11 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.caller import Caller
 from ..plan.preference import PlanPreference
-from ..vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind
+from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
 from . import layouts
+from .activations import epilogue_of
 from .elements import DTYPE_OF, allocation, element_of, plan_device, stream_getter, weight_sizes
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 MOST_FORMS = 4096
 """Forms that are kept; a server's token counts, times its layers' shapes."""
 
@@ -105,15 +105,6 @@ def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
         raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
 
 
-def epilogue_of(activation: str, bias: Tensor | None) -> EpilogueKind:
-    """Raises InvalidProblemError for an activation that isn't one of ACTIVATIONS."""
-    if activation not in ACTIVATIONS:
-        raise InvalidProblemError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if activation != "none":
-        return EpilogueKind(f"bias_{activation}")
-    return EpilogueKind.IDENTITY if bias is None else EpilogueKind.BIAS
-
-
 def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
     if scale is None:
         return None
@@ -129,7 +120,7 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         k=k,
         element=element_of(call.weight.dtype, "weight"),
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        epilogue=epilogue_of(call.activation, call.bias),
+        epilogue=epilogue_of(call.activation, call.bias is not None),
         out_element=None if out is None else element_of(out, "out_dtype"),
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=_scale_kind(call.scale_x),
@@ -142,8 +133,9 @@ def fake_result(call: Call) -> Tensor:
     """The result's shape, dtype and strides, without a value; ``x`` may have symbolic sizes."""
     preference_of(call.preference)
     m, k = sizes(call)
-    desc = describe(call, 1, 8, 8)  # the dtypes don't hang on the sizes, which may be symbols
-    shape = (*call.x.shape[:-1], k if call.dgrad else m)
+    desc = describe(call, 1, 16, 8)  # the dtypes don't hang on the sizes, which may be symbols
+    outputs = m // 2 if desc.epilogue.is_gated else m
+    shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
     if call.turned:
         shape = shape[::-1]
     return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..checkpoints.arguments import check_callback, patterns_of
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
+from ..weights.gated import GATED_ROWS
+from .activations import check_activation, is_gated
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 
 
@@ -22,12 +24,15 @@ from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Li
 class Sparse24Recipe:
     """How a layer's weight becomes 2:4; the fields are those of Sparse24Linear and ``from_linear``.
 
+    ``activation`` is for models that don't apply it themselves.
+
     ``scores`` gives the scores [M, K] of a layer of that name, or None to rank by |value|.
     """
 
     method: str = "prune"
     rule: TileRule | str = TileRule.OPTIMAL
     scores: Callable[[str, nn.Linear], Tensor | None] | None = None
+    activation: str = "none"
     out_dtype: torch.dtype | None = None
     trainable: bool = False
     require: RequirementLike = None
@@ -37,6 +42,7 @@ class Sparse24Recipe:
         if self.method not in METHODS:
             raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
         check_callback("scores", self.scores)
+        check_activation(self.activation)
 
     def layer(self, name: str, linear: nn.Linear) -> Sparse24Linear:
         """The layer that takes the place of ``linear``."""
@@ -45,6 +51,7 @@ class Sparse24Recipe:
             method=self.method,
             rule=self.rule,
             scores=self.scores(name, linear) if self.scores else None,
+            activation=self.activation,
             out_dtype=self.out_dtype,
             trainable=self.trainable,
             require=self.require,
@@ -176,7 +183,9 @@ class _Choice:
                 self.skipped[name] = "excluded" if _matches(name, exclude) else "not included"
                 continue
             how = _recipe_of(name, recipe)
-            reason = "no recipe matches" if how is None else _obstacle(linear, how, owners)
+            reason = "no recipe matches" if how is None else obstacle_of(linear, how)
+            if reason is None and owners[id(linear.weight)] > 1:
+                reason = "its weight is shared with another module"
             named = _matches(name, include)
             if reason is None and named and how is not None and how.method == "compress":
                 reason = _not_sparse(linear)
@@ -207,21 +216,23 @@ def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
     return recipe
 
 
-def _obstacle(linear: nn.Linear, recipe: Sparse24Recipe, owners: Mapping[int, int]) -> str | None:
-    """Why the layer can't be swapped, or None."""
-    weight = linear.weight
+def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe) -> str | None:
+    """Why a layer can't be swapped, whatever else the model holds; or None."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}, not an nn.Linear"
+    weight = linear.weight
     if type(weight) not in (nn.Parameter, Tensor):
         return f"its weight is a {type(weight).__name__}"
-    if owners[id(weight)] > 1:
-        return "its weight is shared with another module"
     if weight.dtype not in DTYPES:
         return f"its dtype is {weight.dtype}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         return "it has hooks, which a swap would lose"
     if recipe.method == "tiles" and linear.out_features % 8:
         return f"tiles need out_features in multiples of 8, got {linear.out_features}"
+    if is_gated(recipe.activation) and linear.out_features % GATED_ROWS:
+        return (
+            f"{recipe.activation} needs out_features in multiples of {GATED_ROWS}, got {linear.out_features}"
+        )
     return None
 
 

@@ -16,10 +16,10 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ...blocksparse.plan import BlockSparseConv2dPlan
 from ...errors import InvalidProblemError, UnsupportedError
+from ..activations import epilogue_of
 from ..elements import element_of
 from ..library import define
 from ..ops import autocast_tensor
-from ..products import epilogue_of
 from .dense import kept_blocks, to_dense
 from .problems import Operands, Problem, check_dims, fake_results, run
 
@@ -132,7 +132,7 @@ def _forward(
     check_dims(x, "x", _IMAGES)
     operands = {"x": x, "filter": filter} | ({} if bias is None else {"bias": bias})
     more = {
-        "epilogue": epilogue_of("none", bias),
+        "epilogue": epilogue_of("none", bias is not None),
         "bias_element": None if bias is None else element_of(bias.dtype, "bias"),
     }
     walk = Walk(kernel, stride, padding, dilation)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError
-from ..products import ACTIVATIONS
+from ..activations import ACTIVATIONS
 from .functional import matmul, softmax
 from .layouts import layout_of
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from ...blocksparse.plan import BlockSparseMatmulPlan, BlockSparseSoftmaxPlan
 from ...errors import InvalidProblemError, UnsupportedError
 from ...vocab import ElementKind, InnerPattern
+from ..activations import GRADIENTS, epilogue_of
 from ..elements import element_of
 from ..library import define
-from ..ops import ACTIVATION_GRADIENTS, autocast_tensor
-from ..products import epilogue_of
+from ..ops import autocast_tensor
 from .attending import Attention, Unfused
 from .dense import to_dense
 from .problems import Operands, Problem, check_dims, fake_results, run
@@ -57,7 +57,7 @@ def _product(
         "dsd": b.shape[2 if trans_b else 3],
         "dds": a.shape[3 if trans_a else 2],
     }[op]
-    epilogue = epilogue_of(activation, bias)
+    epilogue = epilogue_of(activation, bias is not None)
     no_bias = ElementKind.F32 if epilogue.has_bias else None  # which every result takes
     fields = {
         "op": op,
@@ -131,7 +131,7 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
         before = _ops.blocksparse_matmul(
             a, b, layout, shape, ctx.op, ctx.trans_a, ctx.trans_b, bias, out_dtype=ctx.out_dtype, **rest
         )
-        dc = ACTIVATION_GRADIENTS[ctx.activation](dc, before)
+        dc = GRADIENTS[ctx.activation](dc, before)
     da = db = d_bias = None
     if ctx.needs_input_grad[0]:
         d = dc.to(ctx.a_dtype)

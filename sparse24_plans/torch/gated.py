@@ -1,0 +1,122 @@
+"""``fuse_gated``: the gated feed-forward blocks of a model, gate and up projection in one sparse product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FormatError, InvalidProblemError
+from .activations import FORWARD, check_rows
+from .linear import Sparse24Linear
+from .swap import Sparse24Recipe, obstacle_of
+
+_WORDS = {"silu": "swiglu", "gelu": "geglu"}
+_PROBES = 2
+"""Tokens that a block is tried with."""
+
+
+class Sparse24GatedMLP(nn.Module):
+    """``down_proj(act(gate) * up)``, gate and up a product of ``gate_up_proj``, whose epilogue does the rest.
+
+    x may have any leading dimensions. ``down_proj`` is the block's own layer, dense or sparse.
+    """
+
+    def __init__(self, gate_up_proj: Sparse24Linear, down_proj: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., hidden]. Raises InvalidProblemError for another width."""
+        y: Tensor = self.down_proj(self.gate_up_proj(x))
+        return y
+
+
+def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict[str, str]:
+    """Put a Sparse24GatedMLP in the place of each gated feed-forward block, in place.
+
+    A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as of Llama, Qwen,
+    Mistral and Gemma in transformers, or with ``gate_up_proj``, ``down_proj`` and ``activation_fn``, as of
+    Phi-3. Its activation must be SiLU or exact GELU, and it must give down(act(gate(x)) * up(x)): that is
+    tried. Other layers stay; ``to_sparse24`` swaps them afterwards. A state_dict then has the block's weight
+    under ``gate_up_proj``.
+
+    ``recipe``: how weights become 2:4, or the method alone. Returns what became of each block, by name:
+    "swiglu", "geglu", or why it was left as it is. Raises InvalidProblemError for a model or recipe that
+    can't be meant.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
+    how = Sparse24Recipe(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(how, Sparse24Recipe) or how.activation != "none":
+        raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")
+    return {name: _replaced(model, name, block, how) for name, block in list(_blocks(model))}
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        own = dict(module.named_children())
+        if (name and {"gate_proj", "up_proj", "down_proj"} <= own.keys() and hasattr(module, "act_fn")) or (
+            name and {"gate_up_proj", "down_proj"} <= own.keys() and hasattr(module, "activation_fn")
+        ):
+            yield name, module
+
+
+def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe) -> str:
+    """The word of the activation; or why the block stays."""
+    fused = hasattr(block, "gate_up_proj")
+    layers = [block.gate_up_proj] if fused else [block.gate_proj, block.up_proj]
+    for layer in (*layers, block.down_proj):
+        if (reason := obstacle_of(layer, recipe)) is not None:
+            return reason
+    if any(layer.weight.is_meta for layer in layers):
+        return "its weights are on the meta device"
+    word = _word_of(block.activation_fn if fused else block.act_fn)
+    if word is None:
+        return "its activation is neither SiLU nor exact GELU"
+    whole = layers[0] if fused else _joined(*layers)
+    try:
+        check_rows(_WORDS[word], whole.out_features)
+        _check_meaning(block, whole, word)
+        one = Sparse24Recipe(**{**vars(recipe), "activation": _WORDS[word]}).layer(name, whole)
+    except (FormatError, InvalidProblemError) as error:
+        return str(error)
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, Sparse24GatedMLP(one, block.down_proj).train(block.training))
+    return _WORDS[word]
+
+
+def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
+    """One layer with the rows of both. Raises InvalidProblemError where they don't fit together."""
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+        raise InvalidProblemError("gate_proj: expected the sizes of up_proj")
+    rows, columns = gate.weight.shape
+    whole = nn.Linear(columns, 2 * rows, gate.bias is not None, device="meta").train(gate.training)
+    whole.weight = nn.Parameter(torch.cat((gate.weight, up.weight)).detach(), requires_grad=False)
+    if gate.bias is not None:
+        whole.bias = nn.Parameter(torch.cat((gate.bias, up.bias)).detach(), requires_grad=False)
+    return whole
+
+
+def _word_of(activation: Any) -> str | None:
+    """By what it does."""
+    v = torch.linspace(-6, 6, 49)
+    with torch.no_grad():
+        return next(
+            (word for word in _WORDS if torch.allclose(activation(v), FORWARD[word](v), atol=1e-6)), None
+        )
+
+
+def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
+    """Raises InvalidProblemError where the block gives something else than what takes its place."""
+    x = torch.randn(1, _PROBES, whole.in_features).to(whole.weight.device, whole.weight.dtype)
+    with torch.no_grad():
+        gate, up = whole(x).chunk(2, -1)
+        wanted, found = block.down_proj(FORWARD[word](gate) * up), block(x)
+    if type(found) is not Tensor or found.shape != wanted.shape:
+        raise InvalidProblemError("block: expected a tensor like x from it")
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    if not error <= 4 * torch.finfo(x.dtype).eps ** 0.5:
+        raise InvalidProblemError("block: expected it to give down(act(gate(x)) * up(x))")
