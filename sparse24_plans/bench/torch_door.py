@@ -3,9 +3,9 @@
 The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
 one's weights are pruned. SwiGLU follows the dense product in two kernels, as F.silu(gate) * up is in PyTorch;
-the sparse one has it in its epilogue. A step of ``n`` sequences adds a token to each; a prefill is one sequence. Each is
-checked against the dense one before it is timed. Contenders are interleaved; figures are medians. On several
-GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's features.
+the sparse one has it in its epilogue. A step of ``n`` sequences adds a token to each; a prefill is one
+sequence. Each is checked against the dense one before it is timed. Contenders are interleaved; figures are
+medians. On several GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's features.
 """
 
 from __future__ import annotations

@@ -55,12 +55,13 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     return {name: _replaced(model, name, block, how) for name, block in list(_blocks(model))}
 
 
+_FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
+"""Attributes of a block."""
+
+
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        own = dict(module.named_children())
-        if (name and {"gate_proj", "up_proj", "down_proj"} <= own.keys() and hasattr(module, "act_fn")) or (
-            name and {"gate_up_proj", "down_proj"} <= own.keys() and hasattr(module, "activation_fn")
-        ):
+        if name and any(all(hasattr(module, one) for one in form) for form in _FORMS):
             yield name, module
 
 

@@ -440,7 +440,7 @@ class RowwiseSparse24(_Style):
     def _check(self, layer: Sparse24Linear, ranks: int) -> None:
         if is_gated(layer.activation):
             raise UnsupportedError(
-                f"activation: {layer.activation} follows the sum over all of K, and a row-parallel layer adds "
+                f"activation: {layer.activation} follows a sum over all of K, and a row-parallel layer adds "
                 "up those of its ranks; use ColwiseSparse24"
             )
         parts = self.parts or ranks
