@@ -1,4 +1,4 @@
-"""Gated activations: silu(gate) * up and gelu(gate) * up in a product's epilogue, and models' blocks with them."""
+"""Gated activations: silu(gate) * up and gelu(gate) * up in a product's epilogue, and in models."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_a_state_dict_loads_into_another_layer(word):
     _, layer = layer_of(word)
     other = Sparse24Linear(64, 96, activation=word, device=DEVICE)
     other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(randn(4, 64)), layer(randn(4, 64))) is False  # other values
     x = randn(4, 64)
     assert torch.equal(other(x), layer(x))
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
@@ -101,7 +100,7 @@ def test_rows_must_come_in_whole_groups():
         InvalidProblemError, match="out_features: expected a multiple of 16 for swiglu, got 24"
     ):
         Sparse24Linear(64, 24, activation="swiglu")
-    with pytest.raises(InvalidProblemError, match="activation: expected one of .*swiglu.*, got 'glu'"):
+    with pytest.raises(InvalidProblemError, match=r"activation: expected one of .*swiglu.*, got 'glu'"):
         Sparse24Linear(64, 32, activation="glu")
 
 
