@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from ..vocab import EpilogueKind
-from ..weights.gated import GATED_ROWS, gated_rows
+from ..weights.gates import GATE_ROWS, gated_rows
 
 F = torch.nn.functional
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 """Their results are half as wide: of W's rows eight are the gate's and eight are what it opens, in turn."""
-_STEP = GATED_ROWS // 2
+_GROUP = 2 * GATE_ROWS
 
 
 def check_activation(activation: str) -> None:
@@ -40,8 +40,8 @@ def is_gated(activation: str) -> bool:
 
 def check_rows(activation: str, rows: int, units: int = 1) -> None:
     """Raises InvalidProblemError where so many of ``units`` don't hold whole groups of a gate's rows."""
-    if is_gated(activation) and rows % (GATED_ROWS * units):
-        of = f"{GATED_ROWS} times {units} ranks" if units > 1 else GATED_ROWS
+    if is_gated(activation) and rows % (_GROUP * units):
+        of = f"{_GROUP} times {units} ranks" if units > 1 else _GROUP
         raise InvalidProblemError(f"out_features: expected a multiple of {of} for {activation}, got {rows}")
 
 
@@ -71,6 +71,6 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _through_a_gate(dy: Tensor, v: Tensor, name: str) -> Tensor:
     """Of activation(gate) * up."""
-    gate, up = v.unflatten(-1, (-1, 2, _STEP)).unbind(-2)
-    dy = dy.unflatten(-1, (-1, _STEP))
+    gate, up = v.unflatten(-1, (-1, 2, GATE_ROWS)).unbind(-2)
+    dy = dy.unflatten(-1, (-1, GATE_ROWS))
     return torch.stack((GRADIENTS[name](dy * up, gate), dy * FORWARD[name](gate)), -2).flatten(-3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checkpoints.arguments import check_callback, patterns_of
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
-from ..weights.gated import GATED_ROWS
+from ..weights.gates import GATE_ROWS
 from .activations import check_activation, is_gated
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 
@@ -229,9 +229,9 @@ def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe) -> str | None:
         return "it has hooks, which a swap would lose"
     if recipe.method == "tiles" and linear.out_features % 8:
         return f"tiles need out_features in multiples of 8, got {linear.out_features}"
-    if is_gated(recipe.activation) and linear.out_features % GATED_ROWS:
+    if is_gated(recipe.activation) and linear.out_features % (2 * GATE_ROWS):
         return (
-            f"{recipe.activation} needs out_features in multiples of {GATED_ROWS}, got {linear.out_features}"
+            f"{recipe.activation} needs out_features in multiples of {2 * GATE_ROWS}, got {linear.out_features}"
         )
     return None
 
