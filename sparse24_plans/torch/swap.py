@@ -230,9 +230,8 @@ def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe) -> str | None:
     if recipe.method == "tiles" and linear.out_features % 8:
         return f"tiles need out_features in multiples of 8, got {linear.out_features}"
     if is_gated(recipe.activation) and linear.out_features % (2 * GATE_ROWS):
-        return (
-            f"{recipe.activation} needs out_features in multiples of {2 * GATE_ROWS}, got {linear.out_features}"
-        )
+        rows = f"multiples of {2 * GATE_ROWS}"
+        return f"{recipe.activation} needs out_features in {rows}, got {linear.out_features}"
     return None
 
 
