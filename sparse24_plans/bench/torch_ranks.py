@@ -46,7 +46,7 @@ class RankedDecoder(Decoder):
                 weight = _whole(getattr(layer, name).weight.detach(), ranks, dim=0 if columns else 1)
                 options: dict[str, Any] = {"method": "compress", "require": require or None}
                 if name == "gate_up":  # each rank's gate and up: the whole gate comes first
-                    weight = weight.unflatten(0, (ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
+                    weight = weight.view(ranks, 2, -1, weight.shape[1]).transpose(0, 1).flatten(0, 2)
                     options["activation"] = "swiglu"
                 linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
                 linear.weight = nn.Parameter(weight, requires_grad=False)
