@@ -7,8 +7,9 @@
 // reads them N-major. So may Y: its tiles are staged as they lie there. Neither changes a bit of a result.
 //
 // The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
-// With one slice, blocks stay and take tile after tile; such a block may still sum K in kParts, one after the other, or
-// kRanges of tiles that begin and end anywhere (Turns): sums of an item are then handed over to the next block.
+// With one slice, blocks stay and take tile after tile. Such a block may sum K in kParts, one after the other; and it
+// may have a range of tiles that begins and ends anywhere (kRanges, Turns): sums of an item, and what its whole parts
+// have come to, are then handed over to the next block.
 // A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
 // of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
 // cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.

@@ -33,9 +33,8 @@ struct Handover {
     }
   }
   // Onto them what has been parked. Where nothing has, a mask of no bits takes it for zeros.
-  template <int kFrom = 0>
-  __device__ __forceinline__ void add_parked(Sums (&sums)[Config::kRowBlocks], const float* parked,
-                                             u32 mask = ~0u) const {
+  template <int kFrom = 0> __device__ __forceinline__ void add_parked(Sums (&sums)[Config::kRowBlocks],
+                                                                      const float* parked, u32 mask = ~0u) const {
 #pragma unroll
     for (int r = 0; r < Config::kRowBlocks; ++r) {
       const float* from = parked + r * kQuads * 512;
