@@ -45,16 +45,12 @@ _BOUND = "bound of "
 """How the properties' names begin that are a row's largest error, as a share of what it allows."""
 
 
-def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command, env={**os.environ, **_ONE_THREAD}, **options)
-
-
 def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Element]:
     """The report of a run, in a list."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
-        _run([*command, f"--junitxml={report}", *arguments])
+        subprocess.run([*command, f"--junitxml={report}", *arguments], env={**os.environ, **_ONE_THREAD})
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     return [suite]
 
@@ -136,8 +132,8 @@ def _again(summary: dict[str, Any]) -> dict[str, Any]:
         return summary
     names = summary[_FAILED]
     found = {**_summary(_tests("gpu", tuple(names))), _AGAIN: len(names)}
-    before = {name: value for name, value in summary.items() if name in found and name != _FAILED}
-    rest = {name: value for name, value in summary.items() if name not in (*before, _FAILED)}
+    rest = {name: value for name, value in summary.items() if name != _FAILED}
+    before = {name: rest[name] for name in found.keys() & rest.keys()}
     return {**rest, **_added(({**before, "failed": 0}, found))}
 
 
@@ -145,11 +141,16 @@ def _fuzz() -> dict[str, Any]:
     """Random problems, other ones every time."""
     seed = secrets.randbelow(2**32)
     gpus = _gpus()
-    processes = _PROCESSES * len(gpus)
-    options = {"seconds": _FUZZ_SECONDS, "seed": seed, "processes": processes, "device": 0}
-    words = [f"--{name}={value}" for name, value in (*options.items(), ("gpus", ",".join(gpus)))]
+    options = {
+        "seconds": _FUZZ_SECONDS,
+        "seed": seed,
+        "processes": _PROCESSES * len(gpus),
+        "device": 0,
+        "gpus": ",".join(gpus),
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "tests.fuzz", *words, "--json"]
-    found = json.loads(_run(command, stdout=subprocess.PIPE).stdout)
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
     return {"fuzz_cases": found["cases"], "fuzz_seed": seed, "fuzz_failures": len(found["failures"])}
 
 

@@ -207,13 +207,14 @@ def _judge(choice: Choice, tested: Sequence[str]) -> Considered[Any]:
         or _unserved(row, choice.descriptor)
         or _unwanted(choice, tested)
     )
-    if reason is None and (absent := row.missing(choice.device)) is not None:
-        return Considered(row, absent, unavailable=True)
-    needed, allowed = row.min_workspace(choice.descriptor), choice.preference.max_workspace_bytes
-    if reason is None and allowed is not None and needed > allowed:
+    if reason is not None:
+        return Considered(row, reason)
+    absent, allowed = row.missing(choice.device), choice.preference.max_workspace_bytes
+    if allowed is not None and (needed := row.min_workspace(choice.descriptor)) > allowed:
         reason = f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
-        return Considered(row, reason, crowded=row.least_workspace(choice.descriptor) <= allowed)
-    return Considered(row, reason)
+        crowded = absent is None and row.least_workspace(choice.descriptor) <= allowed
+        return Considered(row, reason, crowded=crowded)
+    return Considered(row, absent, unavailable=absent is not None)
 
 
 def _misplaced(row: Row, preference: PlanPreference, device: DeviceProperties) -> str | None:

@@ -288,6 +288,12 @@ def test_what_can_be_installed_is_unavailable_and_not_unsupported():
     assert "inflate_strict: prefer_backend is inflate_cublas" in str(caught.value)
 
 
+def test_what_can_be_installed_is_not_named_where_it_would_not_be_enough():
+    with pytest.raises(UnsupportedError, match="max_workspace_bytes is 5") as caught:
+        choose(HOPPER_BARE, prefer_backend="inflate_cublas", max_workspace_bytes=5)
+    assert type(caught.value) is UnsupportedError
+
+
 def test_what_can_be_installed_does_not_matter_where_another_row_serves():
     assert choose(gpu_of(8, 0, libraries=False)).name == "inflate_strict"
     assert choose(HOPPER_BARE).name == "f32_split6"

@@ -17,6 +17,7 @@ from sparse24_plans import (
     MaskSparse24Descriptor,
     PackedWeight,
     PruneSparse24Descriptor,
+    Sparse24Weight,
     TensorView,
 )
 from sparse24_plans.plan.operands import Role
@@ -30,14 +31,14 @@ F32 = ElementKind.F32
 
 
 def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
-    """Memory of a plan's run that isn't between guards, with the argument that it belongs to."""
+    """Memory of a plan's run that isn't one of its tensors, with the argument that it belongs to."""
     if tables := getattr(case.args, "layout", None):
         yield "layout", tables.view
     weight = getattr(case.args, "weight", None)
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, Sparse24Weight):
+        weight = PackedWeight.canonical(weight)
+    if weight is not None:
         yield from (("weight", one) for one in weight.buffers)
-    elif weight is not None:
-        yield from (("weight", one) for one in (weight.values_view, weight.metadata_view))
     if case.workspace:
         yield "workspace", case.workspace.view
 
@@ -58,14 +59,10 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
             moved = changed(view, address=start)
             args = replace(case.args, **{argument_of[name]: moved})
             message = str(rejected(case, args, InvalidProblemError, "expected memory apart from", "overlap"))
+            tensors = [(argument_of[one], memory.view) for one, memory in case.guarded.items() if one != name]
             hit = [  # wherever the allocator put them: it may be several
-                argument_of[one]
-                for one, memory in case.guarded.items()
-                if one != name and memory.view.address < moved.end and moved.address < memory.view.end
-            ]
-            hit += [
                 argument
-                for argument, one in unguarded(case)
+                for argument, one in (*tensors, *unguarded(case))
                 if one.address < moved.end and moved.address < one.end
             ]
             assert any(argument in message for argument in hit)

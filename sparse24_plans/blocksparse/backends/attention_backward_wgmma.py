@@ -62,8 +62,8 @@ class _Pass:
     """One walk over the kept blocks: ``keys`` over columns, for dK and dV, else over rows, for dQ."""
 
     def __init__(self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, *, keys: bool) -> None:
-        self._desc, self._keys, self._tile = desc, keys, _tile(desc, keys=keys)
-        self._walk, slots = Walk(desc, columns=keys), _slots(desc, keys=keys)
+        self._walk, self._tile = Walk(desc, columns=keys), _tile(desc, keys=keys)
+        slots = _slots(desc, keys=keys)
         self.blocks = self._walk.blocks(device)
         self.details = self._walk.details(device, f"{channels(desc) * slots} slots of {self._tile} rows")
         self.function = load(
@@ -83,14 +83,15 @@ class _Pass:
         )
 
     def parameters(self, views: Views, workspace: int) -> _Parameters:
-        found, rows = _Parameters.from_buffer_copy(self._parameters), rows_of_queries(self._desc)
+        found = _Parameters.from_buffer_copy(self._parameters)
+        keys, rows = self._walk.columns, rows_of_queries(self._walk.problem)
         found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
         found.bases, found.deltas = workspace, workspace + 4 * rows
-        for at, name in enumerate(("dk", "dv") if self._keys else ("dq",)):
+        for at, name in enumerate(("dk", "dv") if keys else ("dq",)):
             found.results[at] = views[name].address
-        stays, passes = (("k", "v"), ("q", "do")) if self._keys else (("q", "do"), ("k", "v"))
+        stays, passes = (("k", "v"), ("q", "do")) if keys else (("q", "do"), ("k", "v"))
         boxes = dict.fromkeys(stays, BOX) | dict.fromkeys(passes, self._tile)
-        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * self._keys)
+        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * keys)
         return found
 
 

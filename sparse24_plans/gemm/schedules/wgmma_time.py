@@ -263,15 +263,19 @@ def _copied(work: Work, fit: Fit) -> Array:
     rest = np.where(few, 1 / fit.alone, np.where(half, 1 / fit.apart, deep / fit.together))
     rest = np.where(work.rest > 0, np.maximum(rest, work.rest / fit.memory), 0.0)
     first = 1 / work.token_blocks
-    source = work.size * work.tokens * (1 + fit.unaligned * work.unaligned / work.share)
+    source = _source(work, fit, work.share)
     return work.depth * (
         weight * first * (full + rest) + work.in_turn * (weight * (1 - first) + source) / fit.copied
     )
 
 
+def _source(work: Work, fit: Fit, shares: Array | float = 1.0) -> Array:
+    """Bytes of X of a block's tokens, as what they take, for a column; asked for in so many shares."""
+    return work.size * work.tokens * (1 + fit.unaligned * work.unaligned / shares)
+
+
 def _of_l2(work: Work, fit: Fit) -> Array:
-    source = work.size * work.tokens * (1 + fit.unaligned * work.unaligned)
-    each = work.weight * work.rows + source / work.share
+    each = work.weight * work.rows + _source(work, fit) / work.share
     return work.items * work.cluster * work.depth * each / fit.l2
 
 
