@@ -6,9 +6,9 @@
 // of S: each copies a part of them to all. A step is 128 bytes of columns of which the strip keeps any, and the rows of
 // X that they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
 //
-// Of sdd an item is a group of neighbouring kept blocks of a line, of small blocks a strip's rows and a group of the
-// columns of blocks that it keeps any of, and a step 128 bytes of k of op(A)'s rows and op(B)'s columns. 8-bit elements
-// are multiplied where all operands lie with k contiguous.
+// Of sdd a strip is a line, or 64 rows of small blocks, an item some of the columns of blocks that it keeps any of, and
+// a step 128 bytes of k of op(A)'s rows, which a cluster shares, and of op(B)'s columns. The columns of a strip go to
+// as few items as can be, in equal parts. 8-bit elements are multiplied where all operands lie with k contiguous.
 //
 //   role        who                          what
 //   copy        last warpgroup, two warps    S, and the other two X, a stage a step, up to kStages ahead, also of
@@ -54,13 +54,14 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBeside = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
   static constexpr int kBox = kDepth / kBeside, kBoxBytes = kBytes * kBox;  // k of a box of S or X
   static constexpr bool kSmall = kBlock < 64;
-  static constexpr int kLines = kSampled && !kSmall ? 1 : 128 / kBlock;                    // of a strip
+  static constexpr int kLines = !kSampled ? 128 / kBlock : kSmall ? 64 / kBlock : 1;       // of a strip
   static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                        // row tiles of a line
   static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                         // lines of a row tile
   static constexpr int kRows = kSampled ? kLines * kBlock : 128, kRowGroups = kRows / 64;  // of an item
   static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                      // tokens of a warpgroup
-  // Of sdd: kept blocks of an item, and their columns. A narrow item has part of one.
+  // Of sdd: columns of blocks of an item, and what it has of each. A narrow item has part of one.
   static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
+  static constexpr int kParts = kBlock / kPart;
   static constexpr int kSums = kColumns / 2;
   static constexpr bool kMixed = kLines > 1 && !kSampled;  // whether a stage may lack some lines
   static constexpr int kMultiplying = 128 * kWarpgroups;
@@ -106,10 +107,10 @@ struct BlocksWgmmaParams {
   TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
   TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
   TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepColumns or 64
-  const int* order;     // [strips]: from the longest to the shortest; of sdd [groups]: the line of each
-  const int* counts;    // [strips]: columns of blocks that each keeps any of; of sdd [groups]: a group's first entry
-  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
-  const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks [strips + 1]
+  const int* order;     // [strips]: from the longest to the shortest
+  const int* counts;    // [strips]: columns of blocks that each keeps any of; not of sdd
+  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c; not of sdd
+  const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks and of sdd [strips + 1]
   const int* columns;   // of sdd [blocks]: of a line's blocks; of small blocks [entries]: columns of a strip
   const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted; of small blocks
                         // [entries][kLines]: of each line of a strip, below 0: it has none
@@ -122,7 +123,7 @@ struct BlocksWgmmaParams {
   u32 heads, batch;
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
-  u32 groups, steps;           // of sdd: groups of a batch, steps of its sums
+  u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
   u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
@@ -133,26 +134,29 @@ using Barriers = StageBarriers<Config>;
 
 // What a block of threads works on.
 struct Item {
-  u32 head, line, batch, token;  // line: the first, in its head; token: of sdd, in the first block
-  int count;                     // columns of blocks; of sdd kept blocks
-  int first;                     // of sdd: the first block's place, or column of blocks among all strips'
+  u32 head, line, batch, token;    // line: the first, in its head; token: of sdd, in the first block
+  int count;                       // columns of blocks; of sdd of this block of threads
+  int first;                       // of sdd: the first of them among all strips'
+  bool here = true, past = false;  // of sdd: whether there is such an item; whether there is no later one
 
   __device__ __forceinline__ Item(const BlocksWgmmaParams& p, u32 index, u32 share) {
-    if constexpr (Config::kSampled && Config::kSmall) {
-      const u32 strip = (u32)p.order[index / p.batch % p.strips];
-      batch = index % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-      const int before = index / p.batch / p.strips * Config::kGroup;
-      token = 0, first = p.pointers[strip] + before;
-      count = max(0, min(Config::kGroup, p.counts[strip] - before));
-      return;
-    }
     if constexpr (Config::kSampled) {
-      const u32 before = index % p.token_clusters * Config::kTokens, group = index / p.token_clusters % p.groups;
-      const int row = p.order[group];  // below 0: there is no such group
-      head = row < 0 ? 0 : row / p.head_lines, line = row < 0 ? 0 : row % p.head_lines;
-      batch = index / p.token_clusters / p.groups, token = before % Config::kBlock;
-      first = p.counts[group] + before / Config::kBlock;
-      count = row < 0 ? 0 : max(0, min(Config::kGroup, p.pointers[row + 1] - first));
+      constexpr int kMost = Config::kGroup * Config::kShare;
+      const int group = index / p.batch / p.strips, strip = p.order[index / p.batch % p.strips];
+      batch = index % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
+      const int begin = p.pointers[strip], parts = (p.pointers[strip + 1] - begin) * Config::kParts;
+      const int groups = (parts + kMost - 1) / kMost;
+      here = group < groups;
+      if (!here) {
+        const int longest = p.order[0];
+        past = group * kMost >= (p.pointers[longest + 1] - p.pointers[longest]) * Config::kParts;
+        token = 0, first = 0, count = 0;
+        return;
+      }
+      const int pieces = groups * Config::kShare, each = (parts + pieces - 1) / pieces;
+      const int before = (group * Config::kShare + (int)share) * each;
+      count = max(0, min(each, parts - before));
+      token = before % Config::kParts * Config::kPart, first = begin + before / Config::kParts;
       return;
     }
     const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
@@ -172,7 +176,7 @@ struct Item {
 
 // Of all clusters.
 __device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
-  return p.batch * p.token_clusters * (Config::kSampled && !Config::kSmall ? p.groups : p.strips);
+  return p.batch * p.strips * (Config::kSampled ? p.groups : p.token_clusters);
 }
 // Copies ---------------------------------------------------------------------------------------------
 
@@ -296,19 +300,32 @@ template <bool kLeft> struct Copier {
     return p.places && next < p.blocks ? p.places[next] : next;
   }
 
-  // Of sdd: the line's rows of op(A), or op(B)'s columns of every block of the group, a lane each.
-  __device__ __forceinline__ void copy_group(const Item& item) {
-    const u32 matrix = item.matrix(p), count = item.count;
-    const int column = lane < count ? p.columns[item.first + lane] : 0;
-    for (u32 step = 0; step < (count ? p.steps : 0); ++step, next_stage()) {
+  // This block's part of the strip's rows of op(A), to every block of the cluster.
+  __device__ __forceinline__ void copy_rows(const Item& item, u32 k, u32 matrix, u32 full) const {
+    constexpr bool kAlongK = Config::kSparseMajor == Major::K;
+    constexpr u32 kLines = (kAlongK ? Config::kRows : Config::kBox) / Config::kShare;
+    const u32 row = item.row() + (kAlongK ? share * kLines : 0), from = k + (kAlongK ? 0 : share * kLines);
+#pragma unroll
+    for (u32 at = 0; at < (kAlongK ? 1 : Config::kRows); at += 64) {
+      const u32 to = stage() + at * 128 + share * kLines * 128;
+      const u32 across = kAlongK ? from : row + at, down = kAlongK ? row : from;
+      if constexpr (Config::kShare == 1) copy_tensor(to, &p.left_map, across, down, matrix, full, Config::kDensePolicy);
+      else copy_tensor_multicast(to, &p.left_map, across, down, matrix, full, (u16)((1 << Config::kShare) - 1));
+    }
+  }
+
+  // Of sdd: the strip's rows of op(A), or op(B)'s columns of every block of the item, a lane each.
+  __device__ __forceinline__ void copy_item(const Item& item) {
+    const u32 matrix = item.matrix(p);
+    const int column = lane < item.count ? p.columns[item.first + lane] : 0;
+    for (u32 step = 0; step < p.steps; ++step, next_stage()) {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
-        barrier_expect(full, Config::kSparseBytes + count * Config::kPart * 128);
-        copy_dense<Config::kSparseMajor, Config::kRows, Config::kBox>(&p.left_map, stage(), step * Config::kDepth,
-                                                                      item.row(), matrix, full);
+        barrier_expect(full, Config::kSparseBytes + item.count * Config::kPart * 128);
+        copy_rows(item, step * Config::kDepth, matrix, full);
       }
-      if (!kLeft && lane < count)
+      if (!kLeft && lane < item.count)
         copy_dense<Config::kDenseMajor, Config::kPart, Config::kBox>(
             &p.right_map, right + lane * Config::kPart * 128, step * Config::kDepth,
             column * Config::kBlock + item.token, matrix, full);
@@ -320,8 +337,9 @@ template <bool kLeft> struct Copier {
     for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
       if (item_of<Config>(turn) >= items_of(p)) continue;
       const Item item(p, item_of<Config>(turn), share);
-      if constexpr (Config::kSampled) copy_group(item);
-      else copy_strip(item);
+      if (item.past) break;
+      if constexpr (!Config::kSampled) copy_strip(item);
+      else if (item.here) copy_item(item);
     }
     // Nobody leaves while others may still report to its barriers.
     if constexpr (kLeft && Config::kShare > 1)
@@ -560,7 +578,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
       if (item_of<Config>(turn) >= items_of(p)) continue;
       const Item item(p, item_of<Config>(turn), share);
-      if (Config::kSampled && item.count == 0) continue;  // a group that isn't there
+      if (item.past) break;
+      if (!item.here) continue;
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);
     }

@@ -10,7 +10,7 @@ from ..plan.operands import Operand
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
-from .tables import FEW_LINES, addresses, head_strips, strip_lines, words
+from .tables import FEW_LINES, addresses, head_strips, head_tiles, strip_lines, tile_rows, words
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
@@ -47,7 +47,7 @@ class Form:
         """Whether the sparse matrix enters transposed: its columns of blocks are the kernel's lines."""
         lines, across = (one.block_cols, one.block_rows) if self.turned else (one.block_rows, one.block_cols)
         self.head_lines, self.words = lines, words(across)
-        self.head_strips = head_strips(lines * one.block)
+        self.head_strips = head_tiles(one) if self.sampled else head_strips(lines * one.block)
         self.strips = one.heads * self.head_strips
         left_turned = desc.trans_a if self.sampled else self.turned
         self.left_major = MN_MAJOR if left_turned else K_MAJOR
@@ -70,7 +70,8 @@ class Form:
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
         x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
-        met = 1 - (1 - one.density) ** strip_lines(one)  # of the columns of a strip, where blocks are random
+        lines = tile_rows(one) // one.block if self.sampled else strip_lines(one)
+        met = 1 - (1 - one.density) ** lines  # of the columns of a strip, where blocks are random
         often = x.size >= _MANY_BYTES and self.head_strips * met >= _OFTEN
         return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()
 
@@ -85,9 +86,8 @@ class Form:
     def tables(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
         """The kernel's parameters that are tables, of those at ``start``."""
         found = addresses(start, desc.layout)
-        if self.sampled and not self.small:
-            names = {"order": "group_rows", "counts": "group_firsts", "pointers": "row_pointers"}
-            names["columns"] = "columns"
+        if self.sampled:
+            names = {"order": "row_tiles", "pointers": "row_pointers", "columns": "columns"}
         elif self.turned:
             names = {"order": "column_strips", "counts": "column_strip_rows", "kept": "column_bits"}
             names |= {"pointers": "column_pointers", "places": "column_order"}
@@ -95,9 +95,8 @@ class Form:
             names = {"order": "row_strips", "counts": "row_strip_columns", "kept": "row_bits"}
             names["pointers"] = "row_pointers"
         if self.small:
-            side = "column" if self.turned else "row"
-            names |= {"pointers": f"{side}_strip_pointers", "columns": f"{side}_strip_met"}
-            names["places"] = f"{side}_strip_places"
+            of = "row_tile" if self.sampled else "column_strip" if self.turned else "row_strip"
+            names |= {"pointers": f"{of}_pointers", "columns": f"{of}_met", "places": f"{of}_places"}
         return {field: found[name] for field, name in names.items()}
 
     def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
-from .tables import GROUP, STRIP, groups, head_strips
+from .shape import BlockSparseShape
+from .tables import STRIP, head_strips, head_tiles, tile_rows
 
 SHARED_BYTES = 227 << 10
 """Of a block of threads on Hopper."""
@@ -17,8 +18,8 @@ _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
 _TOKENS = (256, 128, 64)
-_STRIP_TOKENS = 256
-"""What a strip's rows of a step cost beside the columns that they are multiplied by, in such."""
+_SAMPLED_COLUMNS = (256, 192, 128, 64)
+"""Of a warpgroup, of ``sdd``."""
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 
@@ -33,7 +34,7 @@ class Schedule(NamedTuple):
     warpgroups: int
     """That multiply."""
     share: int
-    """Blocks of a cluster, which share the values of a line and have tokens of their own."""
+    """Blocks of a cluster, which share the rows of a strip and have tokens of their own."""
     stages: int
     buffers: int
 
@@ -51,17 +52,17 @@ class Schedule(NamedTuple):
         return self.stages * self.stage_bytes + staging + _BARRIER_BYTES
 
     def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' pieces of all columns of a result; of ``sdd`` of a group."""
-        width = desc.n
-        if desc.op is BlockSparseOp.SDD:  # of small blocks the most that a strip can meet
-            width = GROUP if self.rows == desc.layout.block else desc.layout.cols
-        return -(-width // (self.tokens * self.share))
+        """Clusters' pieces of all columns of a result; not of ``sdd``."""
+        return -(-desc.n // (self.tokens * self.share))
+
+    def groups(self, layout: BlockSparseShape) -> int:
+        """Of ``sdd``: the most pieces of clusters that the columns of a strip can be."""
+        return -(-layout.cols // (self.tokens * self.share))
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' pieces of work."""
-        if desc.op is BlockSparseOp.SDD and self.rows == desc.layout.block:
-            return desc.batch * groups(desc.layout) * self.token_clusters(desc)
-        return strips_of(desc) * self.token_clusters(desc)
+        """Clusters' pieces of work; of ``sdd`` at most."""
+        pieces = self.groups(desc.layout) if desc.op is BlockSparseOp.SDD else self.token_clusters(desc)
+        return strips_of(desc) * pieces
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -86,19 +87,8 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     """The kernel's own choice for a problem, as measured on an H200. Bits don't depend on it."""
     block = desc.layout.block
     enough = multiprocessors * _BUSY // 100
-    if desc.op is BlockSparseOp.SDD and block < _TILE_ROWS:
-        met = desc.layout.cols * (1 - (1 - desc.layout.density) ** (STRIP // block))  # of random blocks
-
-        def time(tokens: int) -> int:
-            items = strips_of(desc) * -int(-met // tokens)
-            return -(-items // multiprocessors) * (tokens + _STRIP_TOKENS)
-
-        return fitting(STRIP, min(_TOKENS, key=time), 2, 1)
     if desc.op is BlockSparseOp.SDD:
-        columns = desc.batch * desc.layout.blocks * block
-        least = _TILE_ROWS * 2 // (block // _TILE_ROWS)  # of two warpgroups
-        tokens = next((one for one in _TOKENS if columns >= enough * one), _TOKENS[-1])
-        return fitting(block, max(tokens, least), 2, 1)
+        return _sampled(desc, multiprocessors)
     strips = strips_of(desc)
     tokens = next((one for one in _TOKENS if strips * -(-desc.n // one) >= enough), _TOKENS[-1])
     # The values of S from L2 once a cluster: worth it where they are much of what is copied.
@@ -109,5 +99,28 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
 
 def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
     """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
+    if desc.op is BlockSparseOp.SDD:
+        return desc.batch * desc.layout.heads * head_tiles(desc.layout)
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
     return desc.batch * desc.layout.heads * head_strips(side)
+
+
+def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
+    """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
+    rows, block = tile_rows(layout), layout.block
+    tokens = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
+    fit = [one for one in tokens if one % block == 0 or block % one == 0]
+    return [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
+
+
+def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
+    layout = desc.layout
+    met = layout.cols * (1 - (1 - layout.density) ** (tile_rows(layout) // layout.block))  # of random blocks
+
+    def time(one: Schedule) -> float:
+        pieces = max(1, -int(-met // (one.tokens * one.share)))
+        mine = min(max(met / (pieces * one.share), layout.block), one.tokens)
+        waves = -(-strips_of(desc) * pieces // one.resident_clusters(multiprocessors))
+        return waves * (one.rows / one.share + mine)
+
+    return min(sampled_schedules(layout), key=time)

@@ -20,6 +20,8 @@ from .shape import BlockSparseShape
 Array = np.ndarray[Any, np.dtype[np.int32]]
 STRIP = 128
 """Rows of cells whose blocks kernels take together."""
+TILE = 64
+"""Rows of cells whose blocks ``sdd`` takes together; of larger blocks a row of blocks."""
 FEW_LINES = 2
 """Rows of blocks of a strip, up to which kernels read the bits of each."""
 GROUP = 256
@@ -76,6 +78,14 @@ class LookUp(NamedTuple):
     """The same."""
     column_strip_places: Array
     """The same."""
+    row_tiles: Array
+    """[heads * T], T = ceil(rows / tile_rows): strips of ``tile_rows`` rows, ordered like ``row_strips``."""
+    row_tile_pointers: Array
+    """The same three of these strips."""
+    row_tile_met: Array
+    """The same."""
+    row_tile_places: Array
+    """The same."""
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
@@ -91,14 +101,19 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    met: tuple[int, ...] = (0,) * 6
-    if (lines := strip_lines(shape)) > FEW_LINES:
-        of_rows, of_columns = (
-            (strip + 1, min(count, strip * across), min(count, strip * across) * lines)
-            for strip, across in zip(strips, (shape.block_cols, shape.block_rows), strict=True)
-        )
-        met = *of_rows, *of_columns
+    tiles = shape.heads * head_tiles(shape)
+    of_rows = of_columns = of_tiles = 0, 0, 0
+    if strip_lines(shape) > FEW_LINES:
+        of_rows = _met_lengths(count, strips[0], shape.block_cols, strip_lines(shape))
+        of_columns = _met_lengths(count, strips[1], shape.block_rows, strip_lines(shape))
+        of_tiles = _met_lengths(count, tiles, shape.block_cols, TILE // shape.block)
+    met = *of_rows, *of_columns, tiles, *of_tiles
     return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
+
+
+def _met_lengths(count: int, strips: int, across: int, lines: int) -> tuple[int, int, int]:
+    met = min(count, strips * across)
+    return strips + 1, met, met * lines
 
 
 def words(bits: int) -> int:
@@ -109,6 +124,16 @@ def words(bits: int) -> int:
 def head_strips(cells: int) -> int:
     """Strips of a head, of so many rows or columns of cells."""
     return -(-cells // STRIP)
+
+
+def tile_rows(shape: BlockSparseShape) -> int:
+    """Rows of a strip of ``sdd``."""
+    return max(TILE, shape.block)
+
+
+def head_tiles(shape: BlockSparseShape) -> int:
+    """Strips of a head of ``sdd``."""
+    return -(-shape.rows // tile_rows(shape))
 
 
 def strip_lines(shape: BlockSparseShape) -> int:
@@ -267,6 +292,11 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
         _fill_met(places, strip_lines(shape), *found)
         found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
         _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
+        found = tables.row_tile_pointers, tables.row_tile_met, tables.row_tile_places
+        _fill_met(places, TILE // shape.block, *found)
+        tables.row_tiles[...] = _longest_first(tables.row_tile_pointers)
+    else:
+        tables.row_tiles[...] = _longest_first(tables.row_pointers)
 
 
 def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array) -> None:
@@ -297,6 +327,10 @@ def _fill_met(places: Array, size: int, pointers: Array, met: Array, of_lines: A
     of_lines[...] = -1
     met[: len(column)] = column
     of_lines[: len(column) * size] = strips[strip, column].reshape(-1)
+
+
+def _longest_first(pointers: Array) -> Array:
+    return np.argsort(-np.diff(pointers), kind="stable").astype(np.int32)
 
 
 def _by_length(pointers: Array, heads: int) -> Array:

@@ -16,6 +16,8 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
+from sparse24_plans.blocksparse import schedule
+from sparse24_plans.blocksparse.backends import blocks_wgmma
 
 from ..strategies import results_of
 from ..support import same_bits
@@ -257,6 +259,30 @@ def test_s8_of_extremes(op):
 def test_a_wide_sdd(row):
     fields = {"element": "f16", "out_element": "f32", "alpha": -0.5}
     random_check(partial(plan_of, row), random_layout(block=128), op="sdd", n=1000, **fields)
+
+
+@gpu
+@pytest.mark.parametrize("turned", TURNS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch):
+    """Strips of no, one and all columns, in one item and in several, and a last strip of half the rows."""
+    layout = random_layout(
+        seed=block, heads=2, rows=528 // block, cols=1040 // block, block=block, density=0.3
+    )
+    kept, lines = layout.bitmap.copy(), max(64 // block, 1)
+    kept[0, :lines], kept[0, lines : 2 * lines] = False, True
+    kept[1, :lines], kept[1, :lines, -1:] = False, True
+    layout, results = BlockSparseLayout(kept, block), {}
+    for one in schedule.sampled_schedules(layout.shape):
+        monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
+        plan = wgmma(op="sdd", layout=layout, n=200, trans_a=turned[0], trans_b=turned[1])
+        assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
+        assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
+        operands = random_operands(plan.descriptor, layout, np.random.default_rng(block))
+        results[one] = check(plan, operands)
+    first, *others = results.values()
+    assert len(others) >= 5
+    assert all(same_bits(first, one) for one in others)
 
 
 @gpu

@@ -45,19 +45,23 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
     check_groups(layout, found)
     if layout.shape.block < 64:
         rows = found.row_strip_pointers, found.row_strip_met, found.row_strip_places
-        check_strips(layout.bitmap, layout.shape.block, places, rows)
+        check_strips(layout.bitmap, 128 // layout.shape.block, places, rows)
         columns = found.column_strip_pointers, found.column_strip_met, found.column_strip_places
         turned_places = [(head, col, row) for head, row, col in places]
-        check_strips(turned, layout.shape.block, turned_places, columns)
+        check_strips(turned, 128 // layout.shape.block, turned_places, columns)
+        tiles = found.row_tile_pointers, found.row_tile_met, found.row_tile_places
+        check_strips(layout.bitmap, 64 // layout.shape.block, places, tiles)
     else:
         assert found.row_strip_pointers.size == found.column_strip_places.size == 0
+        assert found.row_tile_pointers.size == found.row_tile_places.size == 0
+    check_order_of_tiles(layout, found.row_tiles)
 
 
 def check_strips(
-    kept: np.ndarray, block: int, places: list[tuple[int, int, int]], found: tuple[np.ndarray, ...]
+    kept: np.ndarray, size: int, places: list[tuple[int, int, int]], found: tuple[np.ndarray, ...]
 ) -> None:
     """Of each strip the columns that it meets, and of these every line's block among the values."""
-    (heads, lines, across), size = kept.shape, 128 // block
+    heads, lines, across = kept.shape
     pointers, met, of_lines = found
     strips = [(head, line) for head in range(heads) for line in range(0, lines, size)]
     assert pointers[0] == 0
@@ -69,6 +73,14 @@ def check_strips(
             for i, place in enumerate(ours):
                 there = line + i < lines and kept[head, line + i, column]
                 assert place == (places.index((head, line + i, column)) if there else -1)
+
+
+def check_order_of_tiles(layout: BlockSparseLayout, order: np.ndarray) -> None:
+    """Strips of 64 rows of cells, or of a line: those that keep blocks in the most columns first."""
+    (heads, lines, _), size = layout.bitmap.shape, max(64 // layout.shape.block, 1)
+    starts = [(head, line) for head in range(heads) for line in range(0, lines, size)]
+    met = [int(layout.bitmap[head, line : line + size].any(0).sum()) for head, line in starts]
+    assert order.tolist() == sorted(range(len(met)), key=lambda strip: -met[strip])
 
 
 def check_lines(

@@ -16,7 +16,6 @@ from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..form import K_MAJOR, Form, turned_bytes
 from ..schedule import Schedule, best_schedule
-from ..tables import groups
 from ..turn import SOURCE as TURN
 from ..turn import Turn
 from ..wgmma import matrices_map, rows_map
@@ -105,7 +104,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             tokens=desc.n,
             token_clusters=schedule.token_clusters(desc),
             band=schedule.band(desc),
-            groups=groups(desc.layout),
+            groups=schedule.groups(desc.layout),
             steps=-(-desc.n // _depth(desc)),
             whole=int(desc.n % _TILE == 0),
         )
@@ -144,7 +143,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if form.sampled:
-                found = _dense_map(views["a"], left_major, one.rows, depth)
+                found = _rows_map(views["a"], left_major, one, depth)
                 found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
             else:
                 step = min(block, depth)
@@ -165,6 +164,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
 def _depth(desc: BlockSparseMatmulDescriptor) -> int:
     """k of a step."""
     return _LINE_BYTES // desc.element.itemsize
+
+
+def _rows_map(view: TensorView, major: int, one: Schedule, step: int) -> bytes:
+    """Boxes of a block's part, of its cluster, of ``step`` k of a strip's rows."""
+    rows, tile = one.rows // one.share, min(one.rows, _TILE)
+    return matrices_map(view, (rows, step) if major == K_MAJOR else (step // one.share, tile))
 
 
 def _dense_map(view: TensorView, major: int, lines: int, step: int) -> bytes:
