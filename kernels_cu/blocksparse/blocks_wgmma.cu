@@ -124,6 +124,7 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
+  u32 most;                    // of sdd: parts of columns of blocks of an item, for each of its blocks: kGroup at most
   u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
@@ -141,15 +142,15 @@ struct Item {
 
   __device__ __forceinline__ Item(const BlocksWgmmaParams& p, u32 index, u32 share) {
     if constexpr (Config::kSampled) {
-      constexpr int kMost = Config::kGroup * Config::kShare;
+      const int most = p.most * Config::kShare;
       const int group = index / p.batch / p.strips, strip = p.order[index / p.batch % p.strips];
       batch = index % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
       const int begin = p.pointers[strip], parts = (p.pointers[strip + 1] - begin) * Config::kParts;
-      const int groups = (parts + kMost - 1) / kMost;
+      const int groups = (parts + most - 1) / most;
       here = group < groups;
       if (!here) {
         const int longest = p.order[0];
-        past = group * kMost >= (p.pointers[longest + 1] - p.pointers[longest]) * Config::kParts;
+        past = group * most >= (p.pointers[longest + 1] - p.pointers[longest]) * Config::kParts;
         token = 0, first = 0, count = 0;
         return;
       }

@@ -18,8 +18,8 @@ _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
 _TOKENS = (256, 128, 64)
-_SAMPLED_COLUMNS = (256, 192, 128, 64)
-"""Of a warpgroup, of ``sdd``."""
+_SAMPLED_COLUMNS, _MOST_PIECES = (64, 128, 192, 256), 12
+"""Of a warpgroup, of ``sdd``; of a strip's columns, beyond which they are as many as a block can have."""
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 
@@ -37,6 +37,8 @@ class Schedule(NamedTuple):
     """Blocks of a cluster, which share the rows of a strip and have tokens of their own."""
     stages: int
     buffers: int
+    across: int
+    """Columns that ``sdd`` gives a block of threads at most; up to ``tokens``."""
 
     @property
     def threads(self) -> int:
@@ -57,12 +59,17 @@ class Schedule(NamedTuple):
 
     def groups(self, layout: BlockSparseShape) -> int:
         """Of ``sdd``: the most pieces of clusters that the columns of a strip can be."""
-        return -(-layout.cols // (self.tokens * self.share))
+        return -(-layout.cols // (self.across * self.share))
+
+    def parts(self, block: int) -> int:
+        """Of columns of blocks that ``sdd`` gives a block of threads at most: whole, or as wide as it."""
+        return self.across // min(block, self.tokens)
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' pieces of work; of ``sdd`` at most."""
-        pieces = self.groups(desc.layout) if desc.op is BlockSparseOp.SDD else self.token_clusters(desc)
-        return strips_of(desc) * pieces
+        if desc.op is BlockSparseOp.SDD:
+            return strips_of(desc) * self.groups(desc.layout) if desc.layout.blocks else 0
+        return strips_of(desc) * self.token_clusters(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -79,7 +86,7 @@ class Schedule(NamedTuple):
 
 def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> Schedule:
     """With as many stages as shared memory has room for."""
-    one = Schedule(rows, tokens, warpgroups, share, stages=0, buffers=2)
+    one = Schedule(rows, tokens, warpgroups, share, stages=0, buffers=2, across=tokens)
     return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MOST_STAGES))
 
 
@@ -106,11 +113,25 @@ def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
-    """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
+    """What is tried for ``sdd``: a strip's columns in few pieces, as wide as what remains of them.
+
+    Each of two warpgroups has 64 rows, and whole blocks or equal parts of one.
+    """
     rows, block = tile_rows(layout), layout.block
-    tokens = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
-    fit = [one for one in tokens if one % block == 0 or block % one == 0]
-    return [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
+    widths = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
+    fit = [one for one in widths if one % block == 0 or block % one == 0]
+    met = layout.cols * (1 - (1 - layout.density) ** (rows // block))  # of random blocks
+    found = {}
+    for share in (1, 2):
+        for pieces in range(share, _MOST_PIECES + 1, share):
+            wanted = max(-int(-met // (pieces * block)) * block, block)
+            tokens = next((one for one in fit if one >= wanted), None)
+            if tokens:
+                found[tokens, wanted, share] = fitting(rows, tokens, 2, share)._replace(across=wanted)
+    for tokens in fit:
+        for share in (1, 2):
+            found.setdefault((tokens, tokens, share), fitting(rows, tokens, 2, share))
+    return list(found.values())
 
 
 def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
@@ -118,8 +139,8 @@ def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedul
     met = layout.cols * (1 - (1 - layout.density) ** (tile_rows(layout) // layout.block))  # of random blocks
 
     def time(one: Schedule) -> float:
-        pieces = max(1, -int(-met // (one.tokens * one.share)))
-        mine = min(max(met / (pieces * one.share), layout.block), one.tokens)
+        pieces = max(1, -int(-met // (one.across * one.share)))
+        mine = met / (pieces * one.share)
         waves = -(-strips_of(desc) * pieces // one.resident_clusters(multiprocessors))
         return waves * (one.rows / one.share + mine)
 

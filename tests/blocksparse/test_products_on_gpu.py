@@ -273,9 +273,13 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
     kept[0, :lines], kept[0, lines : 2 * lines] = False, True
     kept[1, :lines], kept[1, :lines, -1:] = False, True
     layout, results = BlockSparseLayout(kept, block), {}
+    fields = {"op": "sdd", "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
+    desc = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16")
     for one in schedule.sampled_schedules(layout.shape):
         monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
-        plan = wgmma(op="sdd", layout=layout, n=200, trans_a=turned[0], trans_b=turned[1])
+        spare = (1 << 30) + len(results)  # of its own: plans are cached
+        wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+        plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
         assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
         operands = random_operands(plan.descriptor, layout, np.random.default_rng(block))

@@ -55,8 +55,9 @@ class _Parameters(ctypes.Structure):
         ("band", ctypes.c_uint32),
         ("groups", ctypes.c_uint32),
         ("steps", ctypes.c_uint32),
+        ("most", ctypes.c_uint32),
         ("whole", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 8),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 4),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -106,6 +107,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             band=schedule.band(desc),
             groups=schedule.groups(desc.layout),
             steps=-(-desc.n // _depth(desc)),
+            most=schedule.parts(desc.layout.block),
             whole=int(desc.n % _TILE == 0),
         )
 
