@@ -3,7 +3,7 @@
 //   role            who                what
 //   inflate_blocks  256 threads        32 blocks of a line: their values, or zeros, as part of a dense matrix
 //   finish          256 threads        C = epilogue(acc), element by element; a null acc stands for zeros
-//   gather_blocks   256 threads        a kept block of a dense C
+//   gather_blocks   256 threads        4 KB of the kept blocks of a dense C
 //
 //   no barriers; a few words of shared memory; few registers
 //
@@ -85,15 +85,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) finish(const __gr
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     gather_blocks(const __grid_constant__ InflateBlocksParams p) {
   using Bits = Config::Out::Bits;
-  constexpr int kVector = 16 / sizeof(Bits), kPerRow = Config::kBlock / kVector;
-  for (i64 item = blockIdx.x; item < p.items; item += gridDim.x) {
-    const i64 place = item % p.blocks, batch = item / p.blocks;
-    const Bits* dense = (const Bits*)p.dense + (batch * p.lines + p.rows[place]) * Config::kBlock * p.line_cells +
-                        (i64)p.columns[place] * Config::kBlock;
-    Bits* values = (Bits*)p.values + item * Config::kBlock * Config::kBlock;
-    for (int i = threadIdx.x; i < Config::kBlock * kPerRow; i += Config::kThreads) {
-      const int row = i / kPerRow, at = i % kPerRow * kVector;
-      *(uint4*)(values + row * Config::kBlock + at) = *(const uint4*)(dense + row * p.line_cells + at);
-    }
+  constexpr int kVector = 16 / sizeof(Bits), kPerRow = Config::kBlock / kVector, kVectors = Config::kBlock * kPerRow;
+  const i64 step = (i64)gridDim.x * Config::kThreads;
+  for (i64 i = (i64)blockIdx.x * Config::kThreads + threadIdx.x; i < p.items * kVectors; i += step) {
+    const i64 item = i / kVectors, place = item % p.blocks, batch = item / p.blocks;
+    const int row = i % kVectors / kPerRow, at = i % kPerRow * kVector;
+    const i64 from = ((batch * p.lines + p.rows[place]) * Config::kBlock + row) * p.line_cells +
+                     (i64)p.columns[place] * Config::kBlock + at;
+    ((uint4*)p.values)[i] = *(const uint4*)((const Bits*)p.dense + from);
   }
 }

@@ -164,7 +164,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             items=items,
             words=across,
         )
-        return self._before.bind(min(items, _MOST_BLOCKS), parameters)
+        gathered = items * one.block**2 * desc.out_element.itemsize // _ALIGNMENT
+        blocks = -(-gathered // _THREADS) if desc.op is BlockSparseOp.SDD else items
+        return self._before.bind(min(blocks, _MOST_BLOCKS), parameters)
 
     def _finished(self, views: Views, acc: int) -> Launch:
         rows, cols, _ = self._sizes
