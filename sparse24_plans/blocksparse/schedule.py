@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BlockSparseShape
-from .tables import STRIP, head_strips, head_tiles, tile_rows
+from .tables import STRIP, TILE, head_strips, head_tiles, tile_rows
 
+Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
 """Of a block of threads on Hopper."""
 _ROW_BYTES, _TILE_ROWS = 128, 64
@@ -18,10 +22,27 @@ _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
 _TOKENS = (256, 128, 64)
-_SAMPLED_COLUMNS, _MOST_PIECES = (64, 128, 192, 256), 12
-"""Of a warpgroup, of ``sdd``; of a strip's columns, beyond which they are as many as a block can have."""
+_SAMPLED_COLUMNS = (64, 128, 192, 256)
+"""Of a warpgroup, of ``sdd``."""
+_MOST_STRIPS = 2048
+"""That are looked at, of as many as there may be."""
+_LEAST_STAGES, _ENOUGH_STAGES = 3, 4
+"""Of ``sdd``: with fewer than the first it takes longer whatever the layout."""
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
+
+
+class _Cost(NamedTuple):
+    """Of ``sdd``, as measured on an H200 for 57 layouts: in lines of a step, or as a part of them."""
+
+    item: float
+    """What an item takes besides."""
+    of_shared: float
+    """Of the rows that a cluster shares."""
+    few_stages: float
+
+
+_COST_OF_SMALL, _COST_OF_LARGE = _Cost(60, 0.5, 1.2), _Cost(150, 0.9, 1.0)
 
 
 class Schedule(NamedTuple):
@@ -37,8 +58,6 @@ class Schedule(NamedTuple):
     """Blocks of a cluster, which share the rows of a strip and have tokens of their own."""
     stages: int
     buffers: int
-    across: int
-    """Columns that ``sdd`` gives a block of threads at most; up to ``tokens``."""
 
     @property
     def threads(self) -> int:
@@ -59,11 +78,11 @@ class Schedule(NamedTuple):
 
     def groups(self, layout: BlockSparseShape) -> int:
         """Of ``sdd``: the most pieces of clusters that the columns of a strip can be."""
-        return -(-layout.cols // (self.across * self.share))
+        return -(-layout.cols // (self.tokens * self.share))
 
     def parts(self, block: int) -> int:
         """Of columns of blocks that ``sdd`` gives a block of threads at most: whole, or as wide as it."""
-        return self.across // min(block, self.tokens)
+        return max(self.tokens // block, 1)
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' pieces of work; of ``sdd`` at most."""
@@ -86,7 +105,7 @@ class Schedule(NamedTuple):
 
 def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> Schedule:
     """With as many stages as shared memory has room for."""
-    one = Schedule(rows, tokens, warpgroups, share, stages=0, buffers=2, across=tokens)
+    one = Schedule(rows, tokens, warpgroups, share, stages=0, buffers=2)
     return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MOST_STAGES))
 
 
@@ -113,35 +132,44 @@ def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
-    """What is tried for ``sdd``: a strip's columns in few pieces, as wide as what remains of them.
-
-    Each of two warpgroups has 64 rows, and whole blocks or equal parts of one.
-    """
+    """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
     rows, block = tile_rows(layout), layout.block
-    widths = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
-    fit = [one for one in widths if one % block == 0 or block % one == 0]
-    met = layout.cols * (1 - (1 - layout.density) ** (rows // block))  # of random blocks
-    found = {}
-    for share in (1, 2):
-        for pieces in range(share, _MOST_PIECES + 1, share):
-            wanted = max(-int(-met // (pieces * block)) * block, block)
-            tokens = next((one for one in fit if one >= wanted), None)
-            if tokens:
-                found[tokens, wanted, share] = fitting(rows, tokens, 2, share)._replace(across=wanted)
-    for tokens in fit:
-        for share in (1, 2):
-            found.setdefault((tokens, tokens, share), fitting(rows, tokens, 2, share))
-    return list(found.values())
+    tokens = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
+    fit = [one for one in tokens if one % block == 0 or block % one == 0]
+    found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
+    return [one for one in found if one.stages >= _LEAST_STAGES]
 
 
 def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
-    layout = desc.layout
-    met = layout.cols * (1 - (1 - layout.density) ** (tile_rows(layout) // layout.block))  # of random blocks
+    """The one whose busiest cluster has the least to do, were the kept blocks random."""
+    columns = _met_columns(desc.layout, min(strips_of(desc), _MOST_STRIPS))
+    return min(
+        sampled_schedules(desc.layout),
+        key=lambda one: _busiest(one, columns, desc.layout.block, multiprocessors),
+    )
 
-    def time(one: Schedule) -> float:
-        pieces = max(1, -int(-met // (one.across * one.share)))
-        mine = met / (pieces * one.share)
-        waves = -(-strips_of(desc) * pieces // one.resident_clusters(multiprocessors))
-        return waves * (one.rows / one.share + mine)
 
-    return min(sampled_schedules(layout), key=time)
+def _met_columns(layout: BlockSparseShape, strips: int) -> Columns:
+    """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first."""
+    kept = 1 - (1 - layout.density) ** (tile_rows(layout) // layout.block)
+    mean, deviation = layout.block_cols * kept, (layout.block_cols * kept * (1 - kept)) ** 0.5
+    places = [1 - (strip + 0.5) / strips for strip in range(strips)]
+    quantiles = np.array([NormalDist().inv_cdf(one) for one in places])
+    found: Columns = np.clip(np.rint(mean + deviation * quantiles), 0, layout.block_cols).astype(np.int64)
+    return found
+
+
+def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) -> float:
+    """Lines of a step that the busiest block of threads copies, items being dealt out as the kernel does."""
+    part = min(block, one.tokens)
+    parts = columns * (block // part)
+    groups = -(-parts // (one.parts(block) * one.share))
+    group, strip = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
+    clusters = one.resident_clusters(multiprocessors)
+    turn, cluster = np.divmod(group * len(columns) + strip, clusters)
+    cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
+    mine = -(-parts // np.maximum(groups * one.share, 1)) * part
+    cost = _COST_OF_SMALL if block < TILE else _COST_OF_LARGE
+    rows = one.rows * (cost.of_shared if one.share > 1 else 1.0)
+    items = (rows + mine[strip]) * (cost.few_stages if one.stages < _ENOUGH_STAGES else 1.0) + cost.item
+    return float(np.bincount(cluster, items, minlength=1).max())

@@ -234,8 +234,7 @@ def launch_parameters(
     parameters.y = result.address
     parameters.y_stride = result_stride
     if schedule.workspace_bytes():
-        parameters.flags = handed
-        parameters.sums = handed + schedule.flags_bytes()
-        parameters.groups = parameters.sums + schedule.sums_bytes()
+        sums = handed + schedule.flags_bytes()
+        parameters.flags, parameters.sums, parameters.groups = handed, sums, sums + schedule.sums_bytes()
         parameters.mark = next(_marks)
     return parameters

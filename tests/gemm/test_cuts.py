@@ -15,6 +15,7 @@ gpu = pytest.mark.gpu
 
 def check(desc: GemmSparse24Descriptor, row: str, *, pad: int = 0) -> None:
     case = make_case(desc, row=row, pad=pad)
+    assert case.plan.can_implement(case.args)
     case.check(case.run())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from sparse24_plans import (
     PlanPreference,
     UnsupportedError,
 )
+from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_choice
@@ -345,3 +348,27 @@ def test_where_blocks_dont_fold_there_is_nothing_to_tune():
     ada = DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100)
     assert mma_schedules.candidates(desc, ada) == []
     assert len(mma_schedules.candidates(desc, hopper(132))) > 1
+
+
+SPACES = [
+    one
+    for n in (8, 60, 200, 1030)
+    for one in (*wgmma_schedules.schedules_for(n, 9000), *wgmma_schedules.schedules_in(8, n, 9000))
+    if one.workspace_bytes()
+]
+
+
+@pytest.mark.parametrize("at", [0, 1 << 20])
+def test_what_lies_where_in_the_workspace_is_known_without_one(at):
+    """``can_implement`` asks so: flags, sums handed over, and those of parts, each behind the other."""
+    assert any(one.parked for one in SPACES)
+    assert any(one.ranges for one in SPACES)
+    desc = GemmSparse24Descriptor(n=1030, m=9000, k=1024, element="bf16")
+    x, y = np.zeros((desc.n, desc.k), np.uint16), np.zeros((desc.n, desc.m + 1), np.uint16)[:, 1:]
+    views = {"source": TensorView.of(x), "packed": TensorView.of(x), "result": TensorView.of(y)}
+    for one in SPACES:
+        fixed = wgmma.fixed_parameters(desc, one, wgmma_schedules.Lines.of(desc))
+        box = wgmma.result_box(desc, one)
+        found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
+        sums = at + one.flags_bytes()
+        assert [found.flags or 0, found.sums or 0, found.groups] == [at, sums, sums + one.sums_bytes()]

@@ -1,0 +1,101 @@
+"""How ``sdd`` is cut for the kernel that multiplies kept blocks: what every cluster gets, without a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans.blocksparse import schedule
+from sparse24_plans.blocksparse.schedule import Schedule, best_schedule, sampled_schedules
+
+BLOCKS = (16, 32, 64, 128)
+
+
+def shape_of(block: int, rows: int = 4096, cols: int = 4096, density: float = 0.1) -> BlockSparseShape:
+    blocks = round(density * rows * cols / block**2)
+    return BlockSparseShape(heads=1, rows=rows, cols=cols, block=block, blocks=blocks)
+
+
+def dealt_out(one: Schedule, columns: list[int], block: int, clusters: int) -> list[list[tuple[int, int]]]:
+    """Item of kernels_cu/blocksparse/blocks_wgmma.cu, written down again: of each cluster its (strip, piece),
+
+    a piece being what one of its blocks of threads has of the strip's columns of blocks, in parts.
+    """
+    parts_of_block = block // min(block, one.tokens)
+    most = max(one.tokens // block, 1) * one.share
+    found: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
+    longest = max(columns, default=0) * parts_of_block
+    index = 0
+    while columns and index // len(columns) * most < longest:
+        group, strip = divmod(index, len(columns))
+        parts = columns[strip] * parts_of_block
+        groups = -(-parts // most)
+        turn, at = divmod(index, clusters)
+        if group < groups:
+            each = -(-parts // (groups * one.share))
+            found[clusters - 1 - at if turn % 2 else at].append((strip, each))
+        index += 1
+    return found
+
+
+columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: sorted(one, reverse=True))
+
+
+@given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5), st.sampled_from([2, 7, 132]))
+def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
+    one = sampled_schedules(shape_of(block))[which]
+    items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
+    cost = schedule._COST_OF_SMALL if block < 64 else schedule._COST_OF_LARGE
+    rows = one.rows * (cost.of_shared if one.share == 2 else 1)
+    slower = cost.few_stages if one.stages < 4 else 1
+    wanted = max(
+        sum((rows + each * min(block, one.tokens)) * slower + cost.item for _, each in cluster)
+        for cluster in items
+    )
+    found = schedule._busiest(one, np.array(columns, np.int64), block, multiprocessors)
+    assert found == pytest.approx(wanted)
+
+
+@given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5))
+def test_every_column_of_a_strip_is_in_a_piece(columns, block, which):
+    one = sampled_schedules(shape_of(block))[which]
+    parts_of_block, seen = block // min(block, one.tokens), [0] * len(columns)
+    for cluster in dealt_out(one, columns, block, 3):
+        for strip, each in cluster:
+            assert each * min(block, one.tokens) <= one.tokens
+            seen[strip] += each * one.share
+    for all_pieces, kept in zip(seen, columns, strict=True):
+        assert all_pieces >= kept * parts_of_block
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_columns_of_random_layouts(block):
+    """Their quantiles, beside layouts that were drawn."""
+    layout = shape_of(block, rows=8192, density=0.07)
+    rng, lines = np.random.default_rng(block), max(64 // block, 1)
+    drawn = [
+        rng.random((lines, layout.block_cols, 128)) < layout.density for _ in range(8192 // max(64, block))
+    ]
+    met = np.sort([one.any(0).sum(0) for one in drawn], axis=0)[::-1].mean(1)
+    found = schedule._met_columns(layout, len(drawn))
+    assert np.abs(found - met).mean() <= 0.03 * met.mean() + 0.3
+    assert (np.diff(found) <= 0).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_more_strips_than_are_looked_at(block):
+    desc = BlockSparseMatmulDescriptor(
+        op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
+    )
+    assert best_schedule(desc, 132) in sampled_schedules(desc.layout)
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_hardly_anything_kept(blocks):
+    layout = BlockSparseShape(heads=1, rows=64, cols=64, block=32, blocks=blocks)
+    desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=64, element="bf16")
+    found = best_schedule(desc, 132)
+    assert (found.items(desc) == 0) == (blocks == 0)
