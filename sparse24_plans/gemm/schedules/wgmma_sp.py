@@ -23,6 +23,8 @@ FEW, WIDEST = 64, 256
 """Up to so many tokens one block takes them all, and memory sets the pace; and the most of a block."""
 _MORE_BLOCKS = 5
 """So many blocks of tokens more than the fewest are tried."""
+_FEW_OUTPUTS = 2048
+"""Of which any number of blocks of tokens is tried: it takes 1 to 5% less by the model, 37% at the most."""
 _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
 """Accumulators that a thread of one or two warpgroups has registers for; one of three; and where four blocks
 share a multiprocessor."""
@@ -210,13 +212,17 @@ def _width(tokens: int) -> int:
     return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
-def widths(n: int, widest: int = WIDEST) -> tuple[int, ...]:
-    """Tokens of a block that are worth trying: those that cut n into equal blocks, as wide as they go."""
+def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
+    """Tokens of a block that are worth trying: those that cut n into equal blocks, as wide as they go.
+
+    Of few outputs (``m``, if known) narrower ones, too: else there are hardly as many items as clusters.
+    """
     if n <= FEW:
         return (_width(n),)
-    fewest = -(-n // widest)
-    counts = range(fewest, min(-(-n // FEW), fewest + _MORE_BLOCKS) + 1)
-    return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
+    fewest, most = -(-n // widest), -(-n // FEW)
+    if not 0 < m < _FEW_OUTPUTS:
+        most = min(most, fewest + _MORE_BLOCKS)
+    return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in range(fewest, most + 1)))
 
 
 # (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor): of those that were
@@ -264,7 +270,7 @@ an item. Of 261 measured pairs the model's choice alone lost 0.9% on the mean, w
 def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]:
     """Where there are items for all clusters, and too few for some."""
     found, least = [], _WORTH_RANGES if parts == 1 else 0.0
-    for tokens in widths(n):
+    for tokens in widths(n, m=m):
         for warpgroups, row_blocks, share in _OF_RANGES:
             ranges = H200_MULTIPROCESSORS // share
             one = Schedule(warpgroups, row_blocks, tokens, share, parts=parts, ranges=ranges)
@@ -278,7 +284,7 @@ def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]
 def schedules_for(n: int, m: int = 0) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens; with m, also those that are for so many outputs."""
     shapes = _OF_FEW if n <= FEW else _OF_SOME if n <= _MANY else _OF_MANY
-    tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n) for w, r, *rest in shapes)
+    tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     return tuple(schedule for schedule in tried if schedule.fits()) + _schedules_of_ranges(n, m)
 
 
@@ -288,7 +294,7 @@ def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
     if slices > 1:
         wide = [
             Schedule(w, r, tokens, share, parts=slices)
-            for tokens in widths(n)
+            for tokens in widths(n, m=m)
             for w, r, share, *_ in _OF_MANY
         ]
         tried += [one for one in wide if n > FEW and one.warpgroups > 1 and one.fits()]
