@@ -28,7 +28,6 @@ NOT_REACHED = {  # (op, block, density): why
 
 SPEED_OF_24 = 1.3  # blocks of 128 that are 2:4, over whole ones
 NOT_REACHED_OF_24 = {  # (op, density): why
-    ("dsd", 0.5): "1.29 times: a launch's clock falls where tensor cores are busy",
     ("dsd", 0.1): "1.27 times: four items a cluster of 4096 x 4096, and what a launch takes",
     ("dsd", 0.05): "1.2 times: writing C and reading B from memory is most of it",
     ("dds", 0.05): "1.25 times: writing C and reading A from memory is most of it",
@@ -236,8 +235,9 @@ def test_2_4_blocks_are_never_slower_than_whole_ones(block):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_bands_are_at_least_as_fast(op, block, request):
     """For the blocks that they keep: a band has whole ones in every row."""
-    if (op, block) == ("dds", 128):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="0.9685 at one density; 0.97 is asked for"))
+    if op == "dds" and block in (32, 128):
+        why = "0.963 (blocks of 32) and 0.968 (128) at one density each; 0.97 is asked for"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     for density in blocks.DENSITIES:
         means = {}
         for pattern in blocks.PATTERNS:
@@ -288,10 +288,10 @@ def test_where_a_dense_product_is_faster_it_is_what_runs():
 def test_sdd_is_near_dsd(block, density, request):
     """Within 30%, all shapes together."""
     why = None
-    if (block, density) == (64, 0.5):
-        why = "1.34 times: neighbouring lines don't share what they copy"
-    if block < 64 and density < 0.5:
-        why = "1.4 to 2 times: rows of four (eight) lines meet every column that any of them keeps"
+    if (block, density) == (32, 0.2):
+        why = "1.39 times: two lines meet a third of all columns, and read them by themselves"
+    if (block, density) == (128, 0.05):
+        why = "1.39 times: lines of three and more blocks leave a second wave of a few items"
     if why:
         request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     fields = {"n": 4096, "block": block, "density": density, "pattern": "random"}
