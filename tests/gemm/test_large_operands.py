@@ -1,15 +1,17 @@
-"""On a GPU: operands beyond 2^31 elements, and operands that are PyTorch's own."""
+"""On a GPU: operands beyond 2^31 elements, the same bits launch after launch, and PyTorch's own operands."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from sparse24_plans import GemmSparse24Args, GemmSparse24Descriptor, Sparse24Weight
+from sparse24_plans import ElementKind, GemmSparse24Args, GemmSparse24Descriptor, Sparse24Weight
+from sparse24_plans.tuning.data import random_bits, typed
 
 from ..support import plan_of_row
 
 pytestmark = pytest.mark.gpu
+LAUNCHES = 60
 ROWS = ("inflate_cublas", "inflate_strict", "mma_sp_many", "wgmma_sp", "wgmma_sp_invariant")
 
 
@@ -52,6 +54,41 @@ def test_operands_beyond_2_to_the_31_elements(row, n, m, k, huge):
     tolerance = plan.guarantee.tolerance(k, exact, abs_sum, desc.out_element)
     got = cupy.asnumpy(y[rows][:, columns]).astype(np.float64)
     assert (np.abs(got - exact) <= tolerance).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "element"),
+    [
+        ("f32_split6", "f32"),
+        ("f32_split6_invariant", "f32"),
+        ("f32_split3", "f32"),
+        ("wgmma_sp", "bf16"),
+        ("wgmma_sp_invariant", "bf16"),
+        ("wgmma_sp_fp8", "fp8_e4m3"),
+        ("wgmma_sp_s8", "s8"),
+    ],
+)
+@pytest.mark.parametrize("n", [1024, 4096])
+def test_every_launch_has_the_same_bits_at_full_size(row, element, n):
+    """All results of a product that takes milliseconds, where a race or a stage read too early would show."""
+    import cupy
+
+    kind = ElementKind(element)
+    desc = GemmSparse24Descriptor(n=n, m=4096, k=14336, element=element, out_element="f32")
+    plan = plan_of_row(row).select(desc, device=0)
+    weight = Sparse24Weight.prune_compress(typed(random_bits((desc.m, desc.k), kind, 1), kind))
+    packed, again, x = plan.pack(weight), plan.pack(weight), random_bits((n, desc.k), kind, 2)
+    for one, other in zip(packed.buffers, again.buffers, strict=True):
+        assert bool((one.bits() == other.bits()).all())
+    y, first = cupy.empty((n, desc.m), cupy.float32), None
+    args = GemmSparse24Args(packed, typed(x, kind), y)
+    space = cupy.empty(plan.workspace_size(), "u1")
+    for _ in range(LAUNCHES):
+        y.fill(cupy.nan)
+        space.fill(0xFF)
+        plan.run(args, workspace=space)
+        first = y.view("u4").copy() if first is None else first
+        assert int((y.view("u4") != first).sum()) == 0
 
 
 @pytest.mark.parametrize("row", ROWS)
