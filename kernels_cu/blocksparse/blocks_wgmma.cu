@@ -1,8 +1,8 @@
 // C = epilogue(alpha * op(S) @ X) for a block-sparse S, operands fed by the copy engine: dsd as it stands, dds as
 // C^T = op(S)^T @ op(A)^T. Rows are those of op(S) here and tokens the columns of X, whichever way C lies in memory.
 //
-// A row of blocks of op(S) is a line, 128 rows are a strip: one line, or several that share the columns of X that more
-// than one of them keeps. A cluster takes one strip with kTokens tokens for each of its blocks, which share the values
+// A row of blocks of op(S) is a line, 128 rows are a strip, of small blocks and few tokens 64: one line, or several that
+// share the columns of X that more than one of them keeps. A cluster takes one strip with kTokens tokens for each of its blocks, which share the values
 // of S: each copies a part of them to all. A step is 128 bytes of columns of which the strip keeps any, and the rows of
 // X that they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
 //
@@ -54,11 +54,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBeside = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
   static constexpr int kBox = kDepth / kBeside, kBoxBytes = kBytes * kBox;  // k of a box of S or X
   static constexpr bool kSmall = kBlock < 64;
-  static constexpr int kLines = !kSampled ? 128 / kBlock : kSmall ? 64 / kBlock : 1;       // of a strip
-  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                        // row tiles of a line
-  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                         // lines of a row tile
-  static constexpr int kRows = kSampled ? kLines * kBlock : 128, kRowGroups = kRows / 64;  // of an item
-  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                      // tokens of a warpgroup
+  static constexpr int kRows = S24_ROWS, kRowGroups = kRows / 64, kLines = kRows / kBlock;  // of a strip
+  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                         // row tiles of a line
+  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                          // lines of a row tile
+  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                       // tokens of a warpgroup
   // Of sdd: columns of blocks of an item, and what it has of each. A narrow item has part of one.
   static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
   static constexpr int kParts = kBlock / kPart;
@@ -108,7 +107,7 @@ struct BlocksWgmmaParams {
   TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
   TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepColumns or 64
   const int* order;     // [strips]: from the longest to the shortest
-  const int* counts;    // [strips]: columns of blocks that each keeps any of; not of sdd
+  const int* counts;    // [strips]: columns of blocks that each keeps any of
   const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c; not of sdd
   const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks and of sdd [strips + 1]
   const int* columns;   // of sdd [blocks]: of a line's blocks; of small blocks [entries]: columns of a strip
@@ -124,7 +123,6 @@ struct BlocksWgmmaParams {
   u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
   u32 band;                    // of token tiles of all batches, before the next band
   u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
-  u32 most;                    // of sdd: parts of columns of blocks of an item, for each of its blocks: kGroup at most
   u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
@@ -133,31 +131,63 @@ using Ring = RingPosition<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
 
+// Of all clusters; of sdd at most.
+__device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
+  return p.batch * p.strips * (Config::kSampled ? p.groups : p.token_clusters);
+}
+
+// Of sdd: which items there are. The first of every strip, from the longest on, then the second of those that have one,
+// and so on. All lanes of a warp ask.
+struct Dealer {
+  static constexpr int kMost = Config::kGroup * Config::kShare;  // parts of columns of blocks of an item
+
+  u32 group = 0, before = 0, strips;  // whose items are being dealt out; items before those; strips that have one
+
+  __device__ __forceinline__ explicit Dealer(const BlocksWgmmaParams& p) : strips(having(p, 0)) {}
+
+  // Strips with an item of the group: they are the first ones.
+  static __device__ __forceinline__ u32 having(const BlocksWgmmaParams& p, u32 group) {
+    u32 low = 0, high = Config::kSampled ? p.strips : 0;
+    while (low < high) {
+      const u32 step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
+      const bool has = at < high && p.counts[p.order[at]] * Config::kParts > (int)group * kMost;
+      const u32 having = __popc(__ballot_sync(~0u, has));
+      high = min(high, low + having * step);
+      if (having) low += (having - 1) * step + 1;
+    }
+    return low;
+  }
+
+  // Whether there is an item of this index. Indices rise.
+  __device__ __forceinline__ bool find(const BlocksWgmmaParams& p, u32 index) {
+    if constexpr (Config::kSampled) {
+      while (strips && index - before >= strips * p.batch) {
+        before += strips * p.batch;
+        strips = having(p, ++group);
+      }
+      return strips > 0;
+    } else {
+      return index < items_of(p);
+    }
+  }
+};
+
 // What a block of threads works on.
 struct Item {
-  u32 head, line, batch, token;    // line: the first, in its head; token: of sdd, in the first block
-  int count;                       // columns of blocks; of sdd of this block of threads
-  int first;                       // of sdd: the first of them among all strips'
-  bool here = true, past = false;  // of sdd: whether there is such an item; whether there is no later one
+  u32 head, line, batch, token;  // line: the first, in its head; token: of sdd, in the first block
+  int count;                     // columns of blocks; of sdd of this block of threads
+  int first;                     // of sdd: the first of them among all strips'
 
-  __device__ __forceinline__ Item(const BlocksWgmmaParams& p, u32 index, u32 share) {
+  __device__ __forceinline__ Item(const BlocksWgmmaParams& p, const Dealer& dealer, u32 index, u32 share) {
     if constexpr (Config::kSampled) {
-      const int most = p.most * Config::kShare;
-      const int group = index / p.batch / p.strips, strip = p.order[index / p.batch % p.strips];
-      batch = index % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-      const int begin = p.pointers[strip], parts = (p.pointers[strip + 1] - begin) * Config::kParts;
-      const int groups = (parts + most - 1) / most;
-      here = group < groups;
-      if (!here) {
-        const int longest = p.order[0];
-        past = group * most >= (p.pointers[longest + 1] - p.pointers[longest]) * Config::kParts;
-        token = 0, first = 0, count = 0;
-        return;
-      }
+      const u32 in_group = index - dealer.before, strip = (u32)p.order[in_group / p.batch];
+      batch = in_group % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
+      const int parts = p.counts[strip] * Config::kParts;
+      const int groups = (parts + Dealer::kMost - 1) / Dealer::kMost;
       const int pieces = groups * Config::kShare, each = (parts + pieces - 1) / pieces;
-      const int before = (group * Config::kShare + (int)share) * each;
+      const int before = ((int)dealer.group * Config::kShare + (int)share) * each;
       count = max(0, min(each, parts - before));
-      token = before % Config::kParts * Config::kPart, first = begin + before / Config::kParts;
+      token = before % Config::kParts * Config::kPart, first = p.pointers[strip] + before / Config::kParts;
       return;
     }
     const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
@@ -175,10 +205,6 @@ struct Item {
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
 };
 
-// Of all clusters.
-__device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
-  return p.batch * p.strips * (Config::kSampled ? p.groups : p.token_clusters);
-}
 // Copies ---------------------------------------------------------------------------------------------
 
 // This block's part of the columns of a kept block that a step has, to every block of the cluster.
@@ -335,12 +361,11 @@ template <bool kLeft> struct Copier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
-      if (item_of<Config>(turn) >= items_of(p)) continue;
-      const Item item(p, item_of<Config>(turn), share);
-      if (item.past) break;
-      if constexpr (!Config::kSampled) copy_strip(item);
-      else if (item.here) copy_item(item);
+    Dealer dealer(p);
+    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn) {
+      const Item item(p, dealer, item_of<Config>(turn), share);
+      if constexpr (Config::kSampled) copy_item(item);
+      else copy_strip(item);
     }
     // Nobody leaves while others may still report to its barriers.
     if constexpr (kLeft && Config::kShare > 1)
@@ -350,10 +375,15 @@ template <bool kLeft> struct Copier {
 
 // Of small blocks: a warp that copies of every step one column of blocks, or some lines of it.
 struct SmallCopier {
-  static constexpr int kShared = 4 / Config::kBeside, kOwn = Config::kLines / kShared;  // warps of a column; its lines
+  // Warps of a column of blocks. Each has lines of its own, whole row tiles of them; else a part of every line.
+  static constexpr int kShared = 4 / Config::kBeside;
+  static constexpr bool kOwnLines = Config::kLines / kShared % Config::kTileLines == 0 && Config::kLines >= kShared;
+  static constexpr int kOwn = kOwnLines ? Config::kLines / kShared : Config::kLines;
   static constexpr int kAhead = 32 / Config::kLines;  // steps that are looked up at a time
   static constexpr int kBlockBytes = Config::kBlock * Config::kBoxBytes, kChunks = Config::kBoxBytes / 16;  // of a row
-  static_assert(!Config::kByLanes || (kOwn % Config::kTileLines == 0 && Config::kStages <= 8), "bits of a u64");
+  static constexpr int kPasses = kBlockBytes / 512 / (kOwnLines ? 1 : kShared);  // of 512 bytes, of a block
+  static_assert(!Config::kByLanes || (kOwn <= 8 && Config::kStages <= 8), "bits of a u64");
+  static_assert(!Config::kByLanes || kPasses > 0, "a warp copies 512 bytes at a time");
 
   const BlocksWgmmaParams& p;
   u32 base, lane, column, part;  // which column of blocks of a step, and which of its warps
@@ -400,11 +430,11 @@ struct SmallCopier {
       const bool keep = present >> line & 1, copies = (present | zeros) >> line & 1;
       const i64 which = max(__shfl_sync(~0u, place, from + line), 0);
 #pragma unroll
-      for (int i = 0; i < kBlockBytes / 512; ++i) {
-        const u32 row = (lane + 32 * i) / kChunks, chunk = lane % kChunks;
+      for (int i = 0; i < kPasses; ++i) {
+        const u32 at = kOwnLines ? i : part * kPasses + i, row = (lane + 32 * at) / kChunks, chunk = lane % kChunks;
         const u32 turned = Config::kBoxBytes == 64 ? row / 2 % 4 : row / 4 % 2;  // the swizzle
         copy_async_16_if(copies, to + line * kBlockBytes + row * Config::kBoxBytes + (chunk ^ turned) * 16,
-                         values + which * kBlockBytes + i * 512, keep);
+                         values + which * kBlockBytes + at * 512, keep);
       }
     }
   }
@@ -412,7 +442,7 @@ struct SmallCopier {
   // The step whose column and places lanes `from` on have found; kept: which of its lines keep the column.
   __device__ __forceinline__ void copy_step(const Item& item, u32 matrix, const Found& found, u32 from, u32 kept) {
     const u32 to = base + at.slot * Config::kStageBytes, full = barriers.full(at.slot);
-    const u32 present = kept >> part * kOwn & ((1 << kOwn) - 1);
+    const u32 line = kOwnLines ? part * kOwn : 0, present = kept >> line & ((1 << kOwn) - 1);  // its first
     const int met = __shfl_sync(~0u, found.column, from);
     const u32 held = (u32)(dirty >> 8 * at.slot) & 0xff, zeros = stale(present, held);
     dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.slot;
@@ -426,8 +456,8 @@ struct SmallCopier {
     __syncwarp();
     if (copies) copy_x(item, matrix, met * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
     __syncwarp();
-    copy_blocks(item, to + column * (128 * Config::kBoxBytes) + part * (kOwn * kBlockBytes), found.place,
-                from + part * kOwn, present, zeros);
+    copy_blocks(item, to + column * (Config::kRows * Config::kBoxBytes) + line * kBlockBytes, found.place, from + line,
+                present, zeros);
     barrier_arrive_after_copies(full);
   }
 
@@ -445,8 +475,9 @@ struct SmallCopier {
   }
 
   __device__ __forceinline__ void copy_all() {
-    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn)
-      if (item_of<Config>(turn) < items_of(p)) copy_strip(Item(p, item_of<Config>(turn), 0));
+    Dealer dealer(p);
+    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn)
+      copy_strip(Item(p, dealer, item_of<Config>(turn), 0));
   }
 };
 
@@ -466,7 +497,7 @@ struct Multiplier : StepMultiplier<Config, Multiplier> {
 #pragma unroll
       for (int k = 0; k < Config::kBoxBytes / 32; ++k)
         wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(
-            sums, a + (beside * (128 * Config::kBoxBytes) >> 4) + k * SparseOperand::kStep,
+            sums, a + (beside * (Config::kRows * Config::kBoxBytes) >> 4) + k * SparseOperand::kStep,
             b + (beside * kBesideB >> 4) + k * XOperand::kStep);
     }
     wgmma_commit();
@@ -576,11 +607,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
     Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;
-    for (u32 turn = 0; turn < turns_of<Config>(p); ++turn) {
-      if (item_of<Config>(turn) >= items_of(p)) continue;
-      const Item item(p, item_of<Config>(turn), share);
-      if (item.past) break;
-      if (!item.here) continue;
+    Dealer dealer(p);
+    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn) {
+      const Item item(p, dealer, item_of<Config>(turn), share);
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);
     }

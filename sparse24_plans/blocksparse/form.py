@@ -10,7 +10,7 @@ from ..plan.operands import Operand
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
-from .tables import FEW_LINES, addresses, head_strips, head_tiles, strip_lines, tile_rows, words
+from .tables import FEW_LINES, STRIP, addresses, strip_lines, tile_size, words
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
@@ -47,8 +47,6 @@ class Form:
         """Whether the sparse matrix enters transposed: its columns of blocks are the kernel's lines."""
         lines, across = (one.block_cols, one.block_rows) if self.turned else (one.block_rows, one.block_cols)
         self.head_lines, self.words = lines, words(across)
-        self.head_strips = head_tiles(one) if self.sampled else head_strips(lines * one.block)
-        self.strips = one.heads * self.head_strips
         left_turned = desc.trans_a if self.sampled else self.turned
         self.left_major = MN_MAJOR if left_turned else K_MAJOR
         self.right_major = K_MAJOR if desc.dense_k_last else MN_MAJOR
@@ -70,9 +68,11 @@ class Form:
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
         x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
-        lines = tile_rows(one) // one.block if self.sampled else strip_lines(one)
-        met = 1 - (1 - one.density) ** lines  # of the columns of a strip, where blocks are random
-        often = x.size >= _MANY_BYTES and self.head_strips * met >= _OFTEN
+        rows = tile_size(one.block) if self.sampled else STRIP
+        met = 1 - (1 - one.density) ** (
+            rows // one.block
+        )  # of the columns of a strip, where blocks are random
+        often = x.size >= _MANY_BYTES and self.head_strips(rows, one.block) * met >= _OFTEN
         return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()
 
     def majors(self, turns: tuple[Turned, ...]) -> tuple[int, int]:
@@ -83,20 +83,23 @@ class Form:
             _other(self.right_major) if self.right in names else self.right_major,
         )
 
-    def tables(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
-        """The kernel's parameters that are tables, of those at ``start``."""
+    def head_strips(self, rows: int, block: int) -> int:
+        """Of so many rows of op(S), in a head."""
+        return -(-self.head_lines * block // rows)
+
+    def tables(self, start: int, desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> dict[str, int]:
+        """The kernel's parameters that are tables, of those at ``start``, for strips of so many rows."""
         found = addresses(start, desc.layout)
+        side, other = ("column", "row") if self.turned else ("row", "column")
+        strip = f"{side}_{'strip' if rows == STRIP else 'tile'}"
+        names = {"order": f"{strip}s", "counts": f"{strip}_{other}s", "kept": f"{side}_bits"}
+        names["pointers"] = f"{side}_pointers"
         if self.sampled:
-            names = {"order": "row_tiles", "pointers": "row_pointers", "columns": "columns"}
+            names["columns"] = "columns"
         elif self.turned:
-            names = {"order": "column_strips", "counts": "column_strip_rows", "kept": "column_bits"}
-            names |= {"pointers": "column_pointers", "places": "column_order"}
-        else:
-            names = {"order": "row_strips", "counts": "row_strip_columns", "kept": "row_bits"}
-            names["pointers"] = "row_pointers"
+            names["places"] = "column_order"
         if self.small:
-            of = "row_tile" if self.sampled else "column_strip" if self.turned else "row_strip"
-            names |= {"pointers": f"{of}_pointers", "columns": f"{of}_met", "places": f"{of}_places"}
+            names |= {"pointers": f"{strip}_pointers", "columns": f"{strip}_met", "places": f"{strip}_places"}
         return {field: found[name] for field, name in names.items()}
 
     def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BlockSparseShape
-from .tables import STRIP, TILE, head_strips, head_tiles, tile_rows
+from .tables import STRIP, TILE, tile_size
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
@@ -21,13 +21,15 @@ _BARRIER_BYTES = 256
 _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
-_TOKENS = (256, 128, 64)
+_WIDE_TOKENS = (256, 128)
+_TOKENS = (*_WIDE_TOKENS, 64)
 _SAMPLED_COLUMNS = (64, 128, 192, 256)
 """Of a warpgroup, of ``sdd``."""
 _MOST_STRIPS = 2048
 """That are looked at, of as many as there may be."""
 _LEAST_STAGES, _ENOUGH_STAGES = 3, 4
 """Of ``sdd``: with fewer than the first it takes longer whatever the layout."""
+_FEW_TOKENS = 512
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 
@@ -87,8 +89,8 @@ class Schedule(NamedTuple):
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Clusters' pieces of work; of ``sdd`` at most."""
         if desc.op is BlockSparseOp.SDD:
-            return strips_of(desc) * self.groups(desc.layout) if desc.layout.blocks else 0
-        return strips_of(desc) * self.token_clusters(desc)
+            return strips_of(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
+        return strips_of(desc, self.rows) * self.token_clusters(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -115,25 +117,27 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     enough = multiprocessors * _BUSY // 100
     if desc.op is BlockSparseOp.SDD:
         return _sampled(desc, multiprocessors)
-    strips = strips_of(desc)
-    tokens = next((one for one in _TOKENS if strips * -(-desc.n // one) >= enough), _TOKENS[-1])
+    rows, widths = STRIP, _TOKENS
+    if block < TILE and desc.n <= _FEW_TOKENS:
+        # What lanes copy of S sets the pace: half of a strip meets fewer columns, with twice as many tokens.
+        rows, widths = TILE, _WIDE_TOKENS
+    strips = strips_of(desc, rows)
+    tokens = next((one for one in widths if strips * -(-desc.n // one) >= enough), widths[-1])
     # The values of S from L2 once a cluster: worth it where they are much of what is copied.
     wide = tokens == _TOKENS[0]
     sharing = block >= _TILE_ROWS and wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
-    return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+    return fitting(rows, tokens, 2, 2 if sharing else 1)
 
 
-def strips_of(desc: BlockSparseMatmulDescriptor) -> int:
+def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
     """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
-    if desc.op is BlockSparseOp.SDD:
-        return desc.batch * desc.layout.heads * head_tiles(desc.layout)
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * head_strips(side)
+    return desc.batch * desc.layout.heads * -(-side // rows)
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
     """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
-    rows, block = tile_rows(layout), layout.block
+    rows, block = tile_size(layout.block), layout.block
     tokens = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
     found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
@@ -142,7 +146,7 @@ def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
 
 def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
     """The one whose busiest cluster has the least to do, were the kept blocks random."""
-    columns = _met_columns(desc.layout, min(strips_of(desc), _MOST_STRIPS))
+    columns = _met_columns(desc.layout, min(strips_of(desc, tile_size(desc.layout.block)), _MOST_STRIPS))
     return min(
         sampled_schedules(desc.layout),
         key=lambda one: _busiest(one, columns, desc.layout.block, multiprocessors),
@@ -151,7 +155,7 @@ def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedul
 
 def _met_columns(layout: BlockSparseShape, strips: int) -> Columns:
     """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first."""
-    kept = 1 - (1 - layout.density) ** (tile_rows(layout) // layout.block)
+    kept = 1 - (1 - layout.density) ** (tile_size(layout.block) // layout.block)
     mean, deviation = layout.block_cols * kept, (layout.block_cols * kept * (1 - kept)) ** 0.5
     places = [1 - (strip + 0.5) / strips for strip in range(strips)]
     quantiles = np.array([NormalDist().inv_cdf(one) for one in places])
@@ -164,9 +168,9 @@ def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) 
     part = min(block, one.tokens)
     parts = columns * (block // part)
     groups = -(-parts // (one.parts(block) * one.share))
-    group, strip = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
+    _, strip = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
-    turn, cluster = np.divmod(group * len(columns) + strip, clusters)
+    turn, cluster = np.divmod(np.arange(len(strip)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
     cost = _COST_OF_SMALL if block < TILE else _COST_OF_LARGE

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[np.int32]]
 STRIP = 128
 """Rows of cells whose blocks kernels take together."""
 TILE = 64
-"""Rows of cells whose blocks ``sdd`` takes together; of larger blocks a row of blocks."""
+"""Rows of a narrow strip, which ``sdd`` takes, and the others where tokens are few; or of a larger block."""
 FEW_LINES = 2
 """Rows of blocks of a strip, up to which kernels read the bits of each."""
 GROUP = 256
@@ -79,12 +79,24 @@ class LookUp(NamedTuple):
     column_strip_places: Array
     """The same."""
     row_tiles: Array
-    """[heads * T], T = ceil(rows / tile_rows): strips of ``tile_rows`` rows, ordered like ``row_strips``."""
+    """[heads * T], T = ceil(rows / tile_size): narrow strips, of ``tile_size`` rows, like ``row_strips``."""
+    column_tiles: Array
+    """The same of columns. Of larger blocks than 64 a strip is a row (column) of them."""
+    row_tile_columns: Array
+    """Like ``row_strip_columns``, of narrow strips."""
+    column_tile_rows: Array
+    """The same of columns."""
     row_tile_pointers: Array
-    """The same three of these strips."""
+    """Like those of strips, as are the next ones."""
     row_tile_met: Array
     """The same."""
     row_tile_places: Array
+    """The same."""
+    column_tile_pointers: Array
+    """The same."""
+    column_tile_met: Array
+    """The same."""
+    column_tile_places: Array
     """The same."""
 
     @classmethod
@@ -101,19 +113,26 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    tiles = shape.heads * head_tiles(shape)
-    of_rows = of_columns = of_tiles = 0, 0, 0
+    tiles = (
+        shape.heads * head_tiles(shape.rows, shape.block),
+        shape.heads * head_tiles(shape.cols, shape.block),
+    )
+    strips_met: tuple[int, ...] = (0,) * 6
+    tiles_met = strips_met
     if strip_lines(shape) > FEW_LINES:
-        of_rows = _met_lengths(count, strips[0], shape.block_cols, strip_lines(shape))
-        of_columns = _met_lengths(count, strips[1], shape.block_rows, strip_lines(shape))
-        of_tiles = _met_lengths(count, tiles, shape.block_cols, TILE // shape.block)
-    met = *of_rows, *of_columns, tiles, *of_tiles
+        across = shape.block_cols, shape.block_rows
+        strips_met, tiles_met = (
+            _met_lengths(count, counts, across, lines)
+            for counts, lines in ((strips, strip_lines(shape)), (tiles, TILE // shape.block))
+        )
+    met = *strips_met, *tiles, *tiles, *tiles_met
     return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
 
 
-def _met_lengths(count: int, strips: int, across: int, lines: int) -> tuple[int, int, int]:
-    met = min(count, strips * across)
-    return strips + 1, met, met * lines
+def _met_lengths(count: int, strips: tuple[int, int], across: tuple[int, int], lines: int) -> tuple[int, ...]:
+    """Of both sides: strips, columns that they meet, and places."""
+    met = [min(count, one * other) for one, other in zip(strips, across, strict=True)]
+    return strips[0] + 1, met[0], met[0] * lines, strips[1] + 1, met[1], met[1] * lines
 
 
 def words(bits: int) -> int:
@@ -126,14 +145,14 @@ def head_strips(cells: int) -> int:
     return -(-cells // STRIP)
 
 
-def tile_rows(shape: BlockSparseShape) -> int:
-    """Rows of a strip of ``sdd``."""
-    return max(TILE, shape.block)
+def tile_size(block: int) -> int:
+    """Cells of a narrow strip."""
+    return max(TILE, block)
 
 
-def head_tiles(shape: BlockSparseShape) -> int:
-    """Strips of a head of ``sdd``."""
-    return -(-shape.rows // tile_rows(shape))
+def head_tiles(cells: int, block: int) -> int:
+    """Narrow strips of a head, of so many rows or columns of cells."""
+    return -(-cells // tile_size(block))
 
 
 def strip_lines(shape: BlockSparseShape) -> int:
@@ -279,9 +298,14 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     np.take(row, tables.column_order, out=tables.column_rows)
     tables.column_pointers[0] = 0
     np.cumsum(np.bincount(column, minlength=columns), out=tables.column_pointers[1:])
-    _fill_lines(kept, shape.block, tables.row_bits, tables.row_strips, tables.row_strip_columns)
+    _fill_bits(kept, tables.row_bits)
+    _fill_strips(kept, strip_lines(shape), tables.row_strips, tables.row_strip_columns)
     turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
-    _fill_lines(turned, shape.block, tables.column_bits, tables.column_strips, tables.column_strip_rows)
+    _fill_bits(turned, tables.column_bits)
+    _fill_strips(turned, strip_lines(shape), tables.column_strips, tables.column_strip_rows)
+    tile_lines = tile_size(shape.block) // shape.block
+    _fill_strips(kept, tile_lines, tables.row_tiles, tables.row_tile_columns)
+    _fill_strips(turned, tile_lines, tables.column_tiles, tables.column_tile_rows)
     tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
     tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
@@ -293,18 +317,20 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
         found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
         _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
         found = tables.row_tile_pointers, tables.row_tile_met, tables.row_tile_places
-        _fill_met(places, TILE // shape.block, *found)
-        tables.row_tiles[...] = _longest_first(tables.row_tile_pointers)
-    else:
-        tables.row_tiles[...] = _longest_first(tables.row_pointers)
+        _fill_met(places, tile_lines, *found)
+        found = tables.column_tile_pointers, tables.column_tile_met, tables.column_tile_places
+        _fill_met(places.transpose(0, 2, 1), tile_lines, *found)
 
 
-def _fill_lines(kept: Any, block: int, bits: Array, order: Array, counts: Array) -> None:
+def _fill_bits(kept: Any, bits: Array) -> None:
     heads, lines, across = kept.shape
     packed = np.zeros((heads, lines, 4 * words(across)), np.uint8)
     packed[:, :, : -(-across // 8)] = np.packbits(kept, axis=-1, bitorder="little")
     bits[...] = packed.view("<i4").reshape(-1)
-    size = STRIP // block
+
+
+def _fill_strips(kept: Any, size: int, order: Array, counts: Array) -> None:
+    """Of so many lines each."""
     any_of_strip = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
@@ -327,10 +353,6 @@ def _fill_met(places: Array, size: int, pointers: Array, met: Array, of_lines: A
     of_lines[...] = -1
     met[: len(column)] = column
     of_lines[: len(column) * size] = strips[strip, column].reshape(-1)
-
-
-def _longest_first(pointers: Array) -> Array:
-    return np.argsort(-np.diff(pointers), kind="stable").astype(np.int32)
 
 
 def _by_length(pointers: Array, heads: int) -> Array:

@@ -20,24 +20,22 @@ def shape_of(block: int, rows: int = 4096, cols: int = 4096, density: float = 0.
 
 
 def dealt_out(one: Schedule, columns: list[int], block: int, clusters: int) -> list[list[tuple[int, int]]]:
-    """Item of kernels_cu/blocksparse/blocks_wgmma.cu, written down again: of each cluster its (strip, piece),
+    """Dealer and Item of blocksparse/blocks_wgmma.cu, written down again: of each cluster its items.
 
-    a piece being what one of its blocks of threads has of the strip's columns of blocks, in parts.
+    An item is its strip, and what each block of threads has of the strip's columns of blocks, in parts.
     """
     parts_of_block = block // min(block, one.tokens)
     most = max(one.tokens // block, 1) * one.share
     found: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
-    longest = max(columns, default=0) * parts_of_block
-    index = 0
-    while columns and index // len(columns) * most < longest:
-        group, strip = divmod(index, len(columns))
-        parts = columns[strip] * parts_of_block
-        groups = -(-parts // most)
-        turn, at = divmod(index, clusters)
-        if group < groups:
-            each = -(-parts // (groups * one.share))
+    group = index = 0
+    while having := sum(count * parts_of_block > group * most for count in columns):
+        for strip in range(having):
+            parts = columns[strip] * parts_of_block
+            each = -(-parts // (-(-parts // most) * one.share))
+            turn, at = divmod(index, clusters)
             found[clusters - 1 - at if turn % 2 else at].append((strip, each))
-        index += 1
+            index += 1
+        group += 1
     return found
 
 

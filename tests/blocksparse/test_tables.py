@@ -39,9 +39,13 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
             mine = slice(head * lines, (head + 1) * lines)
             assert order[mine].tolist() == sorted(range(mine.start, mine.stop), key=lambda at: -counts[at])
     assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
-    check_lines(layout.bitmap, layout.shape.block, found.row_bits, found.row_strips, found.row_strip_columns)
-    turned = layout.bitmap.transpose(0, 2, 1)
-    check_lines(turned, layout.shape.block, found.column_bits, found.column_strips, found.column_strip_rows)
+    turned, block = layout.bitmap.transpose(0, 2, 1), layout.shape.block
+    check_bits(layout.bitmap, found.row_bits)
+    check_bits(turned, found.column_bits)
+    check_order(layout.bitmap, 128 // block, found.row_strips, found.row_strip_columns)
+    check_order(turned, 128 // block, found.column_strips, found.column_strip_rows)
+    check_order(layout.bitmap, max(64 // block, 1), found.row_tiles, found.row_tile_columns)
+    check_order(turned, max(64 // block, 1), found.column_tiles, found.column_tile_rows)
     check_groups(layout, found)
     if layout.shape.block < 64:
         rows = found.row_strip_pointers, found.row_strip_met, found.row_strip_places
@@ -51,10 +55,11 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
         check_strips(turned, 128 // layout.shape.block, turned_places, columns)
         tiles = found.row_tile_pointers, found.row_tile_met, found.row_tile_places
         check_strips(layout.bitmap, 64 // layout.shape.block, places, tiles)
+        tiles = found.column_tile_pointers, found.column_tile_met, found.column_tile_places
+        check_strips(turned, 64 // layout.shape.block, turned_places, tiles)
     else:
         assert found.row_strip_pointers.size == found.column_strip_places.size == 0
-        assert found.row_tile_pointers.size == found.row_tile_places.size == 0
-    check_order_of_tiles(layout, found.row_tiles)
+        assert found.row_tile_pointers.size == found.column_tile_places.size == 0
 
 
 def check_strips(
@@ -75,25 +80,19 @@ def check_strips(
                 assert place == (places.index((head, line + i, column)) if there else -1)
 
 
-def check_order_of_tiles(layout: BlockSparseLayout, order: np.ndarray) -> None:
-    """Strips of 64 rows of cells, or of a line: those that keep blocks in the most columns first."""
-    (heads, lines, _), size = layout.bitmap.shape, max(64 // layout.shape.block, 1)
-    starts = [(head, line) for head in range(heads) for line in range(0, lines, size)]
-    met = [int(layout.bitmap[head, line : line + size].any(0).sum()) for head, line in starts]
-    assert order.tolist() == sorted(range(len(met)), key=lambda strip: -met[strip])
-
-
-def check_lines(
-    kept: np.ndarray, block: int, bits: np.ndarray, order: np.ndarray, counts: np.ndarray
-) -> None:
-    """Bits of each line; strips of 128 rows of cells, by the columns in which they keep anything."""
+def check_bits(kept: np.ndarray, bits: np.ndarray) -> None:
+    """Of each line."""
     heads, lines, across = kept.shape
     words = -(-across // 32)
     found = bits.view(np.uint32).reshape(heads, lines, words)
     for head, line, column in np.ndindex(heads, lines, 32 * words):
         wanted = column < across and kept[head, line, column]
         assert (found[head, line, column // 32] >> column % 32 & 1) == wanted
-    size = 128 // block
+
+
+def check_order(kept: np.ndarray, size: int, order: np.ndarray, counts: np.ndarray) -> None:
+    """Strips of so many lines, by the columns in which they keep anything."""
+    heads, lines, _ = kept.shape
     starts = [(head, line) for head in range(heads) for line in range(0, lines, size)]
     wanted = [int(kept[head, line : line + size].any(0).sum()) for head, line in starts]
     assert counts.tolist() == wanted

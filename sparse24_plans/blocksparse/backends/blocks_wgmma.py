@@ -55,9 +55,8 @@ class _Parameters(ctypes.Structure):
         ("band", ctypes.c_uint32),
         ("groups", ctypes.c_uint32),
         ("steps", ctypes.c_uint32),
-        ("most", ctypes.c_uint32),
         ("whole", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 4),  # a tensor map's alignment is the struct's
+        ("padding", ctypes.c_char * 8),  # a tensor map's alignment is the struct's
     ]
 
 
@@ -93,11 +92,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             _Parameters,
             shared_bytes=schedule.shared_bytes(),
         )
+        head_strips = form.head_strips(schedule.rows, desc.layout.block)
         self._parameters = _Parameters(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            strips=form.strips,
-            head_strips=form.head_strips,
+            strips=desc.layout.heads * head_strips,
+            head_strips=head_strips,
             head_lines=form.head_lines,
             words=form.words,
             heads=desc.layout.heads,
@@ -107,7 +107,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             band=schedule.band(desc),
             groups=schedule.groups(desc.layout),
             steps=-(-desc.n // _depth(desc)),
-            most=schedule.parts(desc.layout.block),
             whole=int(desc.n % _TILE == 0),
         )
 
@@ -116,7 +115,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._blocks == 0:
             return nothing
         parameters = _Parameters.from_buffer_copy(self._parameters)
-        for field, at in form.tables(views["layout"].address, desc).items():
+        for field, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
             setattr(parameters, field, at)
         views, turns = self._turned(views, workspace)
         put_maps(parameters, self._maps, views)
@@ -195,6 +194,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
+        "ROWS": schedule.rows,
         "TOKENS": schedule.tokens,
         "WARPGROUPS": schedule.warpgroups,
         "SHARE": schedule.share,

@@ -14,6 +14,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..form import K_MAJOR, Form
 from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
+from ..tables import STRIP
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -78,11 +79,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             _Parameters,
             shared_bytes=schedule.shared_bytes(desc.layout.block),
         )
+        head_strips = form.head_strips(STRIP, desc.layout.block)
         self._parameters = _Parameters(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            strips=form.strips,
-            head_strips=form.head_strips,
+            strips=desc.layout.heads * head_strips,
+            head_strips=head_strips,
             head_lines=form.head_lines,
             words=form.words,
             heads=desc.layout.heads,
