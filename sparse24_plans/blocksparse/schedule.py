@@ -21,7 +21,7 @@ _BARRIER_BYTES = 256
 _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
-_WIDE_TOKENS = (256, 128)
+_WIDE_TOKENS: tuple[int, ...] = (256, 128)
 _TOKENS = (*_WIDE_TOKENS, 64)
 _SAMPLED_COLUMNS = (64, 128, 192, 256)
 """Of a warpgroup, of ``sdd``."""
