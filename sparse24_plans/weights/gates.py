@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..device.tensors import wrong
-from ..vocab import INT64_MAX, integer
+from ..vocab import integer
 
 GATE_ROWS = 8
 """Rows of gates that follow each other; as many follow that they let through, and so on."""
+MOST_ROWS = (1 << 31) - 2 * GATE_ROWS
+"""Kernels count rows in 31 bits."""
 
 
 def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -25,7 +27,7 @@ def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     Raises InvalidProblemError naming ``m``.
     """
     rows = integer(m)
-    if rows is None or not 0 <= rows <= INT64_MAX or rows % (2 * GATE_ROWS):
-        raise wrong("m", f"a multiple of {2 * GATE_ROWS}", m)
+    if rows is None or not 0 <= rows <= MOST_ROWS or rows % (2 * GATE_ROWS):
+        raise wrong("m", f"a multiple of {2 * GATE_ROWS} below 2^31", m)
     features = np.arange(rows // 2, dtype=np.int64).reshape(-1, GATE_ROWS)
     return np.stack([features, features + rows // 2], axis=1).reshape(rows)

@@ -254,6 +254,7 @@ _call(
     validate=True,
 )
 _call("Sparse24Weight.decompress", WEIGHT.decompress, stream=None)
+_call("gated_rows", sparse24_plans.gated_rows, m=32)
 _call("Sparse24Weight.validate", WEIGHT.validate, stream=None)
 _call("Sparse24Weight.to", WEIGHT.to, device="host", stream=None)
 _call("GemmSparse24Plan.pack", _HOST.pack, weight=WEIGHT, stream=None)

@@ -14,8 +14,6 @@ from ..table import GemmRow
 from .wgmma_sp import Schedule, narrow_schedules, schedules_for, schedules_in
 from .wgmma_time import predicted
 
-_GATED_OF_THREE = 96
-"""Tokens of a block of three warpgroups that hands over parts, whose sums it has registers to gate."""
 _SLICES = (1, 2, 3, 4, 8)
 """Of K, where the bits must not depend on n; and the n that they are judged by."""
 _JUDGED = (1, 16, 33, 64, 100, 160, 256, 362, 470, 640, 900, 1500, 2600, 5000)
@@ -50,10 +48,7 @@ def allowed_schedules(
 
 
 def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
-    """Whether a thread with little room for its sums can gate them, or round them to s8, and spill none."""
-    full = schedule.warpgroups == 3 and schedule.ranges and schedule.parts > 1
-    if desc.epilogue.is_gated and full and schedule.tokens > _GATED_OF_THREE:
-        return False
+    """Whether a thread with little room for its sums can round them to s8, and spill none."""
     if desc.out_element is not ElementKind.S8:
         return True
     most = 128 if schedule.warpgroups == 3 else 32 if schedule.blocks_per_sm == 4 else schedule.tokens

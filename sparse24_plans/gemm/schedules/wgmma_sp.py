@@ -30,6 +30,8 @@ _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
 share a multiprocessor."""
 _HANDED_OF_THREE = 72
 """Those of one of three warpgroups, where they may be handed over."""
+_HANDED_PARTS_OF_THREE = 48
+"""Those of one of three, where sums of two parts may be: of more some are spilled."""
 _HANDED_OF_PARTS = 120
 """Those of one or two, where sums of more than two parts may be handed over."""
 _SUMS_TWICE = 96
@@ -108,7 +110,10 @@ class Schedule(NamedTuple):
         if self.ranges and self.parts > 2:
             most = 0 if self.warpgroups == 3 else _HANDED_OF_PARTS
         elif self.warpgroups == 3:
-            most = _HANDED_OF_THREE if self.ranges else _PARTS_OF_THREE if self.parts > 1 else _SUMS_OF_THREE
+            handed, summed = _HANDED_OF_THREE, _SUMS_OF_THREE
+            if self.parts > 1:
+                handed, summed = _HANDED_PARTS_OF_THREE, _PARTS_OF_THREE
+            most = handed if self.ranges else summed
         return self.row_blocks * self.tokens // 2 <= most and self.tokens % (8 * self.share) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
