@@ -10,7 +10,7 @@ from ..plan.operands import Operand
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
-from .tables import FEW_LINES, addresses, head_strips, head_tiles, strip_lines, tile_rows, words
+from .tables import FEW_LINES, addresses, head_strips, head_tiles, strip_lines, tile_lines, words
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
@@ -70,7 +70,7 @@ class Form:
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
         x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
-        lines = tile_rows(one) // one.block if self.sampled else strip_lines(one)
+        lines = tile_lines(one) if self.sampled else strip_lines(one)
         met = 1 - (1 - one.density) ** lines  # of the columns of a strip, where blocks are random
         often = x.size >= _MANY_BYTES and self.head_strips * met >= _OFTEN
         return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()

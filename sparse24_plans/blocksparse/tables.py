@@ -106,7 +106,7 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     if strip_lines(shape) > FEW_LINES:
         of_rows = _met_lengths(count, strips[0], shape.block_cols, strip_lines(shape))
         of_columns = _met_lengths(count, strips[1], shape.block_rows, strip_lines(shape))
-        of_tiles = _met_lengths(count, tiles, shape.block_cols, TILE // shape.block)
+        of_tiles = _met_lengths(count, tiles, shape.block_cols, tile_lines(shape))
     met = *of_rows, *of_columns, tiles, *of_tiles
     return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
 
@@ -129,6 +129,11 @@ def head_strips(cells: int) -> int:
 def tile_rows(shape: BlockSparseShape) -> int:
     """Rows of a strip of ``sdd``."""
     return max(TILE, shape.block)
+
+
+def tile_lines(shape: BlockSparseShape) -> int:
+    """Rows of blocks of a strip of ``sdd``."""
+    return tile_rows(shape) // shape.block
 
 
 def head_tiles(shape: BlockSparseShape) -> int:
@@ -293,7 +298,7 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
         found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
         _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
         found = tables.row_tile_pointers, tables.row_tile_met, tables.row_tile_places
-        _fill_met(places, TILE // shape.block, *found)
+        _fill_met(places, tile_lines(shape), *found)
         tables.row_tiles[...] = _longest_first(tables.row_tile_pointers)
     else:
         tables.row_tiles[...] = _longest_first(tables.row_pointers)
