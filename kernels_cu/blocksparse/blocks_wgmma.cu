@@ -26,8 +26,9 @@
 //                                                                meanwhile
 //   write                                    | fill | copy |
 //
-// Items: strips from the longest to the shortest with every token tile of a band, then the next band. Cluster c of G
-// takes item c, then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
+// Items: strips from the longest to the shortest with every token tile of a band, then the next band. Of sdd the first
+// one of every strip, of all batches, then the second of those that have one, and so on. Cluster c of G takes item c,
+// then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
 #include "blocksparse/multiplier.cuh"
 #include "blocksparse/writer.cuh"
 
@@ -120,8 +121,8 @@ struct BlocksWgmmaParams {
   u32 strips, head_strips, head_lines;  // of all heads, of one
   u32 words;                            // of a line's bits
   u32 heads, batch;
-  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
-  u32 band;                    // of token tiles of all batches, before the next band
+  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix; not of sdd
+  u32 band;                    // of token tiles of all batches, before the next band; not of sdd
   u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
   u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
 };

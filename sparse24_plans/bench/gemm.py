@@ -95,7 +95,7 @@ class Cell(Problem):
         rng = np.random.default_rng(0)
         rows, columns = (
             cupy.asarray(np.sort(rng.choice(size, min(size, most), replace=False)))
-            for size, most in zip((self.desc.n, self.desc.outputs), _SAMPLED, strict=True)
+            for size, most in zip((self.desc.n, self.desc.m), _SAMPLED, strict=True)
         )
         element = self.desc.element
         x, w = widened(self.x[rows], element), widened(self.matrix.dense[0][columns], element)

@@ -10,12 +10,12 @@ import numpy as np
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BlockSparseShape
-from .tables import STRIP, TILE, tile_size
+from .tables import STRIP, TILE, tile_lines, tile_size
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
 """Of a block of threads on Hopper."""
-_ROW_BYTES, _TILE_ROWS = 128, 64
+_ROW_BYTES = 128
 _BARRIER_BYTES = 256
 
 _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
@@ -71,7 +71,7 @@ class Schedule(NamedTuple):
         return (self.rows + self.tokens) * _ROW_BYTES
 
     def shared_bytes(self) -> int:
-        staging = self.warpgroups * self.buffers * _TILE_ROWS * _ROW_BYTES
+        staging = self.warpgroups * self.buffers * TILE * _ROW_BYTES
         return self.stages * self.stage_bytes + staging + _BARRIER_BYTES
 
     def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
@@ -100,7 +100,7 @@ class Schedule(NamedTuple):
         """Clusters' token tiles that are taken with every line before the next ones."""
         tiles = desc.batch * self.token_clusters(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        most = _BAND_BYTES if desc.layout.block >= _TILE_ROWS else _BAND_BYTES_OF_SMALL
+        most = _BAND_BYTES if desc.layout.block >= TILE else _BAND_BYTES_OF_SMALL
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 
@@ -125,7 +125,7 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
     tokens = next((one for one in widths if strips * -(-desc.n // one) >= enough), widths[-1])
     # The values of S from L2 once a cluster: worth it where they are much of what is copied.
     wide = tokens == _TOKENS[0]
-    sharing = block >= _TILE_ROWS and wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
+    sharing = block >= TILE and wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
     return fitting(rows, tokens, 2, 2 if sharing else 1)
 
 
@@ -138,7 +138,7 @@ def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
 def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
     """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
     rows, block = tile_size(layout.block), layout.block
-    tokens = [2 * one * _TILE_ROWS // rows for one in _SAMPLED_COLUMNS]
+    tokens = [2 * one * TILE // rows for one in _SAMPLED_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
     found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
     return [one for one in found if one.stages >= _LEAST_STAGES]
@@ -155,7 +155,7 @@ def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedul
 
 def _met_columns(layout: BlockSparseShape, strips: int) -> Columns:
     """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first."""
-    kept = 1 - (1 - layout.density) ** (tile_size(layout.block) // layout.block)
+    kept = 1 - (1 - layout.density) ** tile_lines(layout)
     mean, deviation = layout.block_cols * kept, (layout.block_cols * kept * (1 - kept)) ** 0.5
     places = [1 - (strip + 0.5) / strips for strip in range(strips)]
     quantiles = np.array([NormalDist().inv_cdf(one) for one in places])

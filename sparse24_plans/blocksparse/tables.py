@@ -123,7 +123,7 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
         across = shape.block_cols, shape.block_rows
         strips_met, tiles_met = (
             _met_lengths(count, counts, across, lines)
-            for counts, lines in ((strips, strip_lines(shape)), (tiles, TILE // shape.block))
+            for counts, lines in ((strips, strip_lines(shape)), (tiles, tile_lines(shape)))
         )
     met = *strips_met, *tiles, *tiles, *tiles_met
     return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
@@ -148,6 +148,11 @@ def head_strips(cells: int) -> int:
 def tile_size(block: int) -> int:
     """Cells of a narrow strip."""
     return max(TILE, block)
+
+
+def tile_lines(shape: BlockSparseShape) -> int:
+    """Rows of blocks of a narrow strip."""
+    return tile_size(shape.block) // shape.block
 
 
 def head_tiles(cells: int, block: int) -> int:
@@ -303,9 +308,8 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
     _fill_bits(turned, tables.column_bits)
     _fill_strips(turned, strip_lines(shape), tables.column_strips, tables.column_strip_rows)
-    tile_lines = tile_size(shape.block) // shape.block
-    _fill_strips(kept, tile_lines, tables.row_tiles, tables.row_tile_columns)
-    _fill_strips(turned, tile_lines, tables.column_tiles, tables.column_tile_rows)
+    _fill_strips(kept, tile_lines(shape), tables.row_tiles, tables.row_tile_columns)
+    _fill_strips(turned, tile_lines(shape), tables.column_tiles, tables.column_tile_rows)
     tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
     tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
@@ -317,9 +321,9 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
         found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
         _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
         found = tables.row_tile_pointers, tables.row_tile_met, tables.row_tile_places
-        _fill_met(places, tile_lines, *found)
+        _fill_met(places, tile_lines(shape), *found)
         found = tables.column_tile_pointers, tables.column_tile_met, tables.column_tile_places
-        _fill_met(places.transpose(0, 2, 1), tile_lines, *found)
+        _fill_met(places.transpose(0, 2, 1), tile_lines(shape), *found)
 
 
 def _fill_bits(kept: Any, bits: Array) -> None:

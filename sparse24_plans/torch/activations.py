@@ -19,16 +19,16 @@ GATED_ACTIVATIONS = ("swiglu", "geglu")
 _GROUP = 2 * GATE_ROWS
 
 
-def check_activation(activation: str) -> None:
-    """Raises InvalidProblemError for one that no epilogue has."""
-    known = ACTIVATIONS + GATED_ACTIVATIONS
+def check_activation(activation: str, *, gates: bool = True) -> None:
+    """Raises InvalidProblemError for one that no epilogue has; without ``gates`` also for gated ones."""
+    known = ACTIVATIONS + GATED_ACTIVATIONS * gates
     if activation not in known:
         raise InvalidProblemError(f"activation: expected one of {', '.join(known)}, got {activation!r}")
 
 
-def epilogue_of(activation: str, has_bias: bool) -> EpilogueKind:
+def epilogue_of(activation: str, has_bias: bool, *, gates: bool = False) -> EpilogueKind:
     """Raises InvalidProblemError."""
-    check_activation(activation)
+    check_activation(activation, gates=gates)
     if activation != "none":
         return EpilogueKind(f"bias_{activation}")
     return EpilogueKind.BIAS if has_bias else EpilogueKind.IDENTITY

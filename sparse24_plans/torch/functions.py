@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
+from .activations import check_activation
 from .elements import in_dtype
 from .foreign import is_canonical
 from .preparing import kept_values
@@ -71,6 +72,7 @@ def sparse_semi_structured_linear(
     An integer bias is added exactly, and then relu is the only activation. Raises InvalidProblemError,
     UnsupportedError, FormatError.
     """
+    check_activation(activation or "none", gates=False)
     values, words = _canonical(weight, meta, input.shape[-1])
     out = out_dtype or input.dtype
     if bias is None or bias.is_floating_point():

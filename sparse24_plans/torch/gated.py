@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 from ..errors import FormatError, InvalidProblemError
 from .activations import FORWARD, check_rows
 from .linear import Sparse24Linear
-from .swap import Sparse24Recipe, obstacle_of
+from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
 _WORDS = {"silu": "swiglu", "gelu": "geglu"}
 _PROBES = 2
 """Tokens that a block is tried with."""
+_TF32 = 2.0**-9
+"""Relative, what float32 products of two kinds may differ by where PyTorch is allowed to take TF32."""
 
 
 class Sparse24GatedMLP(nn.Module):
@@ -37,9 +41,9 @@ class Sparse24GatedMLP(nn.Module):
 def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict[str, str]:
     """Put a Sparse24GatedMLP in the place of each gated feed-forward block, in place.
 
-    A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as of Llama, Qwen,
-    Mistral and Gemma in transformers, or with ``gate_up_proj``, ``down_proj`` and ``activation_fn``, as of
-    Phi-3. Its activation must be SiLU or exact GELU, and it must give down(act(gate(x)) * up(x)): that is
+    A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as of Llama, Qwen and
+    Mistral in transformers, or with ``gate_up_proj``, ``down_proj`` and ``activation_fn``, as of Phi-3. Its
+    activation must be SiLU or exact GELU, and it must give down(act(gate(x)) * up(x)): that is
     tried. Other layers stay; ``to_sparse24`` swaps them afterwards. A state_dict then has the block's weight
     under ``gate_up_proj``.
 
@@ -52,7 +56,8 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     how = Sparse24Recipe(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(how, Sparse24Recipe) or how.activation != "none":
         raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")
-    return {name: _replaced(model, name, block, how) for name, block in list(_blocks(model))}
+    owners = owners_of(model)
+    return {name: _replaced(model, name, block, how, owners) for name, block in list(_blocks(model))}
 
 
 _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
@@ -65,23 +70,26 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe) -> str:
+def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]) -> str:
     """The word of the activation; or why the block stays."""
     fused = hasattr(block, "gate_up_proj")
     layers = [block.gate_up_proj] if fused else [block.gate_proj, block.up_proj]
+    activation = block.activation_fn if fused else block.act_fn
+    if any(isinstance(one, nn.Module) and has_hooks(one) for one in (block, activation)):
+        return "it has hooks, which a swap would lose"
     for layer in (*layers, block.down_proj):
-        if (reason := obstacle_of(layer, recipe)) is not None:
+        if (reason := obstacle_of(layer, recipe, owners)) is not None:
             return reason
     if any(layer.weight.is_meta for layer in layers):
         return "its weights are on the meta device"
-    word = _word_of(block.activation_fn if fused else block.act_fn)
-    if word is None:
-        return "its activation is neither SiLU nor exact GELU"
-    whole = layers[0] if fused else _joined(*layers)
     try:
+        word = _word_of(activation)
+        if word is None:
+            return "its activation is neither SiLU nor exact GELU"
+        whole = layers[0] if fused else _joined(*layers)
         check_rows(_WORDS[word], whole.out_features)
         _check_meaning(block, whole, word)
-        one = Sparse24Recipe(**{**vars(recipe), "activation": _WORDS[word]}).layer(name, whole)
+        one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
         return str(error)
     parent, _, own = name.rpartition(".")
@@ -91,8 +99,12 @@ def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe) -
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     """One layer with the rows of both. Raises InvalidProblemError where they don't fit together."""
-    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
-        raise InvalidProblemError("gate_proj: expected the sizes of up_proj")
+    wanted, got = ((tuple(one.weight.shape), one.weight.dtype, one.bias is not None) for one in (up, gate))
+    if wanted != got:
+        names = ("sizes", "dtype", "bias")
+        raise InvalidProblemError(
+            f"gate_proj: expected {dict(zip(names, wanted, strict=True))} as of up_proj, got {got}"
+        )
     rows, columns = gate.weight.shape
     whole = nn.Linear(columns, 2 * rows, gate.bias is not None, device="meta").train(gate.training)
     whole.weight = nn.Parameter(torch.cat((gate.weight, up.weight)).detach(), requires_grad=False)
@@ -101,23 +113,46 @@ def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     return whole
 
 
+def _given(call: Any, x: Tensor, argument: str) -> Any:
+    """What the model's own code makes of x. Raises InvalidProblemError where that raises anything."""
+    try:
+        with torch.no_grad():
+            return call(x)
+    except Exception as error:
+        raise InvalidProblemError(
+            f"{argument}: expected it to take one tensor, got {type(error).__name__}: {error}"
+        ) from error
+
+
 def _word_of(activation: Any) -> str | None:
     """By what it does."""
     v = torch.linspace(-6, 6, 49)
-    with torch.no_grad():
-        return next(
-            (word for word in _WORDS if torch.allclose(activation(v), FORWARD[word](v), atol=1e-6)), None
-        )
+    found = _given(activation, v, "activation")
+    if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
+        return None
+    return next((word for word in _WORDS if torch.allclose(found, FORWARD[word](v), atol=1e-6)), None)
 
 
 def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
     """Raises InvalidProblemError where the block gives something else than what takes its place."""
-    x = torch.randn(1, _PROBES, whole.in_features).to(whole.weight.device, whole.weight.dtype)
-    with torch.no_grad():
+
+    def fused(x: Tensor) -> Tensor:
         gate, up = whole(x).chunk(2, -1)
-        wanted, found = block.down_proj(FORWARD[word](gate) * up), block(x)
+        y: Tensor = block.down_proj(FORWARD[word](gate) * up)
+        return y
+
+    x = torch.randn(1, _PROBES, whole.in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(whole.weight.device, whole.weight.dtype)
+    wanted, found = _given(fused, x, "down_proj"), _given(block, x, "block")
     if type(found) is not Tensor or found.shape != wanted.shape:
-        raise InvalidProblemError("block: expected a tensor like x from it")
+        raise InvalidProblemError(f"block: expected a tensor {list(wanted.shape)}, got {_told(found)}")
     error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
-    if not error <= 4 * torch.finfo(x.dtype).eps ** 0.5:
-        raise InvalidProblemError("block: expected it to give down(act(gate(x)) * up(x))")
+    most = max(4 * torch.finfo(x.dtype).eps, _TF32)
+    if not error <= most:
+        raise InvalidProblemError(
+            f"block: expected it to give down(act(gate(x)) * up(x)), got a relative error of {error:.2g}"
+        )
+
+
+def _told(found: Any) -> str:
+    return f"one {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -14,7 +14,7 @@ from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..vocab import TileRule, integer
-from .activations import check_activation, check_rows, epilogue_of, row_order
+from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .layouts import cupy_on_torch_stream
 from .library import only_dispatches
@@ -188,6 +188,8 @@ class Sparse24Linear(nn.Module):
             dtype=weight.dtype,
             **options,
         )
+        if scores is not None and scores.shape != weight.shape:
+            raise InvalidProblemError(f"scores: expected {list(weight.shape)}, got {list(scores.shape)}")
         order = row_order(layer.activation, linear.out_features, weight.device)
         dense = nn.functional.pad(weight[order], (0, layer._padding))
         ranks = None
@@ -277,6 +279,8 @@ class Sparse24Linear(nn.Module):
         with torch.no_grad():
             values, meta = self.canonical()
             dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
+            if not is_gated(self.activation):
+                return dense
             found = torch.empty_like(dense)
             found[row_order(self.activation, len(dense), dense.device)] = dense
         return found
@@ -431,7 +435,7 @@ class Sparse24Linear(nn.Module):
             m=self._shape[0],
             k=self._shape[1],
             element=element_of(weight.dtype, "weight"),
-            epilogue=epilogue_of(self.activation, self.bias is not None),
+            epilogue=epilogue_of(self.activation, self.bias is not None, gates=True),
             out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),
         )
         return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))

@@ -126,7 +126,7 @@ class ColwiseSparse24Linear(_ShardedLinear):
         return self.out_features // self._mesh.size(), self.k
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say."""
+        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say; half with a gate."""
         y = super().forward(self._incoming(x, Replicate(), Partial()))
         (wanted,) = self._style.output_layouts
         return self._outgoing(y, Shard(y.dim() - 1), _counted(wanted, y))
@@ -375,7 +375,7 @@ class ColwiseSparse24(_Style):
 
     ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of PyTorch's ColwiseParallel: by
     default x is replicated, and the result lies on the ranks along its last dimension, as a plain tensor.
-    out_features must be a multiple of the ranks.
+    out_features must be a multiple of the ranks, with a gated activation of 16 times the ranks.
 
     Where the layer requires batch invariance (or bits that are stable across hardware), results have the bits
     of one device: the ranks' plans sum K as the whole weight's does (``PlanPreference.whole_m``).
@@ -414,8 +414,9 @@ class RowwiseSparse24(_Style):
     out_features must be a multiple of 64, the rows of a tile.
 
     ``parallelize_module`` raises InvalidProblemError for other modules, meshes of more than one dimension,
-    and sizes that don't divide; UnsupportedError for a layer that requires batch invariance where ``parts``
-    is None, and for one that requires bits that are stable across hardware: those are of one sum over K.
+    and sizes that don't divide; UnsupportedError for a gated activation, for a layer that requires batch
+    invariance where ``parts`` is None, and for one that requires bits that are stable across hardware: those
+    are of one sum over K.
     """
 
     _default_input, _default_output = Shard(-1), Replicate()

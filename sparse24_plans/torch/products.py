@@ -120,7 +120,7 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         k=k,
         element=element_of(call.weight.dtype, "weight"),
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        epilogue=epilogue_of(call.activation, call.bias is not None),
+        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
         out_element=None if out is None else element_of(out, "out_dtype"),
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=_scale_kind(call.scale_x),

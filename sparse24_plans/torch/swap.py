@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ..checkpoints.arguments import check_callback, patterns_of
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
-from ..weights.gates import GATE_ROWS
-from .activations import check_activation, is_gated
+from .activations import check_activation, check_rows
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 
 
@@ -175,7 +174,7 @@ class _Choice:
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in linears):
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no linear layer")
-        owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        owners = owners_of(model)
         self.chosen: dict[str, Sparse24Recipe] = {}
         self.skipped: dict[str, str] = {}
         for name, linear in linears.items():
@@ -183,9 +182,7 @@ class _Choice:
                 self.skipped[name] = "excluded" if _matches(name, exclude) else "not included"
                 continue
             how = _recipe_of(name, recipe)
-            reason = "no recipe matches" if how is None else obstacle_of(linear, how)
-            if reason is None and owners[id(linear.weight)] > 1:
-                reason = "its weight is shared with another module"
+            reason = "no recipe matches" if how is None else obstacle_of(linear, how, owners)
             named = _matches(name, include)
             if reason is None and named and how is not None and how.method == "compress":
                 reason = _not_sparse(linear)
@@ -216,8 +213,17 @@ def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
     return recipe
 
 
-def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe) -> str | None:
-    """Why a layer can't be swapped, whatever else the model holds; or None."""
+def owners_of(model: nn.Module) -> Counter[int]:
+    """How many modules of a model have a parameter, by its id."""
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
+    """Why a layer of a model with these owners can't be swapped; or None."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}, not an nn.Linear"
     weight = linear.weight
@@ -225,14 +231,15 @@ def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe) -> str | None:
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in DTYPES:
         return f"its dtype is {weight.dtype}"
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+    if has_hooks(linear):
         return "it has hooks, which a swap would lose"
     if recipe.method == "tiles" and linear.out_features % 8:
         return f"tiles need out_features in multiples of 8, got {linear.out_features}"
-    if is_gated(recipe.activation) and linear.out_features % (2 * GATE_ROWS):
-        rows = f"multiples of {2 * GATE_ROWS}"
-        return f"{recipe.activation} needs out_features in {rows}, got {linear.out_features}"
-    return None
+    try:
+        check_rows(recipe.activation, linear.out_features)
+    except InvalidProblemError as error:
+        return str(error)
+    return "its weight is shared with another module" if owners[id(weight)] > 1 else None
 
 
 def _not_sparse(linear: nn.Linear) -> str | None:

@@ -280,6 +280,7 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
+        assert plan.explain().details.startswith("up to ")
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
         assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
         operands = random_operands(plan.descriptor, layout, np.random.default_rng(block))

@@ -59,7 +59,8 @@ def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
 
 @given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5))
 def test_every_column_of_a_strip_is_in_a_piece(columns, block, which):
-    one = sampled_schedules(shape_of(block))[which]
+    layout = shape_of(block, cols=40 * block)
+    one = sampled_schedules(layout)[which]
     parts_of_block, seen = block // min(block, one.tokens), [0] * len(columns)
     for cluster in dealt_out(one, columns, block, 3):
         for strip, each in cluster:
@@ -67,6 +68,9 @@ def test_every_column_of_a_strip_is_in_a_piece(columns, block, which):
             seen[strip] += each * one.share
     for all_pieces, kept in zip(seen, columns, strict=True):
         assert all_pieces >= kept * parts_of_block
+    assert one.parts(block) * min(block, one.tokens) == one.tokens
+    most = one.parts(block) * one.share
+    assert all(-(-kept * parts_of_block // most) <= one.groups(layout) for kept in columns)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -84,11 +88,19 @@ def test_the_columns_of_random_layouts(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_more_strips_than_are_looked_at(block):
+def test_more_strips_than_are_looked_at(block, monkeypatch):
+    original, looked_at = schedule._met_columns, []
+
+    def met_columns(layout: BlockSparseShape, strips: int) -> schedule.Columns:
+        looked_at.append(strips)
+        return original(layout, strips)
+
+    monkeypatch.setattr(schedule, "_met_columns", met_columns)
     desc = BlockSparseMatmulDescriptor(
         op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
     )
-    assert best_schedule(desc, 132) in sampled_schedules(desc.layout)
+    best_schedule(desc, 132)
+    assert looked_at == [2048]
 
 
 @pytest.mark.parametrize("blocks", [0, 1])

@@ -67,28 +67,3 @@ def test_results_are_staged_as_the_copy_engine_reads_them(order, out, tokens):
     want = results if order == "column" else results.T
     assert (box.lines, box.elements) == want.shape
     assert np.array_equal(model.copied_out(shared, 0, results.dtype, box), want)
-
-
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("row_tiles", [1, 2, 3, 4])
-@pytest.mark.parametrize("slices", [2, 3, 4, 6, 8])
-def test_folders_of_a_cluster_take_every_result_once(columns, row_tiles, slices):
-    """Folder of kernels_cu/gemm/wgmma_sp/folder.cuh, written down again: four results of a line at a time."""
-    outputs, tokens, taken = 32 * row_tiles, 16, []
-    quads_of_line = -(-outputs // 4 // slices)
-    share = -(-outputs // slices) if columns else 4 * quads_of_line
-    quads = tokens // 4 if columns else quads_of_line
-    for rank, i in itertools.product(range(slices), range(quads * (share if columns else tokens))):
-        token = i % quads * 4 if columns else i // quads
-        output = rank * share + (i // quads if columns else i % quads * 4)
-        if output >= outputs:
-            continue
-        for j in range(4):
-            at = (token + j, output) if columns else (token, output + j)
-            behind = at[1] + (at[1] & -8)
-            first = output + (output & -8)
-            assert behind == first + (0 if columns else j)  # four sums lie side by side
-            assert behind % 16 < 8
-            taken.append((at, behind))
-    assert sorted(at for at, _ in taken) == sorted(itertools.product(range(tokens), range(outputs)))
-    assert {behind // 16 * 8 + behind % 16 for _, behind in taken} == set(range(outputs))

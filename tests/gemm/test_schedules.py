@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import perf_counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,6 +218,27 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
         weights, sources = cut.stages(lines)
         assert (weights >= 2, sources >= 2) == (True, True)
         assert cut.cluster <= 8
+
+
+def every_width(n: int, widest: int, m: int) -> tuple[int, ...]:
+    """What ``widths`` answers for more than 64 tokens, from every number of blocks."""
+    fewest, most = -(-n // widest), -(-n // 64)
+    most = most if 0 < m < 2048 else min(most, fewest + 5)
+    tokens = (-(-n // blocks) for blocks in range(fewest, most + 1))
+    return tuple(dict.fromkeys(-(-one // 16) * 16 for one in tokens))
+
+
+@pytest.mark.parametrize("widest", [256, 192, 128, 112])
+@pytest.mark.parametrize("m", [0, 1000, 5000])
+def test_the_widths_of_blocks_of_tokens(m, widest):
+    for n in (65, 100, 129, 256, 257, 1000, 2049, 4096, 5999, 100_003):
+        assert wgmma_schedules.widths(n, widest, m) == every_width(n, widest, m)
+
+
+def test_the_widths_of_many_tokens_are_found_at_once():
+    start = perf_counter()
+    assert wgmma_schedules.widths(10**8, m=1000) == tuple(range(256, 63, -16))
+    assert perf_counter() - start < 0.05
 
 
 # Ranges ---------------------------------------------------------------------------------------------

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from sparse24_plans import InvalidProblemError, gated_rows
-from sparse24_plans.torch import Sparse24GatedMLP, Sparse24Linear, Sparse24Recipe, fuse_gated, to_sparse24
+from sparse24_plans.torch import (
+    Sparse24GatedMLP,
+    Sparse24Linear,
+    Sparse24Recipe,
+    functions,
+    fuse_gated,
+    to_sparse24,
+)
+from sparse24_plans.torch.preparing import kept_values
 
 from .cases import DEVICE, close, pruned, randn
 
@@ -55,7 +63,7 @@ def test_the_op_takes_rows_in_turn_and_has_its_gradients(word):
     x, bias = (randn(*size).double().requires_grad_() for size in ((5, 64), (96,)))
     dy = randn(5, 48).double()
     wanted = halves(F.linear(x, dense, bias), word)
-    theirs = torch.autograd.grad(wanted, (x, bias), dy)
+    theirs = torch.autograd.grad(wanted, (x, bias, dense), dy)
 
     values, meta = S.compress(dense.detach().float()[order])
     narrow = x.detach().float().requires_grad_()
@@ -66,7 +74,7 @@ def test_the_op_takes_rows_in_turn_and_has_its_gradients(word):
     dx, db, dw = torch.autograd.grad(y, (narrow, narrow_bias, values), dy.float())
     close(dx, theirs[0])
     close(db, theirs[1][order])
-    assert dw.shape == values.shape
+    close(dw, kept_values(theirs[2][order], meta))
 
 
 @words
@@ -110,7 +118,7 @@ def test_rows_must_come_in_whole_groups():
 class Block(nn.Module):
     """As transformers has it for Llama."""
 
-    def __init__(self, act: nn.Module, features: int = 48, extra: float = 0.0) -> None:
+    def __init__(self, act: nn.Module | str, features: int = 48, extra: float = 0.0) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(64, features, bias=False)
         self.up_proj = nn.Linear(64, features, bias=False)
@@ -173,6 +181,114 @@ def test_blocks_of_a_model_are_fused_and_others_say_why_not():
         assert not fused[name].training
         close(fused[name](x), whole.double()[name](x.double()))
         whole.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_block_that_gives_something_else_stays(dtype):
+    """Whatever the dtype rounds off: a tenth more is another block."""
+
+    class Scaled(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1.1 * super().forward(x)
+
+    m = nn.ModuleDict({"plain": Block(nn.SiLU()), "scaled": Scaled(nn.SiLU())}).to(DEVICE, dtype)
+    report = fuse_gated(m)
+    assert report["plain"] == "swiglu"
+    assert "got a relative error of 0.1" in report["scaled"]
+    assert type(m["scaled"]) is Scaled
+
+
+def test_what_a_swap_would_lose_stays():
+    m = nn.ModuleDict({name: Block(nn.SiLU()) for name in ("one", "two", "hooked", "act")}).to(DEVICE)
+    m["one"].gate_proj.weight = m["two"].gate_proj.weight
+    m["hooked"].register_forward_hook(lambda *_: None)
+    m["act"].act_fn.register_forward_pre_hook(lambda *_: None)
+    shared, hooks = "its weight is shared with another module", "it has hooks, which a swap would lose"
+    assert fuse_gated(m) == {"one": shared, "two": shared, "hooked": hooks, "act": hooks}
+
+
+def test_odd_blocks_stay_and_the_others_are_fused():
+    class Masked(Block):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * mask
+
+    m = nn.ModuleDict(
+        {name: Block(nn.SiLU()) for name in ("first", "sizes", "dtypes", "word", "prelu", "last")}
+    )
+    m["masked"] = Masked(nn.SiLU())
+    m["sizes"].up_proj = nn.Linear(64, 32, bias=False)
+    m["dtypes"].up_proj = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+    m["word"], m["prelu"] = Block("silu"), Block(nn.PReLU(3))
+    before = torch.random.get_rng_state()
+    report = fuse_gated(m.to(DEVICE))
+    assert report["first"] == report["last"] == "swiglu"
+    for name, said in {
+        "masked": "block: expected it to take one tensor, got TypeError",
+        "sizes": "gate_proj: expected {'sizes': (32, 64)",
+        "dtypes": "torch.bfloat16",
+        "word": "activation: expected it to take one tensor, got TypeError",
+        "prelu": "activation: expected it to take one tensor, got RuntimeError",
+    }.items():
+        assert said in report[name]
+        assert isinstance(m[name], Block)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_fused_block_keeps_its_bias_and_what_it_learns(bias, trainable):
+    block = Block(nn.SiLU())
+    for name in ("gate_proj", "up_proj"):
+        setattr(block, name, nn.Linear(64, 48, bias))
+    whole = nn.ModuleDict({"mlp": block}).to(DEVICE)
+    for name in ("gate_proj", "up_proj"):
+        layer = getattr(block, name)
+        layer.weight.data = pruned(layer.weight.data)
+    wanted = copy.deepcopy(block)
+    assert fuse_gated(whole, Sparse24Recipe("compress", trainable=trainable)) == {"mlp": "swiglu"}
+    x = randn(3, 64)
+    close(whole["mlp"](x), wanted.double()(x.double()))
+    assert any(p.requires_grad for p in whole["mlp"].gate_up_proj.parameters()) == trainable
+
+
+def test_blocks_on_the_meta_device_stay():
+    m = nn.ModuleDict({"mlp": Block(nn.SiLU())}).to("meta")
+    assert fuse_gated(m) == {"mlp": "its weights are on the meta device"}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral", "Phi3"])
+def test_blocks_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    m = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes, **heads)).eval()
+    assert fuse_gated(m.to(DEVICE)) == {"layers.0.mlp": "swiglu"}
+    assert m(torch.arange(6, device=DEVICE)[None])[0].shape == (1, 6, 64)
+
+
+def test_a_recipe_with_a_gate():
+    m = nn.ModuleDict({"wide": nn.Linear(64, 96), "odd": nn.Linear(64, 24)}).to(DEVICE)
+    report = to_sparse24(m, recipe=Sparse24Recipe("prune", activation="swiglu"))
+    assert [layer.name for layer in report.layers] == ["wide"]
+    assert m["wide"](randn(2, 64)).shape == (2, 48)
+    assert report.skipped == {"odd": "out_features: expected a multiple of 16 for swiglu, got 24"}
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_scores_are_of_the_weights_shape(rows):
+    linear = nn.Linear(64, 32, device=DEVICE)
+    for word in ("none", "swiglu"):
+        with pytest.raises(InvalidProblemError, match=rf"scores: expected \[32, 64\], got \[{rows}, 64\]"):
+            Sparse24Linear.from_linear(linear, activation=word, scores=randn(rows, 64))
+
+
+def test_gates_are_refused_where_there_are_none():
+    linear = Sparse24Linear.from_linear(nn.Linear(64, 32, device=DEVICE))
+    weight, meta = linear.canonical()
+    x = randn(3, 64)
+    with pytest.raises(InvalidProblemError, match=r"activation: expected one of none, relu.*, got 'swiglu'"):
+        functions.sparse_semi_structured_linear(x, weight, meta, activation="swiglu")
 
 
 def test_other_layers_are_swapped_afterwards():

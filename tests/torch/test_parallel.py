@@ -85,7 +85,9 @@ def columns_have_the_bits_of_one(ranks: int, dtype: torch.dtype, options: dict) 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"out_dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "silu"}, {"activation": "swiglu"}, {"out_dtype": torch.float32}], ids=str
+)
 def test_columns_have_the_bits_of_one_device_where_batch_invariance_is_required(world, ranks, dtype, options):
     world.run(columns_have_the_bits_of_one, ranks, dtype, options)
 
@@ -541,6 +543,16 @@ REFUSED = {
         lambda: layer(m=96),
         RowwiseSparse24(parts=4),
         InvalidProblemError,
+    ),
+    "out_features: expected a multiple of 16 times 2 ranks for swiglu, got 80": (
+        lambda: layer(m=80, activation="swiglu"),
+        ColwiseSparse24(),
+        InvalidProblemError,
+    ),
+    "activation: swiglu follows a sum over all of K": (
+        lambda: layer(m=96, activation="swiglu"),
+        RowwiseSparse24(),
+        UnsupportedError,
     ),
     "depend on the number of ranks": (lambda: layer(require=INVARIANT), RowwiseSparse24(), UnsupportedError),
     "one sum over K": (lambda: layer(require=STRICT), RowwiseSparse24(parts=2), UnsupportedError),

@@ -79,7 +79,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         items = schedule.items(desc)
         self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
         self.details = (
-            f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
+            ("up to " if form.sampled else "")
+            + f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
             f"{self._blocks} blocks, clusters of {schedule.share}, {schedule.stages} stages"
             + "".join(f"; {one.name} is transposed first" for one in self._turns)
         )

@@ -27,6 +27,8 @@ from ..tables import addresses, words
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
 _ALIGNMENT = 16
+_VECTOR_BYTES = 16
+"""Of a thread of gather_blocks."""
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
@@ -150,7 +152,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         found = addresses(views["layout"].address, one)
         lines, across = one.heads * one.block_rows, words(one.block_cols)
         sparse = {"sdd": "c", "dsd": "a", "dds": "b"}[desc.op]
-        items = desc.batch * (one.blocks if desc.op is BlockSparseOp.SDD else lines * across)
+        blocks = items = desc.batch * lines * across
+        if desc.op is BlockSparseOp.SDD:
+            items = desc.batch * one.blocks
+            gathered = items * one.block**2 * desc.out_element.itemsize
+            blocks = -(-gathered // (_VECTOR_BYTES * _THREADS))
         parameters = _Parameters(
             kept=found["row_bits"],
             pointers=found["row_pointers"],
@@ -164,8 +170,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             items=items,
             words=across,
         )
-        gathered = items * one.block**2 * desc.out_element.itemsize // _ALIGNMENT
-        blocks = -(-gathered // _THREADS) if desc.op is BlockSparseOp.SDD else items
         return self._before.bind(min(blocks, _MOST_BLOCKS), parameters)
 
     def _finished(self, views: Views, acc: int) -> Launch:

@@ -227,7 +227,8 @@ def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
     fewest, most = -(-n // widest), -(-n // FEW)
     if not 0 < m < _FEW_OUTPUTS:
         most = min(most, fewest + _MORE_BLOCKS)
-    return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in range(fewest, most + 1)))
+    counts = sorted({c for w in range(16, widest + 1, 16) if fewest <= (c := -(-n // w)) <= most})
+    return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
 
 
 # (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor): of those that were

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError
-from ..activations import ACTIVATIONS
+from ..activations import check_activation
 from .functional import matmul, softmax
 from .layouts import layout_of
 
@@ -144,10 +144,7 @@ class Linear(nn.Module):
                 f"layout: expected 1 head of [{in_features}, {out_features}], got {one.heads} of "
                 f"[{one.rows}, {one.cols}]"
             )
-        if activation not in ACTIVATIONS:
-            raise InvalidProblemError(
-                f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
+        check_activation(activation, gates=False)
         self.in_features, self.out_features = in_features, out_features
         self.activation = activation
         values = torch.empty(one.blocks, one.block, one.block, device=device, dtype=dtype)
