@@ -154,13 +154,13 @@ class Work:
         columns = np.array(rows, dtype=np.float64).T
         (_, _, self.width, self.share, self.slices, self.per_sm, self.parts, self.ranges) = columns[:8]
         (self.resident, self.resident_alone, self.rows, self.cluster, self.parked) = columns[8:13]
-        (self.n, self.m, self.k, self.size, self.out_size, self.weight) = columns[13:]
+        (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = columns[13:]
         self.token_blocks = np.ceil(self.n / self.width)
         self.items = np.ceil(self.m / (self.rows * self.share)) * self.token_blocks
         self.tokens = np.minimum(self.width, self.n)
         self.sums = self.rows * self.tokens
         self.depth = self.k / self.slices
-        self.ragged = self.m * self.out_size % 16 != 0
+        self.ragged = self.outputs * self.out_size % 16 != 0
         self.unaligned = self.k * self.size % 128 != 0
 
     def _take_waves(self) -> None:
@@ -205,7 +205,7 @@ def _sizes_of(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     """What doesn't depend on the schedule."""
     layout = layout_of(desc.element)
     weight = layout.tile_bytes / (TILE_M * layout.tile_k)
-    return desc.n, desc.m, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
+    return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
 
 def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Array:
@@ -230,7 +230,8 @@ def _of_one(work: Work, fit: Fit) -> Array:
     """Microseconds of the busiest multiprocessor."""
     multiply, copy = _multiplied(work, fit), _copied(work, fit)
     folds = work.slices > 1
-    stored = work.sums * (work.out_size / fit.stored + work.ragged / fit.ragged)
+    results = work.sums * (work.outputs / work.m)  # of a gate one for two sums
+    stored = results * (work.out_size / fit.stored + work.ragged / fit.ragged)
     crowded = (work.per_sm > 1) & (work.items > work.resident_alone)
     out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
     add = fit.add * work.sums + fit.park * work.parked
@@ -281,4 +282,4 @@ def _of_l2(work: Work, fit: Fit) -> Array:
 
 def _of_memory(work: Work, fit: Fit) -> Array:
     n, m, k = work.n, work.m, work.k
-    return (work.weight * m * k + work.size * n * k + work.out_size * n * m) / fit.memory
+    return (work.weight * m * k + work.size * n * k + work.out_size * n * work.outputs) / fit.memory
