@@ -141,6 +141,11 @@ def head_tiles(shape: BlockSparseShape) -> int:
     return -(-shape.rows // tile_rows(shape))
 
 
+def met_share(shape: BlockSparseShape, lines: int) -> float:
+    """Of the columns, those in which so many lines keep any block, were the kept blocks random."""
+    return 1 - (1 - shape.density) ** lines
+
+
 def strip_lines(shape: BlockSparseShape) -> int:
     """Rows of blocks of a strip."""
     return STRIP // shape.block
