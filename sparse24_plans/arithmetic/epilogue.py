@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device.jit.compiler import KERNEL_FOLDER
 from ..vocab import ElementKind, EpilogueKind
-from ..weights.gates import GATE_ROWS
+from ..weights.gates import GATE_GROUP, GATE_ROWS
 
 Array = np.ndarray[Any, Any]
 
@@ -18,6 +18,9 @@ IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
 """What kernels that aren't strict round step by step as here; their GELU and SiLU are CUDA's functions."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
 """Those of which each sum makes a result."""
+EXACT = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
+"""What kernels of ours have."""
+EXACT_UNGATED = tuple(kind for kind in EXACT if kind in UNGATED)
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +77,7 @@ def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueK
     v = _biased(acc, alpha, bias)
     if not kind.is_gated:
         return _activated(v, kind)
-    pairs = v.reshape(*v.shape[:-1], v.shape[-1] // (2 * GATE_ROWS), 2, GATE_ROWS)
+    pairs = v.reshape(*v.shape[:-1], v.shape[-1] // GATE_GROUP, 2, GATE_ROWS)
     found = _gated(pairs[..., 0, :], pairs[..., 1, :], kind)
     return found.reshape(*v.shape[:-1], v.shape[-1] // 2)
 

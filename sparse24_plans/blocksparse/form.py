@@ -10,7 +10,7 @@ from ..plan.operands import Operand
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
-from .tables import FEW_LINES, STRIP, addresses, strip_lines, tile_lines, words
+from .tables import FEW_LINES, STRIP, addresses, met_share, strip_lines, tile_lines, words
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
@@ -69,9 +69,8 @@ class Form:
             return ()
         x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
         lines = tile_lines(one) if self.sampled else strip_lines(one)
-        met = 1 - (1 - one.density) ** lines  # of the columns of a strip, where blocks are random
         strips = self.head_strips(lines * one.block, one.block)
-        often = x.size >= _MANY_BYTES and strips * met >= _OFTEN
+        often = x.size >= _MANY_BYTES and strips * met_share(one, lines) >= _OFTEN
         return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()
 
     def majors(self, turns: tuple[Turned, ...]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BlockSparseShape
-from .tables import STRIP, TILE, tile_lines, tile_size
+from .tables import STRIP, TILE, met_share, tile_lines, tile_size
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
@@ -155,7 +155,7 @@ def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedul
 
 def _met_columns(layout: BlockSparseShape, strips: int) -> Columns:
     """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first."""
-    kept = 1 - (1 - layout.density) ** tile_lines(layout)
+    kept = met_share(layout, tile_lines(layout))
     mean, deviation = layout.block_cols * kept, (layout.block_cols * kept * (1 - kept)) ** 0.5
     places = [1 - (strip + 0.5) / strips for strip in range(strips)]
     quantiles = np.array([NormalDist().inv_cdf(one) for one in places])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..arithmetic.epilogue import UNGATED
+from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.table import Row, with_wgmma
 from ..vocab import (
@@ -63,7 +63,6 @@ class MatmulRow(BlockSparseRow):
         return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
 
 
-_EXACT_EPILOGUES = tuple(kind for kind in UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH)
 _HOST = (BackendKind.HOST, Tier.HOST)
 _BLOCKS_WGMMA = with_wgmma(
     MatmulRow(
@@ -74,7 +73,7 @@ _BLOCKS_WGMMA = with_wgmma(
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
         min_workspace=limits.turned,
-        epilogues=_EXACT_EPILOGUES,
+        epilogues=EXACT_UNGATED,
     )
 )
 _BLOCKS_WGMMA_SP = with_wgmma(
@@ -87,7 +86,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         limits=limits.blocks_wgmma_any,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
-        epilogues=_EXACT_EPILOGUES,
+        epilogues=EXACT_UNGATED,
         inners=(InnerPattern.SPARSE24,),
     )
 )
@@ -98,7 +97,7 @@ _BLOCKS_STRICT = MatmulRow(
     guarantees.strict_matmul,
     (ElementKind.F32,),
     limits=limits.blocks_strict,
-    epilogues=_EXACT_EPILOGUES,
+    epilogues=EXACT_UNGATED,
 )
 MATMUL_ROWS: tuple[MatmulRow, ...] = (
     _BLOCKS_WGMMA,
@@ -113,7 +112,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
         missing=needs_cublaslt,
-        epilogues=_EXACT_EPILOGUES,
+        epilogues=EXACT_UNGATED,
     ),
     # For what inflating doesn't promise.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
@@ -131,7 +130,7 @@ MATMUL_ROWS: tuple[MatmulRow, ...] = (
         guarantees.strict_matmul,
         MATMUL_ELEMENTS,
         strict=True,
-        epilogues=_EXACT_EPILOGUES,
+        epilogues=EXACT_UNGATED,
         inners=tuple(InnerPattern),
     ),
 )

@@ -160,6 +160,11 @@ def head_tiles(cells: int, block: int) -> int:
     return -(-cells // tile_size(block))
 
 
+def met_share(shape: BlockSparseShape, lines: int) -> float:
+    """Of the columns, those in which so many lines keep any block, were the kept blocks random."""
+    return 1 - (1 - shape.density) ** lines
+
+
 def strip_lines(shape: BlockSparseShape) -> int:
     """Rows of blocks of a strip."""
     return STRIP // shape.block

@@ -20,7 +20,7 @@ from ..vocab import (
     ScaleKind,
     Size,
 )
-from ..weights.gates import GATE_ROWS
+from ..weights.gates import GATE_GROUP
 
 
 class GemmSparse24Descriptor(ProductDescriptor):
@@ -114,9 +114,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self
 
     def _expect_gates(self) -> None:
-        if self.m % (2 * GATE_ROWS):
+        if self.m % GATE_GROUP:
             raise ValueError(
-                f"m: expected a multiple of {2 * GATE_ROWS} for epilogue {self.epilogue}, got {self.m}"
+                f"m: expected a multiple of {GATE_GROUP} for epilogue {self.epilogue}, got {self.m}"
             )
         if self.out_element is ElementKind.I32:
             raise ValueError(f"out_element: expected s8 or a float for epilogue {self.epilogue}, got i32")

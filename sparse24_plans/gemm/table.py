@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..arithmetic.epilogue import IN_STEPS, UNGATED
+from ..arithmetic.epilogue import EXACT, EXACT_UNGATED, IN_STEPS
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.table import Row, with_wgmma
 from ..vocab import (
@@ -30,9 +30,6 @@ from .arithmetic.split import MOST_PARTS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, F16, F32, FP8, S8
 
-EXACT_EPILOGUES = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
-_EXACT_UNGATED = tuple(kind for kind in EXACT_EPILOGUES if kind in UNGATED)
-
 
 @dataclass(frozen=True)
 class GemmRow(Row):
@@ -40,7 +37,7 @@ class GemmRow(Row):
 
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
-    epilogues: tuple[EpilogueKind, ...] = EXACT_EPILOGUES
+    epilogues: tuple[EpilogueKind, ...] = EXACT
     column_order: bool = False
     """Whether X or Y may lie in columns."""
     scales: bool = False
@@ -116,7 +113,7 @@ def _split_row(name: str, backend: BackendKind, parts: int) -> GemmRow:
         limits=partial(limits.f32_split, parts),
         min_workspace=partial(limits.split_workspace, parts),
         column_order=False,
-        epilogues=_EXACT_UNGATED,  # a sum that is NaN is mended result by result
+        epilogues=EXACT_UNGATED,  # a sum that is NaN is mended result by result
         for_a_bound=parts < MOST_PARTS,
         parts=parts,
     )
@@ -185,7 +182,7 @@ ROWS: tuple[GemmRow, ...] = (
         backend=BackendKind.INFLATE_CUBLAS,
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
-        epilogues=_EXACT_UNGATED,
+        epilogues=EXACT_UNGATED,
         column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),

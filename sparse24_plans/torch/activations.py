@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from ..vocab import EpilogueKind
-from ..weights.gates import GATE_ROWS, gated_rows
+from ..weights.gates import GATE_GROUP, GATE_ROWS, gated_rows
 
 F = torch.nn.functional
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 """Their results are half as wide: of W's rows eight are the gate's and eight are what it opens, in turn."""
-_GROUP = 2 * GATE_ROWS
 
 
 def check_activation(activation: str, *, gates: bool = True) -> None:
@@ -40,8 +39,8 @@ def is_gated(activation: str) -> bool:
 
 def check_rows(activation: str, rows: int, units: int = 1) -> None:
     """Raises InvalidProblemError where so many of ``units`` don't hold whole groups of a gate's rows."""
-    if is_gated(activation) and rows % (_GROUP * units):
-        of = f"{_GROUP} times {units} ranks" if units > 1 else _GROUP
+    if is_gated(activation) and rows % (GATE_GROUP * units):
+        of = f"{GATE_GROUP} times {units} ranks" if units > 1 else GATE_GROUP
         raise InvalidProblemError(f"out_features: expected a multiple of {of} for {activation}, got {rows}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError
-from .activations import FORWARD, check_rows
+from .activations import FORWARD
 from .linear import Sparse24Linear
 from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
@@ -87,7 +87,6 @@ def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, o
         if word is None:
             return "its activation is neither SiLU nor exact GELU"
         whole = layers[0] if fused else _joined(*layers)
-        check_rows(_WORDS[word], whole.out_features)
         _check_meaning(block, whole, word)
         one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
@@ -99,12 +98,12 @@ def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, o
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     """One layer with the rows of both. Raises InvalidProblemError where they don't fit together."""
-    wanted, got = ((tuple(one.weight.shape), one.weight.dtype, one.bias is not None) for one in (up, gate))
+    wanted, got = (
+        {"sizes": tuple(one.weight.shape), "dtype": one.weight.dtype, "bias": one.bias is not None}
+        for one in (up, gate)
+    )
     if wanted != got:
-        names = ("sizes", "dtype", "bias")
-        raise InvalidProblemError(
-            f"gate_proj: expected {dict(zip(names, wanted, strict=True))} as of up_proj, got {got}"
-        )
+        raise InvalidProblemError(f"gate_proj: expected {wanted} as of up_proj, got {got}")
     rows, columns = gate.weight.shape
     whole = nn.Linear(columns, 2 * rows, gate.bias is not None, device="meta").train(gate.training)
     whole.weight = nn.Parameter(torch.cat((gate.weight, up.weight)).detach(), requires_grad=False)

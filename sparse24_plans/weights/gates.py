@@ -11,7 +11,9 @@ from ..vocab import integer
 
 GATE_ROWS = 8
 """Rows of gates that follow each other; as many follow that they let through, and so on."""
-MOST_ROWS = (1 << 31) - 2 * GATE_ROWS
+GATE_GROUP = 2 * GATE_ROWS
+"""Both together: M is a multiple."""
+MOST_ROWS = (1 << 31) - GATE_GROUP
 """Kernels count rows in 31 bits."""
 
 
@@ -27,7 +29,7 @@ def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     Raises InvalidProblemError naming ``m``.
     """
     rows = integer(m)
-    if rows is None or not 0 <= rows <= MOST_ROWS or rows % (2 * GATE_ROWS):
-        raise wrong("m", f"a multiple of {2 * GATE_ROWS} below 2^31", m)
+    if rows is None or not 0 <= rows <= MOST_ROWS or rows % GATE_GROUP:
+        raise wrong("m", f"a multiple of {GATE_GROUP} below 2^31", m)
     features = np.arange(rows // 2, dtype=np.int64).reshape(-1, GATE_ROWS)
     return np.stack([features, features + rows // 2], axis=1).reshape(rows)

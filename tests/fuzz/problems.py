@@ -26,8 +26,10 @@ from sparse24_plans import (
     Tier,
     TileRule,
 )
+from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.table import PACKED_ELEMENTS
+from sparse24_plans.weights.gates import GATE_GROUP
 
 from ..prepare.prepare_cases import ELEMENTS as PREPARED
 from ..prepare.prepare_cases import MOODS, PLANS
@@ -61,9 +63,6 @@ _ARITHMETICS = (
     *("fma32_in_order", "exact_sum", "hopper_tc/slices=1", "hopper_tc/slices=3"),
     *("hopper_tc_fp8/slices=2", "hopper_tc_fp8/promoted=128"),
 )
-_UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
-_GATE_ROWS = 16
-"""Rows of W that a gated epilogue takes at a time."""
 _PROMISES = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
 
 
@@ -196,7 +195,7 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
-    sizes = _sizes(rng, limits, most, _GATE_ROWS if epilogue.is_gated else 1)
+    sizes = _sizes(rng, limits, most, GATE_GROUP if epilogue.is_gated else 1)
     desc = GemmSparse24Descriptor(**fields, **sizes)
     rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
     widths = desc.element.itemsize, desc.out_element.itemsize
@@ -288,7 +287,7 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng), "n": _size(rng, 40)}
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, _UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     if _may_be_2_4(layout, fields) and rng.random() < 0.5:
         fields["inner"] = "sparse24"
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
@@ -312,8 +311,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        kinds = [kind for kind in _UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH]
-        fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
         # One kernel serves these, and asks for whole lines of 16 bytes.
@@ -381,8 +379,7 @@ def _convolution(
     fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields["alpha"] = _alpha(rng)
     if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
-        kinds = [kind for kind in _UNGATED if kind is not EpilogueKind.BIAS_GELU_TANH]
-        fields |= {"epilogue": _pick(rng, kinds), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
     height, width = (one + int(rng.integers(0, 9)) for one in least)
     walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
     size = {"height": height, "width": width, "batch": batch}

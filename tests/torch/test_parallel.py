@@ -517,60 +517,45 @@ def test_layers_train_under_ddp_and_fsdp(world):
 # Refusals -------------------------------------------------------------------------------------------
 
 STRICT = {"bit_stable_across_hardware": True}
-REFUSED = {
-    "module: expected a Sparse24Linear": (lambda: nn.Linear(K, M), ColwiseSparse24(), InvalidProblemError),
-    "out_features: expected a multiple of 2 ranks, got 97": (
-        lambda: layer(m=97),
-        ColwiseSparse24(),
-        InvalidProblemError,
-    ),
-    "in_features: expected a multiple of 8 times 2 parts of K, got 120": (
-        lambda: layer(k=120),
-        RowwiseSparse24(),
-        InvalidProblemError,
-    ),
-    "in_features: expected a multiple of 8 times 4 parts of K, got 48": (
-        lambda: layer(k=48),
-        RowwiseSparse24(parts=4),
-        InvalidProblemError,
-    ),
-    "parts: expected a multiple of 2 ranks, got 1": (
-        lambda: layer(),
-        RowwiseSparse24(parts=1),
-        InvalidProblemError,
-    ),
-    "out_features: expected a multiple of 64": (
-        lambda: layer(m=96),
-        RowwiseSparse24(parts=4),
-        InvalidProblemError,
-    ),
-    "out_features: expected a multiple of 16 times 2 ranks for swiglu, got 80": (
-        lambda: layer(m=80, activation="swiglu"),
-        ColwiseSparse24(),
-        InvalidProblemError,
-    ),
-    "activation: swiglu follows a sum over all of K": (
-        lambda: layer(m=96, activation="swiglu"),
-        RowwiseSparse24(),
-        UnsupportedError,
-    ),
-    "depend on the number of ranks": (lambda: layer(require=INVARIANT), RowwiseSparse24(), UnsupportedError),
-    "one sum over K": (lambda: layer(require=STRICT), RowwiseSparse24(parts=2), UnsupportedError),
+REFUSED = {  # the error: its words, of which layer (None: a dense one) and style
+    InvalidProblemError: {
+        "module: expected a Sparse24Linear": (None, ColwiseSparse24()),
+        "out_features: expected a multiple of 2 ranks, got 97": ({"m": 97}, ColwiseSparse24()),
+        "in_features: expected a multiple of 8 times 2 parts of K, got 120": ({"k": 120}, RowwiseSparse24()),
+        "in_features: expected a multiple of 8 times 4 parts of K, got 48": (
+            {"k": 48},
+            RowwiseSparse24(parts=4),
+        ),
+        "parts: expected a multiple of 2 ranks, got 1": ({}, RowwiseSparse24(parts=1)),
+        "out_features: expected a multiple of 64": ({"m": 96}, RowwiseSparse24(parts=4)),
+        "out_features: expected a multiple of 16 times 2 ranks for swiglu, got 80": (
+            {"m": 80, "activation": "swiglu"},
+            ColwiseSparse24(),
+        ),
+    },
+    UnsupportedError: {
+        "activation: swiglu follows a sum over all of K": (
+            {"m": 96, "activation": "swiglu"},
+            RowwiseSparse24(),
+        ),
+        "depend on the number of ranks": ({"require": INVARIANT}, RowwiseSparse24()),
+        "one sum over K": ({"require": STRICT}, RowwiseSparse24(parts=2)),
+    },
 }
 
 
-def refused(message: str) -> None:
-    make, style, kind = REFUSED[message]
-    module = make()
+def refused(kind: type[Exception], message: str) -> None:
+    options, style = REFUSED[kind][message]
+    module = nn.Linear(K, M) if options is None else layer(**options)
     before = type(module)
     with pytest.raises(kind, match=message):
         parallelize_module(module, mesh_of(2), style)
     assert type(module) is before
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(world, message):
-    world.run(refused, message)
+@pytest.mark.parametrize(("kind", "message"), [(kind, one) for kind, of in REFUSED.items() for one in of])
+def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(world, kind, message):
+    world.run(refused, kind, message)
 
 
 def refused_later() -> None:

@@ -145,7 +145,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if form.sampled:
-                found = _rows_map(views["a"], left_major, one, depth)
+                found = _dense_map(views["a"], left_major, one.rows, depth, one.share)
                 found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
             else:
                 step = min(block, depth)
@@ -168,15 +168,10 @@ def _depth(desc: BlockSparseMatmulDescriptor) -> int:
     return _LINE_BYTES // desc.element.itemsize
 
 
-def _rows_map(view: TensorView, major: int, one: Schedule, step: int) -> bytes:
-    """Boxes of a block's part, of its cluster, of ``step`` k of a strip's rows."""
-    rows, tile = one.rows // one.share, min(one.rows, _TILE)
-    return matrices_map(view, (rows, step) if major == K_MAJOR else (step // one.share, tile))
-
-
-def _dense_map(view: TensorView, major: int, lines: int, step: int) -> bytes:
-    """Boxes of ``step`` k of some rows or tokens."""
-    return matrices_map(view, (lines, step) if major == K_MAJOR else (step, min(lines, _TILE)))
+def _dense_map(view: TensorView, major: int, lines: int, step: int, share: int = 1) -> bytes:
+    """Boxes of ``step`` k of some rows or tokens; of so many blocks of threads each copies a part."""
+    box = (lines // share, step) if major == K_MAJOR else (step // share, min(lines, _TILE))
+    return matrices_map(view, box)
 
 
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
