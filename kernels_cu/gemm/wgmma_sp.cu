@@ -101,7 +101,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if constexpr (Config::kSlices > 1) cluster_meet();
   } else {
     if constexpr (Config::kTrade) registers_raise<Config::kSumRegisters>();
-    Multiplier multiplier{{}, {}, base, warpgroup, barriers.source_free(0), barriers};
+    Multiplier multiplier{p, {}, {}, base, warpgroup, barriers.source_free(0), barriers};
     if constexpr (Config::kSourceShare > 1)
       multiplier.source_free =
           cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);

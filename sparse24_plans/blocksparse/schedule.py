@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -21,17 +22,25 @@ _BARRIER_BYTES = 256
 _BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
 """Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
 _MOST_STAGES = 8
-_WIDE_TOKENS: tuple[int, ...] = (256, 128)
-_TOKENS = (*_WIDE_TOKENS, 64)
+_TOKENS = (256, 128, 64)
 _SAMPLED_COLUMNS = (64, 128, 192, 256)
 """Of a warpgroup, of ``sdd``."""
 _MOST_STRIPS = 2048
 """That are looked at, of as many as there may be."""
 _LEAST_STAGES, _ENOUGH_STAGES = 3, 4
 """Of ``sdd``: with fewer than the first it takes longer whatever the layout."""
-_FEW_TOKENS = 512
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
+_Sizes = tuple[int, int]
+_STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
+    (BlockSparseOp.DSD, 16): {(64, 128): 43, (64, 256): 60, (128, 64): 43, (128, 128): 49, (128, 256): 64},
+    (BlockSparseOp.DSD, 32): {(64, 128): 37, (64, 256): 64, (128, 64): 30, (128, 128): 36, (128, 256): 60},
+    (BlockSparseOp.DDS, 16): {(64, 128): 60, (64, 256): 93, (128, 64): 36, (128, 128): 54, (128, 256): 79},
+    (BlockSparseOp.DDS, 32): {(64, 128): 42, (64, 256): 71, (128, 64): 30, (128, 128): 37, (128, 256): 68},
+}
+"""What a step takes beside others, by rows and tokens; fitted to 433 problems of 40 to 2048 tokens on an H200."""
+_BEGUN = 0.7
+"""Of a wave that is begun, the part that takes as long as a whole one."""
 
 
 class _Cost(NamedTuple):
@@ -114,19 +123,29 @@ def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> Schedule:
 def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
     """The kernel's own choice for a problem, as measured on an H200. Bits don't depend on it."""
     block = desc.layout.block
-    enough = multiprocessors * _BUSY // 100
     if desc.op is BlockSparseOp.SDD:
         return _sampled(desc, multiprocessors)
-    rows, widths = STRIP, _TOKENS
-    if block < TILE and desc.n <= _FEW_TOKENS:
-        # What lanes copy of S sets the pace: half of a strip meets fewer columns, with twice as many tokens.
-        rows, widths = TILE, _WIDE_TOKENS
-    strips = strips_of(desc, rows)
-    tokens = next((one for one in widths if strips * -(-desc.n // one) >= enough), widths[-1])
+    if block < TILE:
+        return _of_small(desc, multiprocessors)
+    strips, enough = strips_of(desc, STRIP), multiprocessors * _BUSY // 100
+    tokens = next((one for one in _TOKENS if strips * -(-desc.n // one) >= enough), _TOKENS[-1])
     # The values of S from L2 once a cluster: worth it where they are much of what is copied.
     wide = tokens == _TOKENS[0]
-    sharing = block >= TILE and wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
-    return fitting(rows, tokens, 2, 2 if sharing else 1)
+    sharing = wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
+    return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+
+
+def _of_small(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
+    """The fastest for random blocks: narrow strips meet fewer columns, wide ones are fewer items."""
+    steps = _STEP_OF_SMALL[desc.op, desc.layout.block]
+
+    def time(sizes: _Sizes) -> float:
+        rows, tokens = sizes
+        waves = strips_of(desc, rows) * -(-desc.n // tokens) / multiprocessors
+        waves = _BEGUN * math.ceil(waves) + (1 - _BEGUN) * max(waves, 1.0)
+        return waves * met_share(desc.layout, rows // desc.layout.block) * steps[sizes]
+
+    return fitting(*min(steps, key=time), 2, 1)
 
 
 def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:

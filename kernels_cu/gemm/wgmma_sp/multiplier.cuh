@@ -10,14 +10,15 @@ constexpr int kTurnBarrier = 8;
 
 // One warpgroup's sums of one item.
 struct Multiplier {
+  const WgmmaSpParams& p;
   RingPosition<Config::kWeightStages> weight;
   RingPosition<Config::kSourceStages> source;
   u32 base, warpgroup, source_free;  // the last: of the block of the cluster that this lane reports to
   Barriers barriers;
   u32 last_weight = 0, last_source = 0;
 
-  __device__ __forceinline__ void free_weight(u32 slot) const {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot));
+  __device__ __forceinline__ void free_weight(u32 slot, u32 nothing = 0) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot) + nothing);
   }
   __device__ __forceinline__ void free_source(u32 slot) const {
     if (threadIdx.x % 32 >= Config::kSourceShare) return;
@@ -185,11 +186,17 @@ struct Multiplier {
     for (int r = 0; r < Config::kRowBlocks; ++r)
       tile[r].read(base + weight.slot * Config::kWeightBytes + (warpgroup * Config::kRowBlocks + r) * Tile::kBytes);
   }
+  // Loads that are under way hold back nothing that is reported after them, and the wgmma of others starve them, for as
+  // long as it takes to fill a stage anew: the barrier's address needs what they bring.
   __device__ __forceinline__ void split_weight(RowTiles& tile, RowParts& parts) {
+    u32 came = 0;
 #pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r) parts[r].take(tile[r]);
+    for (int r = 0; r < Config::kRowBlocks; ++r) {
+      came ^= tile[r].of_each_load();
+      parts[r].take(tile[r]);
+    }
     __syncwarp();
-    free_weight(weight.slot);
+    free_weight(weight.slot, came & p.aligned >> 1);  // always 0, which only the host knows
     weight.next();
   }
 #else

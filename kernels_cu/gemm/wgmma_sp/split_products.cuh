@@ -27,6 +27,10 @@ struct WeightTile32 {
     for (int i = 0; i < 4; ++i) load_shared_x4(values[i], at + (i * 128 + threadIdx.x % 128) * 16);
     load_shared_words(metadata, at + Tile::kValueBytes + threadIdx.x % 128 * 4);
   }
+  // Known once all has come.
+  __device__ __forceinline__ u32 of_each_load() const {
+    return bits_of(values[0][0]) ^ bits_of(values[1][0]) ^ bits_of(values[2][0]) ^ bits_of(values[3][0]) ^ metadata[0];
+  }
 };
 
 // The same in parts, as wgmma takes them.

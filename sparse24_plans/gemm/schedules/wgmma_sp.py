@@ -179,6 +179,10 @@ class Schedule(NamedTuple):
         """Pieces of work, one a cluster."""
         return -(-m // (self.rows * self.share)) * -(-n // self.tokens)
 
+    def crowds(self, n: int, m: int) -> bool:
+        """Whether blocks share multiprocessors although each could have one to itself: a cluster's do."""
+        return self.blocks_per_sm > 1 and self.items(n, m) * self.cluster <= H200_MULTIPROCESSORS
+
     def cut_into_ranges(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
         """Items that are not; tiles of a range; and ranges that have one more.
 
@@ -291,7 +295,8 @@ def schedules_for(n: int, m: int = 0) -> tuple[Schedule, ...]:
     """The schedules that are tried for n tokens; with m, also those that are for so many outputs."""
     shapes = _OF_FEW if n <= FEW else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
-    return tuple(schedule for schedule in tried if schedule.fits()) + _schedules_of_ranges(n, m)
+    fitting = tuple(one for one in tried if one.fits() and not (m and one.crowds(n, m)))
+    return fitting + _schedules_of_ranges(n, m)
 
 
 def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:

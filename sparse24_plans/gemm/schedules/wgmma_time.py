@@ -70,7 +70,7 @@ class Fit:
     stored: float
     """Bytes of results per microsecond, while nothing is multiplied."""
     ragged: float
-    """Results per microsecond that are stored one by one, where rows of Y end within 16 bytes."""
+    """Results per microsecond that a warpgroup stores one by one, where rows of Y end within 16 bytes."""
     crowded: float
     """What storing takes where several blocks share a multiprocessor, relative to one."""
     join: float
@@ -91,8 +91,9 @@ class Fit:
 
 # By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to a class's
 # part of 2,285 problems, or earlier to fewer where that did no better for matrices that were held out. What
-# ranges and parking take was found apart. Of these problems the choice misses the fastest schedule by 0.6 to
-# 1.9% in the mean of a class, by 4 to 8% in one of twenty, by 9 to 33% at the worst.
+# ranges, parking and ragged rows take was found apart. Of the 2,413 that have been measured since the choice
+# misses the fastest schedule by 0.6 to 1.8% in the mean of a class, by 4 to 8% in one of twenty, by 9 to 20%
+# at the worst.
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
 _FITS = {
@@ -100,42 +101,42 @@ _FITS = {
         launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
         beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3,
         memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, park=1.1e-4,
-        stored=29.6e3, ragged=3.72e3, crowded=1.66, join=1, handed=1.5e-4, loose=0.05, again=0.589,
+        stored=29.6e3, ragged=1.86e3, crowded=1.66, join=1, handed=1.5e-4, loose=0.05, again=0.589,
         refill=1.82, even=8.96, sharp=3.7,
     ),
     (0, 1): Fit(
         launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
         beside_token=0.00845, pair=1, pair_in_ranges=1, alone=98.2e3, apart=79.2e3, together=45.1e3,
         memory=7e6, l2=40e6, copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, park=1.1e-4,
-        stored=31.7e3, ragged=4.79e3, crowded=1.96, join=4, handed=6e-5, loose=0, again=0.475, refill=1.79,
+        stored=31.7e3, ragged=2.4e3, crowded=1.96, join=4, handed=6e-5, loose=0, again=0.475, refill=1.79,
         even=7.6, sharp=1.98,
     ),
     (1, 2): Fit(
         launch=1, cluster=0.418, stall=13.1, step=31.1, step_token=0.173, beside=0.0509,
         beside_token=0.00271, pair=1.09, pair_in_ranges=1, alone=50e3, apart=83.6e3, together=56.6e3,
         memory=7e6, l2=18e6, copied=144e3, unaligned=0.792, fold=1.72e-4, add=4.44e-5, park=2e-4,
-        stored=48.4e3, ragged=6.65e3, crowded=1, join=3, handed=1e-4, loose=0, again=0.578,
+        stored=48.4e3, ragged=4.16e3, crowded=1, join=3, handed=1e-4, loose=0, again=0.578,
         refill=3.28, even=5.75, sharp=8,
     ),
     (1, 1): Fit(
         launch=1, cluster=0.448, stall=1, step=33.1, step_token=0.291, beside=0.026,
         beside_token=0.000112, pair=1.06, pair_in_ranges=1.06, alone=59.2e3, apart=66.1e3, together=64e3,
         memory=7e6, l2=16.5e6, copied=157e3, unaligned=1.83, fold=1.64e-4, add=4.07e-5, park=2e-4,
-        stored=42.2e3, ragged=7.08e3, crowded=2.49, join=2, handed=1.2e-4, loose=0.05, again=0.304,
+        stored=42.2e3, ragged=5.66e3, crowded=2.49, join=2, handed=1.2e-4, loose=0.05, again=0.304,
         refill=2.66, even=6.43, sharp=5.95,
     ),
     (2, 2): Fit(
         launch=1, cluster=1.5, stall=16.6, step=17.4, step_token=0.304, beside=0.049, beside_token=0.0033,
         pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=53.1e3, memory=7e6, l2=15.3e6,
-        copied=161e3, unaligned=0.776, fold=9.50e-5, add=1.94e-5, park=2e-4, stored=326e3, ragged=8.97e3,
-        crowded=1.09, join=5.44, handed=1.47e-4, loose=0.0571, again=1.38, refill=4.49, even=5.09,
+        copied=161e3, unaligned=0.776, fold=9.50e-5, add=1.94e-5, park=2e-4, stored=326e3, ragged=4.49e3,
+        crowded=1.09, join=2, handed=1.47e-4, loose=0.08, again=1.38, refill=4.49, even=5.09,
         sharp=3.72,
     ),
     (2, 1): Fit(
         launch=1, cluster=1.23, stall=2.12, step=36.4, step_token=0.239, beside=0.0644,
         beside_token=2.04e-5, pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=54.1e3,
         memory=7e6, l2=18.2e6, copied=127e3, unaligned=1.09, fold=9.05e-5, add=1.55e-5, park=2e-4,
-        stored=65.5e3, ragged=5.93e3, crowded=2.07, join=2.2, handed=1.2e-4, loose=0.03, again=1.76,
+        stored=65.5e3, ragged=2.96e3, crowded=2.07, join=2.2, handed=1.2e-4, loose=0.03, again=1.76,
         refill=2.71, even=12, sharp=2.98,
     ),
 }  # fmt: skip
@@ -152,7 +153,8 @@ class Work:
         problems = {id(desc): _sizes_of(desc) for _, desc in pairs}
         rows = [(*_places_of(schedule), *problems[id(desc)]) for schedule, desc in pairs]
         columns = np.array(rows, dtype=np.float64).T
-        (_, _, self.width, self.share, self.slices, self.per_sm, self.parts, self.ranges) = columns[:8]
+        (self.warpgroups, _, self.width, self.share, self.slices, self.per_sm) = columns[:6]
+        (self.parts, self.ranges) = columns[6:8]
         (self.resident, self.resident_alone, self.rows, self.cluster, self.parked) = columns[8:13]
         (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = columns[13:]
         self.token_blocks = np.ceil(self.n / self.width)
@@ -231,7 +233,7 @@ def _of_one(work: Work, fit: Fit) -> Array:
     multiply, copy = _multiplied(work, fit), _copied(work, fit)
     folds = work.slices > 1
     results = work.sums * (work.outputs / work.m)  # of a gate one for two sums
-    stored = results * (work.out_size / fit.stored + work.ragged / fit.ragged)
+    stored = results * (work.out_size / fit.stored + work.ragged / (fit.ragged * work.warpgroups))
     crowded = (work.per_sm > 1) & (work.items > work.resident_alone)
     out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
     add = fit.add * work.sums + fit.park * work.parked
