@@ -38,7 +38,7 @@ _STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
     (BlockSparseOp.DDS, 16): {(64, 128): 60, (64, 256): 93, (128, 64): 36, (128, 128): 54, (128, 256): 79},
     (BlockSparseOp.DDS, 32): {(64, 128): 42, (64, 256): 71, (128, 64): 30, (128, 128): 37, (128, 256): 68},
 }
-"""What a step takes beside others, by rows and tokens; fitted to 433 problems of 40 to 2048 tokens on an H200."""
+"""What a step takes beside others, by rows and tokens: fitted to 433 problems of 40 to 2048 tokens."""
 _BEGUN = 0.7
 """Of a wave that is begun, the part that takes as long as a whole one."""
 
