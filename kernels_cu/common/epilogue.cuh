@@ -115,3 +115,8 @@ __device__ __forceinline__ float gated_epilogue(float gate, float up) { return c
 template <class Config, class Index> __device__ __forceinline__ Index row_behind(Index result) {
   return Config::kGated ? result + (result & -Config::kGateRows) : result;
 }
+
+// And back, from that row: a gate's is 16 * i + j with j < kGateRows, its result 8 * i + j.
+template <class Config, class Index> __device__ __forceinline__ Index result_of(Index row) {
+  return Config::kGated ? (row + row % Config::kGateRows) / 2 : row;
+}

@@ -210,7 +210,7 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
-      const i64 result = (output + output % Config::kGateRows) / 2;
+      const i64 result = result_of<Config>(output);
       ((Out::Bits*)p.result)[token * p.result_stride + result] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }

@@ -245,7 +245,7 @@ __device__ __forceinline__ void fold_gated(const MmaSpParams& p, const u32 (&are
     }
     fold(gate);
     fold(up);
-    const i64 m = block_row + row, n = first_token + token, output = (m + m % Config::kGateRows) / 2;
+    const i64 m = block_row + row, n = first_token + token, output = result_of<Config>(m);
     if (n >= p.n || m >= p.m) continue;
     const float gate_bias = p.bias ? bias_at<Config>(p.bias, m) : 0.0f;
     const float up_bias = p.bias ? bias_at<Config>(p.bias, m + Config::kGateRows) : 0.0f;
