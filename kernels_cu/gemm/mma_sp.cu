@@ -228,29 +228,31 @@ __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
   return Config::kCluster > 1 ? load_cluster(at) : load_shared(at);
 }
 
-// The fold of a gated epilogue: two rows' sums a result.
-__device__ __forceinline__ void fold_gated(const MmaSpParams& p, const u32 (&areas)[Config::kSlices], int row0,
-                                           i64 block_row, i64 first_token) {
-  constexpr int kOutputs = Config::kFoldRows / Config::kOfResult;
+// A block's share of the cluster's rows, from row0 on: sums of one row a result, of a gated epilogue of two.
+__device__ __forceinline__ void fold_rows(const MmaSpParams& p, const u32 (&areas)[Config::kSlices], int row0,
+                                          i64 block_row, i64 first_token) {
+  constexpr int kOfResult = Config::kOfResult, kOutputs = Config::kFoldRows / kOfResult, kUnrolled = 4 / kOfResult;
   static_assert(Config::kFoldRows % (2 * Config::kGateRows) == 0, "a block folds both rows of a result");
-#pragma unroll 2
+#pragma unroll kUnrolled
   for (int i = threadIdx.x; i < kOutputs * Config::kTokens; i += Config::kThreads) {
     const int token = Config::kColumnsY ? i % Config::kTokens : i / kOutputs;
     const int row = row0 + row_behind<Config>(Config::kColumnsY ? i / Config::kTokens : i % kOutputs);
-    float gate[Config::kSlices], up[Config::kSlices];
+    float v[kOfResult][Config::kSlices];
 #pragma unroll
-    for (int s = 0; s < Config::kSlices; ++s) {
-      gate[s] = slice_sum(areas[s], token, row);
-      up[s] = slice_sum(areas[s], token, row + Config::kGateRows);
-    }
-    fold(gate);
-    fold(up);
+    for (int s = 0; s < Config::kSlices; ++s)
+#pragma unroll
+      for (int h = 0; h < kOfResult; ++h) v[h][s] = slice_sum(areas[s], token, row + h * Config::kGateRows);
+#pragma unroll
+    for (int h = 0; h < kOfResult; ++h) fold(v[h]);
     const i64 m = block_row + row, n = first_token + token, output = result_of<Config>(m);
     if (n >= p.n || m >= p.m) continue;
-    const float gate_bias = p.bias ? bias_at<Config>(p.bias, m) : 0.0f;
-    const float up_bias = p.bias ? bias_at<Config>(p.bias, m + Config::kGateRows) : 0.0f;
-    const float result = gated_epilogue(activated<Config, FastMath>(gate[0], p.alpha, gate_bias),
-                                        activated<Config, NoMath>(up[0], p.alpha, up_bias));
+    float bias[kOfResult], result;
+#pragma unroll
+    for (int h = 0; h < kOfResult; ++h) bias[h] = p.bias ? bias_at<Config>(p.bias, m + h * Config::kGateRows) : 0.0f;
+    if constexpr (Config::kGated)
+      result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
+                              activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
+    else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0]);
     const i64 at = Config::kColumnsY ? output * p.y_stride + n : n * p.y_stride + output;
     ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
   }
@@ -322,24 +324,6 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   u32 areas[Config::kSlices];
 #pragma unroll
   for (int i = 0; i < Config::kSlices; ++i) areas[i] = slice_address(base, i);
-  if constexpr (Config::kGated) {
-    fold_gated(p, areas, rank * Config::kFoldRows, block_tile * Tile::kRows, first_token);
-  } else {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < Config::kFoldRows * Config::kTokens; i += Config::kThreads) {
-      const int token = Config::kColumnsY ? i % Config::kTokens : i / Config::kFoldRows;
-      const int row = rank * Config::kFoldRows + (Config::kColumnsY ? i / Config::kTokens : i % Config::kFoldRows);
-      float v[Config::kSlices];
-#pragma unroll
-      for (int s = 0; s < Config::kSlices; ++s) v[s] = slice_sum(areas[s], token, row);
-      fold(v);
-      const i64 m = block_tile * Tile::kRows + row;
-      if (first_token + token >= p.n || m >= p.m) continue;
-      const float bias = p.bias ? bias_at<Config>(p.bias, m) : 0.0f;
-      const float result = epilogue<Config, FastMath>(v[0], p.alpha, bias);
-      const i64 at = Config::kColumnsY ? m * p.y_stride + first_token + token : (first_token + token) * p.y_stride + m;
-      ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
-    }
-  }
+  fold_rows(p, areas, rank * Config::kFoldRows, block_tile * Tile::kRows, first_token);
   if constexpr (Config::kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read
 }
