@@ -1,10 +1,11 @@
 // C = epilogue(alpha * op(S) @ X) for a block-sparse S, operands fed by the copy engine: dsd as it stands, dds as
 // C^T = op(S)^T @ op(A)^T. Rows are those of op(S) here and tokens the columns of X, whichever way C lies in memory.
 //
-// A row of blocks of op(S) is a line, 128 rows are a strip, of small blocks and few tokens 64: one line, or several that
-// share the columns of X that more than one of them keeps. A cluster takes one strip with kTokens tokens for each of its blocks, which share the values
-// of S: each copies a part of them to all. A step is 128 bytes of columns of which the strip keeps any, and the rows of
-// X that they meet. Steps are summed in increasing columns, so the bits of a result depend on its line and token alone.
+// A row of blocks of op(S) is a line, 128 rows are a strip, of small blocks and few tokens 64: one line, or several
+// that share the columns of X that more than one of them keeps. A cluster takes one strip with kTokens tokens for each
+// of its blocks, which share the values of S: each copies a part of them to all. A step is 128 bytes of columns of
+// which the strip keeps any, and the rows of X that they meet. Steps are summed in increasing columns, so the bits of a
+// result depend on its line and token alone.
 //
 // Of sdd a strip is a line, or 64 rows of small blocks, an item some of the columns of blocks that it keeps any of, and
 // a step 128 bytes of k of op(A)'s rows, which a cluster shares, and of op(B)'s columns. The columns of a strip go to
@@ -31,6 +32,7 @@
 // then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
 #include "blocksparse/multiplier.cuh"
 #include "blocksparse/writer.cuh"
+#include "ptx/store_matrix.cuh"
 
 #define S24_CLUSTER_BLOCKS S24_SHARE
 #include "common/cluster.cuh"

@@ -1,6 +1,7 @@
 // The role that writes results: through shared memory, where the copy engine takes them from.
 #pragma once
 #include "common/epilogue.cuh"
+#include "ptx/store_matrix.cuh"
 #include "ptx/tensors.cuh"
 #include "ptx/wgmma.cuh"
 

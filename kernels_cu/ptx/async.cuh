@@ -167,17 +167,3 @@ __device__ __forceinline__ void load_global_or_zeros(int* v, const void* address
   S24_LOAD_OR_ZEROS("=&r");
 }
 #undef S24_LOAD_OR_ZEROS
-
-// Two 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrix_x2(u32 address, u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
-#endif
-}
-// The same, transposed.
-__device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
-               : "memory");
-#endif
-}

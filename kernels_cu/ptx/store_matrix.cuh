@@ -1,8 +1,8 @@
-// One 8x8 matrix of 16-bit elements from a warp's registers to shared memory. Two of them: ptx/async.cuh.
+// 8x8 matrices of 16-bit elements from a warp's registers to shared memory.
 #pragma once
 #include "common/types.cuh"
 
-// Lane l, below 8, gives the address of row l.
+// One; lane l, below 8, gives the address of row l.
 __device__ __forceinline__ void store_matrix(u32 address, u32 a) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(address), "r"(a) : "memory");
@@ -12,5 +12,19 @@ __device__ __forceinline__ void store_matrix(u32 address, u32 a) {
 __device__ __forceinline__ void store_matrix_transposed(u32 address, u32 a) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(a) : "memory");
+#endif
+}
+
+// Two; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x2(u32 address, u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+#endif
+}
+// The same, transposed.
+__device__ __forceinline__ void store_matrix_transposed_x2(u32 address, u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
 #endif
 }
