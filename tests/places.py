@@ -12,13 +12,13 @@ HOST = DeviceProperties(kind="host")
 def gpu_of(major: int, minor: int, *, libraries: bool = True, **more: Any) -> DeviceProperties:
     return DeviceProperties(
         kind="cuda",
-        name=f"invented sm_{major}{minor}",
         compute_capability=(major, minor),
         cublaslt="120900" if libraries else None,
         cusparselt="0.8.0" if libraries else None,
-        **{"multiprocessors": 100, **more},
+        **{"name": f"invented sm_{major}{minor}", "multiprocessors": 100, **more},
     )
 
 
+H200 = gpu_of(9, 0, name="NVIDIA H200", multiprocessors=132)
 TURING, AMPERE, ADA, HOPPER = gpu_of(7, 5), gpu_of(8, 0), gpu_of(8, 9), gpu_of(9, 0)
 PLACES = (HOST, TURING, AMPERE, gpu_of(8, 0, libraries=False), ADA, HOPPER, gpu_of(12, 0))

@@ -20,6 +20,7 @@ from sparse24_plans import (
     explain,
 )
 
+from ..places import H200
 from ..strategies import results_of
 from ..support import EPILOGUES, same_bits
 from .layouts import EDGES, random_layout
@@ -28,9 +29,6 @@ from .test_products import check
 
 PlanOf = Callable[..., BlockSparseMatmulPlan]
 
-H200 = DeviceProperties(
-    kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132, cublaslt="130000"
-)
 TURNS = [(False, False), (False, True), (True, False), (True, True)]
 WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
 EDGES_OF_TILES = (8, 56, 64, 72, 128, 136, 248, 256, 264, 520, 1040)

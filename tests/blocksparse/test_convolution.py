@@ -14,13 +14,13 @@ from sparse24_plans import (
     BlockSparseConv2dDescriptor,
     BlockSparseConv2dPlan,
     BlockSparseLayout,
-    DeviceProperties,
     InvalidProblemError,
     UnsupportedError,
     explain,
 )
 from sparse24_plans.arithmetic.fma32 import fma_f32
 
+from ..places import H200
 from ..strategies import results_of
 from ..support import same_bits
 from .layouts import random_layout
@@ -276,9 +276,6 @@ def test_sizes_that_disagree(op):
 
 # Selection of the GPU's kernel, without a GPU -------------------------------------------------------
 
-H200 = DeviceProperties(
-    kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132, cublaslt="130000"
-)
 LARGE = {"layout": random_layout(heads=1, rows=2, cols=18, block=64), "height": 56, "width": 56, "kernel": 3}
 
 

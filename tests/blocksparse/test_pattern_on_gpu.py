@@ -16,9 +16,10 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule
 
+from ..places import H200
 from . import products_on_gpu as shared
 from .layouts import random_layout
-from .products_on_gpu import H200, gpu, random_check
+from .products_on_gpu import gpu, random_check
 
 OPS = ("dsd", "dds")
 BLOCKS = (64, 128)

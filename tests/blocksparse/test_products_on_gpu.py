@@ -19,12 +19,13 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse import schedule
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 
+from ..places import H200
 from ..strategies import results_of
 from ..support import same_bits
 from . import products_on_gpu as shared
 from .layouts import random_layout
 from .problems import Operands, case_of, random_operands
-from .products_on_gpu import H200, TURNS, gpu, random_check
+from .products_on_gpu import TURNS, gpu, random_check
 from .test_products import check
 
 A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0), "multiprocessors": 108})

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
-    DeviceProperties,
     ElementKind,
     GemmSparse24Args,
     GemmSparse24Descriptor,
@@ -23,9 +22,9 @@ from sparse24_plans import (
 from sparse24_plans.gemm.table import ROWS
 from sparse24_plans.plan.table import choose, consider
 
+from ..places import H200
 from ..support import Guarded, make_case
 
-H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
 WGMMA = PlanPreference(prefer_backend="wgmma_sp")
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
-    DeviceProperties,
     ElementKind,
     GemmSparse24Args,
     GemmSparse24Descriptor,
@@ -23,6 +22,7 @@ from sparse24_plans.gemm.backends import cusparselt, inflate_cublas
 from sparse24_plans.gemm.kernel import MOST_STRIDES
 from sparse24_plans.plan.kernel import Choice
 
+from ..places import H200
 from ..support import Guarded
 from .rows import case_of, row_of
 
@@ -30,9 +30,6 @@ N, M, K = 16, 32, 64
 GREEDY = (99 * K, M)
 """Strides for which a library asks for more memory."""
 DESC = GemmSparse24Descriptor(n=N, m=M, k=K, element="bf16")
-H200 = DeviceProperties(
-    kind="cuda", compute_capability=(9, 0), multiprocessors=132, cublaslt="120900", cusparselt="0.8.0"
-)
 
 
 class LibraryPlan:

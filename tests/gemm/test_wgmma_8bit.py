@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
-    DeviceProperties,
     GemmSparse24Descriptor,
     explain,
 )
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
+from ..places import H200
 from ..support import EPILOGUES, make_case, same_bits
 from .rows import OWN
 
 gpu = pytest.mark.gpu
 RESULTS = {"s8": ("i32", "s8", "f16", "bf16", "f32"), "fp8_e4m3": ("bf16", "f16", "f32")}
 PAIRS = [(element, out) for element, results in RESULTS.items() for out in results]
-H200 = DeviceProperties(kind="cuda", name="NVIDIA H200", compute_capability=(9, 0), multiprocessors=132)
 FIRST = {"s8": "wgmma_sp_s8", "fp8_e4m3": "wgmma_sp_fp8"}
 INVARIANT = {"s8": "wgmma_sp_s8", "fp8_e4m3": "wgmma_sp_fp8_invariant"}
 

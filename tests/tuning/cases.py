@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from sparse24_plans import DeviceProperties, GemmSparse24Descriptor, PlanPreference, TuningTable
+from sparse24_plans import GemmSparse24Descriptor, PlanPreference, TuningTable
 from sparse24_plans.gemm.backends import cusparselt, mma_sp
 from sparse24_plans.gemm.tuned import TunedKernel
 
-H200 = DeviceProperties(
-    kind="cuda",
-    name="NVIDIA H200",
-    compute_capability=(9, 0),
-    multiprocessors=132,
-    cublaslt="120900",
-    cusparselt="0.8.0",
-    driver="580.1",
-)
+from .. import places
+
+H200 = places.H200.model_copy(update={"driver": "580.1"})
 DESC = GemmSparse24Descriptor(n=16, m=28672, k=4096, element="bf16")
 MMA, CSLT = PlanPreference(prefer_backend="mma_sp"), PlanPreference(prefer_backend="cusparselt")
 SCHEDULE = {"token_tiles": 2, "block_tiles": 1, "blocks_per_sm": 1}
