@@ -265,9 +265,11 @@ struct DenseCopier {
 
 // Sums -----------------------------------------------------------------------------------------------
 
+using SparseReporter = Reporter<Config, true>;  // threads read metadata
+
 struct Multiplier {
   u32 base, row_group;
-  Reporter<Config, true> sparse_reporter;  // threads read metadata
+  SparseReporter sparse_reporter;
   Barriers barriers;
   SparseRing sparse;
   DenseRing dense;
@@ -388,7 +390,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
   } else {
     registers_raise<Config::kSumRegisters>();
-    Multiplier multiplier{base, warpgroup, Reporter<Config, true>(barriers.sparse_free(0)), barriers};
+    Multiplier multiplier{base, warpgroup, SparseReporter(barriers.sparse_free(0)), barriers};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
     Writer writer{{p, staging, 1 + (int)warpgroup}};
     Sums sums;
