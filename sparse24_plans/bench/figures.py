@@ -107,6 +107,24 @@ def _elements(record: Record) -> list[str]:
     return _table((*head, "fp8_e4m3 batch-invariant instead: time"), rows)
 
 
+def _float32(record: Record) -> list[str]:
+    """Products of float32 in parts by n: over dense float32, and the largest relative error."""
+    head, kinds = ["N"], ("f32_split6", "f32_split3")
+    for kind in kinds:
+        head += [f"`{kind}` over dense float32 (range)", "relative error"]
+    rows = []
+    for n in TOKENS:
+        cells: list[object] = [n]
+        for kind in kinds:
+            ours = times(record, "f32", kind)
+            dense = times(record, "f32", kind, "dense_us")
+            cells.append(_with_range([us / ours[cell] for cell, us in dense.items() if cell[2] == n]))
+            errors = [row["rel_error"] for row in record["gemm"] if (row["backend"], row["n"]) == (kind, n)]
+            cells.append(f"{max(errors):.1e}" if errors else "-")
+        rows.append(cells)
+    return _table(head, rows)
+
+
 def _preparation(record: Record) -> list[str]:
     """bf16 by op: times, the share of a copy's speed, and PyTorch's."""
     head = ["op"]
@@ -297,6 +315,7 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str
 TABLES: dict[str, Callable[[Record], list[str]]] = {
     "products": _products,
     "elements": _elements,
+    "float32": _float32,
     "preparation": _preparation,
     "host": _host,
     "systems": _systems,

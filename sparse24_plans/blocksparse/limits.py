@@ -27,7 +27,7 @@ _FEW = 512
 _MOST_DENSITY_OF_FEW: dict[bool, dict[int, float]] = {False: {}, True: {16: 0.3}}
 _MOST_DENSITY: dict[bool, dict[int, float]] = {False: {16: 0.45, 32: 0.6}, True: {16: 0.25, 32: 0.45}}
 """Beyond which inflating takes less time; by whether rows of the dense matrix are summed: that is slower."""
-_MOST_DENSITY_OF_SDD = {16: 0.13, 32: 0.25}
+_MOST_DENSITY_OF_SDD = {16: 0.21, 32: 0.3}
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Of a scale that stays a normal number when it is multiplied by log2(e)."""
 COUNTER_BYTES = 4

