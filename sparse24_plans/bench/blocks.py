@@ -97,7 +97,7 @@ def measure(
     sources: set[str] = set()
     for cell in every_cell() if chosen is None else chosen:
         if isinstance(cell, Cell):
-            found["products"].append(_Problem(cell).measured(sources))
+            found["products"].append(Problem(cell).measured(sources))
         elif isinstance(cell, blocks24.Cell):
             found["sparse24"].append(blocks24.measured(cell, sources))
         else:
@@ -109,7 +109,7 @@ def measure(
     return found
 
 
-class _Problem:
+class Problem:
     """The operands of a cell, as PyTorch's tensors."""
 
     def __init__(self, cell: Cell) -> None:
@@ -125,9 +125,9 @@ class _Problem:
     def measured(self, sources: set[str]) -> dict[str, Any]:
         """The row of the record. Adds to ``sources`` what was timed."""
         plan = BlockSparseMatmulPlan.select(self.desc, device=0)
-        ours = self._ours(plan)
-        self._check(ours)
-        times = time_contenders([self._dense(), ours], rounds=_ROUNDS, round_ms=_ROUND_MS)
+        ours = self.ours(plan)
+        self.check(ours)
+        times = time_contenders([self.dense(), ours], rounds=_ROUNDS, round_ms=_ROUND_MS)
         sources.update(sources_of(plan))
         cell = self.cell
         return {
@@ -140,7 +140,8 @@ class _Problem:
             "backend": plan.explain().chosen,
         }
 
-    def _ours(self, plan: BlockSparseMatmulPlan) -> Contender:
+    def ours(self, plan: BlockSparseMatmulPlan) -> Contender:
+        """The plan's launches, one for each copy of the values."""
         tables = plan.pack(self.layout)
         size = plan.workspace_size()
         space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
@@ -152,7 +153,7 @@ class _Problem:
         ]
         return Contender("ours", [one.launch for one in bound])
 
-    def _check(self, ours: Contender) -> None:
+    def check(self, ours: Contender) -> None:
         """Against a dense product in float32 of the same 16-bit operands."""
         result = self.values[0] if self.sparse == "c" else self.made["c"]
         result.fill_(float("nan"))
@@ -165,7 +166,7 @@ class _Problem:
             exact, got = exact * dense_of(layout, torch.ones_like(values)), dense_of(layout, values).float()
         check(self.cell, got, exact)
 
-    def _dense(self) -> Contender:
+    def dense(self) -> Contender:
         """cuBLAS, of matrices without a zero block."""
         cell = self.cell
         if self.sparse == "c":

@@ -32,13 +32,13 @@ _LEAST_STAGES, _ENOUGH_STAGES = 3, 4
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 _Sizes = tuple[int, int]
-_STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
+STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
     (BlockSparseOp.DSD, 16): {(64, 128): 43, (64, 256): 60, (128, 64): 43, (128, 128): 49, (128, 256): 64},
     (BlockSparseOp.DSD, 32): {(64, 128): 37, (64, 256): 64, (128, 64): 30, (128, 128): 36, (128, 256): 60},
     (BlockSparseOp.DDS, 16): {(64, 128): 60, (64, 256): 93, (128, 64): 36, (128, 128): 54, (128, 256): 79},
     (BlockSparseOp.DDS, 32): {(64, 128): 42, (64, 256): 71, (128, 64): 30, (128, 128): 37, (128, 256): 68},
 }
-"""What a step takes beside others, by rows and tokens: fitted to 433 problems of 40 to 2048 tokens."""
+"""What a step takes beside others, by rows and tokens: benchmarks/schedules/h200-block-times.jsonl, bf16."""
 _BEGUN = 0.7
 """Of a wave that is begun, the part that takes as long as a whole one."""
 
@@ -137,7 +137,7 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
 
 def _of_small(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
     """The fastest for random blocks: narrow strips meet fewer columns, wide ones are fewer items."""
-    steps = _STEP_OF_SMALL[desc.op, desc.layout.block]
+    steps = STEP_OF_SMALL[desc.op, desc.layout.block]
 
     def time(sizes: _Sizes) -> float:
         rows, tokens = sizes

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[np.int32]]
 STRIP = 128
 """Rows of cells whose blocks kernels take together."""
 TILE = 64
-"""Rows of a narrow strip, which ``sdd`` takes, and the others where tokens are few; or of a larger block."""
+"""Rows of a narrow strip, which ``sdd`` takes, and the others of small blocks where that is less work."""
 FEW_LINES = 2
 """Rows of blocks of a strip, up to which kernels read the bits of each."""
 GROUP = 256
@@ -267,6 +267,10 @@ class BlockSparseTables:
 
 
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
+    if memory.size != length(shape):  # another version's
+        raise InvalidProblemError(
+            f"tables: expected {length(shape)} integers for {shape}, got {memory.size}; make them anew"
+        )
     tables = object.__new__(BlockSparseTables)
     tables._set(shape, memory, device)
     tables._copy(stream_handle(None, device))

@@ -172,6 +172,13 @@ def test_a_copy_has_memory_of_its_own(copied):
         made.lookup.columns[0] = 0
 
 
+def test_tables_that_another_version_pickled_are_refused():
+    restore, (shape, memory, device) = BlockSparseTables(random_layout()).__reduce__()
+    assert restore(shape, memory, device).view.readonly
+    with pytest.raises(InvalidProblemError, match=r"expected \d+ integers for .*, got \d+; make them anew"):
+        restore(shape, memory[:-1], device)
+
+
 def test_tables_are_made_in_less_than_a_millisecond():
     layout = random_layout(heads=1, rows=256, cols=256, block=64, density=0.2)  # 16,384 x 16,384
     tables, times = BlockSparseTables(layout), []

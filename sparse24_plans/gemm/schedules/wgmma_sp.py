@@ -180,8 +180,9 @@ class Schedule(NamedTuple):
         return -(-m // (self.rows * self.share)) * -(-n // self.tokens)
 
     def crowds(self, n: int, m: int) -> bool:
-        """Whether blocks share multiprocessors although each could have one to itself: a cluster's do."""
-        return self.blocks_per_sm > 1 and self.items(n, m) * self.cluster <= H200_MULTIPROCESSORS
+        """Whether blocks share multiprocessors although all clusters would run at once without."""
+        alone = self._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
+        return self.blocks_per_sm > 1 and self.items(n, m) <= alone
 
     def cut_into_ranges(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
         """Items that are not; tiles of a range; and ranges that have one more.
