@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
-from sparse24_plans.blocksparse import schedule
+from sparse24_plans.blocksparse import limits, schedule
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 
 from ..places import H200
@@ -85,6 +86,23 @@ def test_what_is_chosen():
     assert chosen(layout=many) == "inflate_cublas"
     assert chosen(layout=many, preference={"require": {"batch_invariant": True}}) == "blocks_wgmma_any"
     assert chosen(device=A100, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"), [(0, "blocks_wgmma"), (1, "inflate_cublas")], ids=["most", "one more"]
+)
+@pytest.mark.parametrize(("block", "most"), limits._MOST_DENSITY_OF_SDD.items())
+def test_an_sdd_of_small_blocks_is_inflated_beyond_a_density(block, most, more, wanted):
+    """A dense product takes as long whatever is kept: it wins where much is."""
+    blocks = math.floor(most * (4096 // block) ** 2) + more
+    assert chosen(op="sdd", layout=SHAPE.model_copy(update={"block": block, "blocks": blocks})) == wanted
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_an_sdd_of_large_blocks_is_never_inflated(block):
+    """Even where all blocks are kept: it is a dense product then, without a copy of its results."""
+    everything = SHAPE.model_copy(update={"block": block, "blocks": (4096 // block) ** 2})
+    assert chosen(op="sdd", layout=everything) == "blocks_wgmma"
 
 
 @pytest.mark.parametrize("element", OF_8_BITS)
@@ -262,6 +280,32 @@ def test_a_wide_sdd(row):
     random_check(partial(plan_of, row), random_layout(block=128), op="sdd", n=1000, **fields)
 
 
+def results_by_schedule(
+    op: str, layout: BlockSparseLayout, turned: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> list[np.ndarray]:
+    """The same product with each schedule that the kernel's own choice is made of, checked."""
+    fields = {"op": op, "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
+    desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
+    for one in schedules_of(desc):
+        monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
+        spare = (1 << 30) + len(results)  # of its own: plans are cached
+        wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+        plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
+        assert plan.explain().details.startswith("up to ") == (op == "sdd")
+        assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
+        assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
+        operands = random_operands(plan.descriptor, layout, np.random.default_rng(layout.shape.block))
+        results.append(check(plan, operands))
+    return results
+
+
+def schedules_of(desc: BlockSparseMatmulDescriptor) -> list[schedule.Schedule]:
+    """Of ``sdd``, or of a product of small blocks."""
+    if desc.op == "sdd":
+        return schedule.sampled_schedules(desc.layout)
+    return [schedule.fitting(*one, 2, 1) for one in schedule.STEP_OF_SMALL[desc.op, desc.layout.block]]
+
+
 @gpu
 @pytest.mark.parametrize("turned", TURNS)
 @pytest.mark.parametrize("block", BLOCKS)
@@ -273,21 +317,46 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
     kept, lines = layout.bitmap.copy(), max(64 // block, 1)
     kept[0, :lines], kept[0, lines : 2 * lines] = False, True
     kept[1, :lines], kept[1, :lines, -1:] = False, True
-    layout, results = BlockSparseLayout(kept, block), {}
-    fields = {"op": "sdd", "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
-    desc = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16")
-    for one in schedule.sampled_schedules(layout.shape):
-        monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
-        spare = (1 << 30) + len(results)  # of its own: plans are cached
-        wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-        plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
-        assert plan.explain().details.startswith("up to ")
-        assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
-        assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
-        operands = random_operands(plan.descriptor, layout, np.random.default_rng(block))
-        results[one] = check(plan, operands)
-    first, *others = results.values()
+    layout = BlockSparseLayout(kept, block)
+    first, *others = results_by_schedule("sdd", layout, turned, monkeypatch)
     assert len(others) == 5
+    assert all(same_bits(first, one) for one in others)
+
+
+@gpu
+@pytest.mark.parametrize("turned", TURNS)
+def test_bits_of_an_sdd_of_many_strips_do_not_depend_on_its_schedule(turned, monkeypatch):
+    """More strips than a warp has lanes, which search them for those with another item; many are as long."""
+    rng, strips, lines = np.random.default_rng(8), 41, 161
+    kept = np.zeros((2, lines, 65), bool)  # of the last strip one line
+    columns_of_strips = np.resize([65, 0, 33, 32, 32, 17, 16, 16, 9, 8, 8, 1], (2, strips))
+    for (head, strip), columns in np.ndenumerate(columns_of_strips):
+        met = rng.integers(4 * strip, min(4 * strip + 4, lines), columns)
+        kept[head, met, rng.permutation(65)[:columns]] = True
+    first, *others = results_by_schedule("sdd", BlockSparseLayout(kept, 16), turned, monkeypatch)
+    assert len(others) == 5
+    assert all(same_bits(first, one) for one in others)
+
+
+@gpu
+@pytest.mark.parametrize("turned", TURNS)
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, turned, monkeypatch):
+    """Strips of no, one and all columns, some met in the second half of their rows alone, and a short one."""
+    lines, half = 128 // block, 64 // block
+    layout = random_layout(
+        seed=block, heads=2, rows=672 // block, cols=1040 // block, block=block, density=0.3
+    )
+    kept = layout.bitmap.copy()
+    kept[0, :lines], kept[0, lines : 2 * lines] = False, True
+    kept[0, 2 * lines : 2 * lines + half] = False
+    kept[1, :lines], kept[1, half:lines, -1:] = False, True
+    layout = BlockSparseLayout(kept, block)
+    if (op == "dds") != turned[op == "dds"]:  # strips are columns of the sparse matrix as it is stored
+        layout = layout.transposed()
+    first, *others = results_by_schedule(op, layout, turned, monkeypatch)
+    assert len(others) == 4
     assert all(same_bits(first, one) for one in others)
 
 

@@ -297,6 +297,38 @@ def test_there_are_no_ranges_where_whole_items_are_even_or_too_few():
     assert not any(cut.ranges for cut in wgmma_schedules.schedules_for(16))
 
 
+def resident(cut: Schedule) -> int:
+    """Clusters of an H200 that run at once."""
+    return cut.resident_clusters(132)
+
+
+CROWDED_SIZES = [
+    (n, m) for n in (1, 8, 24, 64, 65, 300) for m in (64, 1024, 2560, 4096, 6144, 9000, 14336, 28672)
+]
+
+
+@pytest.mark.parametrize(("n", "m"), CROWDED_SIZES)
+def test_blocks_share_multiprocessors_only_where_some_clusters_would_wait(n, m):
+    """One to itself takes as long or less: what is shared is the way to memory."""
+    shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.blocks_per_sm > 1]
+    assert all(cut.items(n, m) > resident(cut._replace(blocks_per_sm=1)) for cut in shared)
+
+
+@pytest.mark.parametrize("n", [1, 8, 24, 64])
+def test_blocks_share_multiprocessors_where_they_are_many(n):
+    assert any(cut.blocks_per_sm > 1 for cut in wgmma_schedules.schedules_for(n, 28672))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize(
+    ("slices", "blocks", "most"), [(2, 2, 66), (3, 2, 39), (3, 4, 39), (4, 2, 30), (6, 2, 19)]
+)
+def test_blocks_share_multiprocessors_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
+    """Clusters of three and more leave some multiprocessors idle: fewer fit than 132 over their blocks."""
+    cut = Schedule(1, 1, 8, slices=slices, blocks_per_sm=blocks)
+    assert (cut in wgmma_schedules.schedules_for(8, 64 * (most + more))) == bool(more)
+
+
 def test_ranges_leave_the_bits_as_they_are():
     """So rows that are invariant may take them where K isn't cut."""
     taken = set()

@@ -119,3 +119,73 @@ def test_ranges_are_tried_where_they_win():
         found.append(max(1.0, 1 / gain if takes else gain))
     assert len(found) > 100
     assert np.exp(np.log(found).mean()) <= 1.006
+
+
+# What is stored ------------------------------------------------------------------------------------
+
+SIZES = [(n, m) for n in (8, 64, 300, 512, 4096) for m in (4096, 8192)]
+"""Of each class of tokens; rows of Y are whole 16 bytes, of a gated product too."""
+
+
+def time_of(n: int, m: int, element: str, **fields: str) -> np.ndarray:
+    """Of each schedule, for few k: what is stored matters."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=128, element=element, **fields)
+    return predicted(schedules_for(n, m), desc)
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
+def test_with_a_gate_no_schedule_takes_longer(element, n, m):
+    """It multiplies as much, and stores half as many results."""
+    plain, gated = (
+        time_of(n, m, element, out_element="bf16", epilogue=one) for one in ("bias", "bias_swiglu")
+    )
+    assert (gated <= plain).all()
+
+
+@pytest.mark.parametrize(("n", "m"), [one for one in SIZES if one[0] > FEW])
+@pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
+def test_with_a_gate_storing_takes_less(element, n, m):
+    plain, gated = (
+        time_of(n, m, element, out_element="bf16", epilogue=one) for one in ("bias", "bias_swiglu")
+    )
+    whole = [one.slices == 1 for one in schedules_for(n, m)]  # others' time is that of adding up slices
+    assert (gated[whole] < plain[whole]).all()
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_with_a_gate_results_of_twice_the_bytes_take_as_long(n, m):
+    """There are half as many: they, and not the m rows of both matrices, are what is stored."""
+    plain = time_of(n, m, "bf16", out_element="bf16", epilogue="bias")
+    gated = time_of(n, m, "bf16", out_element="f32", epilogue="bias_swiglu")
+    assert gated == pytest.approx(plain)
+
+
+def one_warpgroup_over_two(desc: GemmSparse24Descriptor) -> float:
+    """Of blocks with as many rows and tokens."""
+    tokens = min(desc.n, FEW)
+    one, two = predicted([Schedule(1, 2, tokens), Schedule(2, 1, tokens)], desc)
+    return one / two
+
+
+@pytest.mark.parametrize("n", [8, 64, 300, 512, 4096])
+@pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
+def test_ragged_rows_take_one_warpgroup_longer_than_two(element, n):
+    """Each stores results one by one, which takes it its own time."""
+    desc = GemmSparse24Descriptor(n=n, m=4097, k=128, element=element, out_element="bf16")
+    assert one_warpgroup_over_two(desc) > 1
+
+
+@pytest.mark.parametrize("n", [8, 64, 300, 512, 4096])
+@pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
+def test_other_rows_take_one_warpgroup_as_long_as_two(element, n):
+    """The copy engine stores them."""
+    desc = GemmSparse24Descriptor(n=n, m=4096, k=128, element=element, out_element="bf16")
+    assert one_warpgroup_over_two(desc) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("epilogue", "ragged"), [("bias", False), ("bias_swiglu", True)])
+def test_with_a_gate_ragged_rows_are_those_of_the_results(epilogue, ragged):
+    """Of 8208 rows of both matrices there are 4104 results, which end within 16 bytes."""
+    desc = GemmSparse24Descriptor(n=300, m=8208, k=128, element="s8", out_element="s8", epilogue=epilogue)
+    assert (one_warpgroup_over_two(desc) > 1.01) == ragged

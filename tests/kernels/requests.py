@@ -27,7 +27,7 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse import turn
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
-from sparse24_plans.blocksparse.schedule import sampled_schedules
+from sparse24_plans.blocksparse.schedule import STEP_OF_SMALL, Schedule, fitting, sampled_schedules
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.gemm import split, turning
 from sparse24_plans.gemm import table as gemm_table
@@ -257,17 +257,18 @@ def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request
             considered = consider(blocks_table.MATMUL_ROWS, desc, preference, device)
             if any(one.row is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-                if row.backend == "blocks_wgmma" and desc.op == "sdd":
-                    _every_schedule_of_sdd(row, desc, device, preference)
+                for one in _schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
+                    with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
+                        row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
 
-def _every_schedule_of_sdd(
-    row: MatmulRow, desc: BlockSparseMatmulDescriptor, device: DeviceProperties, preference: PlanPreference
-) -> None:
-    for one in sampled_schedules(desc.layout):
-        with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
-            row.kernel(Choice(desc, device, row, preference, {}))
+def _schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[Schedule]:
+    """Those that some density is given: all of ``sdd``, and of the others where blocks are small."""
+    if desc.op == "sdd":
+        return sampled_schedules(desc.layout)
+    sizes = STEP_OF_SMALL.get((desc.op, desc.layout.block), ())
+    return [fitting(*one, 2, 1) for one in sizes]
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
