@@ -12,16 +12,15 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp
+from sparse24_plans import BlockSparseOp
 from sparse24_plans.bench import blocks
-from sparse24_plans.blocksparse import schedule
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.blocksparse.schedule import schedules_by_density
 from sparse24_plans.tuning.data import free_memory
 from sparse24_plans.tuning.timing import time_contenders
-
-_ABOUT = ("op", "m", "k", "n", "block", "density", "pattern")
 
 
 def problems(rng: random.Random) -> Iterator[blocks.Cell]:
@@ -35,16 +34,10 @@ def problems(rng: random.Random) -> Iterator[blocks.Cell]:
         yield blocks.Cell(op, m, k, 8 * int(2 ** rng.uniform(2, 10)), block, rng.uniform(0.02, 0.6), pattern)
 
 
-def tried(desc: BlockSparseMatmulDescriptor) -> list[schedule.Schedule]:
-    if desc.op is BlockSparseOp.SDD:
-        return schedule.sampled_schedules(desc.layout)
-    return [schedule.fitting(*sizes, 2, 1) for sizes in schedule.STEP_OF_SMALL[desc.op, desc.layout.block]]
-
-
 def times_of(problem: blocks.Problem, spare: int) -> dict[str, float]:
     """``spare``: bytes of workspace that no other problem is allowed, since plans are cached."""
     contenders = [problem.dense()]
-    for at, one in enumerate(tried(problem.desc)):
+    for at, one in enumerate(schedules_by_density(problem.desc)):
         blocks_wgmma.best_schedule = lambda *_, one=one: one
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare + at}
         ours = problem.ours(BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted))
@@ -62,8 +55,7 @@ def main(out: str, seed: str, seconds: str) -> None:
                 return
             times = {name: round(us, 1) for name, us in times_of(blocks.Problem(cell), spare).items()}
             spare += len(times)
-            about = {name: getattr(cell, name) for name in _ABOUT}
-            row = {**about, "dense_us": times.pop("dense"), "us": times}
+            row = {**asdict(cell), "dense_us": times.pop("dense"), "us": times}
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
             free_memory()
 

@@ -62,11 +62,13 @@ def times(record: Record, element: str, backend: str, key: str = "us") -> dict[t
     }
 
 
-def ratios(record: Record, element: str, n: int, *, peer: str = "", backend: str = "") -> list[float]:
-    """Of the peer's or another backend's time over that of what select chose, for each shape."""
-    ours = times(record, element, "auto")
-    others = times(record, element, backend or "auto", peer or "us")
-    return [us / ours[cell] for cell, us in others.items() if cell[2] == n and cell in ours]
+def ratios(
+    record: Record, element: str, n: int, *, peer: str = "", backend: str = "", ours: str = "auto"
+) -> list[float]:
+    """Of the peer's or another backend's time over ours, for each shape: what select chose, or a backend."""
+    own = times(record, element, ours)
+    others = times(record, element, backend or ours, peer or "us")
+    return [us / own[cell] for cell, us in others.items() if cell[2] == n and cell in own]
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -116,9 +118,7 @@ def _float32(record: Record) -> list[str]:
     for n in TOKENS:
         cells: list[object] = [n]
         for kind in kinds:
-            ours = times(record, "f32", kind)
-            dense = times(record, "f32", kind, "dense_us")
-            cells.append(_with_range([us / ours[cell] for cell, us in dense.items() if cell[2] == n]))
+            cells.append(_with_range(ratios(record, "f32", n, peer="dense_us", ours=kind)))
             errors = [row["rel_error"] for row in record["gemm"] if (row["backend"], row["n"]) == (kind, n)]
             cells.append(f"{max(errors):.1e}" if errors else "-")
         rows.append(cells)

@@ -10,7 +10,7 @@ from ..plan.operands import Operand
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BLOCK_SIZES
-from .tables import FEW_LINES, STRIP, addresses, met_share, strip_lines, tile_lines, words
+from .tables import FEW_LINES, STRIP, addresses, head_strips, met_share, strip_lines, tile_lines, words
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
@@ -83,7 +83,7 @@ class Form:
 
     def head_strips(self, rows: int, block: int) -> int:
         """Of so many rows of op(S), in a head."""
-        return -(-self.head_lines * block // rows)
+        return head_strips(self.head_lines * block, rows)
 
     def tables(self, start: int, desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> dict[str, int]:
         """The kernel's parameters that are tables, of those at ``start``, for strips of so many rows."""

@@ -11,7 +11,7 @@ import numpy as np
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .shape import BlockSparseShape
-from .tables import STRIP, TILE, met_share, tile_lines, tile_size
+from .tables import STRIP, TILE, head_strips, met_share, tile_lines, tile_size
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
@@ -32,7 +32,7 @@ _LEAST_STAGES, _ENOUGH_STAGES = 3, 4
 _BUSY = 90
 """Percent of the multiprocessors that must have work, or tiles are smaller."""
 _Sizes = tuple[int, int]
-STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
+_STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
     (BlockSparseOp.DSD, 16): {(64, 128): 43, (64, 256): 60, (128, 64): 43, (128, 128): 49, (128, 256): 64},
     (BlockSparseOp.DSD, 32): {(64, 128): 37, (64, 256): 64, (128, 64): 30, (128, 128): 36, (128, 256): 60},
     (BlockSparseOp.DDS, 16): {(64, 128): 60, (64, 256): 93, (128, 64): 36, (128, 128): 54, (128, 256): 79},
@@ -137,21 +137,27 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Sc
 
 def _of_small(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
     """The fastest for random blocks: narrow strips meet fewer columns, wide ones are fewer items."""
-    steps = STEP_OF_SMALL[desc.op, desc.layout.block]
+    steps = _STEP_OF_SMALL[desc.op, desc.layout.block]
 
-    def time(sizes: _Sizes) -> float:
-        rows, tokens = sizes
-        waves = strips_of(desc, rows) * -(-desc.n // tokens) / multiprocessors
+    def time(one: Schedule) -> float:
+        waves = one.items(desc) / multiprocessors
         waves = _BEGUN * math.ceil(waves) + (1 - _BEGUN) * max(waves, 1.0)
-        return waves * met_share(desc.layout, rows // desc.layout.block) * steps[sizes]
+        return waves * met_share(desc.layout, one.rows // desc.layout.block) * steps[one.rows, one.tokens]
 
-    return fitting(*min(steps, key=time), 2, 1)
+    return min(schedules_by_density(desc), key=time)
+
+
+def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[Schedule]:
+    """Those of which the density decides: all of ``sdd``, and of the others where blocks are small."""
+    if desc.op is BlockSparseOp.SDD:
+        return sampled_schedules(desc.layout)
+    return [fitting(*sizes, 2, 1) for sizes in _STEP_OF_SMALL.get((desc.op, desc.layout.block), ())]
 
 
 def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
     """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * -(-side // rows)
+    return desc.batch * desc.layout.heads * head_strips(side, rows)
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:

@@ -113,10 +113,8 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    tiles = (
-        shape.heads * head_tiles(shape.rows, shape.block),
-        shape.heads * head_tiles(shape.cols, shape.block),
-    )
+    tile = tile_size(shape.block)
+    tiles = shape.heads * head_strips(shape.rows, tile), shape.heads * head_strips(shape.cols, tile)
     strips_met: tuple[int, ...] = (0,) * 6
     tiles_met = strips_met
     if strip_lines(shape) > FEW_LINES:
@@ -140,9 +138,9 @@ def words(bits: int) -> int:
     return -(-bits // 32)
 
 
-def head_strips(cells: int) -> int:
-    """Strips of a head, of so many rows or columns of cells."""
-    return -(-cells // STRIP)
+def head_strips(cells: int, size: int = STRIP) -> int:
+    """Strips of a head, of so many rows or columns of cells, each of ``size``."""
+    return -(-cells // size)
 
 
 def tile_size(block: int) -> int:
@@ -153,11 +151,6 @@ def tile_size(block: int) -> int:
 def tile_lines(shape: BlockSparseShape) -> int:
     """Rows of blocks of a narrow strip."""
     return tile_size(shape.block) // shape.block
-
-
-def head_tiles(cells: int, block: int) -> int:
-    """Narrow strips of a head, of so many rows or columns of cells."""
-    return -(-cells // tile_size(block))
 
 
 def met_share(shape: BlockSparseShape, lines: int) -> float:

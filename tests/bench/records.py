@@ -6,6 +6,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -13,3 +15,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 @cache
 def record(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
+
+
+def missed(*values: object, reason: str) -> object:
+    """Parameters of a test that the record doesn't pass yet."""
+    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))

@@ -15,7 +15,7 @@ from sparse24_plans.bench.random_figures import cells, invariant_costs, mean, ra
 from sparse24_plans.bench.record import is_current
 from sparse24_plans.bench.scope import SHAPES
 
-from .records import record
+from .records import missed, record
 
 FLOATS16 = ("bf16", "f16")
 EVERY = [element.value for element in MATRICES]
@@ -98,10 +98,6 @@ def test_speed_up_without_the_ragged_matrices_on_which_cublas_is_slow(element):
     assert mean(ratio for cell, ratio in all_cells.items() if cell[1] % 8 == 0) >= 1.4
 
 
-def missed(element: str, reason: str) -> object:
-    return pytest.param(element, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize("element", EVERY)
 def test_hardly_a_cell_is_slower_than_dense(element):
     worst = sorted(ratios(found(), "dense_us", element).values())
@@ -130,10 +126,7 @@ def test_the_choice_is_near_the_best_of_all_schedules():
     assert mean(lost) <= 1.03
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="4096x1024 at N = 63 1.18; the next one is 1.10",
-)
+@pytest.mark.xfail(strict=True, reason="4096x1024 at N = 63 1.18; the next one is 1.10")
 def test_the_choice_is_never_far_from_the_best_of_all_schedules():
     assert max(1 / ratio for ratio in ratios(found(), "best_us", "bf16").values()) <= 1.12
 
@@ -146,10 +139,13 @@ def test_what_batch_invariance_costs_on_the_mean(element):
 @pytest.mark.parametrize(
     "element",
     [
-        missed("bf16", "566x1680 at N = 1 1.43, at N = 11 1.32; 2155x2656 at N = 1 1.27: a microsecond of 3"),
-        missed("f16", "560x13392 at N = 1 1.45: four slices where eight are faster"),
+        missed(
+            "bf16",
+            reason="566x1680 at N = 1 1.43, at N = 11 1.32; 2155x2656 at N = 1 1.27: a microsecond of 3",
+        ),
+        missed("f16", reason="560x13392 at N = 1 1.45: four slices where eight are faster"),
         "s8",
-        missed("fp8_e4m3", "552x1376 at N = 4 1.28: half a microsecond of 3"),
+        missed("fp8_e4m3", reason="552x1376 at N = 4 1.28: half a microsecond of 3"),
     ],
 )
 def test_what_batch_invariance_costs_at_the_worst(element):

@@ -16,7 +16,7 @@ from sparse24_plans.bench.figures import ratios, times
 from sparse24_plans.bench.record import is_current, kernel_files
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, TOKENS
 
-from .records import record
+from .records import missed, record
 
 FEWEST = {"bf16": 8, "f16": 8, "s8": 16, "fp8_e4m3": 16}
 """Elements of the record; the fewest of its tokens that cuSPARSELt takes."""
@@ -28,9 +28,9 @@ def benchmark() -> dict:
     return record("h200.json")
 
 
-def over(peer: str, element: str, tokens: tuple[int, ...]) -> list[float]:
-    """Speed-ups of what select chose, a figure for each cell that the peer serves."""
-    return [ratio for n in tokens for ratio in ratios(benchmark(), element, n, peer=peer)]
+def over(peer: str, element: str, tokens: tuple[int, ...], ours: str = "auto") -> list[float]:
+    """Speed-ups of what select chose, or of a backend, a figure for each cell that the peer serves."""
+    return [ratio for n in tokens for ratio in ratios(benchmark(), element, n, peer=peer, ours=ours)]
 
 
 # What they were taken with ------------------------------------------------------------------------
@@ -210,10 +210,6 @@ def test_speed_up_over_cusparselt_on_the_mean(element, tokens, least):
     assert geometric_mean(over("cusparselt_us", element, tokens)) >= least
 
 
-def missed(*values: object, reason: str) -> object:
-    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize(
     ("backend", "tokens", "least"),
     [
@@ -224,9 +220,7 @@ def missed(*values: object, reason: str) -> object:
     ],
 )
 def test_float32_in_parts_over_dense(backend, tokens, least):
-    ours = times(benchmark(), "f32", backend)
-    dense = times(benchmark(), "f32", backend, "dense_us")
-    found = [us / ours[cell] for cell, us in dense.items() if cell[2] in tokens]
+    found = over("dense_us", "f32", tokens, backend)
     assert len(found) == 4 * len(tokens)
     assert geometric_mean(found) >= least
 

@@ -286,7 +286,7 @@ def results_by_schedule(
     """The same product with each schedule that the kernel's own choice is made of, checked."""
     fields = {"op": op, "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
-    for one in schedules_of(desc):
+    for one in schedule.schedules_by_density(desc):
         monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
@@ -297,13 +297,6 @@ def results_by_schedule(
         operands = random_operands(plan.descriptor, layout, np.random.default_rng(layout.shape.block))
         results.append(check(plan, operands))
     return results
-
-
-def schedules_of(desc: BlockSparseMatmulDescriptor) -> list[schedule.Schedule]:
-    """Of ``sdd``, or of a product of small blocks."""
-    if desc.op == "sdd":
-        return schedule.sampled_schedules(desc.layout)
-    return [schedule.fitting(*one, 2, 1) for one in schedule.STEP_OF_SMALL[desc.op, desc.layout.block]]
 
 
 @gpu

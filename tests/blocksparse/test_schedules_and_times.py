@@ -15,7 +15,7 @@ import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.bench.blocks import Cell
-from sparse24_plans.blocksparse.schedule import STEP_OF_SMALL, best_schedule, sampled_schedules
+from sparse24_plans.blocksparse.schedule import Schedule, best_schedule, schedules_by_density
 
 from ..places import H200
 
@@ -35,13 +35,16 @@ def problems() -> list[tuple[BlockSparseMatmulDescriptor, dict]]:
     return found
 
 
+def name_of(one: Schedule) -> str:
+    return f"{one.rows},{one.tokens},{one.share}"
+
+
 def lost(op: str, block: int) -> np.ndarray:
     """For each problem what the choice took, over the fastest."""
     found = []
     for desc, times in problems():
         if (desc.op, desc.layout.block) == (op, block):
-            one = best_schedule(desc, H200.multiprocessors)
-            found.append(times[f"{one.rows},{one.tokens},{one.share}"] / min(times.values()))
+            found.append(times[name_of(best_schedule(desc, H200.multiprocessors))] / min(times.values()))
     return np.array(found)
 
 
@@ -68,8 +71,4 @@ def test_the_fastest_is_missed_by_little(op, block, mean, most):
 
 def test_every_schedule_that_may_be_taken_was_measured():
     for desc, times in problems():
-        if desc.op is BlockSparseOp.SDD:
-            wanted = {f"{one.rows},{one.tokens},{one.share}" for one in sampled_schedules(desc.layout)}
-        else:
-            wanted = {f"{rows},{tokens},1" for rows, tokens in STEP_OF_SMALL[desc.op, desc.layout.block]}
-        assert wanted <= times.keys()
+        assert {name_of(one) for one in schedules_by_density(desc)} <= times.keys()

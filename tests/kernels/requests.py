@@ -27,7 +27,7 @@ from sparse24_plans.blocksparse import table as blocks_table
 from sparse24_plans.blocksparse import turn
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
-from sparse24_plans.blocksparse.schedule import STEP_OF_SMALL, Schedule, fitting, sampled_schedules
+from sparse24_plans.blocksparse.schedule import schedules_by_density
 from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
 from sparse24_plans.gemm import split, turning
 from sparse24_plans.gemm import table as gemm_table
@@ -257,18 +257,10 @@ def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request
             considered = consider(blocks_table.MATMUL_ROWS, desc, preference, device)
             if any(one.row is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-                for one in _schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
+                for one in schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
                     with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
                         row.kernel(Choice(desc, device, row, preference, {}))
     return found
-
-
-def _schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[Schedule]:
-    """Those that some density is given: all of ``sdd``, and of the others where blocks are small."""
-    if desc.op == "sdd":
-        return sampled_schedules(desc.layout)
-    sizes = STEP_OF_SMALL.get((desc.op, desc.layout.block), ())
-    return [fitting(*one, 2, 1) for one in sizes]
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
