@@ -25,17 +25,18 @@ from sparse24_plans.gemm.schedules.wgmma_time import TOKENS, Fit, Work, fit_of, 
 
 NAMES = [field.name for field in fields(Fit)]
 BOUNDS = {
-    "launch": (1, 4), "cluster": (0.001, 1.5), "stall": (1, 150), "step": (0.1, 50),
+    "launch": (1, 4), "cluster": (0.001, 1.5), "met": (0.001, 1), "stall": (1, 150), "step": (0.1, 50),
     "step_token": (0.01, 2), "beside": (0.001, 1), "beside_token": (1e-5, 0.1), "pair": (1, 1.5),
-    "pair_in_ranges": (1, 1.5), "alone": (50000, 200000), "apart": (30000, 120000),
-    "together": (20000, 80000), "memory": (3e6, 7e6), "l2": (5e6, 4e7), "copied": (50000, 500000),
+    "pair_in_ranges": (1, 1.5), "of_widest": (0.001, 1), "three_in_ranges": (1, 1.5),
+    "alone": (50000, 200000), "apart": (30000, 120000), "together": (20000, 80000), "memory": (3e6, 7e6),
+    "l2": (5e6, 4e7), "copied": (50000, 500000),
     "unaligned": (0.001, 2), "fold": (1e-6, 0.01), "add": (1e-6, 0.001), "park": (1e-6, 0.001),
     "stored": (1000, 1e6), "ragged": (500, 100000), "crowded": (1, 4), "join": (0.01, 10),
     "handed": (1e-7, 1e-3), "loose": (1e-4, 0.2), "again": (0.05, 5), "refill": (0.1, 6), "even": (1.5, 12),
     "sharp": (1.5, 8),
 }  # fmt: skip
 """Of each constant: the least and the most."""
-APART = ("join", "handed", "loose", "park")
+APART = ("join", "handed", "loose", "park", "of_widest", "three_in_ranges")
 """Found apart: the times tell too little of them. Those of 8 bits tell nothing of pairs in ranges either:
 they take what others do."""
 FOLDS = 4

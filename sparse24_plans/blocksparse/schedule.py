@@ -27,6 +27,8 @@ _SAMPLED_COLUMNS = (64, 128, 192, 256)
 """Of a warpgroup, of ``sdd``."""
 _MOST_STRIPS = 2048
 """That are looked at, of as many as there may be."""
+_SHARES_MET = (0.97, 1.0, 1.03)
+"""Of what strips of ``sdd`` meet on the mean: one layout differs from another, and a wave is full or not."""
 _LEAST_STAGES, _ENOUGH_STAGES = 3, 4
 """Of ``sdd``: with fewer than the first it takes longer whatever the layout."""
 _BUSY = 90
@@ -44,7 +46,7 @@ _BEGUN = 0.7
 
 
 class _Cost(NamedTuple):
-    """Of ``sdd``, as measured on an H200 for 57 layouts: in lines of a step, or as a part of them."""
+    """Of ``sdd``, as measured on an H200 for 70 to 80 layouts: in lines of a step, or as a part of them."""
 
     item: float
     """What an item takes besides."""
@@ -53,7 +55,9 @@ class _Cost(NamedTuple):
     few_stages: float
 
 
-_COST_OF_SMALL, _COST_OF_LARGE = _Cost(60, 0.5, 1.2), _Cost(150, 0.9, 1.0)
+_COST_OF_SMALL = _Cost(60, 0.5, 1.2)
+_COST_OF_LARGE = {64: _Cost(200, 0.6, 1.2), 128: _Cost(150, 0.9, 1.0)}
+"""By the block."""
 
 
 class Schedule(NamedTuple):
@@ -171,17 +175,21 @@ def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
 
 def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
     """The one whose busiest cluster has the least to do, were the kept blocks random."""
-    columns = _met_columns(desc.layout, min(strips_of(desc, tile_size(desc.layout.block)), _MOST_STRIPS))
+    block, strips = desc.layout.block, min(strips_of(desc, tile_size(desc.layout.block)), _MOST_STRIPS)
+    layouts = [_met_columns(desc.layout, strips, share) for share in _SHARES_MET]
     return min(
         sampled_schedules(desc.layout),
-        key=lambda one: _busiest(one, columns, desc.layout.block, multiprocessors),
+        key=lambda one: sum(_busiest(one, columns, block, multiprocessors) for columns in layouts),
     )
 
 
-def _met_columns(layout: BlockSparseShape, strips: int) -> Columns:
-    """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first."""
+def _met_columns(layout: BlockSparseShape, strips: int, share: float = 1.0) -> Columns:
+    """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first.
+
+    ``share``: of what these meet on the mean.
+    """
     kept = met_share(layout, tile_lines(layout))
-    mean, deviation = layout.block_cols * kept, (layout.block_cols * kept * (1 - kept)) ** 0.5
+    mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
     places = [1 - (strip + 0.5) / strips for strip in range(strips)]
     quantiles = np.array([NormalDist().inv_cdf(one) for one in places])
     found: Columns = np.clip(np.rint(mean + deviation * quantiles), 0, layout.block_cols).astype(np.int64)
@@ -198,7 +206,7 @@ def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) 
     turn, cluster = np.divmod(np.arange(len(strip)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
-    cost = _COST_OF_SMALL if block < TILE else _COST_OF_LARGE
+    cost = _COST_OF_LARGE.get(block, _COST_OF_SMALL)
     rows = one.rows * (cost.of_shared if one.share > 1 else 1.0)
     items = (rows + mine[strip]) * (cost.few_stages if one.stages < _ENOUGH_STAGES else 1.0) + cost.item
     return float(np.bincount(cluster, items, minlength=1).max())

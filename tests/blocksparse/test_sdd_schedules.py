@@ -46,7 +46,7 @@ columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: so
 def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
-    cost = schedule._COST_OF_SMALL if block < 64 else schedule._COST_OF_LARGE
+    cost = schedule._COST_OF_LARGE.get(block, schedule._COST_OF_SMALL)
     rows = one.rows * (cost.of_shared if one.share == 2 else 1)
     slower = cost.few_stages if one.stages < 4 else 1
     wanted = max(
@@ -91,16 +91,16 @@ def test_the_columns_of_random_layouts(block):
 def test_more_strips_than_are_looked_at(block, monkeypatch):
     original, looked_at = schedule._met_columns, []
 
-    def met_columns(layout: BlockSparseShape, strips: int) -> schedule.Columns:
+    def met_columns(layout: BlockSparseShape, strips: int, share: float) -> schedule.Columns:
         looked_at.append(strips)
-        return original(layout, strips)
+        return original(layout, strips, share)
 
     monkeypatch.setattr(schedule, "_met_columns", met_columns)
     desc = BlockSparseMatmulDescriptor(
         op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
     )
     best_schedule(desc, 132)
-    assert looked_at == [2048]
+    assert set(looked_at) == {2048}
 
 
 @pytest.mark.parametrize("blocks", [0, 1])

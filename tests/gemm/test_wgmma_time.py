@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for
+from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
+from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for, schedules_in
 from sparse24_plans.gemm.schedules.wgmma_time import predicted
 
 TIMES = Path(__file__).parents[2] / "benchmarks" / "schedules" / "h200-times.jsonl"
@@ -92,6 +93,38 @@ def test_blocks_share_x_where_its_rows_start_anywhere(m, k, n):
     chosen, measured = chosen_and_times(m, k, n)
     assert chosen.share == 2
     assert all(times[chosen] == min(times.values()) for times in measured)
+
+
+def test_few_tokens_of_a_short_k_are_not_sliced():
+    """Until a cluster has met and folded takes longer than half of so few columns."""
+    (cell,) = [one for one in cells() if (one["m"], one["k"], one["n"]) == (4096, 1024, 63)]
+    tried = schedules_for(63, 4096)
+    chosen, times = tried[int(predicted(tried, problem_of(cell)).argmin())], times_of(cell)
+    assert chosen.slices == 1
+    assert times[chosen] == min(times.values())
+
+
+def invariant_costs(few: bool) -> Iterator[float]:
+    """What a batch-invariant choice of 16 bits took over the free one, where both were measured."""
+    for cell in cells():
+        desc, times = problem_of(cell), times_of(cell)
+        if desc.element in EIGHT_BITS or (desc.n <= FEW) != few:
+            continue
+        free = [one for one in schedules_for(desc.n, desc.m) if one in times]
+        sliced = schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n, desc.m)
+        chosen = sliced[int(predicted(sliced, desc).argmin())]
+        if free and chosen in times:
+            yield times[chosen] / times[free[int(predicted(free, desc).argmin())]]
+
+
+@pytest.mark.parametrize(("few", "mean", "most"), [(True, 1.025, 1.26), (False, 1.015, 1.43)])
+def test_slices_that_any_n_has_cost_little(few, mean, most):
+    """For few tokens more slices would be faster, for many less."""
+    found = np.array(list(invariant_costs(few)))
+    assert len(found) > 400
+    assert np.exp(np.log(found).mean()) <= mean
+    assert found.max() <= most
+    assert np.quantile(found, 0.99) <= 1.21
 
 
 def test_every_problem_was_measured_with_schedules_that_are_tried():

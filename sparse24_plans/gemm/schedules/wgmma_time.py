@@ -20,7 +20,7 @@ import numpy as np
 from ...weights.layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
-from .wgmma_sp import FEW, Schedule
+from .wgmma_sp import FEW, WIDEST, Schedule
 
 Array = Any
 
@@ -32,7 +32,9 @@ class Fit:
     launch: float
     """Microseconds before and after all else,"""
     cluster: float
-    """and more of them for each doubling of a cluster."""
+    """and more of them for each doubling of a cluster;"""
+    met: float = 0.0
+    """and until its blocks have met to fold (of 8 bits it ranks no better with it)."""
     stall: float
     """Nanoseconds that a warpgroup waits in a step of its tensor instructions, while others can work;"""
     step: float
@@ -46,7 +48,11 @@ class Fit:
     pair: float
     """Relative to one, what a step takes for blocks that share X,"""
     pair_in_ranges: float
-    """and where these have equal ranges."""
+    """and where these have equal ranges;"""
+    of_widest: float = 1.0
+    """what of it is left where they are the widest: a share;"""
+    three_in_ranges: float = 1.0
+    """and for three warpgroups that have them."""
     alone: float
     """Bytes per microsecond that a block gets from memory with a third of the multiprocessors busy,"""
     apart: float
@@ -91,18 +97,20 @@ class Fit:
 
 # By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to a class's
 # part of 2,285 problems, or earlier to fewer where that did no better for matrices that were held out. What
-# ranges, parking and ragged rows take was found apart. Of all 2,410 that have been measured by now the choice
-# misses the fastest schedule by 0.6 to 1.8% in the mean of a class, by 4 to 8% in one of twenty, by 9 to 20%
-# at the worst; of the 128 that were measured last, small ones, by 2.0% in the mean.
+# ranges, parking and ragged rows take was found apart. Of all 2,417 that have been measured by now the choice
+# misses the fastest schedule by 0.5 to 1.7% in the mean of a class, by 3 to 8% in one of twenty, by 9 to 20%
+# at the worst, and once by 33%.
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
+_NARROWER = 192
+"""Of pairs by so many tokens narrower than the widest it is all there."""
 _FITS = {
     (0, 2): Fit(
-        launch=2.1, cluster=0.139, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
-        beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, alone=88.6e3, apart=75.9e3, together=42.7e3,
-        memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4, add=1.90e-5, park=1.1e-4,
-        stored=29.6e3, ragged=1.86e3, crowded=1.66, join=1, handed=1.5e-4, loose=0.05, again=0.589,
-        refill=1.82, even=8.96, sharp=3.7,
+        launch=2.1, cluster=0.139, met=0.2, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
+        beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, three_in_ranges=1.03, alone=88.6e3,
+        apart=75.9e3, together=42.7e3, memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4,
+        add=1.90e-5, park=1.1e-4, stored=29.6e3, ragged=1.86e3, crowded=1.66, join=1, handed=1.5e-4,
+        loose=0.05, again=0.589, refill=1.82, even=8.96, sharp=3.7,
     ),
     (0, 1): Fit(
         launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
@@ -113,10 +121,10 @@ _FITS = {
     ),
     (1, 2): Fit(
         launch=1, cluster=0.418, stall=13.1, step=31.1, step_token=0.173, beside=0.0509,
-        beside_token=0.00271, pair=1.09, pair_in_ranges=1, alone=50e3, apart=83.6e3, together=56.6e3,
-        memory=7e6, l2=18e6, copied=144e3, unaligned=0.792, fold=1.72e-4, add=4.44e-5, park=2e-4,
-        stored=48.4e3, ragged=4.16e3, crowded=1, join=3, handed=1e-4, loose=0, again=0.578,
-        refill=3.28, even=5.75, sharp=8,
+        beside_token=0.00271, pair=1.09, pair_in_ranges=1, of_widest=0, three_in_ranges=1.05, alone=50e3,
+        apart=83.6e3, together=56.6e3, memory=7e6, l2=18e6, copied=144e3, unaligned=0.792, fold=1.72e-4,
+        add=4.44e-5, park=2e-4, stored=48.4e3, ragged=4.16e3, crowded=1, join=3, handed=1e-4, loose=0,
+        again=0.578, refill=3.28, even=5.75, sharp=8,
     ),
     (1, 1): Fit(
         launch=1, cluster=0.448, stall=1, step=33.1, step_token=0.291, beside=0.026,
@@ -225,7 +233,8 @@ def microseconds(work: Work, fit: Fit) -> Array:
     terms = np.array([_of_one(work, fit), _of_l2(work, fit), _of_memory(work, fit)])
     longest = terms.max(axis=0)
     shares = ((terms / longest) ** fit.sharp).sum(axis=0)
-    return fit.launch + fit.cluster * np.log2(work.cluster) + longest * shares ** (1 / fit.sharp)
+    clustered = fit.cluster * np.log2(work.cluster) + fit.met * (work.slices > 1)
+    return fit.launch + clustered + longest * shares ** (1 / fit.sharp)
 
 
 def _of_one(work: Work, fit: Fit) -> Array:
@@ -241,9 +250,16 @@ def _of_one(work: Work, fit: Fit) -> Array:
     again = (work.turns - 1) * (fit.again + fit.refill * folds)
     out += (work.ranges > 0) * (fit.join + fit.handed * work.sums)
     both = (multiply**fit.even + copy**fit.even) ** (1 / fit.even)
+    return both * _taken_longer(work, fit) + out + again
+
+
+def _taken_longer(work: Work, fit: Fit) -> Array:
+    """What a step takes, relative to one of a block for itself that takes whole items."""
     pair = np.where(work.ranges > 0, fit.pair_in_ranges, fit.pair)
-    both = both * np.where(work.share > 1, pair, 1.0) * (1 + fit.loose * work.apart)
-    return both + out + again
+    left = fit.of_widest + (1 - fit.of_widest) * np.minimum((WIDEST - work.width) / _NARROWER, 1.0)
+    three = (work.ranges > 0) & (work.warpgroups == 3)
+    longer = np.where(work.share > 1, 1 + (pair - 1) * left, 1.0) * np.where(three, fit.three_in_ranges, 1.0)
+    return longer * (1 + fit.loose * work.apart)
 
 
 def _multiplied(work: Work, fit: Fit) -> Array:
