@@ -20,5 +20,6 @@ def gpu_of(major: int, minor: int, *, libraries: bool = True, **more: Any) -> De
 
 
 H200 = gpu_of(9, 0, name="NVIDIA H200", multiprocessors=132)
+A100 = gpu_of(8, 0, name="NVIDIA A100", multiprocessors=108)
 TURING, AMPERE, ADA, HOPPER = gpu_of(7, 5), gpu_of(8, 0), gpu_of(8, 9), gpu_of(9, 0)
 PLACES = (HOST, TURING, AMPERE, gpu_of(8, 0, libraries=False), ADA, HOPPER, gpu_of(12, 0))

@@ -17,13 +17,12 @@ from sparse24_plans import (
     explain,
 )
 
-from ..places import H200
+from ..places import A100, H200
 from .layouts import EDGES, random_layout
 from .problems import captured_launches_follow_the_mask, case_of, random_operands
 from .test_attention import check
 
 gpu = pytest.mark.gpu
-A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0)})
 ROWS = {"forward": "attention_wgmma", "backward": "attention_backward_wgmma"}
 every_op = pytest.mark.parametrize("op", ROWS)
 every_block = pytest.mark.parametrize("block", [64, 128])

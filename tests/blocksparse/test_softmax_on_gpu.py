@@ -19,14 +19,13 @@ from sparse24_plans import (
     explain,
 )
 
-from ..places import H200
+from ..places import A100, H200
 from ..support import same_bits
 from .layouts import EDGES, random_layout
 from .problems import Operands, captured_launches_follow_the_mask, case_of, kept_cells, random_operands
 from .test_softmax import FLOATS, MASKS, check
 
 gpu = pytest.mark.gpu
-A100 = H200.model_copy(update={"name": "NVIDIA A100", "compute_capability": (8, 0), "multiprocessors": 108})
 OPS = ("forward", "backward")
 BLOCKS = (16, 32, 64, 128)
 COUNTS = (150, 0, 1, 17, 130)
