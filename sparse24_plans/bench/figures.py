@@ -210,9 +210,12 @@ def _random(record: Record) -> list[str]:
     head = ("element", "N", "cells", "over dense", "worst cell", "batch-invariant: time", "over the best")
     rows = []
     for row in random_summary(record["records"][RANDOM_RECORD]):
-        ratios = [_ratio(row[name]) for name in ("mean", "worst", "invariant", "best")]
-        worst = f"{ratios[1]} ({row['at']})" if row["at"] else "-"
-        rows.append((row["element"], row["tokens"], row["cells"], ratios[0], worst, ratios[2], ratios[3]))
+        worst = f"{_ratio(row['worst'])} ({row['at']})" if row["at"] else "-"
+        costs = [
+            f"{_ratio(row[name])} ({_ratio(row[name + '_worst'])})" if row[name] else "-"
+            for name in ("invariant", "best")
+        ]
+        rows.append((row["element"], row["tokens"], row["cells"], _ratio(row["mean"]), worst, *costs))
     return _table(head, rows)
 
 

@@ -44,12 +44,14 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def random_summary(record: Record) -> list[dict[str, Any]]:
-    """A row an element and range of n: cells with a dense peer, mean and worst speed-up, other means."""
+    """A row an element and range of n: cells with a dense peer; of each ratio the mean and the worst."""
     found = []
     for element in dict.fromkeys(row["element"] for row in record["gemm"]):
         for tokens in TOKENS:
             dense = ratios(record, "dense_us", element, tokens)
             worst = min(dense, key=dense.__getitem__, default=None)
+            invariant = invariant_costs(record, element, tokens).values()
+            lost = [1 / one for one in ratios(record, "best_us", element, tokens).values()]
             found.append(
                 {
                     "element": element,
@@ -58,8 +60,10 @@ def random_summary(record: Record) -> list[dict[str, Any]]:
                     "mean": mean(dense.values()),
                     "worst": dense[worst] if worst else None,
                     "at": f"{worst[1]}x{worst[2]}, N {worst[3]}" if worst else None,
-                    "invariant": mean(invariant_costs(record, element, tokens).values()),
-                    "best": mean(1 / one for one in ratios(record, "best_us", element, tokens).values()),
+                    "invariant": mean(invariant),
+                    "invariant_worst": max(invariant, default=None),
+                    "best": mean(lost),
+                    "best_worst": max(lost, default=None),
                 }
             )
     return found

@@ -11,7 +11,7 @@ import pytest
 from sparse24_plans import ElementKind
 from sparse24_plans.bench.models import MODELS
 from sparse24_plans.bench.random_cells import MATRICES, drawn
-from sparse24_plans.bench.random_figures import cells, invariant_costs, mean, ratios
+from sparse24_plans.bench.random_figures import cells, invariant_costs, mean, random_summary, ratios
 from sparse24_plans.bench.record import is_current
 from sparse24_plans.bench.scope import SHAPES
 
@@ -50,6 +50,22 @@ def test_shapes_are_of_many_models_and_ragged_and_n_is_anything(seed):
     assert 1 <= min(tokens) <= 4
     assert 4096 <= max(tokens) <= 8192
     assert sum(n % 8 != 0 for n in tokens) > 0.7 * len(tokens)
+
+
+# What is said of a record -------------------------------------------------------------------------
+
+
+def test_each_range_of_n_has_its_means_and_its_worst_cells():
+    cell = {"shape": "ragged", "m": 600, "k": 64, "element": "bf16", "dense_us": 3.0}
+    chosen = [{"n": 1, "us": 2.0, "best_us": 1.0}, {"n": 64, "us": 2.0, "best_us": 2.0}, {"n": 65, "us": 4.0}]
+    auto = [{**cell, "best_us": None, **one, "backend": "auto"} for one in chosen]
+    invariant = [{**one, "backend": "invariant", "us": one["us"] * 1.5 ** one["n"]} for one in auto[:1]]
+    few, some, many = random_summary({"gemm": auto + invariant + [{**auto[1], "backend": "invariant"}]})
+    assert (few["cells"], few["mean"], few["worst"], few["at"]) == (2, 1.5, 1.5, "600x64, N 1")
+    assert (few["invariant"], few["invariant_worst"]) == (pytest.approx(1.5**0.5), 1.5)
+    assert (few["best"], few["best_worst"]) == (pytest.approx(2**0.5), 2.0)
+    assert (some["worst"], some["invariant_worst"], some["best_worst"]) == (0.75, None, None)
+    assert (many["cells"], many["mean"], many["at"]) == (0, None, None)
 
 
 # The record ---------------------------------------------------------------------------------------
