@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from .guarantee_table import guarantee_table
-from .random_figures import random_summary
+from .random_figures import random_summary, with_worst
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
 
@@ -211,10 +211,7 @@ def _random(record: Record) -> list[str]:
     rows = []
     for row in random_summary(record["records"][RANDOM_RECORD]):
         worst = f"{_ratio(row['worst'])} ({row['at']})" if row["at"] else "-"
-        costs = [
-            f"{_ratio(row[name])} ({_ratio(row[name + '_worst'])})" if row[name] else "-"
-            for name in ("invariant", "best")
-        ]
+        costs = (with_worst(row, name) for name in ("invariant", "best"))
         rows.append((row["element"], row["tokens"], row["cells"], _ratio(row["mean"]), worst, *costs))
     return _table(head, rows)
 

@@ -43,6 +43,11 @@ def mean(values: Iterable[float]) -> float | None:
     return geometric_mean(found) if found else None
 
 
+def with_worst(row: dict[str, Any], name: str) -> str:
+    """A mean of the summary, and the worst of it in brackets."""
+    return "-" if row[name] is None else f"{row[name]:.2f} ({row[name + '_worst']:.2f})"
+
+
 def random_summary(record: Record) -> list[dict[str, Any]]:
     """A row an element and range of n: cells with a dense peer; of each ratio the mean and the worst."""
     found = []

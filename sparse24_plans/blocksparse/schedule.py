@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -55,8 +56,12 @@ class _Cost(NamedTuple):
     few_stages: float
 
 
-_COST_OF_SMALL = _Cost(60, 0.5, 1.2)
-_COST_OF_LARGE = {64: _Cost(200, 0.6, 1.2), 128: _Cost(150, 0.9, 1.0)}
+_COSTS = {
+    16: _Cost(60, 0.5, 1.2),
+    32: _Cost(60, 0.5, 1.2),
+    64: _Cost(200, 0.6, 1.2),
+    128: _Cost(150, 0.9, 1.0),
+}
 """By the block."""
 
 
@@ -190,10 +195,15 @@ def _met_columns(layout: BlockSparseShape, strips: int, share: float = 1.0) -> C
     """
     kept = met_share(layout, tile_lines(layout))
     mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
-    places = [1 - (strip + 0.5) / strips for strip in range(strips)]
-    quantiles = np.array([NormalDist().inv_cdf(one) for one in places])
-    found: Columns = np.clip(np.rint(mean + deviation * quantiles), 0, layout.block_cols).astype(np.int64)
+    met = np.rint(mean + deviation * _normal_quantiles(strips))
+    found: Columns = np.clip(met, 0, layout.block_cols).astype(np.int64)
     return found
+
+
+@lru_cache(64)
+def _normal_quantiles(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The middles of so many equal parts of the normal distribution, the largest first."""
+    return np.array([NormalDist().inv_cdf(1 - (part + 0.5) / count) for part in range(count)])
 
 
 def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) -> float:
@@ -206,7 +216,7 @@ def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) 
     turn, cluster = np.divmod(np.arange(len(strip)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
-    cost = _COST_OF_LARGE.get(block, _COST_OF_SMALL)
+    cost = _COSTS[block]
     rows = one.rows * (cost.of_shared if one.share > 1 else 1.0)
     items = (rows + mine[strip]) * (cost.few_stages if one.stages < _ENOUGH_STAGES else 1.0) + cost.item
     return float(np.bincount(cluster, items, minlength=1).max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..bench.random_figures import random_summary
+from ..bench.random_figures import random_summary, with_worst
 from .tables import Column, Json, shape_text, show_line, show_table, time_text
 
 
@@ -31,8 +31,8 @@ def show_random(record: Json) -> None:
         Column("over dense", partial(_ratio, "mean"), right=True),
         Column("worst", partial(_ratio, "worst"), right=True),
         Column("at", lambda row: row["at"] or "-"),
-        Column("invariant / auto", partial(_with_worst, "invariant"), right=True),
-        Column("auto / best", partial(_with_worst, "best"), right=True),
+        Column("invariant / auto", lambda row: with_worst(row, "invariant"), right=True),
+        Column("auto / best", lambda row: with_worst(row, "best"), right=True),
     )
     show_table(columns, random_summary(record))
     show_line(f"seed {record['seed']}, {record['gpu']}")
@@ -118,10 +118,6 @@ def _of_dense(mode: str, name: str, row: Json) -> str:
 
 def _ratio(key: str, row: Json) -> str:
     return "-" if row[key] is None else f"{row[key]:.2f}x"
-
-
-def _with_worst(key: str, row: Json) -> str:
-    return "-" if row[key] is None else f"{row[key]:.2f} ({row[key + '_worst']:.2f})"
 
 
 def _time(key: str, row: Json) -> str:

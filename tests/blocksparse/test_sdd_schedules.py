@@ -46,7 +46,7 @@ columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: so
 def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
-    cost = schedule._COST_OF_LARGE.get(block, schedule._COST_OF_SMALL)
+    cost = schedule._COSTS[block]
     rows = one.rows * (cost.of_shared if one.share == 2 else 1)
     slower = cost.few_stages if one.stages < 4 else 1
     wanted = max(

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
-from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for, schedules_in
-from sparse24_plans.gemm.schedules.wgmma_time import predicted
+from sparse24_plans.gemm.schedules.wgmma_choice import best_schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for
+from sparse24_plans.gemm.schedules.wgmma_time import fastest, predicted
+
+from .rows import row_of
 
 TIMES = Path(__file__).parents[2] / "benchmarks" / "schedules" / "h200-times.jsonl"
 MOST = 1 << 30
@@ -43,7 +45,7 @@ def lost(elements: tuple[str, ...], least: int, most: int) -> Iterator[float]:
             continue
         desc, times = problem_of(cell), times_of(cell)
         tried = [schedule for schedule in schedules_for(desc.n, desc.m) if schedule in times]
-        yield times[tried[int(predicted(tried, desc).argmin())]] / min(times.values())
+        yield times[fastest(tried, desc)] / min(times.values())
 
 
 EIGHT_BITS = ("s8", "fp8_e4m3")
@@ -69,13 +71,13 @@ def test_of_8_bits_and_some_tokens_the_best_schedule_is_missed_by_less(element, 
     assert found.max() <= 1.12
 
 
-def chosen_and_times(m: int, k: int, n: int) -> tuple[Schedule, list[dict[Schedule, float]]]:
-    """The model's choice among all schedules, and what they took each time that 8 bits were measured."""
+def chosen_and_times(
+    m: int, k: int, n: int, elements: tuple[str, ...] = EIGHT_BITS
+) -> tuple[Schedule, list[dict[Schedule, float]]]:
+    """The model's choice among all schedules, and what they took each time that these were measured."""
     found = [cell for cell in cells() if (cell["m"], cell["k"], cell["n"]) == (m, k, n)]
-    found = [cell for cell in found if cell["element"] in EIGHT_BITS]
-    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=found[0]["element"])
-    tried = schedules_for(n, m)
-    return tried[int(predicted(tried, desc).argmin())], [times_of(cell) for cell in found]
+    found = [cell for cell in found if cell["element"] in elements]
+    return fastest(schedules_for(n, m), problem_of(found[0])), [times_of(cell) for cell in found]
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,7 @@ def test_blocks_share_x_where_its_rows_start_anywhere(m, k, n):
 
 def test_few_tokens_of_a_short_k_are_not_sliced():
     """Until a cluster has met and folded takes longer than half of so few columns."""
-    (cell,) = [one for one in cells() if (one["m"], one["k"], one["n"]) == (4096, 1024, 63)]
-    tried = schedules_for(63, 4096)
-    chosen, times = tried[int(predicted(tried, problem_of(cell)).argmin())], times_of(cell)
+    chosen, (times,) = chosen_and_times(4096, 1024, 63, ("bf16",))
     assert chosen.slices == 1
     assert times[chosen] == min(times.values())
 
@@ -111,10 +111,9 @@ def invariant_costs(few: bool) -> Iterator[float]:
         if desc.element in EIGHT_BITS or (desc.n <= FEW) != few:
             continue
         free = [one for one in schedules_for(desc.n, desc.m) if one in times]
-        sliced = schedules_in(invariant_slices(desc.m, desc.k, desc.element), desc.n, desc.m)
-        chosen = sliced[int(predicted(sliced, desc).argmin())]
+        chosen = best_schedule(desc, row_of("wgmma_sp_invariant"))
         if free and chosen in times:
-            yield times[chosen] / times[free[int(predicted(free, desc).argmin())]]
+            yield times[chosen] / times[fastest(free, desc)]
 
 
 @pytest.mark.parametrize(("few", "mean", "most"), [(True, 1.025, 1.26), (False, 1.015, 1.43)])

@@ -6,13 +6,11 @@ import math
 from functools import lru_cache
 from itertools import chain
 
-import numpy as np
-
 from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
 from ..table import GemmRow
 from .wgmma_sp import FEW, Schedule, narrow_schedules, schedules_for, schedules_in
-from .wgmma_time import predicted
+from .wgmma_time import fastest, predicted
 
 _SLICES = (1, 2, 3, 4, 8)
 """Of K, where the bits must not depend on n; and the n that they are judged by."""
@@ -34,7 +32,7 @@ def best_schedule(
     allowed = allowed_schedules(desc, row, whole_m)
     if max_workspace is not None:
         allowed = tuple(one for one in allowed if one.workspace_bytes() <= max_workspace)
-    return allowed[int(np.argmin(predicted(allowed, desc)))]
+    return fastest(allowed, desc)
 
 
 def allowed_schedules(

@@ -181,8 +181,7 @@ class Schedule(NamedTuple):
 
     def crowds(self, n: int, m: int) -> bool:
         """Whether blocks share multiprocessors although all clusters would run at once without."""
-        alone = self._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
-        return self.blocks_per_sm > 1 and self.items(n, m) <= alone
+        return self.blocks_per_sm > 1 and self.items(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
 
     def cut_into_ranges(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
         """Items that are not; tiles of a range; and ranges that have one more.
@@ -215,6 +214,10 @@ class Schedule(NamedTuple):
         idle = idle if self.cluster > 2 else 0
         usable = multiprocessors * (132 - idle) // 132
         return max(1, usable * self.blocks_per_sm // self.cluster)
+
+    def resident_alone(self, multiprocessors: int) -> int:
+        """The same, were there one block a multiprocessor."""
+        return self._replace(blocks_per_sm=1).resident_clusters(multiprocessors)
 
 
 def _width(tokens: int) -> int:

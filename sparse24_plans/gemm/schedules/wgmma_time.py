@@ -52,7 +52,7 @@ class Fit:
     of_widest: float = 1.0
     """what of it is left where they are the widest: a share;"""
     three_in_ranges: float = 1.0
-    """and for three warpgroups that have them."""
+    """and what one takes for three warpgroups that have ranges."""
     alone: float
     """Bytes per microsecond that a block gets from memory with a third of the multiprocessors busy,"""
     apart: float
@@ -103,7 +103,7 @@ class Fit:
 TOKENS = (FEW, 512)
 """The most of all classes but the last."""
 _NARROWER = 192
-"""Of pairs by so many tokens narrower than the widest it is all there."""
+"""Blocks by so many tokens narrower than the widest take all that is said of pairs, wider ones less."""
 _FITS = {
     (0, 2): Fit(
         launch=2.1, cluster=0.139, met=0.2, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
@@ -199,12 +199,10 @@ class Work:
 @lru_cache(4096)
 def _places_of(schedule: Schedule) -> tuple[int, ...]:
     """What doesn't depend on the problem."""
-    most = schedule.resident_clusters(H200_MULTIPROCESSORS)
-    alone = schedule._replace(blocks_per_sm=1).resident_clusters(H200_MULTIPROCESSORS)
     return (
         *schedule,
-        most,
-        alone,
+        schedule.resident_clusters(H200_MULTIPROCESSORS),
+        schedule.resident_alone(H200_MULTIPROCESSORS),
         schedule.rows,
         schedule.cluster,
         schedule.parked * 128 * schedule.warpgroups,
@@ -221,6 +219,11 @@ def _sizes_of(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
 def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Array:
     """Microseconds of one launch with each schedule, weights coming from memory."""
     return microseconds(Work([(one, desc) for one in schedules]), fit_of(desc))
+
+
+def fastest(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Schedule:
+    """The one of the least predicted time."""
+    return schedules[int(predicted(schedules, desc).argmin())]
 
 
 def fit_of(desc: GemmSparse24Descriptor) -> Fit:
