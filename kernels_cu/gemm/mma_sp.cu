@@ -272,8 +272,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const i64 block_tile = (i64)(item / p.token_blocks) * Config::kBlockTiles,
             row_tile = block_tile + stream % Config::kBlockTiles;
   const int slice = rank * Config::kGroups + stream / Config::kBlockTiles;
-  const i64 k_tile = slice_begin<Config::kSlices>(p.k_tiles, slice);
-  const i64 count = slice_begin<Config::kSlices>(p.k_tiles, slice + 1) - k_tile;
+  const i64 k_tile = slice_begin<Config::kSlices>((u32)p.k_tiles, slice);
+  const i64 count = slice_begin<Config::kSlices>((u32)p.k_tiles, slice + 1) - k_tile;
   const i64 steps = (p.k_tiles + Config::kSlices - 1) / Config::kSlices;  // of the longest slice
   Loader loader(p, base, first_token, row_tile, k_tile, count);
 

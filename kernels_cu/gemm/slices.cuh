@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 // The first tile of K that belongs to `slice`; the end of a slice is the next one's beginning.
-template <int kSlices> __device__ __forceinline__ i64 slice_begin(i64 k_tiles, i64 slice) {
+template <int kSlices> __device__ __forceinline__ u32 slice_begin(u32 k_tiles, u32 slice) {
   return k_tiles * slice / kSlices;
 }
 

@@ -25,6 +25,7 @@
 //   role         who                            what
 //   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
 //   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
+//   copy_both    last warpgroup, warp 0         instead, with kOneCopies: one lane
 //   copy_lines   last warpgroup, threads 64 ..  instead: X in columns of fewer than 64 tokens, for this block
 //   report_lines last warpgroup, thread 32      that a stage of these has come
 //   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
@@ -83,18 +84,26 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if (threadIdx.x / 32 != Config::kMultiplying / 32) wait_for_predecessors();
   } else {
     if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
-    follow_predecessors();
+    if constexpr (!Config::kOneCopies) release_successors();
+    wait_for_predecessors();
   }
 
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kTrade) registers_lower<Config::kCopyRegisters>();
     const u32 thread = threadIdx.x % 128;
-    if (thread == 0) copy_weights(p, base, barriers, share, slice);
-    if constexpr (Config::kByThreads) {
-      if (thread == 32) report_lines(p, barriers, slice);
-      if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+    if constexpr (Config::kOneCopies) {
+      if (thread / 32 == 0 && is_elected()) {
+        copy_both(p, base, barriers, share, slice);
+        release_successors();  // earlier, they would take from memory what this kernel still waits for
+      }
     } else {
-      if (thread == 32) copy_source(p, base, barriers, share, slice);
+      if (thread == 0) copy_weights(p, base, barriers, share, slice);
+      if constexpr (Config::kByThreads) {
+        if (thread == 32) report_lines(p, barriers, slice);
+        if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+      } else {
+        if (thread == 32) copy_source(p, base, barriers, share, slice);
+      }
     }
     if (Config::kRanges && thread / 32 == 2) Handover{p}.wait();
     __syncwarp();

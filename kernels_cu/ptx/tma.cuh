@@ -120,6 +120,14 @@ template <int kPending> __device__ __forceinline__ void copies_read() {
 // Until all that this thread had copied is in global memory.
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// One lane of a warp, all of which is here. Of it the compiler knows that it is alone; what a thread by its number asks
+// of the copy engine it would repeat for each that might be there.
+__device__ __forceinline__ bool is_elected() {
+  u32 elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
 // Warpgroups ----------------------------------------------------------------------------------------
 
 template <int kRegisters> __device__ __forceinline__ void registers_raise() {

@@ -58,7 +58,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kByThreads = S24_X_BY_THREADS;
   // Another pass writes the X that is read here, in a launch between this one and all that W may come from.
   static constexpr bool kAfterPass = S24_AFTER_PASS;
-  static constexpr int kLineThreads = kRanges ? 32 : 64;        // sums are handed over by a warp of the others
+  static constexpr int kLineThreads = kRanges ? 32 : 64;  // sums are handed over by a warp of the others
+  // Whether one thread copies W and X. Of larger blocks two do: their rings are short, and W would wait for X. So they
+  // do after a pass, which W needn't wait for.
+  static constexpr bool kOneCopies = !kXParts && !kByThreads && !kAfterPass && kTokens <= (kRowTiles == 1 ? 128 : 64);
   static constexpr int kSourceShare = kByThreads ? 1 : kShare;  // blocks that a stage of X goes to
   // Of a tile of W in shared memory: under a swizzle it begins where the pattern does.
   static constexpr int kTileBytes = kXParts && !kPlanes ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;

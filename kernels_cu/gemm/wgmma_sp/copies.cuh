@@ -19,23 +19,6 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 sha
     for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
 }
 
-// The thread that copies W.
-__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
-                                             u32 slice) {
-  RingPosition<Config::kWeightStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Item item(p, turn.index, share);
-    for (u32 tile = turn.first; tile < turn.last; ++tile, at.next()) {
-      barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
-      barrier_expect(barriers.weight_full(at.slot), Config::kRowTiles * Tile::kBytes);
-#pragma unroll
-      for (int i = 0; i < Config::kRowTiles; ++i)
-        copy_bulk(base + at.slot * Config::kWeightBytes + i * Config::kTileBytes, weight_tile(p, item, i, tile),
-                  Tile::kBytes, barriers.weight_full(at.slot));
-    }
-  }
-}
-
 // X in columns, one stage, for every block that shares it: they take stages in turn. Whole groups of tokens are one
 // box: the copy engine takes long to begin another.
 __device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
@@ -102,27 +85,44 @@ __device__ __forceinline__ void report_lines(const WgmmaSpParams& p, Barriers ba
     }
 }
 
-// The thread that copies X: its part, for every block that shares it.
-__device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  RingPosition<Config::kSourceStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Item item(p, turn.index, share);
-    // The last tokens come in boxes of their own: rows past them would be written as zeros, which is slow. What the
-    // stage holds there instead is multiplied, and not stored.
+// A stage of W.
+__device__ __forceinline__ void copy_weight(const WgmmaSpParams& p, u32 base, Barriers barriers, Item item, u32 tile,
+                                            RingPosition<Config::kWeightStages>& at) {
+  barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
+  barrier_expect(barriers.weight_full(at.slot), Config::kRowTiles * Tile::kBytes);
+#pragma unroll
+  for (int i = 0; i < Config::kRowTiles; ++i)
+    copy_bulk(base + at.slot * Config::kWeightBytes + i * Config::kTileBytes, weight_tile(p, item, i, tile),
+              Tile::kBytes, barriers.weight_full(at.slot));
+  at.next();
+}
+
+// X of an item's tokens. The last tokens come in boxes of their own: rows past them would be written as zeros, which is
+// slow. What the stage holds there instead is multiplied, and not stored.
+struct Source {
+  Item item;
+  const TensorMap* map;
+  u32 rows;
+
+  __device__ __forceinline__ Source(const WgmmaSpParams& p, Item item) : item(item) {
     const bool is_tail = item.token + Config::kTokens >= p.n;
-    const TensorMap* map = is_tail ? &p.x_tail_map : &p.x_map;
-    const u32 rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
-    for (u32 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box, at.next()) {
-      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
-      const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
-      if constexpr (Config::kColumnsX) {
-        copy_columns(p, to, (u32)box, item, full, share, slice);
-        continue;
-      }
+    map = is_tail ? &p.x_tail_map : &p.x_map;
+    rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
+  }
+
+  // A stage: this block's part, for every block that shares it.
+  __device__ __forceinline__ void copy(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 share,
+                                       u32 slice, RingPosition<Config::kSourceStages>& at) const {
+    barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+    const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
+    at.next();
+    if constexpr (Config::kColumnsX) {
+      copy_columns(p, to, box, item, full, share, slice);
+    } else {
       barrier_expect(full, Config::kShare * rows * 128);
       // Of float32, the boxes of the same columns: those of the low part first.
-      const u32 column = (u32)(Config::kXParts ? box / Config::kBoxes : box) * Config::kBoxColumns;
-      const u32 part = Config::kXParts ? Config::kBoxes - 1 - (u32)(box % Config::kBoxes) : 0;
+      const u32 column = (Config::kXParts ? box / Config::kBoxes : box) * Config::kBoxColumns;
+      const u32 part = Config::kXParts ? Config::kBoxes - 1 - box % Config::kBoxes : 0;
       const u32 token = (u32)item.token + part * (u32)p.n;
       if constexpr (Config::kShare == 1) copy_tensor(to, map, column, token, full);
       else
@@ -130,8 +130,49 @@ __device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Ba
                               (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
     }
   }
-  // Nobody leaves while others may still report to its barriers.
+};
+
+// Nobody leaves while others may still report to its barriers.
+__device__ __forceinline__ void await_reports(Barriers barriers, RingPosition<Config::kSourceStages> at) {
   if constexpr (Config::kShare > 1)
     for (int i = 0; i < Config::kSourceStages; ++i, at.next())
       barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+}
+
+// The thread that copies W.
+__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
+                                             u32 slice) {
+  RingPosition<Config::kWeightStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    for (u32 tile = turn.first; tile < turn.last; ++tile) copy_weight(p, base, barriers, item, tile, at);
+  }
+}
+
+// The thread that copies X.
+__device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  RingPosition<Config::kSourceStages> at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Source source(p, Item(p, turn.index, share));
+    for (u32 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box)
+      source.copy(p, base, barriers, box, share, slice, at);
+  }
+  await_reports(barriers, at);
+}
+
+// One thread that copies both asks for what is needed first: the copy engine serves one request after the other.
+__device__ __forceinline__ void copy_both(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+  RingPosition<Config::kWeightStages> weight_at;
+  RingPosition<Config::kSourceStages> source_at;
+  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
+    const Item item(p, turn.index, share);
+    const Source source(p, item);
+    for (u32 tile = turn.first; tile < turn.last; ++tile) {
+      copy_weight(p, base, barriers, item, tile, weight_at);
+#pragma unroll
+      for (u32 i = 0; i < Config::kBoxes; ++i)
+        source.copy(p, base, barriers, Config::kBoxes * tile + i, share, slice, source_at);
+    }
+  }
+  await_reports(barriers, source_at);
 }

@@ -11,7 +11,7 @@ struct Groups {
   u32 start;  // of the slice: a tile of K
 
   __device__ __forceinline__ Groups(const WgmmaSpParams& p, const Turns& turn, u32 warpgroup, u32 slice)
-      : start((u32)first_tile(p, slice)) {
+      : start(first_tile(p, slice)) {
     at = p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
   }
 

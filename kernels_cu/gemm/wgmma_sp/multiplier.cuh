@@ -17,8 +17,8 @@ struct Multiplier {
   Barriers barriers;
   u32 last_weight = 0, last_source = 0;
 
-  __device__ __forceinline__ void free_weight(u32 slot, u32 nothing = 0) const {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot) + nothing);
+  __device__ __forceinline__ void free_weight(u32 slot, u32 zero = 0) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.weight_free(slot) + zero);
   }
   __device__ __forceinline__ void free_source(u32 slot) const {
     if (threadIdx.x % 32 >= Config::kSourceShare) return;
@@ -196,7 +196,7 @@ struct Multiplier {
       parts[r].take(tile[r]);
     }
     __syncwarp();
-    free_weight(weight.slot, came & p.aligned >> 1);  // always 0, which only the host knows
+    free_weight(weight.slot, came & nothing(p));
     weight.next();
   }
 #else
@@ -264,7 +264,7 @@ struct Multiplier {
       // By an operation that changes nothing: of a mere copy the compiler keeps both in one place, and spills all.
 #pragma unroll
       for (int i = 0; i < Config::kHeld; ++i)
-        held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ (workspace.p.aligned >> 1));
+        held[i] = sum_of(bits_of(sums[i / Config::kSums][i % Config::kSums]) ^ nothing(p));
       workspace.park<Config::kHeld>(sums, parked());
       multiply(sums, tiles * (part + 1) / Config::kParts - tiles * part / Config::kParts);
 #pragma unroll
