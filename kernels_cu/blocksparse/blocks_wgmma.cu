@@ -248,6 +248,11 @@ __device__ __forceinline__ void copy_dense(const TensorMap* map, u32 to, u32 k, 
 // A warp that copies: the left operand, and all that is to say of a stage, or the right one. Two of each take stages in
 // turn. Lane l has line l % 8 and, of the columns of blocks that a stage has, the l / 8-th.
 template <bool kLeft> struct Copier {
+  // A stage has one box of S, or of X: an elected lane requests it, since for a lane that is chosen by its number the
+  // compiler makes a loop over all lanes. Every lane then looks up the same line.
+  static constexpr bool kOneLine = Config::kLines == 1 && Config::kBeside == 1;
+  static constexpr bool kOneBox = kOneLine && Config::kDenseMajor == Major::K && Config::kTokens <= 256;
+
   const BlocksWgmmaParams& p;
   u32 base, share, lane, mine;  // the last: of the two
   Barriers barriers;
@@ -272,6 +277,12 @@ template <bool kLeft> struct Copier {
 
   // X's rows: a lane each box of its column of blocks.
   __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 half) const {
+    if constexpr (kOneBox) {
+      if (is_elected())
+        copy_tensor(stage() + Config::kSparseBytes, &p.right_map, column * Config::kBlock + half * Config::kDepth,
+                    item.token, matrix, barriers.full(at.slot), Config::kDensePolicy);
+      return;
+    }
     const u32 to =
         stage() + Config::kSparseBytes +
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
@@ -282,7 +293,15 @@ template <bool kLeft> struct Copier {
   }
 
   __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here);
+    const u32 full = barriers.full(at.slot);
+    if constexpr (kOneLine) {
+      if (is_elected()) {
+        barrier_expect(full, Config::kLineBytes + Config::kTokens * Config::kBoxBytes);
+        copy_sparse(p, stage(), place, half, share, full);
+      }
+      return;
+    }
+    const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
       if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
       barrier_expect(full, __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
@@ -306,7 +325,7 @@ template <bool kLeft> struct Copier {
 
   // A strip's columns of blocks, in increasing order.
   __device__ __forceinline__ void copy_strip(const Item& item) {
-    const u32 matrix = item.matrix(p), of = lane % 8;
+    const u32 matrix = item.matrix(p), of = kOneLine ? 0 : lane % 8;
     const i64 line = (i64)item.head * p.head_lines + item.line + of;
     const bool mine = of < Config::kLines && item.line + of < p.head_lines;
     const u32* kept = p.kept + line * p.words;
@@ -318,7 +337,7 @@ template <bool kLeft> struct Copier {
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
-        if (lane / 8 == beside) column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
+        if (kOneLine || lane / 8 == beside) column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
         if (kLeft && keeps) entry = entry_at(++next);
         if (++beside == Config::kBeside) copy_columns(item, matrix);
       }
@@ -594,7 +613,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   if constexpr (Config::kShare > 1) cluster_meet_relaxed();
-  follow_predecessors();
+  wait_for_predecessors();
 
   if (warpgroup == Config::kWarpgroups) {
     registers_lower<Config::kCopyRegisters>();
@@ -603,6 +622,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
       SmallCopier{p, base, lane, warp / SmallCopier::kShared, warp % SmallCopier::kShared, barriers}.copy_all();
     else if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
     else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
+    // The next kernel starts only now: earlier, its requests would compete for memory with those of this kernel.
+    if (warp == 3 && lane == 0) release_successors();
   } else {
     registers_raise<Config::kSumRegisters>();
     const u32 row_group = warpgroup % Config::kRowGroups, token_group = warpgroup / Config::kRowGroups;
