@@ -19,7 +19,7 @@ from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel
 from ..limits import should_turn, turned_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
-from ..schedules.wgmma_sp import OperandLayouts, Schedule
+from ..schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from ..transpose_x import SOURCE as TURN_SOURCE
 from ..transpose_x import Turning
 from ..wgmma import (
@@ -115,14 +115,14 @@ class Kernel(GemmKernel):
         return f"sources {digest(SOURCE)}"
 
 
-def _schedule_of(choice: Choice) -> Schedule:
+def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     desc, row, preference = choice.descriptor, choice.entry, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if most is not None:
         most -= wgmma_sp_workspace(desc)
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
         return best_schedule(desc, row, whole_m, most)
-    schedule = Schedule(**choice.configuration)
+    schedule = WgmmaSpSchedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")
     if most is not None and schedule.workspace_bytes() > most:
@@ -130,7 +130,7 @@ def _schedule_of(choice: Choice) -> Schedule:
     return schedule
 
 
-def _turns(choice: Choice, schedule: Schedule) -> bool:
+def _turns(choice: Choice, schedule: WgmmaSpSchedule) -> bool:
     """Whether X is turned into rows first."""
     desc, most = choice.descriptor, choice.preference.max_workspace_bytes
     has_space = most is None or schedule.workspace_bytes() + turned_bytes(desc) <= most
