@@ -64,7 +64,7 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
         strips = max(strips_of(desc) // max(desc.batch, 1), 1)
         least = max(-(-clusters * fit["busy_percent"] // 100 // strips), 1)
-        # Where a row of X is read hardly more than once, bands gain less than they cost: half as many then.
+        # Bands gain less than they cost if a row of X is read hardly more than once: then half as many.
         once = desc.layout.density * strips < fit["sparse24_min_reads"]
         most = max(fit["sparse24_band_bytes"] * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)

@@ -17,7 +17,7 @@ _MANY_TILES = 32
 
 
 class ConvSchedule(NamedTuple):
-    """What the kernel is compiled with beyond the problem, and the work of its clusters."""
+    """Everything that the kernel is compiled with beyond the problem, and the work of its clusters."""
 
     cut: BlocksWgmmaSchedule
     """The tiles of the kernel; their tokens are pixels, and columns for ``wgrad``."""
@@ -26,7 +26,7 @@ class ConvSchedule(NamedTuple):
     pixel_clusters: int
     """Tiles of clusters that cover the pixels of a phase."""
     band: int
-    """Those of them that are taken with every panel before the next ones, so that they stay in L2."""
+    """Tiles that are taken with every panel before the next ones, so that their pixels stay in L2."""
     parts: int
     """Split-K of ``wgrad``, which sums over pixels."""
     steps: int

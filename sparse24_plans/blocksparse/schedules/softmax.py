@@ -21,7 +21,7 @@ _BLACKWELL = (10, 0)
 
 
 class SoftmaxSchedule(NamedTuple):
-    """What the kernel is compiled with beyond the problem."""
+    """Everything that the kernel is compiled with beyond the problem."""
 
     warps: int
     """Warps of a team, which has some rows of a block row."""
