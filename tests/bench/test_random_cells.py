@@ -7,11 +7,11 @@ from datetime import date
 from itertools import combinations
 
 import pytest
-
-from sparse24_plans import ElementKind
 from sparse24_plans.bench.models import MODELS
 from sparse24_plans.bench.random_cells import MATRICES, drawn
 from sparse24_plans.bench.random_figures import cells, invariant_costs, mean, random_summary, ratios
+
+from sparse24_plans import ElementKind
 from sparse24_plans.bench.record import is_current
 from sparse24_plans.bench.scope import SHAPES
 

@@ -10,9 +10,9 @@ from collections import Counter
 from statistics import geometric_mean
 
 import pytest
+from sparse24_plans.bench.figures import ratios, times
 
 from sparse24_plans import BackendKind
-from sparse24_plans.bench.figures import ratios, times
 from sparse24_plans.bench.record import is_current, kernel_files
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, TOKENS
 

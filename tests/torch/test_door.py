@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, contenders, decoder_rows
+from sparse24_plans.bench.torch_run import check_gpus, measure
 
 from sparse24_plans import BackendUnavailableError, UnsupportedError
 from sparse24_plans.bench import record, torch_door
-from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, contenders, decoder_rows
-from sparse24_plans.bench.torch_run import check_gpus, measure
 from sparse24_plans.torch import Sparse24Linear
 
 from .cases import DEVICE

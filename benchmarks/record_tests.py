@@ -27,8 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..device.tensors import import_cupy
-from .record import kernel_files, kernels_sha256, machine
+from sparse24_plans.bench.record import kernel_files, kernels_sha256, machine
+from sparse24_plans.device.tensors import import_cupy
 
 _PROCESSES = 16
 """Of a GPU."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import matplotlib
 
+from sparse24_plans.bench.record import Record, load
+
 from .figures import times
-from .record import Record, load
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

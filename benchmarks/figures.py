@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from sparse24_plans.bench.record import Record, load
+from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
+
 from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
-from .record import Record, load
-from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
