@@ -232,9 +232,8 @@ def show_verdicts(found: Sequence[Verdict]) -> None:
             asked = f"{'>=' if bound.least is not None else '<='}{_text(limit)}"
         mark = "!" if one.is_missed else " "
         line = f"{mark} {bound.about:<34}{asked:>8} {_text(one.mean):>7} {_text(one.worst):>7}"
-        print(
-            f"{line}  {one.at}" if len(f"{line}  {one.at}") <= _COLUMNS else f"{line}\n{one.at:>{_COLUMNS}}"
-        )
+        is_short = len(line) + 2 + len(one.at or "") <= _COLUMNS
+        print(f"{line}  {one.at}" if is_short else f"{line}\n{one.at:>{_COLUMNS}}")
 
 
 def show(reports: Sequence[dict[str, Any]], *, every: bool) -> None:
@@ -246,8 +245,8 @@ def show(reports: Sequence[dict[str, Any]], *, every: bool) -> None:
                 print(f"  {fault}"[:_COLUMNS])
             continue
         missed = [verdict for verdict in one["verdicts"] if verdict.is_missed]
-        state = "STALE, its kernels have changed" if one["stale"] else "current"
-        print(f"{one['file']} ({one['gpu']}): {state}; misses {len(missed)} of {len(one['verdicts'])} bounds")
+        state = "STALE" if one["stale"] else "current"
+        print(f"{one['file']} ({one['gpu']}): {state}, misses {len(missed)} of {len(one['verdicts'])} bounds")
         show_verdicts(one["verdicts"] if every else missed)
 
 
@@ -262,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps([as_json(one) for one in reports], indent=1))
     else:
         show(reports, every=options.all)
+        if any(one.get("stale") for one in reports):
+            print("STALE: the code of the kernels that the record measured has changed since.")
     return int(any(one["faults"] for one in reports))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sparse24_plans.bench.blocks import Cell
 
+from benchmarks.blocks import Cell
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.schedule import Schedule, best_schedule, schedules_by_density
 
