@@ -86,7 +86,7 @@ def cell_of(row: Row) -> str:
     return " ".join(names)
 
 
-def chosen(rows: Iterable[Row], span: tuple[int, int] = ALL, **fields: Any) -> Iterator[Row]:
+def chosen(rows: Iterable[Row], span: tuple[int, int] = ALL, /, **fields: Any) -> Iterator[Row]:
     """The rows with these fields, or one of them where a tuple is given, and n in the span."""
     for row in rows:
         given = ((row.get(name), wanted) for name, wanted in fields.items())
@@ -471,24 +471,21 @@ _BLOCKSPARSE = [
 ]
 
 
-def _decoder(
-    about: str, mode: str, limits: Mapping[int, float], kind: str = "decode", ours: str = "sparse"
-) -> list[Bound]:
-    """Dense over sparse, by the tokens of a step."""
-    count = "n" if kind == "decode" else "tokens"
-    return [
-        Bound(
-            f"{about}, {tokens}",
-            ratios("decoder", f"{mode}_dense_ms", f"{mode}_{ours}_ms", kind=kind, gpus=1, **{count: tokens}),
-            least,
-        )
-        for tokens, least in limits.items()
-    ]
+def _step(about: str, mode: str, kind: str, tokens: int, least: float) -> Bound:
+    """Dense over sparse of one row of the decoder on one GPU."""
+
+    def values(record: Record) -> Values:
+        fields = {"kind": kind, "gpus": 1, "n" if kind == "decode" else "tokens": tokens}
+        rows = chosen(record["decoder"], **fields)
+        return [(cell_of(row), row[f"{mode}_dense_ms"] / row[f"{mode}_sparse_ms"]) for row in rows]
+
+    return Bound(f"{about}, {tokens}", values, least)
 
 
+_DECODE = {1: 1.40, 8: 1.38, 16: 1.36, 32: 1.33, 64: 1.28, 128: 1.2}
 _TORCH = [
-    *_decoder("decode in a graph", "graph", {1: 1.40, 8: 1.38, 16: 1.36, 32: 1.33, 64: 1.28, 128: 1.2}),
-    *_decoder("prefill in a graph", "graph", {2048: 1.35, 8192: 1.35}, "prefill"),
+    *(_step("decode in a graph", "graph", "decode", *one) for one in _DECODE.items()),
+    *(_step("prefill in a graph", "graph", "prefill", tokens, 1.35) for tokens in (2048, 8192)),
     Bound("compiled over compiled", ratios("decoder", "compiled_dense_ms", "compiled_sparse_ms")),
     Bound("invariant in a graph", ratios("decoder", "graph_dense_ms", "graph_invariant_ms", gpus=1), 1.1),
     Bound(
@@ -497,7 +494,7 @@ _TORCH = [
     Bound(
         "eager prefill", ratios("decoder", "eager_dense_ms", "eager_sparse_ms", kind="prefill", gpus=1), 1.3
     ),
-    *_decoder("eager decode", "eager", {128: 1.0}),
+    _step("eager decode", "eager", "decode", 128, 1.0),
     Bound("two GPUs in a graph", ratios("decoder", "graph_dense_ms", "graph_sparse_ms", gpus=2), 1.0),
     Bound("layer / F.linear, host", host("sparse_linear_us", "f_linear_us"), most=1.3),
     Bound("PyTorch's sparse / layer, host", host("torch_sparse_us", "sparse_linear_us"), 10.0),

@@ -141,9 +141,11 @@ def faults(kind: str, record: Any) -> list[str]:
         for number, row in enumerate(rows):
             found += _wrong(row, fields, f"{part}[{number}]")
         if part == "gemm":
-            found += [f"gemm: backend {one!r}" for one in {row.get("backend") for row in rows} - _BACKENDS]
+            found += [
+                f"gemm: backend {one!r}" for one in {str(row.get("backend")) for row in rows} - _BACKENDS
+            ]
         if keys := _KEYS.get(kind, {}).get(part):
-            count = Counter(tuple(row.get(key) for key in keys) for row in rows)
+            count = Counter(", ".join(str(row.get(key)) for key in keys) for row in rows)
             found += [f"{part}: {times} rows of {cell}" for cell, times in count.items() if times > 1]
     return found
 

@@ -18,8 +18,8 @@ from sparse24_plans.bench.gemm import SELECTED, Cell, Row, matrix_of, rounded
 from sparse24_plans.bench.record import Lists, Record, Step
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.errors import Sparse24Error
+from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.gemm.plan import GemmSparse24Plan
-from sparse24_plans.gemm.table import ROWS
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.preference import PlanPreference
 from sparse24_plans.tuning.timing import Contender, time_contenders
@@ -84,7 +84,7 @@ def steps(seed: int, elements: Sequence[ElementKind] = tuple(MATRICES)) -> list[
             partial(_measured, one, n),
         )
         for one in drawn(seed, elements)
-        for n in one.tokens
+        for n in dict.fromkeys(one.tokens)
     ]
 
 
@@ -138,7 +138,7 @@ def _configured(cell: Cell, backend: BackendKind) -> Iterator[tuple[str, dict[st
     device = cuda_properties(0)
     if cell.plan(PlanPreference(prefer_backend=backend)) is None:
         return
-    for row in ROWS:
+    for row in ENTRIES:
         if row.backend is not backend or cell.desc.element not in row.elements:
             continue
         for configuration in row.kernel.candidates(cell.desc, device):

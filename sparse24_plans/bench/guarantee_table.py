@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..device.devices import HOST_PROPERTIES
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.table import ROWS, GemmRow
+from ..gemm.kernel_table import ENTRIES, GemmEntry
 from ..plan.arithmetic import Arithmetic
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.kernel import Choice
@@ -39,7 +39,7 @@ _Problem = tuple[ElementKind, GemmOp, EpilogueKind]
 def guarantee_table() -> list[str]:
     """Lines of Markdown: fields by rows; rows that promise the same share a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
-    for row in ROWS:
+    for row in ENTRIES:
         columns.setdefault(tuple(_cell(row, field) for field in _TESTS), []).append(f"`{row.name}`")
     heads = [", ".join(names) for names in columns.values()]
     lines = [("", *heads, "test in `tests/gemm/`"), ("---",) * (len(heads) + 2)]
@@ -48,7 +48,7 @@ def guarantee_table() -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _cell(row: GemmRow, field: str) -> str:
+def _cell(row: GemmEntry, field: str) -> str:
     """The field's value, and where it is another one."""
     if field == "math_precision" and len(row.elements) > 1:
         found = {element: _promise(row, (element, *_PLAIN)).math_precision for element in row.elements}
@@ -66,7 +66,7 @@ def _cell(row: GemmRow, field: str) -> str:
 _PLAIN = (GemmOp.FORWARD, EpilogueKind.IDENTITY)
 
 
-def _variations(row: GemmRow, first: ElementKind) -> Iterator[tuple[str, _Problem]]:
+def _variations(row: GemmEntry, first: ElementKind) -> Iterator[tuple[str, _Problem]]:
     """Problems that differ from the plain one in one thing, and the word for it."""
     for element in row.elements:
         if element is not first:
@@ -77,7 +77,7 @@ def _variations(row: GemmRow, first: ElementKind) -> Iterator[tuple[str, _Proble
         yield "GELU and SiLU", (first, GemmOp.FORWARD, EpilogueKind.BIAS_SILU)
 
 
-def _text(row: GemmRow, problem: _Problem, field: str) -> str:
+def _text(row: GemmEntry, problem: _Problem, field: str) -> str:
     value = getattr(_promise(row, problem), field)
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -92,7 +92,7 @@ def _text(row: GemmRow, problem: _Problem, field: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _promise(row: GemmRow, problem: _Problem) -> PrecisionGuarantee:
+def _promise(row: GemmEntry, problem: _Problem) -> PrecisionGuarantee:
     """On Hopper, or the host. Of a row on request: with an arithmetic that it runs."""
     element, op, epilogue = problem
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element, op=op, epilogue=epilogue)

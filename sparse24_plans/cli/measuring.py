@@ -15,7 +15,7 @@ from ..device.devices import resolve
 from ..device.files import check_writable
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.table import ROWS
+from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
@@ -124,7 +124,7 @@ def _measure(scope: Scope, out: Path | None, seconds: float | None, *, quiet: bo
 
 
 def _tunable(name: str) -> str:
-    return one_of(row.name for row in ROWS if row.kernel.tunable)(name)
+    return one_of(row.name for row in ENTRIES if row.kernel.tunable)(name)
 
 
 def tune(

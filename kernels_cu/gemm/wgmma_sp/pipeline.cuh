@@ -1,6 +1,6 @@
 // What the roles of gemm/wgmma_sp.cu share: its rings' barriers, and what a block works on, one after the other.
 #pragma once
-#include "common/ring.cuh"
+#include "common/pipeline_state.cuh"
 #include "gemm/wgmma_sp/config.cuh"
 
 struct Barriers {
