@@ -1,6 +1,6 @@
 """Which kernels' machine code differs from another commit's, and the GPU tests of what uses them.
 
-Both trees compile what their own tests compile for sm_90a; code is compared by kernel file, as the set of its
+Both trees compile what their own tests compile for an architecture; code is compared by kernel file, as the set of its
 compilations' machine code. So macros, functions, comments and headers can be renamed, and a file too.
 """
 
@@ -39,12 +39,12 @@ def tree_of(commit: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def compiled(tree: Path, *, known: Iterable[str] = (), texts: bool = False) -> Rows:
+def compiled(tree: Path, arch: str, *, known: Iterable[str] = (), texts: bool = False) -> Rows:
     """What the tested compilations of a tree become; of those whose source text is known, the text alone."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(sorted(known), file)
         file.flush()
-        command = [sys.executable, "-m", "tests.kernels.compiled_code", "--known", file.name]
+        command = [sys.executable, "-m", "tests.kernels.compiled_code", "--arch", arch, "--known", file.name]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         done = subprocess.run(
             [*command, *(["--texts"] if texts else [])],
@@ -84,15 +84,17 @@ def _codes(rows: Rows, renamed: Mapping[str, str]) -> defaultdict[str, set[str]]
     return found
 
 
-def changed_since(commit: str, renamed: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+def changed_since(
+    commit: str, renamed: Mapping[str, str], arch: str = "sm_90a"
+) -> dict[str, tuple[int, int]]:
     """The kernel files whose machine code differs from the commit's, as ``differing`` gives them.
 
     A file of which all source texts are the same in both trees is not compiled.
     """
     with tree_of(commit) as tree:
-        old, new = (_texts(compiled(one, texts=True)) for one in (tree, ROOT))
+        old, new = (_texts(compiled(one, arch, texts=True)) for one in (tree, ROOT))
         same = {text for name, its in old.items() if its == new.get(name) for text in its}
-        return differing(compiled(tree, known=same), compiled(ROOT, known=same), renamed)
+        return differing(compiled(tree, arch, known=same), compiled(ROOT, arch, known=same), renamed)
 
 
 def _texts(rows: Rows) -> dict[str, set[str]]:

@@ -188,10 +188,11 @@ def _changed(arguments: tuple[str, ...]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record_tests --only=changed")
     parser.add_argument("--since", metavar="COMMIT", required=True)
     parser.add_argument("--renamed", metavar="OLD=NEW", action="append", default=[])
+    parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--list", action="store_true")
     options, rest = parser.parse_known_args(arguments)
     renamed = dict(one.split("=", 1) for one in options.renamed)
-    found = changed_kernels.changed_since(options.since, renamed)
+    found = changed_kernels.changed_since(options.since, renamed, options.arch)
     for name, (added, gone) in found.items():
         print(f"{name}: {added} compilations are new, {gone} are gone")
     print(f"{len(found)} kernel files whose machine code differs from {options.since}'s", flush=True)

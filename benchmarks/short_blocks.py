@@ -1,7 +1,7 @@
 """Compares short blocks with long ones on a GPU: ``python -m benchmarks.short_blocks``.
 
-Products that take less than ``steady.SHORT_US`` microseconds are timed in shorter blocks, which is right as long
-as the ratio of dense to sparse is the same in both. Takes about a minute.
+Products that take less than ``steady.SHORT_US`` microseconds are timed in shorter blocks, which is right as
+long as the ratio of dense to sparse is the same in both. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ TOKENS = (1, 16, 64, 128)
 
 
 def main() -> None:
-    print(
-        f"{'M x K':>12} {'N':>4} {'us':>7} {'dense us':>9} {'ratio, short':>13} {'long':>6} {'short/long':>11}"
-    )
+    print("M x K, N: microseconds and dense's; dense over sparse in short blocks, in long ones, short / long")
     for m, k in LLAMA_8B[:2]:
         for n in TOKENS:
             cell = Cell(matrix_of(m, k, ElementKind.BF16), n)
@@ -26,11 +24,9 @@ def main() -> None:
             short, long = (
                 time_alone(contenders, short_block_us=length) for length in (SHORT_BLOCK_US, BLOCK_US)
             )
-            ratios = [one["dense"].us / one["auto"].us for one in (short, long)]
-            times = f"{long['auto'].us:7.2f} {long['dense'].us:9.2f}"
-            print(
-                f"{f'{m}x{k}':>12} {n:4} {times} {ratios[0]:13.3f} {ratios[1]:6.3f} {ratios[0] / ratios[1]:11.3f}"
-            )
+            few, many = (one["dense"].us / one["auto"].us for one in (short, long))
+            times = f"{long['auto'].us:7.2f} {long['dense'].us:7.2f}"
+            print(f"{m}x{k}, {n:4}: {times}; {few:.3f} {many:.3f} {few / many:.3f}", flush=True)
 
 
 if __name__ == "__main__":

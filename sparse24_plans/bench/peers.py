@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -45,13 +45,19 @@ def on_torch_stream(call: Callable[[], object]) -> Launch:
     return launch
 
 
+@cache
+def _stream() -> Any:
+    """One stream for all, since PyTorch keeps freed memory by stream."""
+    return import_cupy().cuda.Stream(non_blocking=True)
+
+
 @contextmanager
 def torch_ruler() -> Iterator[StreamRuler]:
     """A stream that PyTorch's calls in the block run on, and what marks its moments.
 
     A backward pass runs on the stream of its forward pass, so both belong into the block.
     """
-    stream = import_cupy().cuda.Stream(non_blocking=True)
+    stream = _stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield StreamRuler(stream)

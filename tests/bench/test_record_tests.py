@@ -225,7 +225,8 @@ def test_what_changed_since_a_commit_is_listed_or_tested(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     asked, ran = [], []
 
-    def changed_since(commit: str, renamed: dict) -> dict:
+    def changed_since(commit: str, renamed: dict, arch: str) -> dict:
+        assert arch == "sm_90a"
         asked.append((commit, renamed))
         return {"gemm/mma_sp.cu": (2, 1)}
 

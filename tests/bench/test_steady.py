@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
-from sparse24_plans.bench import power, steady
+from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.bench import gemm, power, steady
 from sparse24_plans.bench.steady import BLOCK_US, SHORT_BLOCK_US, Steady, Work
+from sparse24_plans.tuning import timing
 
 
 class Device:
@@ -146,3 +151,128 @@ def test_the_sensors_are_read_through_nvml(monkeypatch):
     monkeypatch.setattr(power, "_device", lambda: (Library(), None))
     assert power.sample() == (1425.0, 698.5)
     assert power.ctypes.sizeof(power._FieldValue) == 40
+
+
+# CUDA graphs --------------------------------------------------------------------------------------
+
+
+class FakeCupy:
+    """A GPU on which a launch takes the microseconds that its contender says."""
+
+    def __init__(self) -> None:
+        self.now, self.captured = 0.0, None
+        self.launched: list[str] = []
+        gpu = self
+
+        class Stream:
+            ptr = 7
+
+            def __init__(self, non_blocking: bool) -> None:
+                assert non_blocking
+
+            def synchronize(self) -> None:
+                pass
+
+            def begin_capture(self) -> None:
+                gpu.captured = []
+
+            def end_capture(self) -> object:
+                launches, gpu.captured = gpu.captured, None
+                return SimpleNamespace(launch=lambda stream: [gpu.run(*one) for one in launches])
+
+        class Event:
+            done = True
+
+            def record(self, stream: object) -> None:
+                self.at = gpu.now
+
+            def synchronize(self) -> None:
+                pass
+
+        self.cuda = SimpleNamespace(
+            Stream=Stream, Event=Event, get_elapsed_time=lambda begin, end: (end.at - begin.at) / 1e3
+        )
+
+    def run(self, name: str, us: float) -> None:
+        if self.captured is not None:
+            self.captured.append((name, us))
+        else:
+            self.now += us
+            self.launched.append(name)
+
+    def contender(self, name: str, us: float, copies: int) -> timing.Contender:
+        def launch(stream: int, copy: int) -> None:
+            assert stream == 7
+            self.run(f"{name}{copy}", us)
+
+        return timing.Contender(name, [partial(launch, copy=copy) for copy in range(copies)])
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> FakeCupy:
+    found = FakeCupy()
+    for module in (timing, steady):
+        monkeypatch.setattr(module, "import_cupy", lambda: found)
+    return found
+
+
+def test_a_launch_is_timed_alone_over_all_copies(gpu):
+    times = steady.time_alone([gpu.contender("a", 70.0, 3), gpu.contender("b", 9000.0, 2)])
+    assert {name: one.us for name, one in times.items()} == {"a": pytest.approx(70.0), "b": 9000.0}
+    assert {gpu.launched.count(f"a{copy}") for copy in range(3)} == {gpu.launched.count("a0")}
+
+
+def test_bursts_take_turns_and_give_the_same_times_on_a_gpu_without_limits(gpu):
+    times = timing.time_contenders([gpu.contender("a", 70.0, 3), gpu.contender("b", 9000.0, 2)], rounds=3)
+    assert times == {"a": pytest.approx(70.0), "b": 9000.0}
+
+
+def test_nothing_to_time(gpu):
+    assert steady.time_alone([]) == {}
+    assert timing.time_contenders([]) == {}
+
+
+def test_names_of_one_kernel_share_a_time_and_others_are_scaled_by_auto(gpu, monkeypatch):
+    """A whole cell with played kernels: dense and what was selected alone, the rest in bursts."""
+    made = {
+        "auto": ("k1", 10.0),
+        "invariant": ("k1", 10.0),
+        "cusparselt": ("k2", 30.0),
+        "mma_sp": ("k3", 20.0),
+    }
+
+    class Played(gemm.Cell):
+        def __init__(self, matrix: object, n: int) -> None:
+            self.desc = GemmSparse24Descriptor(n=n, m=64, k=64, element="bf16")
+            self.contenders, self.kernels, self.sources = {}, {}, set()
+            self._errors, self._first = {}, {}
+
+        def plan(self, preference):
+            name = next(name for name, one in (gemm._ALONE | gemm._IN_BURSTS).items() if one == preference)
+            if name not in made:
+                return None
+            chosen, us = made[name]
+            return SimpleNamespace(explain=lambda: SimpleNamespace(chosen=chosen, details=""), us=us)
+
+        def contender(self, name, plan):
+            return gpu.contender(name, plan.us, 2)
+
+        def rel_error(self, launch):
+            return 0.001
+
+        def dense(self):
+            return [gpu.contender("dense", 15.0, 2)]
+
+        def peer_is_tuned(self):
+            return True
+
+    monkeypatch.setattr(gemm, "Cell", Played)
+    monkeypatch.setattr(gemm, "sources_of", lambda plan: ("gemm/mma_sp.cu",))
+    for n in (16, 2048):
+        sources: set[str] = set()
+        rows = {one["backend"]: one for one in gemm.measured(None, n, (), sources)}
+        wanted = {"auto": 10.0, "invariant": 10.0, "cusparselt": 30.0} | ({"mma_sp": 20.0} if n == 16 else {})
+        assert {name: one["us"] for name, one in rows.items()} == wanted
+        assert all((one["dense_us"], one["cusparselt_us"]) == (15.0, 30.0) for one in rows.values())
+        assert ("dense_sm_mhz" in rows["auto"]) == ("sm_mhz" in rows["auto"]) == (n == 2048)
+        assert sources == {"gemm/mma_sp.cu"}
