@@ -1,7 +1,7 @@
 """Which kernels' machine code differs from another commit's, and the GPU tests of what uses them.
 
-Both trees compile what their own tests compile for an architecture; code is compared by kernel file, as the set of its
-compilations' machine code. So macros, functions, comments and headers can be renamed, and a file too.
+Both trees compile what their own tests compile for an architecture. Code is compared by kernel file, as the
+set of its compilations' machine code. So macros, functions, comments and headers can be renamed, and a file too.
 """
 
 from __future__ import annotations
