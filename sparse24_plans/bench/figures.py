@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from .guarantee_table import guarantee_table
+from benchmarks.guarantee_table import guarantee_table
+
 from .random_figures import random_summary, with_worst
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
