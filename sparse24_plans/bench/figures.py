@@ -350,7 +350,7 @@ def rendered(text: str, record: Record) -> str:
 
 def documents(root: Path) -> list[Path]:
     """Those that have tables."""
-    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")), *root.glob("benchmarks/results/*.md"))
     return [path for path in paths if _BLOCK.search(path.read_text())]
 
 
