@@ -110,7 +110,7 @@ def _text(row: GemmRow, problem: _Problem, field: str) -> str:
 
 
 def _promise(row: GemmRow, problem: _Problem) -> PrecisionGuarantee:
-    """Return the promise on Hopper or the host. A kernel on request is asked for an arithmetic that it has."""
+    """Return the promise on Hopper or the host. A kernel on request gets an arithmetic that it has."""
     element, op, epilogue = problem
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element, op=op, epilogue=epilogue)
     name = str(Arithmetic.hopper(element, 1)) if row.on_request else None
