@@ -1,7 +1,7 @@
 """Run a plan in memory of the caller's own allocator, on the caller's own stream.
 
-This example needs a CUDA device. One cudaMalloc serves the weight, the operands and the workspace; the package sees
-addresses only. CuPy launches the kernels, and its memory pool stays empty.
+This example needs a CUDA device. One cudaMalloc serves the weight, the operands and the workspace; the
+package sees addresses only. CuPy launches the kernels, and its memory pool stays empty.
 """
 
 import numpy as np

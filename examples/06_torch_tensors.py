@@ -1,6 +1,7 @@
 """Multiply PyTorch tensors without a copy, read through data_ptr() and through __dlpack__.
 
-This example runs on CPU tensors, and on CUDA tensors where PyTorch and CuPy both see a GPU. Without PyTorch it says so.
+This example runs on CPU tensors, and on CUDA tensors where PyTorch and CuPy both see a GPU. Without PyTorch
+it says so.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
-"""Compute the gradient of the activations, dX = alpha * dY @ W, by a plan with op="dgrad"; check it with float64.
+"""Compute the gradient of the activations, dX = alpha * dY @ W, by a plan with op="dgrad".
 
-This example needs no GPU. The weight is the one that the forward plan uses: nothing is transposed or packed anew.
+This example needs no GPU. The forward plan's weight is used as it is: nothing is transposed or packed anew.
+The gradient is checked with float64.
 """
 
 import numpy as np

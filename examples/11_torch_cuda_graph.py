@@ -1,7 +1,7 @@
 """Build a small runtime on the ops: static buffers, linear_out, and one CUDA graph for a decode step.
 
-On a GPU the step is captured and replayed with new inputs; on a CPU it runs eagerly. Without PyTorch it
-isn't installed.
+On a GPU the step is captured and replayed with new inputs; on a CPU it runs eagerly. Without PyTorch
+it says so.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Attention over the blocks that a mask keeps: one plan, or product, softmax and product. On the host."""
+"""Compute attention over the blocks that a mask keeps on the host: by one plan, and by three."""
 
 import numpy as np
 
