@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from sparse24_plans.device.devices import HOST_PROPERTIES
 from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
-from sparse24_plans.gemm.table import ROWS, GemmRow
+from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import PrecisionGuarantee
 from sparse24_plans.plan.kernel import Choice
@@ -47,11 +47,11 @@ def guarantee_table() -> list[str]:
 def _table(fields: dict[str, str]) -> list[str]:
     """Return a table with a row for each set of kernels that promise the same, grouped by tier."""
     lines = [_line(("kernel", *fields.values())), _line(["---"] * (len(fields) + 1))]
-    for tier in dict.fromkeys(row.tier for row in ROWS):
+    for tier in dict.fromkeys(entry.tier for entry in ENTRIES):
         lines.append(_line((f"**{tier.replace('_', ' ')}**", *[""] * len(fields))))
         promises: dict[tuple[str, ...], list[str]] = {}
-        for row in (row for row in ROWS if row.tier is tier):
-            promises.setdefault(tuple(_cell(row, field) for field in fields), []).append(f"`{row.name}`")
+        for entry in (entry for entry in ENTRIES if entry.tier is tier):
+            promises.setdefault(tuple(_cell(entry, field) for field in fields), []).append(f"`{entry.name}`")
         lines += [_line((", ".join(names), *cells)) for cells, names in promises.items()]
     return lines
 
@@ -60,17 +60,17 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(row: GemmRow, field: str) -> str:
+def _cell(entry: GemmEntry, field: str) -> str:
     """Return the field's usual value, then the problems for which it has another value."""
-    if field == "math_precision" and len(row.elements) > 1:
-        found = {element: _promise(row, (element, *_PLAIN)).math_precision for element in row.elements}
+    if field == "math_precision" and len(entry.elements) > 1:
+        found = {element: _promise(entry, (element, *_PLAIN)).math_precision for element in entry.elements}
         if all(value is MathPrecision.of(element) for element, value in found.items()):
             return "the element's"
-    first = ElementKind.BF16 if ElementKind.BF16 in row.elements else row.elements[0]
-    usual = _text(row, (first, *_PLAIN), field)
+    first = ElementKind.BF16 if ElementKind.BF16 in entry.elements else entry.elements[0]
+    usual = _text(entry, (first, *_PLAIN), field)
     parts = [usual]
-    for where, problem in _variations(row, first):
-        if (other := _text(row, problem, field)) == usual:
+    for where, problem in _variations(entry, first):
+        if (other := _text(entry, problem, field)) == usual:
             continue
         if (where, other) == (_NOT_EXACT, "none"):
             parts[0] += "\\*"  # the page explains the star once for all kernels
@@ -83,19 +83,19 @@ _NOT_EXACT = "GELU and SiLU"
 _PLAIN = (GemmOp.FORWARD, EpilogueKind.IDENTITY)
 
 
-def _variations(row: GemmRow, first: ElementKind) -> Iterator[tuple[str, _Problem]]:
+def _variations(entry: GemmEntry, first: ElementKind) -> Iterator[tuple[str, _Problem]]:
     """Yield problems that differ from the plain one in one respect, each with the name of that respect."""
-    for element in row.elements:
+    for element in entry.elements:
         if element is not first:
             yield _SHORT.get(element, str(element)), (element, *_PLAIN)
-    if GemmOp.DGRAD in row.ops:
+    if GemmOp.DGRAD in entry.ops:
         yield "`dgrad`", (first, GemmOp.DGRAD, EpilogueKind.IDENTITY)
-    if EpilogueKind.BIAS_SILU in row.epilogues:
+    if EpilogueKind.BIAS_SILU in entry.epilogues:
         yield _NOT_EXACT, (first, GemmOp.FORWARD, EpilogueKind.BIAS_SILU)
 
 
-def _text(row: GemmRow, problem: _Problem, field: str) -> str:
-    value = getattr(_promise(row, problem), field)
+def _text(entry: GemmEntry, problem: _Problem, field: str) -> str:
+    value = getattr(_promise(entry, problem), field)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if field == "unit_roundoff" and value:
@@ -109,10 +109,10 @@ def _text(row: GemmRow, problem: _Problem, field: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _promise(row: GemmRow, problem: _Problem) -> PrecisionGuarantee:
+def _promise(entry: GemmEntry, problem: _Problem) -> PrecisionGuarantee:
     """Return the promise on Hopper or the host. A kernel on request gets an arithmetic that it has."""
     element, op, epilogue = problem
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element, op=op, epilogue=epilogue)
-    name = str(Arithmetic.hopper(element, 1)) if row.on_request else None
+    name = str(Arithmetic.hopper(element, 1)) if entry.on_request else None
     preference = PlanPreference(require={"arithmetic": name})
-    return row.promises(Choice(desc, HOST_PROPERTIES if row.on_host else _HOPPER, row, preference, {}))
+    return entry.promises(Choice(desc, HOST_PROPERTIES if entry.on_host else _HOPPER, entry, preference, {}))

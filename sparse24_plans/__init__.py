@@ -22,7 +22,7 @@ _HOME = {
     "blocksparse.plan": "BlockSparseAttentionPlan BlockSparseConv2dPlan BlockSparseMatmulPlan "
     "BlockSparseSoftmaxPlan",
     "blocksparse.shape": "BlockSparseShape",
-    "blocksparse.tables": "BlockSparseTables",
+    "blocksparse.lookup_tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",
     "checkpoints.convert": "convert_checkpoint",
     "checkpoints.recorded_run": "RecordedRun load_run save_run",

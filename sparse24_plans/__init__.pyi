@@ -14,6 +14,7 @@ from .blocksparse.descriptor import BlockSparseAttentionDescriptor as BlockSpars
 from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMatmulDescriptor
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
+from .blocksparse.lookup_tables import BlockSparseTables as BlockSparseTables
 from .blocksparse.pattern24 import compress_blocks as compress_blocks
 from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
 from .blocksparse.pattern24 import prune_blocks as prune_blocks
@@ -22,7 +23,6 @@ from .blocksparse.plan import BlockSparseConv2dPlan as BlockSparseConv2dPlan
 from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape
-from .blocksparse.tables import BlockSparseTables as BlockSparseTables
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
 from .checkpoints.convert import convert_checkpoint as convert_checkpoint
 from .checkpoints.recorded_run import RecordedRun as RecordedRun

@@ -23,7 +23,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.device.tensors import HOST, Device, TensorView
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.plan import Plan
 
 GUARD_BYTES, GUARD, POISON = 256, 0xA5, 0xFF  # 0xFF.. is a NaN in every float type
@@ -161,7 +161,7 @@ def plan_of_row(name: str) -> type[GemmSparse24Plan]:
 
     Also where the row leaves what isn't asked of it to others.
     """
-    (row,) = (replace(row, for_a_bound=False) for row in ROWS if row.name == name)
+    (row,) = (replace(row, for_a_bound=False) for row in ENTRIES if row.name == name)
     return type(f"PlanOf_{name}", (GemmSparse24Plan,), {"table": (row,)})
 
 

@@ -19,7 +19,7 @@ import pytest
 import sparse24_plans
 from benchmarks.guarantee_table import BITS, ERRORS
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES
 
 from .documents import DOCUMENTS, EXAMPLES, FENCE, PAGES, ROOT, blocks
 from .support import HAS_GPU
@@ -187,7 +187,7 @@ def promises_in_the_guide() -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("name", promises_in_the_guide())
 def test_the_guide_says_what_the_registry_says(name):
     said = promises_in_the_guide()[name]
-    spec = next(spec for spec in ROWS if spec.name == name)
+    spec = next(spec for spec in ENTRIES if spec.name == name)
     element = "bf16" if "bf16" in spec.elements else spec.elements[0]
     promised = spec.guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element=element)).model_dump(mode="json")
     assert said.keys() == promised.keys()
@@ -215,7 +215,7 @@ def test_the_guide_explains_every_field_and_names_its_test(field):
 
 
 def test_every_row_of_the_registry_is_documented():
-    names = [spec.name for spec in ROWS]
+    names = [spec.name for spec in ENTRIES]
     page = (ROOT / "docs" / "kernels.md").read_text().partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == names
     assert sorted(promises_in_the_guide()) == sorted(names)

@@ -20,10 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.gemm.schedules.wgmma_cost_model import (
+    TOKENS,
+    CostConstants,
+    CostInputs,
+    fit_of,
+    microseconds,
+)
 from sparse24_plans.gemm.schedules.wgmma_sp import Schedule, schedules_for
-from sparse24_plans.gemm.schedules.wgmma_time import TOKENS, Fit, Work, fit_of, microseconds
 
-NAMES = [field.name for field in fields(Fit)]
+NAMES = [field.name for field in fields(CostConstants)]
 BOUNDS = {
     "launch": (1, 4), "cluster": (0.001, 1.5), "met": (0.001, 1), "stall": (1, 150), "step": (0.1, 50),
     "step_token": (0.01, 2), "beside": (0.001, 1), "beside_token": (1e-5, 0.1), "pair": (1, 1.5),
@@ -56,8 +62,8 @@ def read(path: str) -> list[Problem]:
     return found
 
 
-def fitted(problems: list[Problem], start: Fit) -> Fit:
-    work = Work([(one, desc) for desc, times in problems for one in times])
+def fitted(problems: list[Problem], start: CostConstants) -> CostConstants:
+    work = CostInputs([(one, desc) for desc, times in problems for one in times])
     counts = np.array([len(times) for _, times in problems])
     begins = np.cumsum(counts) - counts
     taken = np.log([us for _, times in problems for us in times.values()])
@@ -67,7 +73,7 @@ def fitted(problems: list[Problem], start: Fit) -> Fit:
     kept = (*APART, "pair_in_ranges") if paired else APART
     free = [place for place, name in enumerate(NAMES) if name not in kept]
 
-    def fit_at(logs: np.ndarray) -> Fit:
+    def fit_at(logs: np.ndarray) -> CostConstants:
         fit = replace(start, **{NAMES[place]: float(np.exp(logs[place])) for place in free})
         return replace(fit, pair_in_ranges=fit.pair) if paired else fit
 
@@ -89,20 +95,20 @@ def fitted(problems: list[Problem], start: Fit) -> Fit:
         step = np.clip(step, limits[:, 0], limits[:, 1])
         if (found := loss(step)) < least:
             at, least = step, found
-    return Fit(**{name: float(f"{value:.4g}") for name, value in asdict(fit_at(at)).items()})
+    return CostConstants(**{name: float(f"{value:.4g}") for name, value in asdict(fit_at(at)).items()})
 
 
-def lost(problems: list[Problem], fit: Fit) -> list[float]:
+def lost(problems: list[Problem], fit: CostConstants) -> list[float]:
     """What the model's choice took over the fastest of those that are tried."""
     found = []
     for desc, times in problems:
         tried = [one for one in schedules_for(desc.n, desc.m) if one in times]
-        guessed = microseconds(Work([(one, desc) for one in tried]), fit)
+        guessed = microseconds(CostInputs([(one, desc) for one in tried]), fit)
         found.append(times[tried[int(np.argmin(guessed))]] / min(times[one] for one in tried))
     return found
 
 
-def held_out(problems: list[Problem], start: Fit) -> list[float]:
+def held_out(problems: list[Problem], start: CostConstants) -> list[float]:
     """The same, each matrix's by constants that were fitted to others."""
     part = {}
     for desc, _ in problems:

@@ -22,17 +22,17 @@ from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.device.jit.cache import cubin
 from sparse24_plans.gemm.backends import wgmma_sp as backend
-from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
+from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
+from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import (
-    FEW,
-    Lines,
+    MAX_MEMORY_BOUND_N,
+    OperandLayouts,
     Schedule,
     schedules_for,
     schedules_in,
     widths,
 )
-from sparse24_plans.gemm.schedules.wgmma_time import predicted
-from sparse24_plans.gemm.table import ROWS
 from sparse24_plans.gemm.wgmma import SOURCE, Parameters, defines
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
@@ -77,9 +77,9 @@ def tokens(rng: random.Random) -> int:
 
 
 def tried(desc: GemmSparse24Descriptor) -> list[Schedule]:
-    more = MORE_OF_FEW if desc.n <= FEW else MORE_OF_MANY if desc.n <= 2048 else ()
+    more = MORE_OF_FEW if desc.n <= MAX_MEMORY_BOUND_N else MORE_OF_MANY if desc.n <= 2048 else ()
     wide = [Schedule(w, r, width, *rest) for width in widths(desc.n) for w, r, *rest in more]
-    slices = invariant_slices(desc.m, desc.k, desc.element)
+    slices = invariant_split_k(desc.m, desc.k, desc.element)
     known = (*schedules_for(desc.n, desc.m), *schedules_in(slices, desc.n, desc.m))
     found = [one for one in dict.fromkeys((*known, *wide)) if one.fits()]
     guessed = predicted(found, desc)
@@ -90,14 +90,14 @@ def compile_kernel(desc: GemmSparse24Descriptor, schedule: Schedule) -> None:
     cubin(
         SOURCE,
         "sm_90a",
-        {**defines(desc, schedule, Lines.of(desc), False), "PARAMETER_BYTES": sizeof(Parameters)},
+        {**defines(desc, schedule, OperandLayouts.of(desc), False), "PARAMETER_BYTES": sizeof(Parameters)},
     )
 
 
 def times_of(matrix: Matrix, n: int) -> dict[str, float]:
     cell, device = Cell(matrix, n), cuda_properties(0)
     desc = cell.desc
-    row = next(row for row in ROWS if row.backend == "wgmma_sp" and desc.element in row.elements)
+    row = next(row for row in ENTRIES if row.backend == "wgmma_sp" and desc.element in row.elements)
     contenders = []
     for schedule in tried(desc):
         backend.allowed_schedules = lambda *_, one=schedule: (one,)
@@ -117,7 +117,7 @@ def main(out: str, seed: str, seconds: str, *elements: str) -> None:
         GemmSparse24Descriptor(n=n, m=m, k=k, element=element) for m, k, element, ns in drawn for n in ns
     ]
     kernels = {
-        (desc.element, one._replace(parts=min(one.parts, 2))): (desc, one)
+        (desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (desc, one)
         for desc in described
         for one in tried(desc)
     }

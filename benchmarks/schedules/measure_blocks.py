@@ -18,7 +18,7 @@ from sparse24_plans import BlockSparseOp
 from sparse24_plans.bench import blocks
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
-from sparse24_plans.blocksparse.schedule import schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.tuning.data import free_memory
 from sparse24_plans.tuning.timing import time_contenders
 

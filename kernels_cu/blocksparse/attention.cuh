@@ -5,8 +5,8 @@
 // block of 128, or one with a block of 64 of its own. A channel takes item after item: rows of its own that stay, and
 // tiles of others that pass through its slots.
 #pragma once
-#include "common/ring.cuh"
-#include "ptx/tensors.cuh"
+#include "common/pipeline_state.cuh"
+#include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_registers.cuh"
 
 // Of a Config: kTileRows of what passes, kSlotCount of a channel.
@@ -120,7 +120,7 @@ template <int kRows, int kBoxes> __device__ __forceinline__ void clear_rows(u32 
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + box * kRows * 128 + chunk * 16), "r"(0)
                    : "memory");
   async_proxy_fence();
-  threads_meet(barrier, 128);
+  named_barrier_sync(barrier, 128);
 }
 
 // Sums -----------------------------------------------------------------------------------------------

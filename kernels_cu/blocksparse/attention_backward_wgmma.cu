@@ -3,7 +3,7 @@
 // Three launches. `attention_backward_rows`: of every row of Q the base of its exponents, from the logarithm of its
 // sum, and delta = sum(dO * O). Then, twice, `attention_backward_wgmma`, compiled for what it walks:
 //
-//   S24_KEYS  an item                     stays   passes, of its kept blocks                       gives
+//   S24_STATIONARY_KV  an item                     stays   passes, of its kept blocks                       gives
 //   1         a column of blocks, of K's  K, V    Q, dO, of each head of Q that shares K, in turn  dK, dV
 //   0         a row of blocks, of Q's     Q, dO   K, V                                             dQ
 //
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 made_here(u32 v) {
   return v;
 }
 
-using Ring = RingPosition<Config::kSlots>;
+using Ring = PipelineState<Config::kSlots>;
 using Products = WarpgroupProducts<Config>;
 
 // A channel's part of shared memory.
@@ -143,14 +143,14 @@ struct Copier {
     matrix = made_here(matrix);
     barrier_wait(channel.free(slot), ~(tiles / Config::kSlots) & 1);
     store_shared(channel.start(slot), start);
-    barrier_expect(full, 2 * (Config::kTileBytes + Config::kLineBytes));
+    barrier_arrive_expect_tx(full, 2 * (Config::kTileBytes + Config::kLineBytes));
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
 #pragma unroll
       for (int box = 0; box < Config::kBoxes; ++box)
         copy_box(channel.tile(slot, which) + box * Config::kBoxBytes, &p.passes[which], box * 64, start, matrix, full);
       if constexpr (Config::kKeys)
-        copy_bulk(channel.line(slot, which), (which ? p.deltas : p.bases) + (i64)matrix * p.rows + start,
+        bulk_load(channel.line(slot, which), (which ? p.deltas : p.bases) + (i64)matrix * p.rows + start,
                   Config::kLineBytes, full);
     }
     ++tiles;
@@ -179,7 +179,7 @@ struct Copier {
     const u32 item = channel.item(items), full = channel.item_full();
     const int tiles = load_shared_as<int>(item + Item::kTilesAt);
     barrier_wait(channel.item_free(), ~items & 1);
-    barrier_expect(full, tiles > 0 ? Config::kGroups * 2 * Config::kOwnBytes : 0);
+    barrier_arrive_expect_tx(full, tiles > 0 ? Config::kGroups * 2 * Config::kOwnBytes : 0);
     if (tiles > 0) {
       const u32 matrix = load_shared_as<u32>(item), line = load_shared_as<u32>(item + Item::kLineAt);
 #pragma unroll
@@ -357,8 +357,8 @@ struct Multiplier {
     } else {
       wgmma_wait<0>();
     }
-    wgmma_settle(sums[0]);
-    if constexpr (Config::kKeys) wgmma_settle(sums[1]);
+    wgmma_fence_operand(sums[0]);
+    if constexpr (Config::kKeys) wgmma_fence_operand(sums[1]);
     release(free);
   }
   // P and G of a tile whose S is in flight. Waits for the next one where there is one, of which `start` is the first
@@ -367,7 +367,7 @@ struct Multiplier {
                                          u32 (&factors)[Config::kCells / 2], int& start, bool more, const Item& item) {
     issue_cells(cells, 1, at.slot);
     wgmma_wait<1>();
-    wgmma_settle(scores);
+    wgmma_fence_operand(scores);
     exponentiate(scores, at.slot);
     if (hides(item, start)) hide(scores, item, start);
     Products::round(factors, scores);
@@ -378,7 +378,7 @@ struct Multiplier {
       start = take(item, next);
     }
     wgmma_wait<0>();
-    wgmma_settle(cells);
+    wgmma_fence_operand(cells);
   }
 
   __device__ __forceinline__ void multiply(float (&sums)[Config::kResults][Config::kSums], const Item& item) {
@@ -390,7 +390,7 @@ struct Multiplier {
     for (int which = 0; which < Config::kResults; ++which) {
 #pragma unroll
       for (int i = 0; i < Config::kSums; ++i) sums[which][i] = 0.0f;
-      wgmma_settle(sums[which]);
+      wgmma_fence_operand(sums[which]);
     }
     int left = item.tiles;
     while (true) {
@@ -446,15 +446,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  follow_predecessors();
+  launch_dependents_and_wait();
 
   if (warpgroup == 2) {
-    registers_lower<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, index = Config::kChannels == 1 ? 0 : warp;
     if (warp < Config::kChannels && threadIdx.x % 32 == 0)
       Copier{p, {base + index * Config::kChannelBytes}}.copy_all(blockIdx.x * Config::kChannels + index);
   } else {
-    registers_raise<Config::kSumRegisters>();
+    warpgroup_reg_alloc<Config::kSumRegisters>();
     if constexpr (Config::kChannels == 1) Multiplier{p, {base}, warpgroup}.work();
     else Multiplier{p, {base + warpgroup * Config::kChannelBytes}, 0}.work();
   }

@@ -23,10 +23,10 @@
 #include "blocksparse/attention.cuh"
 
 // Everything that is compiled in.
-struct Config
-    : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */, S24_SLOTS> {
-  static constexpr int kSign = S24_SIGN;     // of the scale
-  static constexpr bool kTurns = S24_TURNS;  // whether the warpgroups take turns to multiply
+struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */,
+                              S24_PIPELINE_STAGES> {
+  static constexpr int kSign = S24_SIGN;         // of the scale
+  static constexpr bool kTurns = S24_PING_PONG;  // whether the warpgroups take turns to multiply
 
   static constexpr int kBeside = kTile / kBlock, kPartBytes = kBlock * 128;  // blocks of a tile; of a box of each
 
@@ -51,7 +51,7 @@ struct AttentionWgmmaParams {
 };
 static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
 
-using Ring = RingPosition<Config::kSlots>;
+using Ring = PipelineState<Config::kSlots>;
 using Products = WarpgroupProducts<Config>;
 
 // A channel's part of shared memory.
@@ -132,7 +132,7 @@ struct Copier {
     if (lane == 0) {
       const u32 full = channel.full(at.slot), to = channel.slot(at.slot);
       barrier_wait(channel.free(at.slot), at.parity ^ 1);
-      barrier_expect(full, min(blocks, Config::kBeside) * Config::kBlock * Config::kHead * 2);
+      barrier_arrive_expect_tx(full, min(blocks, Config::kBeside) * Config::kBlock * Config::kHead * 2);
 #pragma unroll
       for (int beside = 0; beside < Config::kBeside; ++beside)
         if (beside < blocks)
@@ -148,7 +148,7 @@ struct Copier {
       const u32 full = channel.item_full();
       barrier_wait(channel.item_free(), item_parity);
       item.store(channel.item());
-      barrier_expect(full, item.count > 0 ? Config::kGroups * Config::kOwnBytes : 0);
+      barrier_arrive_expect_tx(full, item.count > 0 ? Config::kGroups * Config::kOwnBytes : 0);
       if (item.count > 0) {
 #pragma unroll
         for (int group = 0; group < Config::kGroups; ++group)
@@ -222,10 +222,10 @@ struct Multiplier {
   }
   // Of those who multiply, the one whose turn it is.
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (Config::kTurns) threads_meet(1 + warpgroup, 256);
+    if constexpr (Config::kTurns) named_barrier_sync(1 + warpgroup, 256);
   }
   __device__ __forceinline__ void give_turn() const {
-    if constexpr (Config::kTurns) threads_arrive(2 - warpgroup, 256);
+    if constexpr (Config::kTurns) named_barrier_arrive(2 - warpgroup, 256);
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
@@ -308,7 +308,7 @@ struct Multiplier {
     issue_scores(scores);
     give_turn();
     wgmma_wait<0>();
-    wgmma_settle(scores);
+    wgmma_fence_operand(scores);
     release(channel.free(at.slot));
     at.next();
     if (tiles == 1 && hides(item)) hide(scores, item);
@@ -324,12 +324,12 @@ struct Multiplier {
       issue_values(out, at.slot);
       give_turn();
       wgmma_wait<1>();
-      wgmma_settle(scores);
+      wgmma_fence_operand(scores);
       release(channel.free(keys));
       if (tile == tiles - 1 && hides(item)) hide(scores, item);
       softmax<false>(scores, factor);
       wgmma_wait<0>();
-      wgmma_settle(out);
+      wgmma_fence_operand(out);
       release(channel.free(at.slot));
       at.next();
       Products::round(weights, scores);
@@ -341,7 +341,7 @@ struct Multiplier {
     clear_values(item);
     issue_values(out, at.slot);
     wgmma_wait<0>();
-    wgmma_settle(out);
+    wgmma_fence_operand(out);
     release(channel.free(at.slot));
     at.next();
   }
@@ -403,14 +403,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  follow_predecessors();
+  launch_dependents_and_wait();
 
   if (warpgroup == 2) {
-    registers_lower<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32;
     if (warp < Config::kChannels) Copier{p, {base, warp}, threadIdx.x % 32}.copy_all();
   } else {
-    registers_raise<Config::kSumRegisters>();
+    warpgroup_reg_alloc<Config::kSumRegisters>();
     Multiplier{p, {base, warpgroup / Config::kGroups}, warpgroup % Config::kGroups, warpgroup}.work();
   }
 }

@@ -18,7 +18,7 @@
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK, kTokens = S24_TOKENS;  // of a tile
+  static constexpr int kBlock = S24_BLOCK, kTokens = S24_TILE_N;  // of a tile
   static constexpr bool kSampled = S24_SAMPLED;                   // sdd
   // Whether k is contiguous in op(S), of sdd op(A); and in X, of sdd op(B). Else rows and tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;

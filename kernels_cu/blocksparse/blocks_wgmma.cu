@@ -32,17 +32,17 @@
 // then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
 #include "blocksparse/multiplier.cuh"
 #include "blocksparse/writer.cuh"
-#include "ptx/store_matrix.cuh"
+#include "ptx/stmatrix.cuh"
 
-#define S24_CLUSTER_BLOCKS S24_SHARE
+#define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTokens = S24_TOKENS;          // of a block of threads
+  static constexpr int kTokens = S24_TILE_N;          // of a block of threads
   static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
-  static constexpr int kShare = S24_SHARE;            // blocks of a cluster
+  static constexpr int kShare = S24_CLUSTER_N;        // blocks of a cluster
   static constexpr int kStages = S24_STAGES;
   static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
   static constexpr bool kSampled = S24_SAMPLED;                     // sdd
@@ -57,10 +57,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBeside = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
   static constexpr int kBox = kDepth / kBeside, kBoxBytes = kBytes * kBox;  // k of a box of S or X
   static constexpr bool kSmall = kBlock < 64;
-  static constexpr int kRows = S24_ROWS, kRowGroups = kRows / 64, kLines = kRows / kBlock;  // of a strip
-  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                         // row tiles of a line
-  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                          // lines of a row tile
-  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                       // tokens of a warpgroup
+  static constexpr int kRows = S24_TILE_M, kRowGroups = kRows / 64, kLines = kRows / kBlock;  // of a strip
+  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                           // row tiles of a line
+  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                            // lines of a row tile
+  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                         // tokens of a warpgroup
   // Of sdd: columns of blocks of an item, and what it has of each. A narrow item has part of one.
   static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
   static constexpr int kParts = kBlock / kPart;
@@ -130,7 +130,7 @@ struct BlocksWgmmaParams {
 };
 static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
 
-using Ring = RingPosition<Config::kStages>;
+using Ring = PipelineState<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
 
@@ -218,14 +218,14 @@ __device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, 
   const u32 row = (u32)place * Config::kBlock + share * kLines;
   if constexpr (Config::kSparseMajor == Major::K) {
     const u32 at = to + share * kLines * Config::kBoxBytes;
-    if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, half * Config::kDepth, row, full);
-    else copy_tensor_multicast(at, &p.left_map, half * Config::kDepth, row, full, (u16)kAll);
+    if constexpr (Config::kShare == 1) tma_load(at, &p.left_map, half * Config::kDepth, row, full);
+    else tma_load_multicast(at, &p.left_map, half * Config::kDepth, row, full, (u16)kAll);
   } else {
 #pragma unroll
     for (int group = 0; group < Config::kLineGroups; ++group) {
       const u32 at = to + group * Config::kGroupBytes + share * kLines * Config::kBoxBytes;
-      if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, group * 64, row + half * 64, full);
-      else copy_tensor_multicast(at, &p.left_map, group * 64, row + half * 64, full, (u16)kAll);
+      if constexpr (Config::kShare == 1) tma_load(at, &p.left_map, group * 64, row + half * 64, full);
+      else tma_load_multicast(at, &p.left_map, group * 64, row + half * 64, full, (u16)kAll);
     }
   }
 }
@@ -240,14 +240,19 @@ __device__ __forceinline__ void copy_dense(const TensorMap* map, u32 to, u32 k, 
 #pragma unroll
   for (u32 at = turn * kAcross; at < kLines; at += step * kAcross) {
     if constexpr (kMajor == Major::K)
-      copy_tensor(to + at * kBox * Config::kBytes, map, k, line + at, matrix, full, Config::kDensePolicy);
-    else copy_tensor(to + at * 128, map, line + at, k, matrix, full, Config::kDensePolicy);
+      tma_load(to + at * kBox * Config::kBytes, map, k, line + at, matrix, full, Config::kDensePolicy);
+    else tma_load(to + at * 128, map, line + at, k, matrix, full, Config::kDensePolicy);
   }
 }
 
 // A warp that copies: the left operand, and all that is to say of a stage, or the right one. Two of each take stages in
 // turn. Lane l has line l % 8 and, of the columns of blocks that a stage has, the l / 8-th.
 template <bool kLeft> struct Copier {
+  // A stage has one box of S, or of X: an elected lane requests it, since for a lane that is chosen by its number the
+  // compiler makes a loop over all lanes. Every lane then looks up the same line.
+  static constexpr bool kOneLine = Config::kLines == 1 && Config::kBeside == 1;
+  static constexpr bool kOneBox = kOneLine && Config::kDenseMajor == Major::K && Config::kTokens <= 256;
+
   const BlocksWgmmaParams& p;
   u32 base, share, lane, mine;  // the last: of the two
   Barriers barriers;
@@ -272,6 +277,12 @@ template <bool kLeft> struct Copier {
 
   // X's rows: a lane each box of its column of blocks.
   __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 half) const {
+    if constexpr (kOneBox) {
+      if (elect_one())
+        tma_load(stage() + Config::kSparseBytes, &p.right_map, column * Config::kBlock + half * Config::kDepth,
+                 item.token, matrix, barriers.full(at.slot), Config::kDensePolicy);
+      return;
+    }
     const u32 to =
         stage() + Config::kSparseBytes +
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
@@ -282,10 +293,19 @@ template <bool kLeft> struct Copier {
   }
 
   __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here);
+    const u32 full = barriers.full(at.slot);
+    if constexpr (kOneLine) {
+      if (elect_one()) {
+        barrier_arrive_expect_tx(full, Config::kLineBytes + Config::kTokens * Config::kBoxBytes);
+        copy_sparse(p, stage(), place, half, share, full);
+      }
+      return;
+    }
+    const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
       if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
-      barrier_expect(full, __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
+      barrier_arrive_expect_tx(full,
+                               __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
     }
     __syncwarp();
     if (here) {
@@ -306,7 +326,7 @@ template <bool kLeft> struct Copier {
 
   // A strip's columns of blocks, in increasing order.
   __device__ __forceinline__ void copy_strip(const Item& item) {
-    const u32 matrix = item.matrix(p), of = lane % 8;
+    const u32 matrix = item.matrix(p), of = kOneLine ? 0 : lane % 8;
     const i64 line = (i64)item.head * p.head_lines + item.line + of;
     const bool mine = of < Config::kLines && item.line + of < p.head_lines;
     const u32* kept = p.kept + line * p.words;
@@ -318,7 +338,8 @@ template <bool kLeft> struct Copier {
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
-        if (lane / 8 == beside) column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
+        if (kOneLine || lane / 8 == beside)
+          column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
         if (kLeft && keeps) entry = entry_at(++next);
         if (++beside == Config::kBeside) copy_columns(item, matrix);
       }
@@ -339,8 +360,8 @@ template <bool kLeft> struct Copier {
     for (u32 at = 0; at < (kAlongK ? 1 : Config::kRows); at += 64) {
       const u32 to = stage() + at * 128 + share * kLines * 128;
       const u32 across = kAlongK ? from : row + at, down = kAlongK ? row : from;
-      if constexpr (Config::kShare == 1) copy_tensor(to, &p.left_map, across, down, matrix, full, Config::kDensePolicy);
-      else copy_tensor_multicast(to, &p.left_map, across, down, matrix, full, (u16)((1 << Config::kShare) - 1));
+      if constexpr (Config::kShare == 1) tma_load(to, &p.left_map, across, down, matrix, full, Config::kDensePolicy);
+      else tma_load_multicast(to, &p.left_map, across, down, matrix, full, (u16)((1 << Config::kShare) - 1));
     }
   }
 
@@ -352,7 +373,7 @@ template <bool kLeft> struct Copier {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
-        barrier_expect(full, Config::kSparseBytes + item.count * Config::kPart * 128);
+        barrier_arrive_expect_tx(full, Config::kSparseBytes + item.count * Config::kPart * 128);
         copy_rows(item, step * Config::kDepth, matrix, full);
       }
       if (!kLeft && lane < item.count)
@@ -415,12 +436,12 @@ struct SmallCopier {
 
   __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 k, u32 to, u32 full) const {
     if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) copy_tensor(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
+      if (lane == 0) tma_load(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
     } else if (p.whole) {
-      if (lane == 0) copy_tensor(to, &p.right_map, 0, k, item.token / 64, matrix, full, Config::kDensePolicy);
+      if (lane == 0) tma_load(to, &p.right_map, 0, k, item.token / 64, matrix, full, Config::kDensePolicy);
     } else if (lane < Config::kTokens / 64) {
-      copy_tensor(to + lane * (Config::kBox * 128), &p.right_map, item.token + lane * 64, k, 0, matrix, full,
-                  Config::kDensePolicy);
+      tma_load(to + lane * (Config::kBox * 128), &p.right_map, item.token + lane * 64, k, 0, matrix, full,
+               Config::kDensePolicy);
     }
   }
 
@@ -436,8 +457,8 @@ struct SmallCopier {
       for (int i = 0; i < kPasses; ++i) {
         const u32 at = kOwnLines ? i : part * kPasses + i, row = (lane + 32 * at) / kChunks, chunk = lane % kChunks;
         const u32 turned = Config::kBoxBytes == 64 ? row / 2 % 4 : row / 4 % 2;  // the swizzle
-        copy_async_16_if(copies, to + line * kBlockBytes + row * Config::kBoxBytes + (chunk ^ turned) * 16,
-                         values + which * kBlockBytes + at * 512, keep);
+        cp_async_16_if(copies, to + line * kBlockBytes + row * Config::kBoxBytes + (chunk ^ turned) * 16,
+                       values + which * kBlockBytes + at * 512, keep);
       }
     }
   }
@@ -454,14 +475,14 @@ struct SmallCopier {
     constexpr u32 kColumnBytes = Config::kTokens * Config::kBoxBytes;
     if (lane == 0) {
       if (part == 0) store_shared(barriers.present(at.slot) + column, (u8)kept);
-      barrier_expect(full, copies ? kColumnBytes : 0);
+      barrier_arrive_expect_tx(full, copies ? kColumnBytes : 0);
     }
     __syncwarp();
     if (copies) copy_x(item, matrix, met * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
     __syncwarp();
     copy_blocks(item, to + column * (Config::kRows * Config::kBoxBytes) + line * kBlockBytes, found.place, from + line,
                 present, zeros);
-    barrier_arrive_after_copies(full);
+    cp_async_mbarrier_arrive(full);
   }
 
   __device__ __forceinline__ void copy_strip(const Item& item) {
@@ -525,8 +546,8 @@ struct Writer
       copy_blocks<Config::kBlock>(buffer, item, row_group, token);
     } else if constexpr (Config::kSampled) {
       const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
-      copy_tensor_out(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
-      copies_commit();
+      tma_store(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
+      tma_store_commit();
     } else {
       copy_out(buffer, row, token, item.matrix(p));
     }
@@ -550,9 +571,8 @@ struct Writer
       } else {
         const u32 above = Out::pair(result(sum[0], bias[0]), result(sum[1], bias[0]));
         const u32 below = Out::pair(result(sum[2], bias[1]), result(sum[3], bias[1]));
-        if constexpr (Config::kTokensContiguous)
-          store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), above, below);
-        else store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), above, below);
+        if constexpr (Config::kTokensContiguous) stmatrix_x2(buffer + staged_at(row + lane % 16, 8 * j), above, below);
+        else stmatrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), above, below);
       }
     }
   }
@@ -593,18 +613,22 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Config::kShare > 1) cluster_meet_relaxed();
-  follow_predecessors();
+  if constexpr (Config::kShare > 1) cluster_sync_relaxed();
+  if constexpr (Config::kByLanes) launch_dependent_grids();
+  grid_dependency_wait();
 
   if (warpgroup == Config::kWarpgroups) {
-    registers_lower<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     if constexpr (Config::kByLanes)
       SmallCopier{p, base, lane, warp / SmallCopier::kShared, warp % SmallCopier::kShared, barriers}.copy_all();
     else if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
     else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
+    // The next kernel starts only now: earlier, its requests would compete for memory with those of this kernel. With
+    // small blocks that made no difference.
+    if (!Config::kByLanes && warp == 3 && lane == 0) launch_dependent_grids();
   } else {
-    registers_raise<Config::kSumRegisters>();
+    warpgroup_reg_alloc<Config::kSumRegisters>();
     const u32 row_group = warpgroup % Config::kRowGroups, token_group = warpgroup / Config::kRowGroups;
     Multiplier multiplier{{{}, base, row_group, token_group, Reporter<Config>(barriers.free(0)), barriers}};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
@@ -616,6 +640,6 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, token_group);
     }
-    if (writer.is_copier()) copies_read<0>();
+    if (writer.is_copier()) tma_store_wait_read<0>();
   }
 }

@@ -31,14 +31,14 @@
 #include "blocksparse/writer.cuh"
 #include "ptx/multicast.cuh"
 
-#define S24_CLUSTER_BLOCKS S24_SHARE
+#define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTokens = S24_TOKENS;  // of a block of threads
-  static constexpr int kShare = S24_SHARE;    // blocks of a cluster
+  static constexpr int kTokens = S24_TILE_N;    // of a block of threads
+  static constexpr int kShare = S24_CLUSTER_N;  // blocks of a cluster
   static constexpr int kSparseStages = S24_SPARSE_STAGES, kDenseStages = S24_DENSE_STAGES;
   static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X lies; MN: tokens are contiguous
@@ -94,8 +94,8 @@ struct BlocksWgmmaSpParams {
 };
 static_assert(matches_host<BlocksWgmmaSpParams>(), "the host has another BlocksWgmmaSpParams");
 
-using SparseRing = RingPosition<Config::kSparseStages>;
-using DenseRing = RingPosition<Config::kDenseStages>;
+using SparseRing = PipelineState<Config::kSparseStages>;
+using DenseRing = PipelineState<Config::kDenseStages>;
 
 struct Barriers {
   u32 at;
@@ -192,12 +192,12 @@ struct SparseCopier {
     const u32 row = place * Config::kBlock + share * kRows;
     const u8* metadata = p.metadata + (i64)place * Config::kMetadataBytes + share * kWords;
     if constexpr (Config::kShare == 1) {
-      copy_tensor(to, &p.values_map, 0, row, full);
-      copy_bulk(metadata_to, metadata, kWords, full);
+      tma_load(to, &p.values_map, 0, row, full);
+      bulk_load(metadata_to, metadata, kWords, full);
     } else {
       constexpr u16 kAll = (1 << Config::kShare) - 1;
-      copy_tensor_multicast(to, &p.values_map, 0, row, full, kAll);
-      copy_bulk_multicast(metadata_to, metadata, kWords, full, kAll);
+      tma_load_multicast(to, &p.values_map, 0, row, full, kAll);
+      bulk_load_multicast(metadata_to, metadata, kWords, full, kAll);
     }
   }
 
@@ -209,7 +209,7 @@ struct SparseCopier {
         const u32 full = barriers.sparse_full(at.slot), present = __ballot_sync(~0u, keeps);
         if (lane == 0) {
           if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
-          barrier_expect(full, __popc(present) * (Config::kValueBytes + Config::kMetadataBytes));
+          barrier_arrive_expect_tx(full, __popc(present) * (Config::kValueBytes + Config::kMetadataBytes));
         }
         __syncwarp();
         if (keeps) copy_block(base + Config::kSparseAt + at.slot * Config::kSparseBytes, place, full);
@@ -234,14 +234,13 @@ struct DenseCopier {
 
   __device__ __forceinline__ void copy_stage(const Item& item, u32 k, u32 matrix) const {
     const u32 full = barriers.dense_full(at.slot), to = base + at.slot * Config::kDenseBytes;
-    if (lane == 0) barrier_expect(full, Config::kDenseBytes);
+    if (lane == 0) barrier_arrive_expect_tx(full, Config::kDenseBytes);
     __syncwarp();
     if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) copy_tensor(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
+      if (lane == 0) tma_load(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
     } else {
       if (lane < Config::kTokens / 64)
-        copy_tensor(to + lane * kGroupBytes, &p.right_map, item.token + lane * 64, k, matrix, full,
-                    Config::kDensePolicy);
+        tma_load(to + lane * kGroupBytes, &p.right_map, item.token + lane * 64, k, matrix, full, Config::kDensePolicy);
     }
     __syncwarp();
   }
@@ -339,7 +338,7 @@ struct Multiplier {
       }
     }
     finish();
-    wgmma_settle(sums);
+    wgmma_fence_operand(sums);
   }
 };
 
@@ -377,19 +376,19 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) init_barriers(barriers);
   if (threadIdx.x == Config::kMultiplying && p.blocks) {  // else there are no maps but C's
-    prefetch_map(&p.values_map), prefetch_map(&p.right_map), prefetch_map(&p.out_map);
+    prefetch_tensor_map(&p.values_map), prefetch_tensor_map(&p.right_map), prefetch_tensor_map(&p.out_map);
   }
   __syncthreads();
-  if constexpr (Config::kShare > 1) cluster_meet_relaxed();
-  follow_predecessors();
+  if constexpr (Config::kShare > 1) cluster_sync_relaxed();
+  launch_dependents_and_wait();
 
   if (warpgroup == Config::kWarpgroups) {
-    registers_lower<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     if (warp == 0) SparseCopier{p, base, share, lane, barriers}.copy_all();
     else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
   } else {
-    registers_raise<Config::kSumRegisters>();
+    warpgroup_reg_alloc<Config::kSumRegisters>();
     Multiplier multiplier{base, warpgroup, SparseReporter(barriers.sparse_free(0)), barriers};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
     Writer writer{{p, staging, 1 + (int)warpgroup}};
@@ -400,6 +399,6 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
       multiplier.multiply(sums, item.count);
       writer.write(sums, item, warpgroup);
     }
-    if (writer.is_copier()) copies_read<0>();
+    if (writer.is_copier()) tma_store_wait_read<0>();
   }
 }

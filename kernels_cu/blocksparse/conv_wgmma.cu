@@ -1,5 +1,5 @@
 // A 2-D convolution with a block-sparse filter, and its gradients, as products whose dense operand is never in memory:
-// the copy engine finds the pixels that results meet (ptx/pixels.cuh).
+// the copy engine finds the pixels that results meet (ptx/tma_im2col.cuh).
 //
 //   op       rows of a strip                pixels             a sum runs over
 //   forward  out channels: lines of blocks  Y's                kept columns of blocks: in channels of a tap
@@ -26,29 +26,29 @@
 // then 2G - 1 - c, then 2G + c: in turns.
 #include "blocksparse/multiplier.cuh"
 #include "blocksparse/writer.cuh"
-#include "ptx/pixels.cuh"
+#include "ptx/tma_im2col.cuh"
 
-#define S24_CLUSTER_BLOCKS S24_SHARE
+#define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
 enum class ConvOp { FORWARD = 0, DGRAD = 1, WGRAD = 2 };
 
-#if S24_PARTS
+#if S24_SPLIT_K
 #define S24_IN_PARTS  // what compiles for a sum in parts alone
 #endif
 
 using Problem = ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE>;
 // What the kernel writes: results, or float32 parts of them.
-using Written = ProblemType<S24_ELEMENT, S24_PARTS ? (int)ElementKind::F32 : S24_OUT, S24_BIAS, S24_EPILOGUE>;
+using Written = ProblemType<S24_ELEMENT, S24_SPLIT_K ? (int)ElementKind::F32 : S24_OUT, S24_BIAS, S24_EPILOGUE>;
 
 // Everything that is compiled in.
 struct Config : Written {
   static constexpr ConvOp kOp = ConvOp(S24_OP);
   static constexpr bool kFilter = kOp == ConvOp::WGRAD, kTurned = kOp == ConvOp::DGRAD, kPhases = S24_PHASES;
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kPixels = S24_PIXELS;          // of a block of threads; of wgrad columns
+  static constexpr int kPixels = S24_TILE_N;          // of a block of threads; of wgrad columns
   static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
-  static constexpr int kShare = S24_SHARE;            // blocks of a cluster
+  static constexpr int kShare = S24_CLUSTER_N;        // blocks of a cluster
   static constexpr int kStages = S24_STAGES;
   static constexpr int kBuffers = S24_BUFFERS;  // of a staging area
   // How the operands lie: with the summed channels contiguous, or not.
@@ -153,7 +153,7 @@ struct Pixel {
     int below = p.h.numerator(Config::kPhases ? phase / p.w.divide : 0, tap / p.taps_w);
     int beside = p.w.numerator(Config::kPhases ? phase % p.w.divide : 0, tap % p.taps_w);
     if constexpr (Config::kPhases) below /= p.h.divide, beside /= p.w.divide;
-    copy_pixels(to, &p.right_map, channel, w, h, image, (u16)beside, (u16)below, full, Config::kReadPolicy);
+    tma_load_im2col(to, &p.right_map, channel, w, h, image, (u16)beside, (u16)below, full, Config::kReadPolicy);
   }
 };
 
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool meets(const ConvWgmmaParams& p, u32 phase, u32 t
          p.w.numerator(phase % p.w.divide, tap % p.taps_w) % p.w.divide == 0;
 }
 
-using Ring = RingPosition<Config::kStages>;
+using Ring = PipelineState<Config::kStages>;
 
 struct Barriers : StageBarriers<Config> {
   // A word: which of a stage's places hold no zeros.
@@ -232,8 +232,8 @@ __device__ __forceinline__ void copy_values(const ConvWgmmaParams& p, u32 to, u3
   for (int group = 0; group < (Config::kTurned ? Config::kLineGroups : 1); ++group) {
     const u32 at = to + group * Config::kGroupBytes + share * kLines * Config::kBoxBytes;
     const u32 column = Config::kTurned ? group * 64 : half * 64, line = row + (Config::kTurned ? half * 64 : 0);
-    if constexpr (Config::kShare == 1) copy_tensor(at, &p.left_map, column, line, full);
-    else copy_tensor_multicast(at, &p.left_map, column, line, full, (u16)kAll);
+    if constexpr (Config::kShare == 1) tma_load(at, &p.left_map, column, line, full);
+    else tma_load_multicast(at, &p.left_map, column, line, full, (u16)kAll);
   }
 }
 
@@ -292,8 +292,8 @@ template <bool kLeft> struct Copier {
         const u32 dirty = load_shared_as<u32>(barriers.dirty(at.slot));
         store_shared(barriers.dirty(at.slot), (dirty & ~zeros) | present);
       }
-      barrier_expect(full,
-                     __popc(present | zeros) * Config::kLineBytes + beside * (Config::kPixels * Config::kBoxBytes));
+      barrier_arrive_expect_tx(
+          full, __popc(present | zeros) * Config::kLineBytes + beside * (Config::kPixels * Config::kBoxBytes));
     }
     __syncwarp();
     if ((present | zeros) >> lane & 1) {  // what lies beyond the values reads as zeros
@@ -350,10 +350,10 @@ template <bool kLeft> struct Copier {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), first = (item.part * p.steps + step) * 64;
       if (kLeft && lane == 0) {
-        barrier_expect(full, Config::kLeftBytes + item.count * Config::kBlock * 128);
+        barrier_arrive_expect_tx(full, Config::kLeftBytes + item.count * Config::kBlock * 128);
 #pragma unroll
         for (u32 row = 0; row < Config::kBlock; row += 64)
-          copy_tensor(stage() + row * 128, &p.left_map, item.row() + row, first, full);
+          tma_load(stage() + row * 128, &p.left_map, item.row() + row, first, full);
       }
       if (!kLeft && lane < item.count) {
         const u32 to = stage() + Config::kLeftBytes + lane * (Config::kBlock * 128);
@@ -417,8 +417,8 @@ struct Writer : TileWriter<Writer, Config, ConvWgmmaParams, Config::kFilter, Con
       store_pixels(buffer, row, column, item.phase);
     } else if constexpr (Config::kFilter) {
       const u32 place = item.part * p.blocks + item.first + column / Config::kBlock;
-      copy_tensor_out(&p.out_map, column % Config::kBlock, place * Config::kBlock + row % Config::kBlock, buffer);
-      copies_commit();
+      tma_store(&p.out_map, column % Config::kBlock, place * Config::kBlock + row % Config::kBlock, buffer);
+      tma_store_commit();
     } else {
       copy_out(buffer, row, column, 0);
     }
@@ -459,16 +459,16 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Config::kShare > 1) cluster_meet_relaxed();
-  follow_predecessors();
+  if constexpr (Config::kShare > 1) cluster_sync_relaxed();
+  launch_dependents_and_wait();
 
   if (warpgroup == Config::kWarpgroups) {
-    registers_lower<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
     else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
   } else {
-    registers_raise<Config::kSumRegisters>();
+    warpgroup_reg_alloc<Config::kSumRegisters>();
     const u32 row_group = warpgroup % Config::kRowGroups, column_group = warpgroup / Config::kRowGroups;
     Multiplier multiplier{{{}, base, row_group, column_group, Reporter<Config>(barriers.free(0)), barriers}};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
@@ -482,7 +482,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
       multiplier.multiply(sums, item.steps(p));
       writer.write(sums, item, row_group, column_group);
     }
-    if (writer.is_copier()) copies_read<0>();
+    if (writer.is_copier()) tma_store_wait_read<0>();
   }
 }
 

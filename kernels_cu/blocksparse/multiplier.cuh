@@ -14,7 +14,7 @@ template <u32 kTile> __device__ __forceinline__ u32 lines_of(u32 present, u32 fi
 //
 // Of Config: kMixed: whether a stage may lack a row tile's lines, kTileLines a tile; kByLanes: whether lanes copy.
 template <class Config, class Multiplier> struct StepMultiplier {
-  RingPosition<Config::kStages> at;
+  PipelineState<Config::kStages> at;
   u32 base, row_group, column_group;
   Reporter<Config> reporter;
   StageBarriers<Config> barriers;
@@ -51,7 +51,7 @@ template <class Config, class Multiplier> struct StepMultiplier {
       flying = true, before = at.slot;
     }
     wgmma_wait<0>();
-    wgmma_settle(sums);
+    wgmma_fence_operand(sums);
     if (flying) reporter.release(before);
   }
 };

@@ -209,8 +209,8 @@ struct Stage {
 #pragma unroll
     for (int i = 0; i < Config::kChunks; ++i)
       if (i < held)
-        copy_async_16(shared_address(&x[i][threadIdx.x]), from + i * (Place::kCellStep / Config::kVector), true);
-    copy_async_commit();
+        cp_async_16(shared_address(&x[i][threadIdx.x]), from + i * (Place::kCellStep / Config::kVector), true);
+    cp_async_commit();
   }
 };
 
@@ -345,7 +345,7 @@ __device__ __forceinline__ void forward(const SoftmaxParams& p, u32 item, Partia
       scores.take<false>(p, at, tile, stage);
       running.follow(scores);
     }
-    copy_async_wait<0>();
+    cp_async_wait<0>();
     scores.take<true>(p, at, 0, stage);
     item += step;
     const Place next(p, item, ends);
@@ -425,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     softmax(const __grid_constant__ SoftmaxParams p) {
   extern __shared__ uint4 shared[];
   __shared__ Partials partial;
-  follow_predecessors();
+  launch_dependents_and_wait();
   const u32 item = blockIdx.x * Config::kTeams + threadIdx.x / (32 * Config::kWarps);
   if (item >= p.items) return;
   if constexpr (Config::kBackward) backward(p, item, partial);

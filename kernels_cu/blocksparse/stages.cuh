@@ -1,6 +1,6 @@
 // What kernels share whose operands come in stages, some to every block of a cluster: a Config's kStages and kShare.
 #pragma once
-#include "common/ring.cuh"
+#include "common/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 
 // Items ----------------------------------------------------------------------------------------------

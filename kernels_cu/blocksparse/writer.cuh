@@ -1,8 +1,8 @@
 // The role that writes results: through shared memory, where the copy engine takes them from.
 #pragma once
 #include "common/epilogue.cuh"
-#include "ptx/store_matrix.cuh"
-#include "ptx/tensors.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma.cuh"
 
 // 64 rows x kColumns results of one warpgroup, kStepColumns at a time, in one of kBuffers buffers. Writer derives from
@@ -49,11 +49,11 @@ template <class Writer, class Config, class Params, bool kRowLines, bool kByThre
       if (column >= end) break;
       const u32 buffer = staging + turn * Config::kBufferBytes;
       if (++turn == Config::kBuffers) turn = 0;
-      if (!kByThreads && is_copier()) copies_read<Config::kBuffers - 1>();  // what this buffer held
-      threads_meet(barrier, 128);
+      if (!kByThreads && is_copier()) tma_store_wait_read<Config::kBuffers - 1>();  // what this buffer held
+      named_barrier_sync(barrier, 128);
       static_cast<const Writer&>(*this).fill(buffer, sums + step * kStep / 2, bias);
       if constexpr (!kByThreads) async_proxy_fence();
-      threads_meet(barrier, 128);
+      named_barrier_sync(barrier, 128);
       if (kByThreads || is_copier()) static_cast<const Writer&>(*this).store(buffer, item, row0, column);
     }
   }
@@ -77,10 +77,10 @@ template <class Writer, class Config, class Params, bool kRowLines, bool kByThre
           store_shared(to, Out::from_float(canonical_nan(v[i])));
         }
       } else if constexpr (kRowLines) {
-        store_matrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
+        stmatrix_x2(buffer + staged_at(row + lane % 16, 8 * j), Out::pair(v[0], v[1]), Out::pair(v[2], v[3]));
       } else {
-        store_matrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
-                                   Out::pair(v[2], v[3]));
+        stmatrix_transposed_x2(buffer + staged_at(row + lane / 8 % 2 * 8, 8 * j + lane % 8), Out::pair(v[0], v[1]),
+                               Out::pair(v[2], v[3]));
       }
     }
   }
@@ -90,9 +90,9 @@ template <class Writer, class Config, class Params, bool kRowLines, bool kByThre
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       const u32 from = buffer + box * kLines * kLineBytes;
-      if constexpr (kRowLines) copy_tensor_out(&p.out_map, column, row, matrix, from, Config::kOutPolicy);
-      else copy_tensor_out(&p.out_map, row + box * kWide, column, matrix, from, Config::kOutPolicy);
+      if constexpr (kRowLines) tma_store(&p.out_map, column, row, matrix, from, Config::kOutPolicy);
+      else tma_store(&p.out_map, row + box * kWide, column, matrix, from, Config::kOutPolicy);
     }
-    copies_commit();
+    tma_store_commit();
   }
 };

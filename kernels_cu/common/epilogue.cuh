@@ -21,7 +21,7 @@ template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> stru
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
   // Rows of W alternate: kGateRows gates, then as many rows that they let through. Two of them make a result.
   static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU;
-  static constexpr int kGateRows = 8, kOfResult = kGated ? 2 : 1;
+  static constexpr int kGateRows = 8, kRowsPerOutput = kGated ? 2 : 1;
   using In = Element<kElement>;
   using Out = Element<kOut>;
   using Bias = Element<ElementKind(kBiasCode)>;
@@ -112,11 +112,11 @@ template <class Config, class Math> __device__ __forceinline__ float epilogue(fl
 __device__ __forceinline__ float gated_epilogue(float gate, float up) { return canonical_nan(__fmul_rn(gate, up)); }
 
 // The row of W behind a result; of a gated one its gate's, kGateRows before the other's.
-template <class Config, class Index> __device__ __forceinline__ Index row_behind(Index result) {
+template <class Config, class Index> __device__ __forceinline__ Index row_of_output(Index result) {
   return Config::kGated ? result + (result & -Config::kGateRows) : result;
 }
 
 // And back, from that row: a gate's is 16 * i + j with j < kGateRows, its result 8 * i + j.
-template <class Config, class Index> __device__ __forceinline__ Index result_of(Index row) {
+template <class Config, class Index> __device__ __forceinline__ Index output_of_row(Index row) {
   return Config::kGated ? (row + row % Config::kGateRows) / 2 : row;
 }

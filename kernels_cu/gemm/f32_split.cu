@@ -11,12 +11,12 @@
 //   no barriers, no shared memory; few registers
 //
 //   thread   | load 8 | round to bf16, subtract | store | .. for the next part
-#include "gemm/parts.cuh"
+#include "gemm/bf16_terms.cuh"
 #include "ptx/async.cuh"
 
 // Everything that is compiled in.
 struct Config {
-  static constexpr int kParts = S24_PARTS;
+  static constexpr int kParts = S24_SPLIT_TERMS;
   static constexpr int kThreads = 256, kAtOnce = 8;  // elements of a thread
 };
 
@@ -29,8 +29,8 @@ static_assert(matches_host<F32SplitParams>(), "the host has another F32SplitPara
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) f32_split(const F32SplitParams p) {
   // The product may begin once all before this pass is done, so it may read its weight without waiting.
-  wait_for_predecessors();
-  release_successors();
+  grid_dependency_wait();
+  launch_dependent_grids();
   const i64 across = p.k / Config::kAtOnce, count = p.n * across,
             index = (i64)blockIdx.x * Config::kThreads + threadIdx.x;
   if (index >= count) return;

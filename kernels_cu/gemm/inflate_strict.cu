@@ -36,7 +36,7 @@ struct StrictParams {
   const u16* metadata;  // [M, K/8]
   const void* source;   // [N, reduction], row stride source_stride
   const void* bias;     // [outputs], or null
-  void* result;         // [N, outputs / kOfResult], row stride result_stride
+  void* result;         // [N, outputs / kRowsPerOutput], row stride result_stride
   i64 n, m, k, source_stride, result_stride;
   float alpha;
 };
@@ -210,7 +210,7 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
-      const i64 result = result_of<Config>(output);
+      const i64 result = output_of_row<Config>(output);
       ((Out::Bits*)p.result)[token * p.result_stride + result] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }

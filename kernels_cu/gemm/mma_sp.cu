@@ -28,21 +28,21 @@
 //   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster meets | fold, epilogue, store
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
-#include "gemm/slices.cuh"
+#include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 
-#define S24_CLUSTER_BLOCKS (S24_SLICES * S24_BLOCK_TILES / 4)
+#define S24_CLUSTER_SIZE (S24_SPLIT_K * S24_WARP_PAIRS_M / 4)
 #include "common/cluster.cuh"
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kSlices = S24_SLICES;
-  static constexpr int kBlockTiles = S24_BLOCK_TILES;  // streams along M
-  static constexpr int kColumns = S24_TOKEN_TILES;     // n8 tiles
+  static constexpr int kSlices = S24_SPLIT_K;
+  static constexpr int kBlockTiles = S24_WARP_PAIRS_M;  // streams along M
+  static constexpr int kColumns = S24_N8_TILES;         // n8 tiles
   static constexpr int kStages = S24_STAGES;
-  static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
-  static constexpr bool kColumnsX = S24_X_COLUMNS, kColumnsY = S24_Y_COLUMNS;  // X, Y lie in columns
-  static constexpr int kCluster = S24_CLUSTER_BLOCKS;                          // blocks that share a row block
+  static constexpr int kBlocksPerSm = S24_CTAS_PER_SM;
+  static constexpr bool kColumnsX = S24_X_COLUMN_MAJOR, kColumnsY = S24_Y_COLUMN_MAJOR;  // X, Y lie in columns
+  static constexpr int kCluster = S24_CLUSTER_SIZE;  // blocks that share a row block
 
   using Tile = WeightTile<2>;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -68,7 +68,7 @@ struct MmaSpParams {
   const u8* packed;  // [row tiles][K tiles][Tile::kBytes]
   const u16* x;      // [n, k], row or column stride x_stride, 16-byte aligned rows or columns
   const void* bias;  // [m], or null
-  void* y;           // [n, m / kOfResult], row or column stride y_stride
+  void* y;           // [n, m / kRowsPerOutput], row or column stride y_stride
   i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
   float alpha;
   u32 token_blocks;  // blocks of kTokens that cover n
@@ -133,7 +133,7 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = i * Config::kStreamThreads * 16;
-        copy_async_16(weights_to + offset + at, weights + at, true);
+        cp_async_16(weights_to + offset + at, weights + at, true);
       }
       weights += Tile::kBytes;
     }
@@ -143,8 +143,8 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < kTokenLoads; ++i) {
         const bool keep = tokens && i * kStep < columns;
-        copy_async_16(source_to + offset + i * kStep * Config::kTokens * 2,
-                      keep ? source + i * kStep * token_stride : source, keep);
+        cp_async_16(source_to + offset + i * kStep * Config::kTokens * 2,
+                    keep ? source + i * kStep * token_stride : source, keep);
       }
       source += Tile::kColumns * token_stride;
       columns -= Tile::kColumns;
@@ -154,8 +154,8 @@ struct Loader {
     for (int i = 0; i < kTokenLoads; ++i) {
       const bool keep = i < tokens && columns > 0;
       const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
-      copy_async_16(source_to + offset + i * kTokenStep * Config::kSourceRowBytes + odd,
-                    keep ? source + i * token_stride : source, keep);
+      cp_async_16(source_to + offset + i * kTokenStep * Config::kSourceRowBytes + odd,
+                  keep ? source + i * token_stride : source, keep);
     }
     source += Tile::kColumns;
     columns -= Tile::kColumns;
@@ -176,19 +176,19 @@ struct WarpTile {
 #pragma unroll
     for (int h = 0; h < kBlocks; ++h) {
       const int row = row0 + 16 * h + lane % 16;
-      load_matrix_x4(a[h], tile + row * Tile::kRowBytes + (chunk ^ (row & 7)) * 16);
+      ldmatrix_x4(a[h], tile + row * Tile::kRowBytes + (chunk ^ (row & 7)) * 16);
     }
   }
 
   __device__ __forceinline__ void load_b(u32 (&b)[4], int use) const {
     if constexpr (Config::kColumnsX) {
       const int column = use / kColumns * 32 + threadIdx.x % 32, tile_of_tokens = token0 / 8 + use % kColumns;
-      load_matrix_transposed_x4(b, source + line_offset(column, tile_of_tokens));
+      ldmatrix_transposed_x4(b, source + line_offset(column, tile_of_tokens));
       return;
     }
     const int lane = threadIdx.x % 32, chunk = use / kColumns * 4 + lane / 8;
     const int token = token0 + use % kColumns * 8 + lane % 8;
-    load_matrix_x4(b, source + token * Config::kSourceRowBytes + (chunk ^ (token & 7)) * 16);
+    ldmatrix_x4(b, source + token * Config::kSourceRowBytes + (chunk ^ (token & 7)) * 16);
   }
 
   __device__ __forceinline__ void multiply(float (&acc)[kBlocks][kColumns][4]) const {
@@ -231,24 +231,26 @@ __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
 // A block's share of the cluster's rows, from row0 on: sums of one row a result, of a gated epilogue of two.
 __device__ __forceinline__ void fold_rows(const MmaSpParams& p, const u32 (&areas)[Config::kSlices], int row0,
                                           i64 block_row, i64 first_token) {
-  constexpr int kOfResult = Config::kOfResult, kOutputs = Config::kFoldRows / kOfResult, kUnrolled = 4 / kOfResult;
+  constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kFoldRows / kRowsPerOutput,
+                kUnrolled = 4 / kRowsPerOutput;
   static_assert(Config::kFoldRows % (2 * Config::kGateRows) == 0, "a block folds both rows of a result");
 #pragma unroll kUnrolled
   for (int i = threadIdx.x; i < kOutputs * Config::kTokens; i += Config::kThreads) {
     const int token = Config::kColumnsY ? i % Config::kTokens : i / kOutputs;
-    const int row = row0 + row_behind<Config>(Config::kColumnsY ? i / Config::kTokens : i % kOutputs);
-    float v[kOfResult][Config::kSlices];
+    const int row = row0 + row_of_output<Config>(Config::kColumnsY ? i / Config::kTokens : i % kOutputs);
+    float v[kRowsPerOutput][Config::kSlices];
 #pragma unroll
     for (int s = 0; s < Config::kSlices; ++s)
 #pragma unroll
-      for (int h = 0; h < kOfResult; ++h) v[h][s] = slice_sum(areas[s], token, row + h * Config::kGateRows);
+      for (int h = 0; h < kRowsPerOutput; ++h) v[h][s] = slice_sum(areas[s], token, row + h * Config::kGateRows);
 #pragma unroll
-    for (int h = 0; h < kOfResult; ++h) fold(v[h]);
-    const i64 m = block_row + row, n = first_token + token, output = result_of<Config>(m);
+    for (int h = 0; h < kRowsPerOutput; ++h) fold(v[h]);
+    const i64 m = block_row + row, n = first_token + token, output = output_of_row<Config>(m);
     if (n >= p.n || m >= p.m) continue;
-    float bias[kOfResult], result;
+    float bias[kRowsPerOutput], result;
 #pragma unroll
-    for (int h = 0; h < kOfResult; ++h) bias[h] = p.bias ? bias_at<Config>(p.bias, m + h * Config::kGateRows) : 0.0f;
+    for (int h = 0; h < kRowsPerOutput; ++h)
+      bias[h] = p.bias ? bias_at<Config>(p.bias, m + h * Config::kGateRows) : 0.0f;
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
@@ -272,8 +274,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const i64 block_tile = (i64)(item / p.token_blocks) * Config::kBlockTiles,
             row_tile = block_tile + stream % Config::kBlockTiles;
   const int slice = rank * Config::kGroups + stream / Config::kBlockTiles;
-  const i64 k_tile = slice_begin<Config::kSlices>(p.k_tiles, slice);
-  const i64 count = slice_begin<Config::kSlices>(p.k_tiles, slice + 1) - k_tile;
+  const i64 k_tile = slice_begin<Config::kSlices>((u32)p.k_tiles, slice);
+  const i64 count = slice_begin<Config::kSlices>((u32)p.k_tiles, slice + 1) - k_tile;
   const i64 steps = (p.k_tiles + Config::kSlices - 1) / Config::kSlices;  // of the longest slice
   Loader loader(p, base, first_token, row_tile, k_tile, count);
 
@@ -285,18 +287,18 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[h][c][i] = 0.0f;
 
-  follow_predecessors();
+  launch_dependents_and_wait();
 #pragma unroll
   for (int s = 0; s < Config::kStages - 1; ++s) {
     loader.next(s);
-    copy_async_commit();
+    cp_async_commit();
   }
   int slot = 0;
   for (i64 step = 0; step < steps; ++step) {
-    copy_async_wait<Config::kStages - 2>();
+    cp_async_wait<Config::kStages - 2>();
     __syncthreads();
     loader.next(slot == 0 ? Config::kStages - 1 : slot - 1);
-    copy_async_commit();
+    cp_async_commit();
     if (step < count && row_tile < p.row_tiles) {
       const u32 at = base + slot * Config::kStageBytes;
       const u32 source = at + Config::kStreams * Tile::kBytes + stream / Config::kBlockTiles * Config::kSourceBytes;
@@ -304,7 +306,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     }
     slot = slot + 1 == Config::kStages ? 0 : slot + 1;
   }
-  copy_async_wait<0>();
+  cp_async_wait<0>();
   __syncthreads();  // the stages are free: the sums take their place
 
   constexpr int kTokenPitch = Config::kColumnsY ? 1 : Area::kPitch, kRowPitch = Config::kColumnsY ? Area::kPitch : 1;
@@ -318,12 +320,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       for (int i = 0; i < 4; ++i)
         sums[(token0 + 8 * c + lane % 4 * 2 + i % 2) * kTokenPitch + (16 * h + lane / 4 + i / 2 * 8) * kRowPitch] =
             acc[h][c][i];
-  if constexpr (Config::kCluster > 1) cluster_meet();
+  if constexpr (Config::kCluster > 1) cluster_sync();
   else __syncthreads();
 
   u32 areas[Config::kSlices];
 #pragma unroll
   for (int i = 0; i < Config::kSlices; ++i) areas[i] = slice_address(base, i);
   fold_rows(p, areas, rank * Config::kFoldRows, block_tile * Tile::kRows, first_token);
-  if constexpr (Config::kCluster > 1) cluster_meet();  // nobody leaves while its sums are still read
+  if constexpr (Config::kCluster > 1) cluster_sync();  // nobody leaves while its sums are still read
 }

@@ -25,6 +25,7 @@
 //   role         who                            what
 //   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
 //   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
+//   copy_both    last warpgroup, warp 0         instead, with kOneCopies: one lane
 //   copy_lines   last warpgroup, threads 64 ..  instead: X in columns of fewer than 64 tokens, for this block
 //   report_lines last warpgroup, thread 32      that a stage of these has come
 //   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
@@ -46,11 +47,11 @@
 //   Multiplier          | wgmma X0 | X1 | X2 | X3 | ..                   one step of wgmma in flight, the stages of
 //                                                                        the step before it freed meanwhile
 //   Writer                                        | fill | copy |        while the next item is copied in
-#include "gemm/wgmma_sp/copies.cuh"
-#include "gemm/wgmma_sp/folder.cuh"
-#include "gemm/wgmma_sp/handover.cuh"
-#include "gemm/wgmma_sp/multiplier.cuh"
-#include "gemm/wgmma_sp/writer.cuh"
+#include "gemm/wgmma_sp/cluster_reduce.cuh"
+#include "gemm/wgmma_sp/epilogue_store.cuh"
+#include "gemm/wgmma_sp/mainloop.cuh"
+#include "gemm/wgmma_sp/producer.cuh"
+#include "gemm/wgmma_sp/stream_k_fixup.cuh"
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
@@ -60,9 +61,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const u32 rank = blockIdx.x % Config::kCluster, share = rank % Config::kShare, slice = rank / Config::kShare;
   const u32 warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
-    prefetch_map(&p.x_map);
-    prefetch_map(&p.x_tail_map);
-    if (Config::kSlices == 1 && p.aligned) prefetch_map(&p.y_map);
+    prefetch_tensor_map(&p.x_map);
+    prefetch_tensor_map(&p.x_tail_map);
+    if (Config::kSlices == 1 && p.aligned) prefetch_tensor_map(&p.y_map);
     constexpr int kReaders = 4 * Config::kWarpgroups;  // warps that report a stage free
     for (int i = 0; i < Config::kWeightStages; ++i) {
       barrier_init(barriers.weight_full(i), 1);
@@ -76,41 +77,50 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Config::kCluster > 1) cluster_meet_relaxed();
+  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();
   if constexpr (Config::kAfterPass) {
     // The pass lets this kernel start when all before it is done: W needs no wait.
-    release_successors();
-    if (threadIdx.x / 32 != Config::kMultiplying / 32) wait_for_predecessors();
+    launch_dependent_grids();
+    if (threadIdx.x / 32 != Config::kMultiplying / 32) grid_dependency_wait();
   } else {
     if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
-    follow_predecessors();
+    if constexpr (!Config::kOneCopies) launch_dependent_grids();
+    grid_dependency_wait();
   }
 
   if (warpgroup == Config::kWarpgroups) {
-    if constexpr (Config::kTrade) registers_lower<Config::kCopyRegisters>();
+    if constexpr (Config::kTrade) warpgroup_reg_dealloc<Config::kCopyRegisters>();
     const u32 thread = threadIdx.x % 128;
-    if (thread == 0) copy_weights(p, base, barriers, share, slice);
-    if constexpr (Config::kByThreads) {
-      if (thread == 32) report_lines(p, barriers, slice);
-      if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+    if constexpr (Config::kOneCopies) {
+      if (thread / 32 == 0 && elect_one()) {
+        copy_both(p, base, barriers, share, slice);
+        launch_dependent_grids();  // earlier, they would take from memory what this kernel still waits for
+      }
     } else {
-      if (thread == 32) copy_source(p, base, barriers, share, slice);
+      if (thread == 0) copy_weights(p, base, barriers, share, slice);
+      if constexpr (Config::kByThreads) {
+        if (thread == 32) report_lines(p, barriers, slice);
+        if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+      } else {
+        if (thread == 32) copy_source(p, base, barriers, share, slice);
+      }
     }
     if (Config::kRanges && thread / 32 == 2) Handover{p}.wait();
     __syncwarp();
-    if constexpr (Config::kSlices > 1) cluster_meet();
+    if constexpr (Config::kSlices > 1) cluster_sync();
   } else {
-    if constexpr (Config::kTrade) registers_raise<Config::kSumRegisters>();
+    if constexpr (Config::kTrade) warpgroup_reg_alloc<Config::kSumRegisters>();
     Multiplier multiplier{p, {}, {}, base, warpgroup, barriers.source_free(0), barriers};
     if constexpr (Config::kSourceShare > 1)
       multiplier.source_free =
           cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
-    if (Config::kTurns && warpgroup == 1) threads_arrive(kTurnBarrier, Config::kMultiplying);  // the other's is first
+    if (Config::kTurns && warpgroup == 1)
+      named_barrier_arrive(kTurnBarrier, Config::kMultiplying);  // the other's is first
     Sums sums[Config::kRowBlocks];
     Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
       const Item item(p, turn.index, share);
-#ifdef S24_OF_PARTS
+#ifdef S24_F32_SPLIT
       if constexpr (Config::kRanges) Handover{p}.take(sums, warpgroup, turn.takes());
       else Multiplier::clear(sums);
       const Groups groups(p, turn, warpgroup, slice);
@@ -132,7 +142,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
           continue;
         }
       }
-#ifdef S24_OF_PARTS
+#ifdef S24_F32_SPLIT
       if (Config::kTilesOfGroup) groups.finish(sums, turn.last);
 #else
       if constexpr (Config::kRanges && Config::kParts > 1) multiplier.add_parts(sums, turn, Handover{p});
@@ -142,13 +152,13 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         for (int r = 0; r < Config::kRowBlocks; ++r)
           writer.write(sums[r], (item.row_tile + row_tile + r) * Tile::kRows, item.token);
       } else {
-        threads_meet(1, Config::kMultiplying);  // every stage has been read: the sums take their place
+        named_barrier_sync(1, Config::kMultiplying);  // every stage has been read: the sums take their place
         store_sums(sums, base, row_tile);
-        cluster_meet();
+        cluster_sync();
         Folder(p, item, base, share, slice).run();
       }
     }
-    if (Config::kSlices == 1 && p.aligned && writer.is_copier()) copies_read<0>();
+    if (Config::kSlices == 1 && p.aligned && writer.is_copier()) tma_store_wait_read<0>();
   }
-  if constexpr (Config::kSlices > 1) cluster_meet_relaxed();  // nobody leaves while its sums are still read
+  if constexpr (Config::kSlices > 1) cluster_sync_relaxed();  // nobody leaves while its sums are still read
 }

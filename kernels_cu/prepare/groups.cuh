@@ -1,7 +1,7 @@
 // Groups of four cells, and which two of them are kept. What differs between cells of 1, 2 and 4 bytes is an overload
 // for Group<1>, Group<2> and Group<4>. Bits are moved, never computed with, so every result is exact.
 #pragma once
-#include "prepare/lanes.cuh"
+#include "prepare/packed_u16.cuh"
 
 // How a cell's bits count, by the number in S24_NUMBER.
 enum class Number { UNSIGNED = 0, TWOS_COMPLEMENT = 1, SIGN_MAGNITUDE = 2 };

@@ -5,27 +5,27 @@
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // 16 bytes, global to shared, past L1. With keep == false the destination is zeroed and nothing is read.
-__device__ __forceinline__ void copy_async_16(u32 to, const void* from, bool keep) {
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool keep) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
 }
 // The same through L1, where pieces of 16 bytes that lie in one sector of 32 meet.
-__device__ __forceinline__ void copy_async_16_cached(u32 to, const void* from, bool keep) {
+__device__ __forceinline__ void cp_async_16_cached(u32 to, const void* from, bool keep) {
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
 }
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;"); }
-template <int kPending> __device__ __forceinline__ void copy_async_wait() {
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+template <int kPending> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
 
 // The same, each matrix transposed.
-__device__ __forceinline__ void load_matrix_transposed_x4(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_transposed_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
@@ -49,30 +49,30 @@ __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[
 
 // Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
 // here before it touches memory; and it lets the next one start, which then waits in its turn.
-__device__ __forceinline__ void wait_for_predecessors() {
+__device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void release_successors() {
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void follow_predecessors() {
-  release_successors();
-  wait_for_predecessors();
+__device__ __forceinline__ void launch_dependents_and_wait() {
+  launch_dependent_grids();
+  grid_dependency_wait();
 }
 
 // Clusters (sm_90): every thread of every block meets; what came before is visible after.
-__device__ __forceinline__ void cluster_meet() {
+__device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
 // The same where no memory is exchanged: it costs no fence.
-__device__ __forceinline__ void cluster_meet_relaxed() {
+__device__ __forceinline__ void cluster_sync_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 #endif

@@ -16,14 +16,14 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void barrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Once all that this thread copied by copy_async_16 so far has come; the thread counts among the barrier's arrivals.
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+// Once all that this thread copied by cp_async_16 so far has come; the thread counts among the barrier's arrivals.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // `barrier` as cluster_address gives it. Orders nothing but what the copy engine and wgmma did: a release at cluster
@@ -32,7 +32,7 @@ __device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+__device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile("{\n\t.reg .pred p;\n\t"
                "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
@@ -43,31 +43,31 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
   return passed;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_passed(barrier, parity)) {
+  while (!barrier_try_wait(barrier, parity)) {
   }
 }
 
 // Copies, global to shared, that complete on a barrier -----------------------------------------------
 
 // `bytes` and both addresses multiples of 16.
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :
                : "r"(to), "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// To L2 alone. As copy_bulk asks of `bytes` and `from`.
+// To L2 alone. As bulk_load asks of `bytes` and `from`.
 __device__ __forceinline__ void prefetch_bulk(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // A box of a 2-D tensor; what lies outside of the tensor is zero.
-__device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       :
@@ -75,8 +75,7 @@ __device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 co
       : "memory");
 }
 // The same of a 3-D tensor.
-__device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix,
-                                            u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
       :
@@ -84,16 +83,16 @@ __device__ __forceinline__ void copy_tensor(u32 to, const TensorMap* map, u32 co
       : "memory");
 }
 // To every block of the cluster in `mask`, at the same places of their shared memory.
-__device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier,
-                                                      u16 mask) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 barrier,
+                                                   u16 mask) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3}], [%4], %5;"
                :
                : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
                : "memory");
 }
-__device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix,
-                                                      u32 barrier, u16 mask) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix,
+                                                   u32 barrier, u16 mask) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3, %4}], [%5], %6;"
                :
@@ -106,34 +105,42 @@ __device__ __forceinline__ void copy_tensor_multicast(u32 to, const TensorMap* m
 // What this thread stored to shared memory so far is seen by copies that are issued after it.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A box of a 2-D tensor; what lies outside of the tensor is not written.
-__device__ __forceinline__ void copy_tensor_out(const TensorMap* map, u32 column, u32 row, u32 from) {
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 column, u32 row, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
                :
                : "l"(map), "r"(column), "r"(row), "r"(from)
                : "memory");
 }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until all but this thread's last kPending groups have read their shared memory.
-template <int kPending> __device__ __forceinline__ void copies_read() {
+template <int kPending> __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // Until all that this thread had copied is in global memory.
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// One lane of a warp, all of which is here. Of it the compiler knows that it is alone; what a thread by its number asks
+// of the copy engine it would repeat for each that might be there.
+__device__ __forceinline__ bool elect_one() {
+  u32 elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
 
 // Warpgroups ----------------------------------------------------------------------------------------
 
-template <int kRegisters> __device__ __forceinline__ void registers_raise() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-template <int kRegisters> __device__ __forceinline__ void registers_lower() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 // Named barrier `id` (1 to 15) of `threads` threads.
-__device__ __forceinline__ void threads_meet(int id, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // The same, and whether any of them says so.
-__device__ __forceinline__ bool threads_any(int id, int threads, bool one) {
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool one) {
   u32 any;
   asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %3, 0;\n\t"
                "barrier.cta.red.or.pred q, %1, %2, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
@@ -142,7 +149,7 @@ __device__ __forceinline__ bool threads_any(int id, int threads, bool one) {
                : "memory");
   return any;
 }
-// threads_meet for who doesn't wait for the others.
-__device__ __forceinline__ void threads_arrive(int id, int threads) {
+// named_barrier_sync for who doesn't wait for the others.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

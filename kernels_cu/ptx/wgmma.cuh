@@ -30,11 +30,11 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
 
 // Ties accumulators to this point of the program: the compiler may otherwise copy them before a wait, or after an
 // issue.
-template <int kCount> __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
+template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-template <int kCount> __device__ __forceinline__ void wgmma_settle(int (&d)[kCount]) {
+template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }

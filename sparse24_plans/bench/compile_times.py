@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..blocksparse import table as blocks_table
+from ..blocksparse import kernel_table as blocks_table
 from ..blocksparse.convolution import BlockSparseConv2dDescriptor
 from ..blocksparse.descriptor import (
     BlockSparseAttentionDescriptor,
@@ -30,15 +30,15 @@ from ..blocksparse.shape import BlockSparseShape
 from ..device.devices import cuda_properties
 from ..device.jit.cache import cache_folder
 from ..errors import Sparse24Error
-from ..gemm import table as gemm_table
+from ..gemm import kernel_table as gemm_table
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.table import GemmRow
+from ..gemm.kernel_table import GemmEntry
 from ..plan.descriptor import Descriptor
 from ..plan.kernel import Choice
+from ..plan.kernel_table import KernelEntry, consider
 from ..plan.preference import PlanPreference
-from ..plan.table import Row, consider
 from ..prepare import descriptor as prepare
-from ..prepare import table as prepare_table
+from ..prepare import kernel_table as prepare_table
 from ..vocab import BlockSparseConvOp, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, TileRule
 from .record import SCHEMA, Record, files_of, machine, save, stamp
 
@@ -49,10 +49,10 @@ _BLOCKS = (64, 16)
 _KEPT = 2
 """Of so many blocks one is kept: few enough to prefer kernels of kept blocks of 64, but not of 16."""
 _BLOCK_TABLES = (
-    blocks_table.MATMUL_ROWS,
-    blocks_table.SOFTMAX_ROWS,
-    blocks_table.ATTENTION_ROWS,
-    blocks_table.CONVOLUTION_ROWS,
+    blocks_table.MATMUL_ENTRIES,
+    blocks_table.SOFTMAX_ENTRIES,
+    blocks_table.ATTENTION_ENTRIES,
+    blocks_table.CONVOLUTION_ENTRIES,
 )
 _BLOCK_ROWS = tuple(row for table in _BLOCK_TABLES for row in table)
 _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -66,9 +66,9 @@ _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def problems(row: Row) -> Iterator[Descriptor]:
+def problems(row: KernelEntry) -> Iterator[Descriptor]:
     """What a row is compiled for here, whether it serves it or not."""
-    if isinstance(row, prepare_table.PrepareRow):
+    if isinstance(row, prepare_table.PrepareEntry):
         for element, (descriptor, options) in product(row.elements, _PREPARED):
             try:
                 yield descriptor(m=_M, k=_K, element=element, **options)
@@ -80,21 +80,21 @@ def problems(row: Row) -> Iterator[Descriptor]:
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
-    if isinstance(row, GemmRow) and row.column_order:
+    if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
 
 
-def block_problems(row: Row) -> Iterator[Descriptor]:
+def block_problems(row: KernelEntry) -> Iterator[Descriptor]:
     """Those of a row of block-sparse matrices."""
-    if isinstance(row, blocks_table.MatmulRow):
+    if isinstance(row, blocks_table.MatmulEntry):
         blocks = [block for block in _BLOCKS if block in row.blocks]
         for block, element, n, epilogue in product(blocks, row.elements, _TOKENS, _EPILOGUES):
             layout = _layout(block, (_M // block) * (_K // block) // _KEPT)
             yield BlockSparseMatmulDescriptor(
                 op="dsd", layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
             )
-    elif row in blocks_table.ATTENTION_ROWS:
+    elif row in blocks_table.ATTENTION_ENTRIES:
         for block, element, op, causal in product(
             (64, 128), row.elements, ("forward", "backward"), (False, True)
         ):
@@ -102,7 +102,7 @@ def block_problems(row: Row) -> Iterator[Descriptor]:
             yield BlockSparseAttentionDescriptor(
                 layout=layout, head_size=128, element=element, op=op, causal=causal
             )
-    elif row in blocks_table.CONVOLUTION_ROWS:
+    elif row in blocks_table.CONVOLUTION_ENTRIES:
         yield from _convolutions(row)
     else:
         for block, element, op in product(_BLOCKS, row.elements, ("forward", "backward")):
@@ -111,7 +111,7 @@ def block_problems(row: Row) -> Iterator[Descriptor]:
             )
 
 
-def _convolutions(row: Row) -> Iterator[Descriptor]:
+def _convolutions(row: KernelEntry) -> Iterator[Descriptor]:
     for block, element, op in product(_BLOCKS, row.elements, BlockSparseConvOp):
         filter = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=block, blocks=_K // block)
         yield BlockSparseConv2dDescriptor(
@@ -125,9 +125,9 @@ def _layout(block: int, blocks: int) -> BlockSparseShape:
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
     """One for every row and problem that it serves."""
-    tables: tuple[tuple[Row, ...], ...] = (
-        gemm_table.ROWS,
-        prepare_table.ROWS,
+    tables: tuple[tuple[KernelEntry, ...], ...] = (
+        gemm_table.ENTRIES,
+        prepare_table.ENTRIES,
         *_BLOCK_TABLES,
     )
     for table in tables:
@@ -137,7 +137,7 @@ def choices(device: DeviceProperties) -> Iterator[Choice]:
             preference = PlanPreference(prefer_backend=row.backend)
             for problem in problems(row):
                 considered = consider(table, problem, preference, device)
-                if any(one.row is row and one.reason is None for one in considered):
+                if any(one.entry is row and one.reason is None for one in considered):
                     yield Choice(problem, device, row, preference, {})
 
 
@@ -148,10 +148,10 @@ def measured(device: DeviceProperties) -> list[Record]:
         _load_compiler(device)
     with _empty_cache():
         for choice in choices(device):
-            for kernel in choice.row.kernel.compile(choice):
+            for kernel in choice.entry.kernel.compile(choice):
                 if kernel.seconds is not None:
                     found[kernel.path.name] = {
-                        "kernel": choice.row.name,
+                        "kernel": choice.entry.name,
                         "source": kernel.source,
                         "arch": kernel.arch,
                         **_about(choice.descriptor),
@@ -159,7 +159,7 @@ def measured(device: DeviceProperties) -> list[Record]:
                         "nbytes": kernel.nbytes,
                     }
             begin = time.perf_counter()
-            again = choice.row.kernel.compile(choice)
+            again = choice.entry.kernel.compile(choice)
             milliseconds = round(1e3 * (time.perf_counter() - begin), 3)
             for kernel in again:
                 found[kernel.path.name].setdefault("cached_ms", milliseconds)
@@ -174,7 +174,7 @@ def _about(problem: Descriptor) -> Mapping[str, Any]:
 
 
 def _load_compiler(device: DeviceProperties) -> None:
-    row = next(row for row in prepare_table.ROWS if not row.on_host)
+    row = next(row for row in prepare_table.ENTRIES if not row.on_host)
     problem = prepare.PruneSparse24Descriptor(m=8, k=8, element=ElementKind.BF16)
     row.kernel.compile(Choice(problem, device, row, PlanPreference(), {}))
 

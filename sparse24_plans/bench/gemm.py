@@ -11,8 +11,8 @@ from ..device.devices import cuda_properties
 from ..device.tensors import import_cupy
 from ..errors import Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.kernel_table import ENTRIES
 from ..gemm.plan import GemmSparse24Plan
-from ..gemm.table import ROWS
 from ..gemm.tuned import shipped
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
@@ -137,7 +137,7 @@ class Cell(Problem):
     def _peer_is_tuned(self) -> bool:
         """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
         properties = cuda_properties(0)
-        row = next(row for row in ROWS if row.name == "cusparselt")
+        row = next(row for row in ENTRIES if row.name == "cusparselt")
         table, version = shipped(properties.name), row.kernel.tuning_version(properties)
         return any(
             name.startswith("cusparselt") and table.mismatch(entry, properties, version) is None

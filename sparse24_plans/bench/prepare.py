@@ -29,10 +29,10 @@ from .. import (
 from ..device.tensors import import_cupy
 from ..errors import UnsupportedError
 from ..plan.operands import fields_of
-from ..prepare.table import PACKED_ELEMENTS
+from ..prepare.kernel_table import PACKED_ELEMENTS
 from ..tuning.data import free_memory, random_bits, typed
 from ..tuning.timing import Contender, Launch, copies_beyond_l2, time_contenders
-from ..weights.layouts import layout_of
+from ..weights.packed_layouts import layout_of
 from . import peers
 from .record import sources_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..device.devices import cuda_properties
 from ..errors import Sparse24Error
+from ..gemm.kernel_table import ENTRIES
 from ..gemm.plan import GemmSparse24Plan
-from ..gemm.table import ROWS
 from ..plan.kernel import Choice
 from ..plan.preference import PlanPreference
 from ..tuning.data import Matrix, free_memory
@@ -152,7 +152,7 @@ def _configured(cell: Cell, backend: BackendKind) -> Iterator[tuple[str, dict[st
     device = cuda_properties(0)
     if cell.plan(PlanPreference(prefer_backend=backend)) is None:
         return
-    for row in ROWS:
+    for row in ENTRIES:
         if row.backend is not backend or cell.desc.element not in row.elements:
             continue
         for configuration in row.kernel.candidates(cell.desc, device):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidProblemError
-from ..gemm.table import ROWS
+from ..gemm.kernel_table import ENTRIES
 from ..vocab import BackendKind, ElementKind
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -17,7 +17,7 @@ PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PARTS = ("gemm", "prepare", "host")
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
-BACKENDS = tuple(dict.fromkeys(row.backend for row in ROWS if not row.on_host))
+BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES if not row.on_host))
 """Those that multiply on a GPU."""
 _PREPARE_OPS = 6
 

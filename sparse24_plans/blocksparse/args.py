@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.operands import Args
-from .tables import BlockSparseTables
+from .lookup_tables import BlockSparseTables
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import ctypes
 import math
 from typing import NamedTuple
 
-from ..device.jit.codes import ELEMENT_CODES
+from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
 from ..device.streams import Launch
 from ..device.tensors import import_cupy
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
 from .descriptor import BlockSparseAttentionDescriptor
-from .tables import addresses
+from .lookup_tables import addresses
 from .wgmma import matrices_map
 
 THREADS = 384

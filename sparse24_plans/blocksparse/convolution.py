@@ -17,8 +17,8 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
+from .conv_geometry import Axis, Geometry
 from .descriptor import FLOATS, BlockSparseDescriptor, LayoutLike
-from .images import Axis, Geometry
 from .shape import MOST
 
 

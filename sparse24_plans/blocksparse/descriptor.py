@@ -23,8 +23,8 @@ from ..vocab import (
     OpCategory,
 )
 from .layout import BlockSparseLayout
+from .lookup_tables import length, view_of
 from .shape import MOST, BlockSparseShape
-from .tables import length, view_of
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
 """The floats of 16 bits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
-from ..plan.table import beyond_grid
+from ..plan.kernel_table import grid_limit_refusal
 from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
@@ -12,11 +12,11 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .form import Form, turned_bytes
+from .kernel_problem import Form, turned_bytes
+from .lookup_tables import groups
 from .shape import BLOCK_SIZES
 from .strict_tiles import StrictTiles
-from .tables import groups
-from .turn import turn_blocks
+from .transpose import turn_blocks
 
 _MOST = 2**31
 """A tensor map's coordinates and the kernels' counts are below it."""
@@ -95,7 +95,7 @@ def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
     for one in Form(problem).turns(problem):
-        if (reason := beyond_grid(turn_blocks(one.shape, problem.element.itemsize))) is not None:
+        if (reason := grid_limit_refusal(turn_blocks(one.shape, problem.element.itemsize))) is not None:
             return reason
     return _integer_sums(problem)
 
@@ -116,7 +116,7 @@ def blocks_strict(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def blocks_strict_any(problem: BlockSparseMatmulDescriptor) -> str | None:
-    return _integer_sums(problem) or beyond_grid(StrictTiles.of(problem, 2**31).blocks(problem))
+    return _integer_sums(problem) or grid_limit_refusal(StrictTiles.of(problem, 2**31).blocks(problem))
 
 
 def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:

@@ -22,9 +22,9 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
+from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
-from .table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
-from .tables import BlockSparseTables, view_of
+from .lookup_tables import BlockSparseTables, view_of
 
 
 class BlockSparsePlan(Plan):
@@ -46,7 +46,7 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
     """A kernel chosen for a product with a block-sparse matrix. Its arguments are BlockSparseMatmulArgs."""
 
     descriptor_type = BlockSparseMatmulDescriptor
-    table = MATMUL_ROWS
+    table = MATMUL_ENTRIES
     descriptor: BlockSparseMatmulDescriptor
 
     @classmethod
@@ -62,7 +62,7 @@ class BlockSparseSoftmaxPlan(BlockSparsePlan):
     """
 
     descriptor_type = BlockSparseSoftmaxDescriptor
-    table = SOFTMAX_ROWS
+    table = SOFTMAX_ENTRIES
     descriptor: BlockSparseSoftmaxDescriptor
 
     @classmethod
@@ -79,7 +79,7 @@ class BlockSparseAttentionPlan(BlockSparsePlan):
     """
 
     descriptor_type = BlockSparseAttentionDescriptor
-    table = ATTENTION_ROWS
+    table = ATTENTION_ENTRIES
     descriptor: BlockSparseAttentionDescriptor
 
     @classmethod
@@ -97,7 +97,7 @@ class BlockSparseConv2dPlan(BlockSparsePlan):
     """
 
     descriptor_type = BlockSparseConv2dDescriptor
-    table = CONVOLUTION_ROWS
+    table = CONVOLUTION_ENTRIES
     descriptor: BlockSparseConv2dDescriptor
 
     @classmethod

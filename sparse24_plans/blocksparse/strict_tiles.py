@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
-from .tables import GROUP, groups
+from .lookup_tables import GROUP, groups
 
 _TOKENS = (128, 32)
 _LANES = 16

@@ -15,8 +15,8 @@ from ..device.devices import HOST_PROPERTIES, cuda_device_count, cuda_properties
 from ..device.tensors import import_cupy
 from ..errors import BackendUnavailableError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.kernel_table import ENTRIES, GemmEntry
 from ..gemm.plan import GemmSparse24Plan
-from ..gemm.table import ROWS, GemmRow
 from ..gemm.tuned import TuningTable
 from ..plan.arithmetic import Arithmetic
 from ..plan.kernel import Choice
@@ -53,7 +53,7 @@ def environment() -> Json:
         **host_code.versions(),
         "devices": [_device(gpu) for gpu in gpus],
         "no_device": obstacle,
-        "kernels": [_availability(spec, gpus, obstacle) for spec in ROWS],
+        "kernels": [_availability(spec, gpus, obstacle) for spec in ENTRIES],
     }
 
 
@@ -69,7 +69,7 @@ def _device(gpu: DeviceProperties) -> Json:
     }
 
 
-def _availability(spec: GemmRow, gpus: list[DeviceProperties], obstacle: str | None) -> Json:
+def _availability(spec: GemmEntry, gpus: list[DeviceProperties], obstacle: str | None) -> Json:
     places = [HOST_PROPERTIES] if spec.on_host else gpus
     reason = _obstacle_on(spec, places) if places else obstacle
     return {
@@ -83,7 +83,7 @@ def _availability(spec: GemmRow, gpus: list[DeviceProperties], obstacle: str | N
     }
 
 
-def _obstacle_on(spec: GemmRow, places: list[DeviceProperties]) -> str | None:
+def _obstacle_on(spec: GemmEntry, places: list[DeviceProperties]) -> str | None:
     """None where the kernel serves some problem on one of the places; else the first reason found."""
     reasons: list[str] = []
     first = spec.elements[0]
@@ -127,7 +127,7 @@ def explain_problem(
     if about.chosen is None:
         return answer
     if isinstance(device, DeviceProperties):
-        row = next(row for row in ROWS if row.name == about.chosen)
+        row = next(row for row in ENTRIES if row.name == about.chosen)
         guarantee = row.promises(Choice(desc, device, row, preference, {}))
         answer["workspace_size"] = row.min_workspace(desc)
     else:

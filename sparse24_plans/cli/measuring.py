@@ -16,7 +16,7 @@ from ..device.devices import resolve
 from ..device.files import check_writable
 from ..errors import BackendUnavailableError, InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.table import ROWS
+from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
@@ -209,7 +209,7 @@ def _measure_blocks(out: Path | None, *, quiet: bool) -> Json:
 
 
 def _tunable(name: str) -> str:
-    return one_of(row.name for row in ROWS if row.kernel.tunable)(name)
+    return one_of(row.name for row in ENTRIES if row.kernel.tunable)(name)
 
 
 def _measure_random(seed: int, elements: list[ElementKind] | None, out: Path | None, *, quiet: bool) -> Json:

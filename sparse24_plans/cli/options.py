@@ -12,14 +12,14 @@ import typer
 from ..checkpoints.selection import DEFAULT_EXCLUDE
 from ..checkpoints.verify import MAX_TOKENS
 from ..errors import InvalidProblemError
-from ..gemm.table import ROWS
+from ..gemm.kernel_table import ENTRIES
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..vocab import BackendKind, ElementKind
 
-ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ROWS))
+ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
 """Those that some kernel multiplies."""
-BACKENDS = tuple(dict.fromkeys(row.backend for row in ROWS))
+BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES))
 """Those that multiply."""
 
 

@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from ..plan.preference import PlanPreference
 from ..prepare import descriptor as prepare_descriptors
 from ..prepare import plan as prepare_plans
-from ..prepare.table import PACKED_ELEMENTS
+from ..prepare.kernel_table import PACKED_ELEMENTS
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp
 from .explaining import GPUS, absent_gpu
 from .options import (

@@ -6,10 +6,10 @@ from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
-from ..weights.layouts import layout_called
+from ..weights.packed_layouts import layout_called
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
-from .table import GemmRow
+from .kernel_table import GemmEntry
 
 MOST_STRIDES = 64
 """Pairs of row strides that a library's plans are kept for; the one that was used longest ago goes first."""
@@ -20,13 +20,13 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        self.row: GemmRow = choice.row
+        self.entry: GemmEntry = choice.entry
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
         """``weight`` in the layout that the kernel reads."""
-        if self.row.layout == CANONICAL_LAYOUT:
+        if self.entry.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
-        return packing.pack(weight, layout_called(self.row.layout))
+        return packing.pack(weight, layout_called(self.entry.layout))
 
 
 def address(view: TensorView | None) -> int:

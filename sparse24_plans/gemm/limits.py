@@ -9,7 +9,7 @@ from ..device.install import install_advice
 from ..plan.arithmetic import SPLIT_GROUP
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
-from ..plan.table import beyond_grid
+from ..plan.kernel_table import grid_limit_refusal
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
 from .descriptor import GemmSparse24Descriptor
@@ -33,12 +33,12 @@ STRICT_SMALL_TILE = (32, 16)
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    return beyond_grid(-(-problem.sums // rows) * -(-problem.n // tokens))
+    return grid_limit_refusal(-(-problem.sums // rows) * -(-problem.n // tokens))
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
     """Whether the tensor core kernels' smallest tiles, each cut into at most 8 slices of K, fit the grid."""
-    return beyond_grid(-(-problem.m // 64) * -(-problem.n // 8) * 8)
+    return grid_limit_refusal(-(-problem.m // 64) * -(-problem.n // 8) * 8)
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
@@ -61,7 +61,7 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
     if problem.n > 1 and problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
-    if must_turn(problem) and (reason := beyond_grid(_turned_blocks(problem))) is not None:
+    if must_turn(problem) and (reason := grid_limit_refusal(_turned_blocks(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)
 
@@ -77,7 +77,7 @@ def should_turn(problem: GemmSparse24Descriptor) -> bool:
         problem.x_order is MatrixOrder.COLUMN
         and problem.n > DIRECT_TOKENS
         and problem.n * problem.element.itemsize % _SECTOR != 0
-        and beyond_grid(_turned_blocks(problem)) is None
+        and grid_limit_refusal(_turned_blocks(problem)) is None
     )
 
 
@@ -107,7 +107,7 @@ def f32_split(parts: int, problem: GemmSparse24Descriptor) -> str | None:
     rows, blocks = parts * problem.n, -(-problem.n * problem.k // SPLIT_BLOCK)
     if rows >= 2**31:
         return f"{parts} parts of {problem.n} tokens exceed a tensor map's coordinates, {2**31 - 1}"
-    return wgmma_sp(problem) or beyond_grid(blocks)
+    return wgmma_sp(problem) or grid_limit_refusal(blocks)
 
 
 def split_bytes(parts: int, problem: GemmSparse24Descriptor) -> int:
@@ -137,7 +137,7 @@ def cublas(problem: GemmSparse24Descriptor) -> str | None:
         return f"dimension {largest} exceeds cuBLAS's limit {2**31 - 1}"
     if (reason := beyond_alpha(problem.alpha)) is not None:
         return reason
-    return beyond_grid(-(-problem.m * problem.k * problem.element.itemsize // BLOCK_BYTES))
+    return grid_limit_refusal(-(-problem.m * problem.k * problem.element.itemsize // BLOCK_BYTES))
 
 
 def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:

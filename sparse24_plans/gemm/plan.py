@@ -20,8 +20,8 @@ from .args import DgradSparse24Args, GemmSparse24Args
 from .arithmetic.results import Results
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
+from .kernel_table import ENTRIES
 from .replay import OnBlock, Replay, chosen_results, replayed
-from .table import ROWS
 from .tuned import TuningTable, shipped
 
 
@@ -33,7 +33,7 @@ class GemmSparse24Plan(Plan):
     """
 
     descriptor_type = GemmSparse24Descriptor
-    table = ROWS
+    table = ENTRIES
     descriptor: GemmSparse24Descriptor
     _kernel: GemmKernel
 

@@ -13,7 +13,7 @@ from ..errors import InvalidProblemError, shown
 from ..plan.operands import Views
 from ..vocab import INT64_MAX, ElementKind, Model, Size, integer
 from ..weights import threads
-from .arithmetic.parting import parting_of
+from .arithmetic.divergence import parting_of
 from .arithmetic.results import Results, blocks_of, places
 from .descriptor import GemmSparse24Descriptor
 

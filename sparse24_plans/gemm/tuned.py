@@ -23,7 +23,7 @@ from ..device.log import TUNING
 from ..errors import FormatError, InvalidProblemError, shown
 from ..vocab import INT64_MAX, DeviceProperties, Integer, Listed, Model, Number
 from .descriptor import GemmSparse24Descriptor
-from .table import GemmRow
+from .kernel_table import GemmEntry
 
 SCHEMA = 1
 _MAX_BYTES = 100_000_000
@@ -126,20 +126,20 @@ class TuningTable:
         return self._by_problem.get(problem, {})
 
     def promises(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
         """Row -> what the self-test of its configuration confirmed, where that applies on the device."""
         return {name: entry.promises for name, entry in self._applicable(descriptor, rows, device).items()}
 
     def configurations(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, Mapping[str, int]]:
         """Row -> its configuration, where that applies on the device."""
         found = self._applicable(descriptor, rows, device)
         return {name: entry.configuration for name, entry in found.items()}
 
     def _applicable(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmRow], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, TunedKernel]:
         entries = self.find(descriptor)
         named = {row.name: row for row in rows if row.name in entries}
@@ -150,7 +150,7 @@ class TuningTable:
         }
 
     def configuration(
-        self, descriptor: GemmSparse24Descriptor, row: GemmRow, device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties
     ) -> Mapping[str, int]:
         """That of the row; empty where there is none, or, with a TuningWarning, where it doesn't apply."""
         entry = self.find(descriptor).get(row.name)

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
-from ..device.jit.codes import type_defines
+from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import put_maps
 from ..device.tensors import TensorView
 from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
-from ..plan.operands import Views, line_stride
+from ..plan.operands import Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
-from ..weights.layouts import TILE_M
+from ..weights.packed_layouts import TILE_M
 from .descriptor import GemmSparse24Descriptor
 from .kernel import address
 from .schedules.mma_sp import H200_MULTIPROCESSORS
-from .schedules.wgmma_sp import Lines, Schedule, pitch_of
+from .schedules.wgmma_sp import OperandLayouts, Schedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
 _marks = itertools.count(secrets.randbits(63) | 1)
@@ -71,7 +71,7 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 def defines(
     desc: GemmSparse24Descriptor,
     schedule: Schedule,
-    lines: Lines,
+    lines: OperandLayouts,
     promote: bool,
     parts: int = 0,
     *,
@@ -84,47 +84,47 @@ def defines(
     return {
         **type_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
-        "ROW_BLOCKS": schedule.row_blocks,
-        "TOKENS": schedule.tokens,
-        "SHARE": schedule.share,
-        "SLICES": schedule.slices,
-        "PARTS": schedule.parts,
-        "PARKED": schedule.parked,
-        "RANGES": int(schedule.ranges > 0),
-        "X_PARTS": parts,
-        "TILES_OF_SUM": SPLIT_SUM[parts] // SPLIT_TILE if parts else 1,
-        "TILES_OF_GROUP": SPLIT_GROUP[parts] // SPLIT_TILE if parts and schedule.slices == 1 else 0,
+        "M_TILES_PER_WARPGROUP": schedule.m_tiles,
+        "TILE_N": schedule.tokens,
+        "CLUSTER_M": schedule.cluster_m,
+        "SPLIT_K": schedule.split_k,
+        "K_CHUNKS": schedule.k_chunks,
+        "SAVED_ACCUMULATORS": schedule.saved_accumulators,
+        "STREAM_K": int(schedule.stream_k > 0),
+        "SPLIT_TERMS": parts,
+        "TILES_PER_PROMOTION": SPLIT_SUM[parts] // SPLIT_TILE if parts else 1,
+        "TILES_PER_BLOCKED_SUM": SPLIT_GROUP[parts] // SPLIT_TILE if parts and schedule.split_k == 1 else 0,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],
         "SCALE_W": _SCALE_CODES[desc.scale_w],
-        "BLOCKS_PER_SM": schedule.blocks_per_sm,
+        "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
-        "SOURCE_STAGES": source_stages,
+        "X_STAGES": source_stages,
         "STEP_TOKENS": schedule.step_tokens(lines.out_bytes),
-        "AFTER_PASS": int(after_pass),
-        "X_COLUMNS": int(lines.x_columns),
-        "X_BY_THREADS": int(lines.x_columns and schedule.copied_by_threads(desc.n)),
-        "Y_COLUMNS": int(lines.y_columns),
+        "X_FROM_PREPASS": int(after_pass),
+        "X_COLUMN_MAJOR": int(lines.x_columns),
+        "X_CP_ASYNC": int(lines.x_columns and schedule.copied_by_threads(desc.n)),
+        "Y_COLUMN_MAJOR": int(lines.y_columns),
     }
 
 
-def blocks_of(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> int:
     """Of a launch. With one slice they stay and take tile after tile; with ranges there is one for each."""
     items = schedule.items(n, m)
     # What is parked has room in the workspace of an H200's blocks.
-    most = H200_MULTIPROCESSORS if schedule.parked else device.multiprocessors
-    resident = schedule.ranges or schedule.resident_clusters(min(most, device.multiprocessors))
-    stay = resident if schedule.ranges else min(items, resident)
-    return (stay if schedule.slices == 1 else items) * schedule.cluster
+    most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
+    resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
+    stay = resident if schedule.stream_k else min(items, resident)
+    return (stay if schedule.split_k == 1 else items) * schedule.cluster
 
 
 def fixed_parameters(
-    desc: GemmSparse24Descriptor, schedule: Schedule, lines: Lines, tiles_of_range: int = 1
+    desc: GemmSparse24Descriptor, schedule: Schedule, lines: OperandLayouts, tiles_of_range: int = 1
 ) -> Parameters:
     """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
     k_tiles = -(-desc.k // lines.layout.tile_k)
-    whole, range_units, longer = schedule.cut_into_ranges(desc.n, desc.m, -(-k_tiles // tiles_of_range))
+    whole, range_units, longer = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_of_range))
     return Parameters(
         n=desc.n,
         m=desc.m,
@@ -164,7 +164,9 @@ def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) ->
     line = 128
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        whole = tail._replace(lines=schedule.tokens // schedule.share) if desc.n > schedule.tokens else tail
+        whole = (
+            tail._replace(lines=schedule.tokens // schedule.cluster_m) if desc.n > schedule.tokens else tail
+        )
         return whole, tail, whole, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
     box = Box(line // size, group, group * size)
@@ -199,7 +201,7 @@ def lines_map(at: int, shape: tuple[int, ...], stride: int, size: int, box: Box)
 
 def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
     shape = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
-    return lines_map(view.address, shape, line_stride(view, order), view.element.itemsize, box)
+    return lines_map(view.address, shape, leading_dimension(view, order), view.element.itemsize, box)
 
 
 def launch_parameters(
@@ -214,9 +216,9 @@ def launch_parameters(
     """Of a launch. ``source_maps``: makes X's four; ``handed``: where what blocks hand over may lie."""
     parameters = Parameters.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
-    size, result_stride = result.element.itemsize, line_stride(result, desc.y_order)
+    size, result_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
     # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
-    copied = schedule.slices == 1
+    copied = schedule.split_k == 1
     ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
     parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
 
@@ -226,7 +228,7 @@ def launch_parameters(
 
     put_maps(parameters, maps)
     parameters.x = source.address
-    parameters.x_stride = line_stride(source, desc.x_order)
+    parameters.x_stride = leading_dimension(source, desc.x_order)
     parameters.packed = views["packed"].address
     parameters.bias = address(views.get("bias"))
     parameters.scale_x = address(views.get("scale_x"))

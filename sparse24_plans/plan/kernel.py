@@ -22,8 +22,8 @@ class Choice(NamedTuple):
     descriptor: Any
     """The family's own."""
     device: DeviceProperties
-    row: Any
-    """The row of the family's table."""
+    entry: Any
+    """The kernel's entry in the family's table."""
     preference: PlanPreference
     configuration: Mapping[str, int]
     """What a tuning table has for the row; empty: the kernel's own choice."""
@@ -72,7 +72,7 @@ class Kernel(Generic[D]):
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         """The guarantee's ``arithmetic``: more than the row says where it depends on the problem's cut."""
-        named: str | None = choice.row.guarantee(choice.descriptor).arithmetic
+        named: str | None = choice.entry.guarantee(choice.descriptor).arithmetic
         return named
 
     def alignment_of(self, operand: str) -> Alignment:
@@ -94,7 +94,7 @@ def align_up(size: int, alignment: int = 256) -> int:
     return -(-size // alignment) * alignment
 
 
-def in_turn(*launches: Launch) -> Launch:
+def launch_in_order(*launches: Launch) -> Launch:
     """One launch of several, one behind the other."""
 
     def launch(stream: int) -> None:

@@ -69,7 +69,7 @@ class Operand:
             object.__setattr__(self, "argument", self.name)
 
 
-class Remembered:
+class CachedLaunch:
     """What a plan made of the same arguments the last time. No part of their value: a copy starts without.
 
     ``last`` is the plan, where everything lay (None after a first run: arguments that are used once need not
@@ -81,8 +81,8 @@ class Remembered:
     def __init__(self) -> None:
         self.last: tuple[object, list[object] | None, Launch] | None = None
 
-    def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
-        return Remembered, ()
+    def __reduce__(self) -> tuple[type[CachedLaunch], tuple[()]]:
+        return CachedLaunch, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Args:
     Subclasses are frozen dataclasses with slots.
     """
 
-    _remembered: Remembered = field(default_factory=Remembered, init=False, repr=False, compare=False)
+    _remembered: CachedLaunch = field(default_factory=CachedLaunch, init=False, repr=False, compare=False)
 
 
 def fields_of(args_type: type[Args]) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class OperandChecks:
         return views
 
 
-def line_stride(view: TensorView, order: MatrixOrder) -> int:
+def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
     """Elements from one row (in a ``column`` order: column) of a checked matrix to the next."""
     return view.strides[0 if order is MatrixOrder.ROW else 1]
 

@@ -27,10 +27,10 @@ from .descriptor import Descriptor, ProductDescriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
-from .operands import Args, OperandChecks, Remembered, Views, check_alignment, tensors_of
+from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
+from .operands import Args, CachedLaunch, OperandChecks, Views, check_alignment, tensors_of
 from .overlap import lines_of, overlap, piece
 from .preference import PlanPreference
-from .table import Considered, Row, choose, consider, log_choice
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 
@@ -41,13 +41,13 @@ class Tuning(Protocol):
     def promises(
         self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
-        """Row -> flags of the guarantee that the self-test of its configuration has confirmed."""
+        """KernelEntry -> flags of the guarantee that the self-test of its configuration has confirmed."""
         ...
 
     def configurations(
         self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
     ) -> dict[str, Mapping[str, int]]:
-        """Row -> its configuration, where it has one that applies."""
+        """KernelEntry -> its configuration, where it has one that applies."""
         ...
 
     def configuration(self, descriptor: Any, row: Any, device: DeviceProperties) -> Mapping[str, int]:
@@ -64,7 +64,7 @@ class Plan:
 
     descriptor_type: ClassVar[type[Descriptor]]
     """The class of descriptors that such plans are for."""
-    table: ClassVar[tuple[Row, ...]]
+    table: ClassVar[tuple[KernelEntry, ...]]
     """The family's kernels, in order of preference."""
 
     def __init_subclass__(cls) -> None:
@@ -72,19 +72,19 @@ class Plan:
             _PLAN_OF[cls.descriptor_type] = cls
 
     def __init__(
-        self, choice: Choice, considered: tuple[Considered[Any], ...], tested: Sequence[str] = ()
+        self, choice: Choice, considered: tuple[JudgedEntry[Any], ...], tested: Sequence[str] = ()
     ) -> None:
         self._choice, self.descriptor = choice, choice.descriptor
         self.preference = choice.preference
         self.device = choice.device
-        self._row: Any = choice.row
+        self._row: Any = choice.entry
         self._considered, self._tested = considered, tested
         self._home = home_of(choice.device)
-        self._kernel: Kernel[Any] = choice.row.kernel(choice)
+        self._kernel: Kernel[Any] = choice.entry.kernel(choice)
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
         self._check = OperandChecks(
-            args_type, self._operands, self._kernel.alignment_of, choice.row.reads, self._home
+            args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
         )
         self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
         self._tuning: Tuning | None = None
@@ -138,7 +138,7 @@ class Plan:
         cls._check_descriptor(descriptor)
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
-        chosen = next((one.row for one in considered if one.reason is None), None)
+        chosen = next((one.entry for one in considered if one.reason is None), None)
         return _explanation(properties, considered, chosen, None)
 
     @classmethod
@@ -158,7 +158,7 @@ class Plan:
         cls._check_descriptor(descriptor)
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         choice, _ = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
-        return tuple(choice.row.kernel.compile(choice))
+        return tuple(choice.entry.kernel.compile(choice))
 
     @classmethod
     def _check_descriptor(cls, descriptor: object) -> None:
@@ -174,7 +174,7 @@ class Plan:
         preference: PlanPreference,
         device: DeviceProperties,
         tuning: Tuning | None,
-    ) -> tuple[Considered[Any], ...]:
+    ) -> tuple[JudgedEntry[Any], ...]:
         tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
         cuts = None
         if tuning and preference.require.arithmetic is not None:  # which depends on them
@@ -304,7 +304,7 @@ class Plan:
     def _launcher(self, args: Any, workspace: Any) -> Launch:
         if type(args) is not self._args_type:
             self._check(args)  # which refuses it
-        remembered: Remembered = args._remembered
+        remembered: CachedLaunch = args._remembered
         last = remembered.last
         places = None
         if last is not None and last[0] is self:
@@ -361,8 +361,8 @@ def explain(
 
 def _explanation(
     device: DeviceProperties,
-    considered: tuple[Considered[Any], ...],
-    chosen: Row | None,
+    considered: tuple[JudgedEntry[Any], ...],
+    chosen: KernelEntry | None,
     kernel: Kernel[Any] | None,
 ) -> Explanation:
     return Explanation(
@@ -370,7 +370,7 @@ def _explanation(
         chosen=chosen.name if chosen else None,
         details=kernel.details if kernel else "",
         workspace_size=kernel.workspace_size if kernel else None,
-        rows=tuple((one.row.name, one.row.backend.value, one.reason) for one in considered),
+        rows=tuple((one.entry.name, one.entry.backend.value, one.reason) for one in considered),
     )
 
 
@@ -390,7 +390,7 @@ def _select(
     tuning: Any,
 ) -> Plan:
     choice, considered = _choice(cls, descriptor, preference, device, tuning)
-    row = choice.row
+    row = choice.entry
     tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
     plan: Plan = cls(choice, considered, tested)
     plan._tuning = tuning
@@ -399,7 +399,7 @@ def _select(
 
 def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
-) -> tuple[Choice, tuple[Considered[Any], ...]]:
+) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
     """What selection comes to, and every row that it considered."""
     considered = cls._consider(descriptor, preference, device, tuning)
     try:

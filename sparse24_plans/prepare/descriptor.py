@@ -20,7 +20,7 @@ from ..vocab import (
     Size,
     TileRule,
 )
-from ..weights.layouts import layout_of
+from ..weights.packed_layouts import layout_of
 
 ELEMENTS = (
     ElementKind.F32,

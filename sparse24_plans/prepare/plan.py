@@ -39,7 +39,7 @@ from .descriptor import (
     PruneSparse24Descriptor,
     TilePruneSparse24Descriptor,
 )
-from .table import ROWS
+from .kernel_table import ENTRIES
 
 
 class PreparePlan(Plan):
@@ -48,7 +48,7 @@ class PreparePlan(Plan):
     ``descriptor`` says what is done.
     """
 
-    table = ROWS
+    table = ENTRIES
     descriptor: PrepareDescriptor
     args_types: ClassVar[Mapping[PrepareOp, type[Args]]]
     """Operands, by what the descriptor does."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..device.log import COMPILE
-from .products import MOST_FORMS, OPERANDS, Form, form_of, run
+from .gemm_dispatch import MOST_FORMS, OPERANDS, Form, form_of, run
 
 
 class CallSite:

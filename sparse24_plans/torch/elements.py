@@ -18,7 +18,7 @@ import torch.utils.dlpack
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
-from ..weights.layouts import layout_of
+from ..weights.packed_layouts import layout_of
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 DTYPE_OF = {

@@ -18,7 +18,7 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
 from .compiled import CallSite, report_unknown
-from .products import OPERANDS, Call
+from .gemm_dispatch import OPERANDS, Call
 
 _NAME = "Sparse24CallSite"
 _IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"

@@ -16,9 +16,9 @@ from ..plan.preference import PlanPreference
 from ..vocab import TileRule, integer
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
-from .layouts import cupy_on_torch_stream
+from .gemm_dispatch import linear
 from .library import only_dispatches
-from .products import linear
+from .packed_weight_cache import cupy_on_torch_stream
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default

@@ -19,11 +19,11 @@ from ..prepare.descriptor import (
     PruneSparse24Descriptor,
     TilePruneSparse24Descriptor,
 )
-from . import activations, preparing, products
+from . import activations, gemm_dispatch, preparing
 from .elements import weight_sizes
+from .gemm_dispatch import Call, dgrad_call, fake_result, linear_call, mm_call, product_of, scaled_call
 from .library import define
 from .preparing import kept_values
-from .products import Call, dgrad_call, fake_result, linear_call, mm_call, product_of, scaled_call
 
 _ops: Any = torch.ops.sparse24
 
@@ -287,7 +287,7 @@ _OPTIONS = 'str activation="none", ScalarType? out_dtype=None, str preference=""
 define(
     "linear(Tensor x, Tensor weight, Tensor? meta=None, Tensor? bias=None, SymInt? m=None, "
     f"{_OPTIONS}) -> Tensor",
-    products.linear,
+    gemm_dispatch.linear,
     _fake_of(linear_call),
     backward=_linear_backward,
     setup_context=_linear_context,
@@ -297,7 +297,7 @@ define(
 define(
     "linear_out(Tensor x, Tensor weight, Tensor? meta, Tensor? bias, Tensor(a!) out, SymInt? m=None, "
     'str activation="none", str preference="") -> ()',
-    products.linear_out,
+    gemm_dispatch.linear_out,
     _fake_linear_out,
 )
 define(
@@ -320,7 +320,7 @@ define(
 define(
     "mm(Tensor weight, Tensor? meta, Tensor b, SymInt? m=None, ScalarType? out_dtype=None, "
     'str preference="", bool may_transpose=False) -> Tensor',
-    products.mm,
+    gemm_dispatch.mm,
     _fake_mm,
     backward=_mm_backward,
     setup_context=_mm_context,

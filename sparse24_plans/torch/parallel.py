@@ -23,7 +23,7 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, integer
-from ..weights.layouts import TILE_M
+from ..weights.packed_layouts import TILE_M
 from .activations import FORWARD, check_rows, is_gated
 from .elements import element_of, plan_device
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of

@@ -40,7 +40,7 @@ from ..prepare.plan import (
     TilePruneSparse24Plan,
 )
 from ..vocab import MaskLayout
-from ..weights.layouts import layout_of
+from ..weights.packed_layouts import layout_of
 from .elements import (
     canonical_weight,
     element_of,

@@ -25,11 +25,11 @@ from ..device.devices import resolve
 from ..device.log import TUNING
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.table import ROWS, GemmRow, find
+from ..gemm.kernel_table import ENTRIES, GemmEntry, find
 from ..gemm.tuned import Confirmable, TunedKernel, TuningTable
 from ..plan.cublaslt import needs_cublaslt
+from ..plan.kernel_table import consider
 from ..plan.preference import PlanPreference
-from ..plan.table import consider
 from ..vocab import DeviceProperties
 from .process import python_command
 
@@ -56,12 +56,12 @@ class Trials:
     """None where no configuration was right."""
 
 
-def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmRow]:
+def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmEntry]:
     """The rows of the table that can be tuned and serve the problem: the first one of each backend."""
-    first: dict[str, GemmRow] = {}
-    for one in consider(ROWS, desc, PlanPreference(), device):
+    first: dict[str, GemmEntry] = {}
+    for one in consider(ENTRIES, desc, PlanPreference(), device):
         if one.reason is None:
-            first.setdefault(one.row.backend, one.row)
+            first.setdefault(one.entry.backend, one.entry)
     return [row for row in first.values() if row.kernel.tunable]
 
 
@@ -128,7 +128,7 @@ def _log(trials: Trials) -> None:
 
 def _jobs(
     problems: Iterable[GemmSparse24Descriptor], kernels: Sequence[str] | None, device: DeviceProperties
-) -> list[tuple[GemmSparse24Descriptor, GemmRow]]:
+) -> list[tuple[GemmSparse24Descriptor, GemmEntry]]:
     """Problems of one weight next to each other, so that it is made and packed once."""
     for name in kernels or ():
         row = find(name)
@@ -157,7 +157,7 @@ class _Tuner:
             self._worker.close()
             self._worker = None
 
-    def search(self, problem: GemmSparse24Descriptor, row: GemmRow) -> Trials:
+    def search(self, problem: GemmSparse24Descriptor, row: GemmEntry) -> Trials:
         fatal = self._fatal.setdefault((row.name, problem.element, problem.out_element), [])
         known: list[dict[str, Any]] = [{"configuration": dict(one), "us": None} for one in fatal]
         answer = None
@@ -185,7 +185,7 @@ class _Tuner:
         return trials
 
     def _self_test(
-        self, problem: GemmSparse24Descriptor, row: GemmRow, configuration: Configuration
+        self, problem: GemmSparse24Descriptor, row: GemmEntry, configuration: Configuration
     ) -> tuple[Confirmable, ...]:
         found = self._ask(_self_test(problem, row.name, configuration, repeat=True), [])
         if found is None or not found["sound"]:

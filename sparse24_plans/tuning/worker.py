@@ -20,8 +20,8 @@ from ..device.devices import cuda_properties
 from ..device.tensors import import_cupy
 from ..errors import Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.kernel_table import GemmEntry, find
 from ..gemm.plan import GemmSparse24Plan
-from ..gemm.table import GemmRow, find
 from ..gemm.tuned import TunedKernel, TuningTable
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, ScaleKind
@@ -143,7 +143,7 @@ class Experiment(Problem):
         return self.y.copy()
 
 
-def _row(name: str) -> GemmRow:
+def _row(name: str) -> GemmEntry:
     row = find(name)
     assert row is not None
     return row

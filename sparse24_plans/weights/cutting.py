@@ -19,8 +19,8 @@ from ..device.tensors import TensorView, wrong
 from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
-from .layouts import TILE_LAYOUTS, TILE_M
 from .on_device import on_stream
+from .packed_layouts import TILE_LAYOUTS, TILE_M
 from .weight import PackedWeight, Sparse24Weight
 
 W = TypeVar("W", Sparse24Weight, PackedWeight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ..device.jit.codes import ELEMENT_CODES
+from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import load
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind

@@ -14,7 +14,7 @@ of float32 (``tile64x64_32bit_v1``, 8704). In a tile:
   conflicts. Of float32 they lie in fragment order instead, for a thread loads them to registers and splits
   them: [step of 32 dense columns][kept columns 0-7, 8-15][block w of 16 rows][lane][row 16w+g, 16w+g+8][pair
   of kept columns 2t, 2t+1], 16 bytes a lane.
-  In two parts of bf16 (``tile64x64_2xbf16_v1``, for three products; parts.py) a row's 128 bytes are the high
+  In two parts of bf16 (``tile64x64_2xbf16_v1``, for three products; bf16_terms.py) a row's 128 bytes are the high
   parts of its 32 kept values, then their low parts, under the swizzle. Such a weight can't be unpacked.
 - Then the metadata in fragment order: uint32 [block w of 16 rows][lane][word j], two words of 16-bit
   elements, four of 8-bit ones, one of float32; g = lane / 4, t = lane % 4. A nibble is the canonical code,
@@ -39,9 +39,9 @@ from ..device.devices import current_on
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
-from . import canonical, parts, threads
-from .layouts import ROW_BYTES, TILE_M, TILES_IN_PARTS, VALUE_BYTES, TileLayout, layout_of
+from . import bf16_terms, canonical, threads
 from .on_device import short_forms
+from .packed_layouts import ROW_BYTES, TILE_M, TILES_IN_PARTS, VALUE_BYTES, TileLayout, layout_of
 from .weight import PackedWeight, Sparse24Weight
 
 _PAD_NIBBLES = 0x44
@@ -73,7 +73,7 @@ def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeig
 
         def fill(step: tuple[slice, slice]) -> None:
             there, rows = step
-            image = parts.in_rows(values[rows], shape[1]) if layout is TILES_IN_PARTS else values[rows]
+            image = bf16_terms.in_rows(values[rows], shape[1]) if layout is TILES_IN_PARTS else values[rows]
             tiles[there, :, :VALUE_BYTES] = _tiled(image, shape[1])
             tiles[there, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
 

@@ -24,8 +24,8 @@ from ..vocab import (
     integer,
 )
 from . import canonical, host_code, threads
-from .layouts import buffer_bytes
 from .on_device import on_stream, short_forms
+from .packed_layouts import buffer_bytes
 
 
 def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:

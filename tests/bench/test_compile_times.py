@@ -8,16 +8,21 @@ import os
 import pytest
 
 from sparse24_plans.bench import compile_times, figures, record
-from sparse24_plans.blocksparse.table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.blocksparse.kernel_table import (
+    ATTENTION_ENTRIES,
+    CONVOLUTION_ENTRIES,
+    MATMUL_ENTRIES,
+    SOFTMAX_ENTRIES,
+)
 from sparse24_plans.device.jit import compiler
-from sparse24_plans.gemm.table import ROWS as GEMM
-from sparse24_plans.prepare.table import ROWS as PREPARE
+from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM
+from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE
 
 from ..kernels.requests import HOPPER, device_of
 from .records import RESULTS
 from .test_record_files import ABOUT
 
-BLOCKS = (*MATMUL_ROWS, *SOFTMAX_ROWS, *ATTENTION_ROWS, *CONVOLUTION_ROWS)
+BLOCKS = (*MATMUL_ENTRIES, *SOFTMAX_ENTRIES, *ATTENTION_ENTRIES, *CONVOLUTION_ENTRIES)
 OURS = {row.name for row in (*GEMM, *PREPARE, *BLOCKS) if not row.on_host and row.kernel.sources}
 
 
@@ -59,7 +64,7 @@ def test_every_kernel_is_measured_and_the_callers_cache_is_left_alone(compilatio
 
 
 def test_both_epilogues_and_both_numbers_of_tokens_are_compiled():
-    choices = [one for one in compile_times.choices(device_of(HOPPER)) if one.row.name == "wgmma_sp"]
+    choices = [one for one in compile_times.choices(device_of(HOPPER)) if one.entry.name == "wgmma_sp"]
     asked = {(one.descriptor.element, one.descriptor.n, one.descriptor.epilogue) for one in choices}
     assert len(asked) == 2 * 2 * 2 + 2
     assert {one.descriptor.n for one in choices if one.descriptor.x_order == "column"} == {17}

@@ -13,8 +13,8 @@ import pytest
 
 from sparse24_plans import FormatError, InvalidProblemError, StorageError, __version__
 from sparse24_plans.bench import record
-from sparse24_plans.gemm.table import ROWS as GEMM
-from sparse24_plans.prepare.table import ROWS as PREPARE
+from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM
+from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE
 from sparse24_plans.tuning.process import python_command
 
 from .records import ROOT

@@ -20,11 +20,11 @@ from sparse24_plans import (
     explain,
 )
 
-from ..places import H200
+from ..sample_devices import H200
 from ..strategies import results_of
 from ..support import EPILOGUES, same_bits
-from .layouts import EDGES, random_layout
 from .problems import Operands, captured_launches_follow_the_mask, case_of, random_operands
+from .sample_layouts import EDGES, random_layout
 from .test_products import check
 
 PlanOf = Callable[..., BlockSparseMatmulPlan]

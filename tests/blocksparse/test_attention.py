@@ -22,8 +22,8 @@ from sparse24_plans import (
     InvalidProblemError,
 )
 
-from .layouts import EDGES, layouts, random_layout
 from .problems import Operands, case_of, random_operands, reference
+from .sample_layouts import EDGES, layouts, random_layout
 
 STRICT = {"require": {"deterministic": True}}
 ROWS = {"host_blas": None, "host_strict": STRICT}

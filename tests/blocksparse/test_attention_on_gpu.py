@@ -17,9 +17,9 @@ from sparse24_plans import (
     explain,
 )
 
-from ..places import A100, H200
-from .layouts import EDGES, random_layout
+from ..sample_devices import A100, H200
 from .problems import captured_launches_follow_the_mask, case_of, random_operands
+from .sample_layouts import EDGES, random_layout
 from .test_attention import check
 
 gpu = pytest.mark.gpu

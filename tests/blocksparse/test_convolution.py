@@ -20,11 +20,11 @@ from sparse24_plans import (
 )
 from sparse24_plans.arithmetic.fma32 import fma_f32
 
-from ..places import H200
+from ..sample_devices import H200
 from ..strategies import results_of
 from ..support import same_bits
-from .layouts import random_layout
 from .problems import Operands, case_of, filter_of, random_operands, reference
+from .sample_layouts import random_layout
 
 STRICT = {"require": {"bit_stable_across_hardware": True}}
 ROWS = {"host_blas": None, "host_strict": STRICT}

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from sparse24_plans import BlockSparseLayout, BlockSparseShape, FormatError, InvalidProblemError
 
-from .layouts import EDGES, layouts, random_layout
+from .sample_layouts import EDGES, layouts, random_layout
 
 every_edge = pytest.mark.parametrize("layout", EDGES.values(), ids=EDGES)
 

@@ -30,8 +30,8 @@ from sparse24_plans.weights.packing import pack
 from ..plan.cases import PlanCase, rejected
 from ..plan.cases import select as select_plan
 from ..support import same_bits
-from .layouts import EDGES, random_layout
 from .problems import along_of, case_of, random_metadata, random_operands
+from .sample_layouts import EDGES, random_layout
 from .test_products import ROWS, check, every_row
 
 every_along = pytest.mark.parametrize("along", ["columns", "rows"])

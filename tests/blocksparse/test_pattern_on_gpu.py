@@ -16,10 +16,10 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule
 
-from ..places import H200
+from ..sample_devices import H200
 from . import products_on_gpu as shared
-from .layouts import random_layout
 from .products_on_gpu import gpu, random_check
+from .sample_layouts import random_layout
 
 OPS = ("dsd", "dds")
 BLOCKS = (64, 128)

@@ -21,8 +21,8 @@ from sparse24_plans.arithmetic.fma32 import fma_f32
 
 from ..strategies import results_of
 from ..support import same_bits
-from .layouts import EDGES, layouts, random_layout
 from .problems import Operands, case_of, random_operands, reference
+from .sample_layouts import EDGES, layouts, random_layout
 
 STRICT = {"require": {"bit_stable_across_hardware": True}}
 OPS = ("sdd", "dsd", "dds")

@@ -17,16 +17,17 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
-from sparse24_plans.blocksparse import limits, schedule
+from sparse24_plans.blocksparse import limits
 from sparse24_plans.blocksparse.backends import blocks_wgmma
+from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 
-from ..places import A100, H200
+from ..sample_devices import A100, H200
 from ..strategies import results_of
 from ..support import same_bits
 from . import products_on_gpu as shared
-from .layouts import random_layout
 from .problems import Operands, case_of, random_operands
 from .products_on_gpu import TURNS, gpu, random_check
+from .sample_layouts import random_layout
 from .test_products import check
 
 OPS = ("sdd", "dsd", "dds")
@@ -285,7 +286,7 @@ def results_by_schedule(
     """The same product with each schedule that the kernel's own choice is made of, checked."""
     fields = {"op": op, "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
-    for one in schedule.schedules_by_density(desc):
+    for one in schedules.schedules_by_density(desc):
         monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}

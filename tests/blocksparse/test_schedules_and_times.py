@@ -15,9 +15,9 @@ import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.bench.blocks import Cell
-from sparse24_plans.blocksparse.schedule import Schedule, best_schedule, schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import Schedule, best_schedule, schedules_by_density
 
-from ..places import H200
+from ..sample_devices import H200
 
 TIMES = Path(__file__).parents[2] / "benchmarks" / "schedules" / "h200-block-times.jsonl"
 

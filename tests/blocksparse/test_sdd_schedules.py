@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse import schedule
-from sparse24_plans.blocksparse.schedule import Schedule, best_schedule, sampled_schedules
+from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import Schedule, best_schedule, sampled_schedules
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -46,14 +46,14 @@ columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: so
 def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
-    cost = schedule._COSTS[block]
+    cost = blocks_wgmma._COSTS[block]
     rows = one.rows * (cost.of_shared if one.share == 2 else 1)
     slower = cost.few_stages if one.stages < 4 else 1
     wanted = max(
         sum((rows + each * min(block, one.tokens)) * slower + cost.item for _, each in cluster)
         for cluster in items
     )
-    found = schedule._busiest(one, np.array(columns, np.int64), block, multiprocessors)
+    found = blocks_wgmma._busiest(one, np.array(columns, np.int64), block, multiprocessors)
     assert found == pytest.approx(wanted)
 
 
@@ -82,20 +82,20 @@ def test_the_columns_of_random_layouts(block):
         rng.random((lines, layout.block_cols, 128)) < layout.density for _ in range(8192 // max(64, block))
     ]
     met = np.sort([one.any(0).sum(0) for one in drawn], axis=0)[::-1].mean(1)
-    found = schedule._met_columns(layout, len(drawn))
+    found = blocks_wgmma._met_columns(layout, len(drawn))
     assert np.abs(found - met).mean() <= 0.03 * met.mean() + 0.3
     assert (np.diff(found) <= 0).all()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_more_strips_than_are_looked_at(block, monkeypatch):
-    original, looked_at = schedule._met_columns, []
+    original, looked_at = blocks_wgmma._met_columns, []
 
-    def met_columns(layout: BlockSparseShape, strips: int, share: float) -> schedule.Columns:
+    def met_columns(layout: BlockSparseShape, strips: int, share: float) -> blocks_wgmma.Columns:
         looked_at.append(strips)
         return original(layout, strips, share)
 
-    monkeypatch.setattr(schedule, "_met_columns", met_columns)
+    monkeypatch.setattr(blocks_wgmma, "_met_columns", met_columns)
     desc = BlockSparseMatmulDescriptor(
         op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
     )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.schedule import SHARED_BYTES, best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import SHARED_BYTES, best_schedule
 
 DENSITIES = (0.05, 0.1, 0.2, 0.5)
 every_op = pytest.mark.parametrize("op", ["dsd", "dds"])

@@ -21,8 +21,8 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.arithmetic.softmax import exp32, softmax
 
 from ..support import same_bits
-from .layouts import EDGES, layouts, random_layout
 from .problems import Operands, case_of, random_operands, reference
+from .sample_layouts import EDGES, layouts, random_layout
 
 FLOATS = ("f32", "f16", "bf16")
 MASKS = ("none", "add", "mul")

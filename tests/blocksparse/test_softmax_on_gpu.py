@@ -19,10 +19,10 @@ from sparse24_plans import (
     explain,
 )
 
-from ..places import A100, H200
+from ..sample_devices import A100, H200
 from ..support import same_bits
-from .layouts import EDGES, random_layout
 from .problems import Operands, captured_launches_follow_the_mask, case_of, kept_cells, random_operands
+from .sample_layouts import EDGES, random_layout
 from .test_softmax import FLOATS, MASKS, check
 
 gpu = pytest.mark.gpu

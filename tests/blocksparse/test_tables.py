@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 
 from sparse24_plans import BlockSparseLayout, BlockSparseTables, InvalidProblemError
-from sparse24_plans.blocksparse.tables import LookUp
+from sparse24_plans.blocksparse.lookup_tables import LookUp
 
-from .layouts import EDGES, layouts, random_layout
+from .sample_layouts import EDGES, layouts, random_layout
 
 
 def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:

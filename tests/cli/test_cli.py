@@ -18,7 +18,7 @@ from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import app as cli
 from sparse24_plans.cli import inspection, tables
 from sparse24_plans.device.install import install_advice
-from sparse24_plans.gemm import table
+from sparse24_plans.gemm import kernel_table
 
 from ..support import HAS_GPU
 
@@ -68,7 +68,7 @@ def test_info_names_versions_devices_and_kernels():
     assert about["version"] == sparse24_plans.__version__
     assert about["numpy"] == np.__version__
     rows = {row["kernel"]: row for row in about["kernels"]}
-    assert list(rows) == [spec.name for spec in table.ROWS]
+    assert list(rows) == [spec.name for spec in kernel_table.ENTRIES]
     assert rows["host_strict"]["available"]
     assert bool(about["devices"]) == HAS_GPU
     for row in rows.values():
@@ -97,7 +97,7 @@ def test_info_says_what_to_install(monkeypatch):
 def test_info_as_a_table():
     out = run("info").stdout
     assert sparse24_plans.__version__ in out
-    for spec in table.ROWS:
+    for spec in kernel_table.ENTRIES:
         assert spec.name in out
 
 
@@ -272,7 +272,7 @@ def test_explain_gives_the_choice_and_every_reason():
     assert answer["guarantee"]["math_precision"] == "f32"
     assert answer["error_bound"] > 0
     rows = {row["kernel"]: row["reason"] for row in answer["rows"]}
-    assert list(rows) == [spec.name for spec in table.ROWS]
+    assert list(rows) == [spec.name for spec in kernel_table.ENTRIES]
     assert rows["inflate_strict"] == "runs on a CUDA device, the plan is for host"
 
 

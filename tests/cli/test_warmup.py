@@ -22,11 +22,11 @@ from sparse24_plans.cli.app import app
 from sparse24_plans.device.jit import cache as cubins
 from sparse24_plans.device.jit import compiler, launcher
 from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.kernel_table import choose, consider
 from sparse24_plans.plan.preference import PlanPreference
-from sparse24_plans.plan.table import choose, consider
 
 from ..kernels.requests import HOPPER, device_of, recorded_loads
-from ..places import AMPERE, HOST
+from ..sample_devices import AMPERE, HOST
 
 CUBIN = b"\x7fELF and what follows\0"
 

@@ -19,10 +19,10 @@ from sparse24_plans import (
 from sparse24_plans.device import devices
 from sparse24_plans.device.jit import cache as cubins
 from sparse24_plans.device.jit import compiler
+from sparse24_plans.plan.kernel_table import consider, log_choice
 from sparse24_plans.plan.preference import PlanPreference
-from sparse24_plans.plan.table import consider, log_choice
 
-from ..places import AMPERE, HOST, gpu_of
+from ..sample_devices import AMPERE, HOST, gpu_of
 
 INFLATE = ("weights/inflate.cu", "sm_80", {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0})
 

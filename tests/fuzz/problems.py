@@ -28,7 +28,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
-from sparse24_plans.prepare.table import PACKED_ELEMENTS
+from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 from sparse24_plans.weights.gates import GATE_GROUP
 
 from ..prepare.prepare_cases import ELEMENTS as PREPARED

@@ -18,20 +18,20 @@ from sparse24_plans import (
     PlanPreference,
     Sparse24Weight,
 )
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.kernel import Choice
 
-from ..places import HOPPER
+from ..sample_devices import HOPPER
 from ..support import case_of, device_of_row, plan_of_row, random_data
-from .rows import marked, on_host, row_of, tokens
+from .kernel_entries import marked, on_host, row_of, tokens
 from .test_error_bounds import KINDS, operands
 
 IN_STEPS = ("identity", "bias", "bias_relu")
-TIER2 = [row.name for row in ROWS if row.tier == "sparse_tensor_core" and row.backend != "cusparselt"]
+TIER2 = [row.name for row in ENTRIES if row.tier == "sparse_tensor_core" and row.backend != "cusparselt"]
 EACH = [
     marked(row.name, str(element))
-    for row in ROWS
+    for row in ENTRIES
     if row.name in (*TIER2, "inflate_strict", "host_strict")
     for element in row.elements
 ]

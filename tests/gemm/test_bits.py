@@ -12,12 +12,12 @@ import pytest
 
 from sparse24_plans import ElementKind, GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.gemm.backends import wgmma_sp
-from sparse24_plans.gemm.schedules.mma_sp import slices_of
-from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
+from sparse24_plans.gemm.schedules.mma_sp import split_k_of
+from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_in
 
 from ..support import EPILOGUES, make_case, same_bits
-from .rows import OWN, case_of, gpu, medium, on_host, promising, row_of, serves, tokens
+from .kernel_entries import OWN, case_of, gpu, medium, on_host, promising, row_of, serves, tokens
 
 
 @promising("deterministic")
@@ -87,7 +87,7 @@ INVARIANT_SHAPES = [
 
 def test_weights_of_all_numbers_of_slices_are_under_test():
     for element in ("bf16", "fp8_e4m3"):
-        assert {invariant_slices(m, k, ElementKind(element)) for m, k in INVARIANT_SHAPES} == {1, 2, 3, 4, 8}
+        assert {invariant_split_k(m, k, ElementKind(element)) for m, k in INVARIANT_SHAPES} == {1, 2, 3, 4, 8}
 
 
 @promising("batch_invariant")
@@ -131,8 +131,8 @@ def test_a_part_of_a_weight_along_m_has_the_bits_of_the_whole(row, element, op, 
 @pytest.mark.parametrize("n", [1, 9, 40, 64])
 def test_both_tensor_core_kernels_sum_alike(monkeypatch, element, m, k, n):
     """wgmma_sp has the bits of mma_sp where it cuts K into as many slices."""
-    slices = slices_of(m)
-    schedule = next(one for one in schedules_in(slices, n) if one.slices * one.parts == slices)
+    slices = split_k_of(m)
+    schedule = next(one for one in schedules_in(slices, n) if one.split_k * one.k_chunks == slices)
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)
     problem = {"n": n, "m": m, "k": k, "element": element, "alpha": 1.25}  # of its own: plans are cached
     first = case_of("mma_sp_many", **problem)

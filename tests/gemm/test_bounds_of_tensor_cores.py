@@ -41,7 +41,7 @@ import pytest
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan
 
 from ..support import Data, case_of
-from .rows import row_of
+from .kernel_entries import row_of
 from .test_error_bounds import KINDS, operands
 
 ARITHMETICS = [

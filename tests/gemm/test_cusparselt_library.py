@@ -21,8 +21,8 @@ from sparse24_plans import (
 )
 from sparse24_plans._vendor import cusparselt_abi as abi
 from sparse24_plans._vendor.library_error import LibraryError
-from sparse24_plans.gemm import table
-from sparse24_plans.plan.table import choose, consider
+from sparse24_plans.gemm import kernel_table
+from sparse24_plans.plan.kernel_table import choose, consider
 
 PREFIX = "cusparseLt"
 
@@ -166,7 +166,7 @@ def test_versions_that_serve(version):
     ],
 )
 def test_a_missing_or_wrong_library_says_what_to_install(version, words):
-    rows = consider(table.ROWS, DESC, FORCED, hopper(version))
+    rows = consider(kernel_table.ENTRIES, DESC, FORCED, hopper(version))
     with pytest.raises(BackendUnavailableError) as caught:
         choose(rows)
     for word in (*words, "pip install", "for CUDA 12: ", "for CUDA 13: "):
@@ -175,7 +175,7 @@ def test_a_missing_or_wrong_library_says_what_to_install(version, words):
 
 def test_a_wrong_architecture_is_not_something_to_install():
     turing = hopper("0.8.0").model_copy(update={"compute_capability": (7, 5)})
-    rows = {row.row.name: row for row in consider(table.ROWS, DESC, FORCED, turing)}
+    rows = {row.entry.name: row for row in consider(kernel_table.ENTRIES, DESC, FORCED, turing)}
     assert "needs compute capability 8.0, got 7.5" in rows["cusparselt"].reason
     assert not rows["cusparselt"].unavailable
 

@@ -18,7 +18,7 @@ from sparse24_plans import (
 from sparse24_plans._vendor import cusparselt_abi as abi
 from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.device.devices import cuda_properties
-from sparse24_plans.gemm import table
+from sparse24_plans.gemm import kernel_table
 from sparse24_plans.gemm.backends import cusparselt
 from sparse24_plans.plan.kernel import Choice
 
@@ -159,7 +159,7 @@ def test_ten_thousand_plans_leave_no_memory_behind():
 
     desc, device = descriptor("bf16", epilogue="bias_relu"), cuda_properties(0)
 
-    choice = Choice(desc, device, table.find("cusparselt"), FORCED, {})
+    choice = Choice(desc, device, kernel_table.find("cusparselt"), FORCED, {})
 
     def cycles(count: int) -> None:
         for _ in range(count):
@@ -179,6 +179,6 @@ def test_a_library_without_kernels_for_the_gpu(monkeypatch):
         raise LibraryError("cusparseLtInit", abi.ARCH_MISMATCH, "ARCH_MISMATCH")
 
     monkeypatch.setattr(abi, "handle", refuse)
-    choice = Choice(descriptor("bf16"), cuda_properties(0), table.find("cusparselt"), FORCED, {})
+    choice = Choice(descriptor("bf16"), cuda_properties(0), kernel_table.find("cusparselt"), FORCED, {})
     with pytest.raises(BackendUnavailableError, match="pip install"):
         cusparselt.Kernel(choice)

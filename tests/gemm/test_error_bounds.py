@@ -12,7 +12,7 @@ import pytest
 
 from sparse24_plans import ElementKind
 
-from .rows import FLOATS, case_of, on_host, promising, tokens
+from .kernel_entries import FLOATS, case_of, on_host, promising, tokens
 
 Terms = tuple[np.ndarray, np.ndarray]
 """Of the source [n, r] and of the weight [outputs, r]: products of columns are summed over r."""

@@ -19,10 +19,10 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.gemm.table import ROWS
-from sparse24_plans.plan.table import choose, consider
+from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.plan.kernel_table import choose, consider
 
-from ..places import H200
+from ..sample_devices import H200
 from ..support import Guarded, make_case
 
 WGMMA = PlanPreference(prefer_backend="wgmma_sp")
@@ -93,7 +93,7 @@ def test_sums_of_s8_are_exact_or_refused(k):
     rows = refusals(GemmSparse24Descriptor(n=32, m=32, k=k, element="s8"))
     for row in ("wgmma_sp_s8", "cusparselt"):
         assert ("int32" in (rows[row] or "")) == (k >= 2**18)
-    considered = consider(ROWS, GemmSparse24Descriptor(n=32, m=32, k=k, element="s8"), WGMMA, H200)
+    considered = consider(ENTRIES, GemmSparse24Descriptor(n=32, m=32, k=k, element="s8"), WGMMA, H200)
     if k >= 2**18:
         with pytest.raises(UnsupportedError, match="sums of s8 may exceed int32"):
             choose(considered)

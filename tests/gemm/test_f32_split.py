@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
-from sparse24_plans.gemm import limits, split
+from sparse24_plans.gemm import f32_split, limits
 from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
-from sparse24_plans.gemm.schedules import split_choice
-from sparse24_plans.gemm.schedules.wgmma_sp import Lines
-from sparse24_plans.gemm.wgmma import blocks_of
+from sparse24_plans.gemm.schedules import f32_split_heuristics
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts
+from sparse24_plans.gemm.wgmma import grid_size
 from sparse24_plans.plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.weights.layouts import TILE_M, layout_called
+from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
 
-from ..places import HOPPER
+from ..sample_devices import HOPPER
 from ..support import Data, case_of, make_case, random_data
-from .rows import gpu, row_of
+from .kernel_entries import gpu, row_of
 from .test_schedules import pieces
 
 ROWS = ("f32_split3", "f32_split3_invariant", "f32_split6", "f32_split6_invariant")
@@ -148,7 +148,9 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m,
                 for device in (HOPPER, HOPPER.model_copy(update={"multiprocessors": 66})):
                     choice = Choice(desc, device, row, PlanPreference(**wish), {})
                     named.add(row.kernel.arithmetic(choice))
-        assert named == {f"{NAMES[row.parts]}/slices={split_choice.invariant_slices(m, k, row.parts)}"}
+        assert named == {
+            f"{NAMES[row.parts]}/slices={f32_split_heuristics.invariant_split_k(m, k, row.parts)}"
+        }
 
 
 @settings(max_examples=80, deadline=None)
@@ -165,10 +167,10 @@ def test_the_least_workspace_is_enough(name, n, m, k):
     assert least >= row.parts * n * k * 2
     for most in (least, least + 10**7, None):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
-        one = split_choice.best_schedule(desc, row, None, most)
-        assert row.kernel.arithmetic(choice) == f"{NAMES[row.parts]}/slices={one.slices}"
-        blocks = blocks_of(one, n, m, HOPPER)
-        assert most is None or split_choice.Regions.of(one, desc, row.parts, blocks).end <= most
+        one = f32_split_heuristics.best_schedule(desc, row, None, most)
+        assert row.kernel.arithmetic(choice) == f"{NAMES[row.parts]}/slices={one.split_k}"
+        blocks = grid_size(one, n, m, HOPPER)
+        assert most is None or f32_split_heuristics.Regions.of(one, desc, row.parts, blocks).end <= most
     assert row.limits(desc) is None
 
 
@@ -182,11 +184,11 @@ def test_the_least_workspace_is_enough(name, n, m, k):
 def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
     """Each is an item long at least, so that an item has two clusters at most; and they are even."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    unit, tiles = split_choice.RANGE_TILES[row.parts], -(-k // SPLIT_TILE)
+    unit, tiles = f32_split_heuristics.RANGE_TILES[row.parts], -(-k // SPLIT_TILE)
     assert unit * SPLIT_TILE % SPLIT_SUM[row.parts] == 0
     assert SPLIT_GROUP[row.parts] % (unit * SPLIT_TILE) == 0
-    for one in split_choice.allowed_schedules(desc, row):
-        if not one.ranges:
+    for one in f32_split_heuristics.allowed_schedules(desc, row):
+        if not one.stream_k:
             continue
         units = -(-tiles // unit)
         found = pieces(one, one.items(n, m), units)
@@ -201,8 +203,8 @@ def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
     """In shared memory, behind those of W, whatever the schedule."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
     layout = layout_called(row.layout)
-    for one in split_choice.allowed_schedules(desc, row):
-        weights, _ = one.stages(Lines.of(desc, layout), row.parts)
+    for one in f32_split_heuristics.allowed_schedules(desc, row):
+        weights, _ = one.stages(OperandLayouts.of(desc, layout), row.parts)
         assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
 
 
@@ -234,7 +236,7 @@ CUTS = [
     (row, n, cut)
     for row in ("f32_split3", "f32_split6")
     for n in (1, 13, 60, 200)
-    for cut in split_choice._tried(n, 9000, row_of(row).parts)
+    for cut in f32_split_heuristics._tried(n, 9000, row_of(row).parts)
 ]
 
 
@@ -242,7 +244,7 @@ CUTS = [
 @pytest.mark.parametrize(("row", "n", "cut"), CUTS, ids=str)
 def test_every_cut(monkeypatch, row, n, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
-    monkeypatch.setattr(split, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(f32_split, "best_schedule", lambda *_: cut)
     alpha = 1 + CUTS.index((row, n, cut)) / 64  # of its own: plans are cached
     desc = GemmSparse24Descriptor(n=n, m=9000, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)

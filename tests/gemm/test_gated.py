@@ -31,13 +31,13 @@ from sparse24_plans import (
     slice_weight,
 )
 from sparse24_plans.gemm.backends import inflate_strict
+from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.gemm.limits import STRICT_SMALL_TILE
-from sparse24_plans.gemm.schedules import wgmma_choice
-from sparse24_plans.gemm.schedules.wgmma_choice import invariant_slices
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.schedules import wgmma_heuristics
+from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.vocab import ElementKind
 
-from ..places import gpu_of
+from ..sample_devices import gpu_of
 from ..support import (
     Case,
     activate,
@@ -49,7 +49,7 @@ from ..support import (
     rows_of_gates,
     same_bits,
 )
-from .rows import marked, row_of
+from .kernel_entries import marked, row_of
 
 GATED = ("bias_swiglu", "bias_geglu")
 gated = pytest.mark.parametrize("epilogue", GATED)
@@ -65,7 +65,7 @@ RESULTS = {
 }
 TYPES = [(element, out) for element, results in RESULTS.items() for out in results]
 ORDERS = [{"x_order": x, "y_order": y} for x, y in itertools.product(("row", "column"), repeat=2)]
-SERVING = [row for row in ROWS if EpilogueKind.BIAS_SWIGLU in row.epilogues]
+SERVING = [row for row in ENTRIES if EpilogueKind.BIAS_SWIGLU in row.epilogues]
 IN_COLUMNS = [row.name for row in SERVING if row.column_order]
 
 
@@ -160,7 +160,7 @@ def test_rows_that_do_not_serve_them_say_so(epilogue, element):
     out = "bf16" if element == "s8" else RESULTS[element][0]
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element, out_element=out, epilogue=epilogue)
     reasons = {name: reason for name, _, reason in explain(desc, device=HOPPER).rows}
-    others = [row for row in ROWS if row not in SERVING and element in row.elements and not row.on_host]
+    others = [row for row in ENTRIES if row not in SERVING and element in row.elements and not row.on_host]
     assert {reasons[row.name] for row in others} <= {f"does not serve epilogue {epilogue}"}
     assert {"f32": 5, "s8": 1, "fp8_e4m3": 1}.get(element, 2) == len(others)
 
@@ -440,10 +440,10 @@ def test_the_strict_grid_counts_rows_of_w():
 def test_schedules_are_allowed_and_sum_as_without_gates(epilogue, n, m, k):
     row = row_of("wgmma_sp_invariant")
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue=epilogue)
-    slices = invariant_slices(m, k, desc.element)
-    allowed = wgmma_choice.allowed_schedules(desc, row)
+    slices = invariant_split_k(m, k, desc.element)
+    allowed = wgmma_heuristics.allowed_schedules(desc, row)
     assert allowed
-    assert {one.slices * one.parts for one in allowed} == {slices}
+    assert {one.split_k * one.k_chunks for one in allowed} == {slices}
     assert min(one.workspace_bytes() for one in allowed) == 0
-    most = max((o.tokens for o in allowed if o.warpgroups == 3 and o.ranges and o.parts > 1), default=0)
+    most = max((o.tokens for o in allowed if o.warpgroups == 3 and o.stream_k and o.k_chunks > 1), default=0)
     assert most <= 96

@@ -10,7 +10,7 @@ from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
 from ..support import case_of, make_case, plan_of_row, random_data, same_bits
-from .rows import gpu, row_of
+from .kernel_entries import gpu, row_of
 from .test_gated import GATED, IN_COLUMNS, ORDERS, RESULTS, SERVING, check, gated
 
 WGMMA_CUTS = [
@@ -18,11 +18,11 @@ WGMMA_CUTS = [
     *((n, cut) for n in (16, 200, 300) for cut in schedules.schedules_in(3, n)),
 ]
 WGMMA_CUTS += [
-    (n, schedules.Schedule(*shape[:2], tokens, shape[2], parts=parts, ranges=7))
+    (n, schedules.Schedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7))
     for n, tokens in ((8, 8), (72, 80), (112, 112), (200, 208))
     for shape in schedules._OF_RANGES
     for parts in (1, 2)
-    if schedules.Schedule(*shape[:2], tokens, shape[2], parts=parts, ranges=7).fits()
+    if schedules.Schedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7).fits()
 ]
 
 

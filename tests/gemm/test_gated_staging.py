@@ -11,11 +11,11 @@ from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.gemm.wgmma import result_box
 
-from . import columns_model as model
+from . import column_major_model as model
 
 
 def _stored_by_warps(desc: GemmSparse24Descriptor, tokens: int, results: np.ndarray) -> np.ndarray:
-    """stage_gated and staged_at of kernels_cu/gemm/wgmma_sp/writer.cuh, written down again.
+    """stage_gated and staged_at of kernels_cu/gemm/wgmma_sp/epilogue_store.cuh, written down again.
 
     ``results`` [32 outputs, tokens] as bits; what shared memory holds of them.
     """

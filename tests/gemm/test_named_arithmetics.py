@@ -16,13 +16,13 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.gemm.arithmetic.results import Results, places
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.kernel import Choice
 
-from ..places import AMPERE, HOPPER, HOST, gpu_of
+from ..sample_devices import AMPERE, HOPPER, HOST, gpu_of
 from ..support import ELEMENTS, EPILOGUES, case_of, make_case, random_data, same_bits
-from .rows import row_of
+from .kernel_entries import row_of
 from .scalar_arithmetic import tensor_core_sum
 
 SLICED = {"f16": "hopper_tc", "bf16": "hopper_tc", "fp8_e4m3": "hopper_tc_fp8"}
@@ -81,7 +81,7 @@ def test_other_tensor_cores_name_none(capability):
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("row", [row.name for row in ROWS if row.backend in ("mma_sp", "wgmma_sp")])
+@pytest.mark.parametrize("row", [row.name for row in ENTRIES if row.backend in ("mma_sp", "wgmma_sp")])
 def test_activations_of_cudas_library_have_no_name(row, epilogue):
     in_steps = epilogue in ("identity", "bias", "bias_relu")
     assert (named(row, HOPPER, element=row_of(row).elements[0], epilogue=epilogue) is not None) == in_steps
@@ -106,7 +106,7 @@ def test_a_gpu_serves_the_arithmetics_that_its_rows_name_and_no_others(element, 
         answer = explain(desc, preference=requiring(name), device=HOPPER)
         by_name[name] = {row for row, _, reason in answer.rows if reason is None}
         assert answer.chosen is None or answer.chosen in by_name[name]
-    for row in ROWS:
+    for row in ENTRIES:
         if row.backend in ("mma_sp", "wgmma_sp") and desc.element in row.elements and not row.promoted:
             own = named(row.name, HOPPER, n=n, element=element)
             for name, rows in by_name.items():

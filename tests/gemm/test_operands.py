@@ -19,7 +19,7 @@ from sparse24_plans import (
 
 from ..plan.cases import PlanCase, case_of, changed, kernel_case, random_inputs, rejected
 from ..support import Guarded, plan_of_row, random_weight
-from .rows import OWN, marked, row_of
+from .kernel_entries import OWN, marked, row_of
 
 gpu = pytest.mark.gpu
 F32, F16 = ElementKind.F32, ElementKind.F16

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparse24_plans import GemmSparse24Descriptor, UnsupportedError
 
 from ..support import ELEMENTS, EPILOGUES, device_of_row, plan_of_row, same_bits
-from .rows import OWN, case_of, gpu, marked, on_host, row_of, serves, tokens
+from .kernel_entries import OWN, case_of, gpu, marked, on_host, row_of, serves, tokens
 
 ROWS = [name for name in OWN if "bf16" in row_of(name).elements]
 """Those of elements of 16 and 32 bits; of 8: test_wgmma_8bit.py."""

@@ -22,19 +22,19 @@ from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
-from sparse24_plans.gemm.schedules import wgmma_choice
+from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
+from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
-from sparse24_plans.gemm.schedules.wgmma_time import predicted
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.weights.layouts import TILES_16BIT
+from sparse24_plans.weights.packed_layouts import TILES_16BIT
 
-from .rows import OWN, row_of
+from .kernel_entries import OWN, row_of
 
 MULTIPROCESSORS = (66, 78, 114, 132, 144)
 """Of a half H100, an H20, H100s, an H200 and a chip without a flaw."""
-WGMMA_ROWS = [name for name in OWN if row_of(name).backend == "wgmma_sp"]
-MMA_ROWS = [name for name in OWN if row_of(name).backend == "mma_sp"]
+WGMMA_ENTRIES = [name for name in OWN if row_of(name).backend == "wgmma_sp"]
+MMA_ENTRIES = [name for name in OWN if row_of(name).backend == "mma_sp"]
 shapes = st.builds(
     GemmSparse24Descriptor,
     n=st.integers(1, 4096) | st.sampled_from([1, 8, 16, 17, 64, 65, 128, 1024]),
@@ -71,27 +71,27 @@ class Recorder:
 @given(desc=shapes)
 def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
     cuts = [mma_schedules.best_schedule(desc.n, desc.m, count) for count in MULTIPROCESSORS]
-    assert {cut.slices for cut in cuts} == {mma_schedules.slices_of(desc.m)}
+    assert {cut.split_k for cut in cuts} == {mma_schedules.split_k_of(desc.m)}
     for device in map(hopper, MULTIPROCESSORS):
         for configuration in mma_schedules.candidates(desc, device):
             cut = mma_schedules.schedule_of(desc, device, configuration)
-            assert cut.slices == mma_schedules.slices_of(desc.m)
+            assert cut.split_k == mma_schedules.split_k_of(desc.m)
 
 
-@pytest.mark.parametrize("row", MMA_ROWS)
+@pytest.mark.parametrize("row", MMA_ENTRIES)
 @settings(max_examples=40, deadline=None)
 @given(desc=shapes)
 def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
-        slices = {compiled.of(desc, row, hopper(count))["SLICES"] for count in MULTIPROCESSORS}
+        slices = {compiled.of(desc, row, hopper(count))["SPLIT_K"] for count in MULTIPROCESSORS}
         for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):  # where one block holds them all
             other = DeviceProperties(kind="cuda", compute_capability=capability, multiprocessors=100)
-            assert compiled.of(desc, row, other)["SLICES"] == mma_schedules.STREAMS
+            assert compiled.of(desc, row, other)["SPLIT_K"] == mma_schedules.WARP_PAIRS
     assert len(slices) == 1
 
 
-@pytest.mark.parametrize("row", WGMMA_ROWS)
+@pytest.mark.parametrize("row", WGMMA_ENTRIES)
 @settings(max_examples=40, deadline=None)
 @given(desc=shapes)
 def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
@@ -100,14 +100,14 @@ def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, 
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, wgmma_sp)
         found = [compiled.of(desc, row, hopper(count)) for count in MULTIPROCESSORS]
-    assert len({(one["SLICES"] * one["PARTS"], one["RANGES"]) for one in found}) == 1
+    assert len({(one["SPLIT_K"] * one["K_CHUNKS"], one["STREAM_K"]) for one in found}) == 1
     assert all(one == found[0] for one in found)
 
 
 def test_slices_that_are_faster_than_free_schedules_lose_nothing():
     """Few outputs of a deep K: eight slices are the fastest, also beyond the n that others have them for."""
     m, k = 48, 21456
-    slices = wgmma_choice.invariant_slices(m, k, ElementKind.BF16)
+    slices = wgmma_heuristics.invariant_split_k(m, k, ElementKind.BF16)
     for n in (1, 33, 100, 640, 2600):
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16")
         sliced = predicted(wgmma_schedules.schedules_in(slices, n, m), desc)
@@ -122,13 +122,13 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
         parts = set()
         for n in tokens:
             one = GemmSparse24Descriptor(n=n, m=desc.m, k=desc.k, element=row.elements[0])
-            for cut in wgmma_choice.allowed_schedules(one, row):
-                parts.add(cut.slices * cut.parts)
-            assert wgmma_choice.best_schedule(one, row) in wgmma_choice.allowed_schedules(one, row)
+            for cut in wgmma_heuristics.allowed_schedules(one, row):
+                parts.add(cut.split_k * cut.k_chunks)
+            assert wgmma_heuristics.best_schedule(one, row) in wgmma_heuristics.allowed_schedules(one, row)
         assert parts == {
-            1 if row.promoted else wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])
+            1 if row.promoted else wgmma_heuristics.invariant_split_k(desc.m, desc.k, row.elements[0])
         }
-    assert len({mma_schedules.best_schedule(n, desc.m, 132).slices for n in tokens}) == 1
+    assert len({mma_schedules.best_schedule(n, desc.m, 132).split_k for n in tokens}) == 1
 
 
 @pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
@@ -143,10 +143,10 @@ def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc
         whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, hopper(132))
         for n in (1, desc.n):
             found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, hopper(132), whole_m=desc.m)
-            assert found["SLICES"] * found["PARTS"] == whole["SLICES"] * whole["PARTS"]
+            assert found["SPLIT_K"] * found["K_CHUNKS"] == whole["SPLIT_K"] * whole["K_CHUNKS"]
 
 
-@pytest.mark.parametrize("row", MMA_ROWS)
+@pytest.mark.parametrize("row", MMA_ENTRIES)
 @settings(max_examples=60, deadline=None)
 @given(desc=shapes, shards=st.integers(1, 16))
 def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
@@ -155,15 +155,15 @@ def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, 
         compiled = Recorder(patch, mma_sp)
         for device in (hopper(132), DeviceProperties(kind="cuda", compute_capability=(8, 9))):
             whole, found = compiled.of(desc, row, device), compiled.of(part, row, device, whole_m=desc.m)
-            assert found["SLICES"] == whole["SLICES"]
+            assert found["SPLIT_K"] == whole["SPLIT_K"]
 
 
 def test_without_whole_m_a_part_of_a_weight_may_be_cut_otherwise():
     """Which is why there is one."""
     row = row_of("wgmma_sp_invariant")
-    slices = [wgmma_choice.invariant_slices(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
+    slices = [wgmma_heuristics.invariant_split_k(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
     assert slices[0] != slices[1]
-    assert mma_schedules.slices_of(28672) != mma_schedules.slices_of(28672 // 8)
+    assert mma_schedules.split_k_of(28672) != mma_schedules.split_k_of(28672 // 8)
 
 
 def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
@@ -171,7 +171,7 @@ def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
     other = mma_schedules.candidates(desc, hopper(132))[0]
     free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
     assert mma_schedules.schedule_of(desc, hopper(132), other, 28672) == free
-    assert free.slices == mma_schedules.slices_of(28672)
+    assert free.split_k == mma_schedules.split_k_of(28672)
 
 
 # What a schedule must be ----------------------------------------------------------------------------
@@ -181,12 +181,15 @@ def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
 @given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
 def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
     cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)
-    assert cut.token_blocks * 8 * cut.token_tiles >= desc.n
-    row_blocks = -(-desc.m // (64 * cut.block_tiles))
-    assert cut.blocks == row_blocks * cut.token_blocks * cut.slices * cut.block_tiles // mma_schedules.STREAMS
+    assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
+    row_blocks = -(-desc.m // (64 * cut.warp_pairs_m))
+    assert (
+        cut.blocks
+        == row_blocks * cut.token_blocks * cut.split_k * cut.warp_pairs_m // mma_schedules.WARP_PAIRS
+    )
     assert 2 <= cut.stages <= 8
-    assert cut.stages * cut.stage_bytes * cut.blocks_per_sm <= 227 << 10
-    assert cut.stage_bytes >= mma_schedules.STREAMS * TILES_16BIT.tile_bytes
+    assert cut.stages * cut.stage_bytes * cut.ctas_per_sm <= 227 << 10
+    assert cut.stage_bytes >= mma_schedules.WARP_PAIRS * TILES_16BIT.tile_bytes
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (12, 0)])
@@ -194,27 +197,27 @@ def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
 @given(desc=shapes)
 def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
     cut = mma_schedules.schedule_in_block(desc.n, desc.m, capability)
-    assert cut.token_blocks * 8 * cut.token_tiles >= desc.n
+    assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
     assert cut.blocks == -(-desc.m // 64) * cut.token_blocks
     assert cut.stages >= 2
     room = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
     assert cut.stages * cut.stage_bytes <= room
 
 
-@pytest.mark.parametrize("row", WGMMA_ROWS)
+@pytest.mark.parametrize("row", WGMMA_ENTRIES)
 @settings(max_examples=100, deadline=None)
 @given(desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans())
 def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out_f32):
     element = row_of(row).elements[0]
     out = {"out_element": "f32"} if out_f32 else {}
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element, **out)
-    lines = wgmma_schedules.Lines.of(desc)
+    lines = wgmma_schedules.OperandLayouts.of(desc)
     if row_of(row).column_order:
         lines = lines._replace(x_columns=columns[0], y_columns=columns[1])
-    for cut in wgmma_choice.allowed_schedules(desc, row_of(row)):
+    for cut in wgmma_heuristics.allowed_schedules(desc, row_of(row)):
         token_blocks = -(-desc.n // cut.tokens)
-        assert cut.items(desc.n, desc.m) * cut.rows * cut.share >= desc.m * token_blocks
-        assert cut.shared_bytes(lines) * cut.blocks_per_sm <= 227 << 10
+        assert cut.items(desc.n, desc.m) * cut.rows * cut.cluster_m >= desc.m * token_blocks
+        assert cut.shared_bytes(lines) * cut.ctas_per_sm <= 227 << 10
         weights, sources = cut.stages(lines)
         assert (weights >= 2, sources >= 2) == (True, True)
         assert cut.cluster <= 8
@@ -246,12 +249,12 @@ def test_the_widths_of_many_tokens_are_found_at_once():
 
 def pieces(cut: Schedule, items: int, tiles: int) -> list[list[tuple[int, int, int]]]:
     """Of every cluster: (item, first tile of K, the one after the last), as the kernel takes them."""
-    whole = items - items % cut.ranges - cut.ranges
-    size, longer = divmod((items - whole) * tiles, cut.ranges)
-    begins = [size * one + min(one, longer) for one in range(cut.ranges + 1)]
+    whole = items - items % cut.stream_k - cut.stream_k
+    size, longer = divmod((items - whole) * tiles, cut.stream_k)
+    begins = [size * one + min(one, longer) for one in range(cut.stream_k + 1)]
     found = []
     for one, (begin, end) in enumerate(pairwise(begins)):
-        its = [(item, 0, tiles) for item in range(one, whole, cut.ranges)]
+        its = [(item, 0, tiles) for item in range(one, whole, cut.stream_k)]
         its += [(whole + end // tiles, 0, end % tiles)] if end % tiles else []
         its += [(whole + item, 0, tiles) for item in range(-(-begin // tiles), end // tiles)]
         its += [(whole + begin // tiles, begin % tiles, tiles)] if begin % tiles else []
@@ -265,12 +268,12 @@ def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
     """Which needs the sums last of all, where giving them was the first thing done: nobody waits for long."""
     tiles = -(-desc.k // 128)
     for cut in wgmma_schedules.schedules_for(desc.n, desc.m):
-        if not cut.ranges:
+        if not cut.stream_k:
             continue
         items = cut.items(desc.n, desc.m)
         found = pieces(cut, items, tiles)
-        whole = cut.cut_into_ranges(desc.n, desc.m, tiles)[0]
-        assert whole == items - items % cut.ranges - cut.ranges
+        whole = cut.stream_k_split(desc.n, desc.m, tiles)[0]
+        assert whole == items - items % cut.stream_k - cut.stream_k
         work = [sum(last - first for _, first, last in its) for its in found]
         assert (sum(work), max(work) - min(work) <= 1) == (items * tiles, True)
         assert len({(item, first) for its in found for item, first, _ in its}) == sum(map(len, found))
@@ -289,12 +292,12 @@ def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
 def test_there_are_no_ranges_where_whole_items_are_even_or_too_few():
     for m in (64 * 132, 64 * 131, 64):
         assert not any(
-            cut.ranges
+            cut.stream_k
             for cut in wgmma_schedules.schedules_for(16, m)
-            if (cut.warpgroups, cut.row_blocks) == (1, 1)
+            if (cut.warpgroups, cut.m_tiles) == (1, 1)
         )
-    assert any(cut.ranges for cut in wgmma_schedules.schedules_for(16, 64 * 133))
-    assert not any(cut.ranges for cut in wgmma_schedules.schedules_for(16))
+    assert any(cut.stream_k for cut in wgmma_schedules.schedules_for(16, 64 * 133))
+    assert not any(cut.stream_k for cut in wgmma_schedules.schedules_for(16))
 
 
 def resident(cut: Schedule) -> int:
@@ -310,13 +313,13 @@ CROWDED_SIZES = [
 @pytest.mark.parametrize(("n", "m"), CROWDED_SIZES)
 def test_blocks_share_multiprocessors_only_where_some_clusters_would_wait(n, m):
     """One to itself takes as long or less: what is shared is the way to memory."""
-    shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.blocks_per_sm > 1]
-    assert all(cut.items(n, m) > resident(cut._replace(blocks_per_sm=1)) for cut in shared)
+    shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.ctas_per_sm > 1]
+    assert all(cut.items(n, m) > resident(cut._replace(ctas_per_sm=1)) for cut in shared)
 
 
 @pytest.mark.parametrize("n", [1, 8, 24, 64])
 def test_blocks_share_multiprocessors_where_they_are_many(n):
-    assert any(cut.blocks_per_sm > 1 for cut in wgmma_schedules.schedules_for(n, 28672))
+    assert any(cut.ctas_per_sm > 1 for cut in wgmma_schedules.schedules_for(n, 28672))
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -325,7 +328,7 @@ def test_blocks_share_multiprocessors_where_they_are_many(n):
 )
 def test_blocks_share_multiprocessors_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
     """Clusters of three and more leave some multiprocessors idle: fewer fit than 132 over their blocks."""
-    cut = Schedule(1, 1, 8, slices=slices, blocks_per_sm=blocks)
+    cut = Schedule(1, 1, 8, split_k=slices, ctas_per_sm=blocks)
     assert (cut in wgmma_schedules.schedules_for(8, 64 * (most + more))) == bool(more)
 
 
@@ -335,9 +338,9 @@ def test_ranges_leave_the_bits_as_they_are():
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant"):
         for m in (4096, 10240, 28672, 57344):
             desc = GemmSparse24Descriptor(n=300, m=m, k=8192, element=row_of(name).elements[0])
-            slices = wgmma_choice.invariant_slices(m, desc.k, desc.element)
-            cuts = [cut for cut in wgmma_choice.allowed_schedules(desc, row_of(name)) if cut.ranges]
-            assert {cut.slices * cut.parts for cut in cuts} <= {slices}
+            slices = wgmma_heuristics.invariant_split_k(m, desc.k, desc.element)
+            cuts = [cut for cut in wgmma_heuristics.allowed_schedules(desc, row_of(name)) if cut.stream_k]
+            assert {cut.split_k * cut.k_chunks for cut in cuts} <= {slices}
             taken.add((slices, bool(cuts)))
     assert (1, True) in taken
 
@@ -345,10 +348,10 @@ def test_ranges_leave_the_bits_as_they_are():
 def test_a_bound_on_the_workspace_is_kept():
     row = row_of("wgmma_sp")
     desc = GemmSparse24Descriptor(n=1024, m=10240, k=8192, element="bf16")
-    free = wgmma_choice.best_schedule(desc, row)
-    assert free.ranges, "the problem has too few blocks for whole ones to be even"
+    free = wgmma_heuristics.best_schedule(desc, row)
+    assert free.stream_k, "the problem has too few blocks for whole ones to be even"
     for most in (0, 1 << 20, free.workspace_bytes() - 1, free.workspace_bytes()):
-        assert wgmma_choice.best_schedule(desc, row, None, most).workspace_bytes() <= most
+        assert wgmma_heuristics.best_schedule(desc, row, None, most).workspace_bytes() <= most
         with pytest.MonkeyPatch.context() as patch:
             Recorder(patch, wgmma_sp)
             for configuration in ({}, free._asdict()):
@@ -356,7 +359,7 @@ def test_a_bound_on_the_workspace_is_kept():
                     desc, hopper(132), row, PlanPreference(max_workspace_bytes=most), configuration
                 )
                 assert wgmma_sp.Kernel(choice).workspace_size <= most
-    assert wgmma_choice.best_schedule(desc, row, None, most) == free
+    assert wgmma_heuristics.best_schedule(desc, row, None, most) == free
 
 
 # Configurations -------------------------------------------------------------------------------------
@@ -365,19 +368,17 @@ def test_a_bound_on_the_workspace_is_kept():
 def test_a_configuration_that_would_change_the_bits_is_refused():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
     with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
-        mma_schedules.schedule_of(
-            desc, hopper(132), {"token_tiles": 16, "block_tiles": 1, "blocks_per_sm": 1}
-        )
+        mma_schedules.schedule_of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
     row = row_of("wgmma_sp_invariant")
-    slices = wgmma_choice.invariant_slices(desc.m, desc.k, row.elements[0])
-    cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.slices != slices]
+    slices = wgmma_heuristics.invariant_split_k(desc.m, desc.k, row.elements[0])
+    cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.split_k != slices]
     assert cuts
     for cut in cuts:
         with pytest.raises(UnsupportedError, match="can't keep its promises"):
             wgmma_sp._schedule_of(Choice(desc, hopper(132), row, PlanPreference(), cut._asdict()))
 
 
-@pytest.mark.parametrize("row", [*WGMMA_ROWS, *MMA_ROWS])
+@pytest.mark.parametrize("row", [*WGMMA_ENTRIES, *MMA_ENTRIES])
 @settings(max_examples=30, deadline=None)
 @given(desc=shapes, whole=st.booleans())
 def test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for(row, desc, whole):
@@ -385,13 +386,13 @@ def test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for(row, desc
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element)
     invariant = row_of(row).guarantee(desc).batch_invariant
     preference = PlanPreference(whole_m=4 * desc.m if whole and invariant else None)
-    module = wgmma_sp if row in WGMMA_ROWS else mma_sp
+    module = wgmma_sp if row in WGMMA_ENTRIES else mma_sp
     choice = Choice(desc, hopper(132), row_of(row), preference, {})
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, module)
         module.Kernel(choice)
     made = compiled.defines[-1]
-    slices = made["SLICES"] * made.get("PARTS", 1)
+    slices = made["SPLIT_K"] * made.get("K_CHUNKS", 1)
     want = {"wgmma_sp_s8": "exact_sum", "wgmma_sp_fp8_promoted": "hopper_tc_fp8/promoted=128"}.get(row)
     sliced = "hopper_tc_fp8" if element == "fp8_e4m3" else "hopper_tc"
     assert module.Kernel.arithmetic(choice) == (want or f"{sliced}/slices={slices}")
@@ -415,13 +416,13 @@ SPACES = [
 @pytest.mark.parametrize("at", [0, 1 << 20])
 def test_what_lies_where_in_the_workspace_is_known_without_one(at):
     """``can_implement`` asks so: flags, sums handed over, and those of parts, each behind the other."""
-    assert any(one.parked for one in SPACES)
-    assert any(one.ranges for one in SPACES)
+    assert any(one.saved_accumulators for one in SPACES)
+    assert any(one.stream_k for one in SPACES)
     desc = GemmSparse24Descriptor(n=1030, m=9000, k=1024, element="bf16")
     x, y = np.zeros((desc.n, desc.k), np.uint16), np.zeros((desc.n, desc.m + 1), np.uint16)[:, 1:]
     views = {"source": TensorView.of(x), "packed": TensorView.of(x), "result": TensorView.of(y)}
     for one in SPACES:
-        fixed = wgmma.fixed_parameters(desc, one, wgmma_schedules.Lines.of(desc))
+        fixed = wgmma.fixed_parameters(desc, one, wgmma_schedules.OperandLayouts.of(desc))
         box = wgmma.result_box(desc, one)
         found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
         sums = at + one.flags_bytes()

@@ -25,13 +25,13 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.gemm import table
-from sparse24_plans.plan import table as plan_table
+from sparse24_plans.gemm import kernel_table
+from sparse24_plans.plan import kernel_table as plan_table
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.kernel import Choice
 
-from ..places import AMPERE, HOPPER, HOST, PLACES, TURING, gpu_of
-from .rows import MOST_TOKENS
+from ..sample_devices import AMPERE, HOPPER, HOST, PLACES, TURING, gpu_of
+from .kernel_entries import MOST_TOKENS
 
 HOPPER_BARE = gpu_of(9, 0, libraries=False)
 STRICT = PlanPreference(require={"deterministic": True})
@@ -49,10 +49,10 @@ def chosen(
     return explain(desc, preference=PlanPreference(**preference), device=device).chosen
 
 
-def choose(device: DeviceProperties, **preference: object) -> table.GemmRow:
+def choose(device: DeviceProperties, **preference: object) -> kernel_table.GemmEntry:
     """What ``select`` does before it compiles."""
     wanted = PlanPreference(**preference)
-    return plan_table.choose(plan_table.consider(table.ROWS, PROBLEM, wanted, device))
+    return plan_table.choose(plan_table.consider(kernel_table.ENTRIES, PROBLEM, wanted, device))
 
 
 # The order of the table ---------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_no_batch_has_other_bits_for_want_of_workspace(device, element, order, a
         desc = GemmSparse24Descriptor(n=n, m=36, k=1024, element=element, x_order=order)
         explained = explain(desc, preference=wanted, device=device)
         if explained.chosen is not None:
-            row = table.find(explained.chosen)
+            row = kernel_table.find(explained.chosen)
             found.add(row.promises(Choice(desc, device, row, wanted, {})).arithmetic or row.backend)
     assert len(found) <= 1
 
@@ -271,7 +271,7 @@ def test_unsupported_lists_the_reason_of_every_row(device, preference):
     answer = explain(PROBLEM, preference=PlanPreference(**preference), device=device)
     with pytest.raises(UnsupportedError) as caught:
         choose(device, **preference)
-    assert len(answer.rows) == len(table.ROWS)
+    assert len(answer.rows) == len(kernel_table.ENTRIES)
     for name, _, reason in answer.rows:
         assert f"{name}: {reason}" in str(caught.value)
 
@@ -342,7 +342,7 @@ def test_kernels_that_serve_rows_alone_or_no_scales_say_so(backend, change, word
     answer = explain(desc, preference=PlanPreference(prefer_backend=backend), device=HOPPER)
     assert answer.chosen is None
     assert [reason for _, kind, reason in answer.rows if kind == backend] == [words] * len(
-        [row for row in table.ROWS if row.backend == backend]
+        [row for row in kernel_table.ENTRIES if row.backend == backend]
     )
 
 
@@ -497,7 +497,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
     ],
 )
 def test_kernels_of_one_element_and_architecture_share_a_layout(row, element, layout, arch):
-    spec = table.find(row)
+    spec = kernel_table.find(row)
     assert element in spec.elements
     assert (spec.layout, spec.arch) == (layout, arch)
 
@@ -509,7 +509,7 @@ def test_an_explanation_reads_as_one_line_a_row():
     lines = str(explain(PROBLEM, device=HOPPER)).splitlines()
     assert lines[0] == "device: cuda:0 (invented sm_90)"
     assert lines[1] == "chosen: f32_split6"
-    assert len(lines) == 2 + len(table.ROWS)
+    assert len(lines) == 2 + len(kernel_table.ENTRIES)
     by_row = {line.split()[0]: line for line in lines[2:]}
     assert by_row["f32_split6"] == "  f32_split6 (f32_split6): chosen"
     assert "max_error_bound" in by_row["f32_split3"]
@@ -533,14 +533,14 @@ def test_an_explanation_of_what_can_be_installed():
 
 
 def test_every_row_has_a_name_of_its_own_and_a_backend_module():
-    folder = Path(table.__file__).parent / "backends"
-    names = [spec.name for spec in table.ROWS]
+    folder = Path(kernel_table.__file__).parent / "backends"
+    names = [spec.name for spec in kernel_table.ENTRIES]
     assert len(set(names)) == len(names)
-    for spec in table.ROWS:
+    for spec in kernel_table.ENTRIES:
         assert (folder / f"{spec.backend}.py").is_file()
 
 
-@pytest.mark.parametrize("spec", table.ROWS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", kernel_table.ENTRIES, ids=lambda spec: spec.name)
 def test_a_row_serves_somewhere_and_guarantees_for_all_it_serves(spec):
     device = HOST if spec.tier == "host" else gpu_of(*spec.min_compute_capability)
     for element in spec.elements:

@@ -7,7 +7,7 @@ import pytest
 
 from sparse24_plans import ElementKind
 
-from .rows import ELEMENTS, FLOATS, case_of, promising
+from .kernel_entries import ELEMENTS, FLOATS, case_of, promising
 
 SCALES = {
     "f16": (1e-4, 1e-33),

@@ -22,9 +22,9 @@ from sparse24_plans.gemm.backends import cusparselt, inflate_cublas
 from sparse24_plans.gemm.kernel import MOST_STRIDES
 from sparse24_plans.plan.kernel import Choice
 
-from ..places import H200
+from ..sample_devices import H200
 from ..support import Guarded
-from .rows import case_of, row_of
+from .kernel_entries import case_of, row_of
 
 N, M, K = 16, 32, 64
 GREEDY = (99 * K, M)

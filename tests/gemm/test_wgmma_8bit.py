@@ -14,9 +14,9 @@ from sparse24_plans import (
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
-from ..places import H200
+from ..sample_devices import H200
 from ..support import EPILOGUES, make_case, same_bits
-from .rows import OWN
+from .kernel_entries import OWN
 
 gpu = pytest.mark.gpu
 RESULTS = {"s8": ("i32", "s8", "f16", "bf16", "f32"), "fp8_e4m3": ("bf16", "f16", "f32")}
@@ -60,7 +60,7 @@ def test_the_promoted_bound_hardly_grows_with_k():
 
 
 def wgmma_sp_row(name: str):
-    from sparse24_plans.gemm.table import find
+    from sparse24_plans.gemm.kernel_table import find
 
     return find(name).guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element="fp8_e4m3"))
 
@@ -97,7 +97,7 @@ def test_scales(element, out, scale_x, scale_w, n):
 RANGED_ROWS = 8900
 EIGHT_BIT_CUTS = [(n, cut) for n in (1, 13, 60, 200, 1030) for cut in schedules.schedules_for(n)]
 EIGHT_BIT_CUTS += [
-    (n, cut) for n in (13, 300) for cut in schedules.schedules_for(n, RANGED_ROWS) if cut.ranges
+    (n, cut) for n in (13, 300) for cut in schedules.schedules_for(n, RANGED_ROWS) if cut.stream_k
 ]
 
 
@@ -108,9 +108,9 @@ def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
     """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     rng = np.random.default_rng(n)
-    least = RANGED_ROWS if cut.ranges else 1000
+    least = RANGED_ROWS if cut.stream_k else 1000
     m = least + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd  # of its own: plans are cached
-    k = 2336 if cut.ranges else 3344
+    k = 2336 if cut.stream_k else 3344
     x, dense = (rng.integers(120, 128, shape).astype(np.int8) for shape in ((n, k), (m, k)))
     dense[:, 2::4] = dense[:, 3::4] = 0
     case = make_case(GemmSparse24Descriptor(n=n, m=m, k=k, element="s8"), row="wgmma_sp_s8", x=x, dense=dense)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_choice import best_schedule
-from sparse24_plans.gemm.schedules.wgmma_sp import FEW, Schedule, schedules_for
-from sparse24_plans.gemm.schedules.wgmma_time import fastest, predicted
+from sparse24_plans.gemm.schedules.wgmma_cost_model import fastest, predicted
+from sparse24_plans.gemm.schedules.wgmma_heuristics import best_schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import MAX_MEMORY_BOUND_N, Schedule, schedules_for
 
-from .rows import row_of
+from .kernel_entries import row_of
 
 TIMES = Path(__file__).parents[2] / "benchmarks" / "schedules" / "h200-times.jsonl"
 MOST = 1 << 30
@@ -54,7 +54,9 @@ EIGHT_BITS = ("s8", "fp8_e4m3")
 @pytest.mark.parametrize("few", [True, False], ids=["few tokens", "more tokens"])
 @pytest.mark.parametrize("elements", [("bf16",), EIGHT_BITS], ids=["16 bits", "8 bits"])
 def test_the_best_schedule_is_missed_by_little(elements, few):
-    found = np.array(list(lost(elements, 1, FEW) if few else lost(elements, FEW + 1, MOST)))
+    found = np.array(
+        list(lost(elements, 1, MAX_MEMORY_BOUND_N) if few else lost(elements, MAX_MEMORY_BOUND_N + 1, MOST))
+    )
     assert len(found) > 60
     assert np.exp(np.log(found).mean()) <= 1.04
     assert np.quantile(found, 0.95) <= 1.16
@@ -64,7 +66,7 @@ def test_the_best_schedule_is_missed_by_little(elements, few):
 @pytest.mark.parametrize("most", [256, 512])
 def test_of_8_bits_and_some_tokens_the_best_schedule_is_missed_by_less(element, most):
     """One warpgroup that multiplies all tokens beats two that share as many."""
-    found = np.array(list(lost((element,), FEW + 1, most)))
+    found = np.array(list(lost((element,), MAX_MEMORY_BOUND_N + 1, most)))
     assert len(found) >= 48
     assert np.exp(np.log(found).mean()) <= 1.008
     assert np.quantile(found, 0.95) <= 1.05
@@ -93,14 +95,14 @@ def test_of_8_bits_one_warpgroup_is_chosen_where_it_was_the_fastest(m, k, n):
 def test_blocks_share_x_where_its_rows_start_anywhere(m, k, n):
     """Each asks for its part of them, which takes longer than of rows that start at lines of memory."""
     chosen, measured = chosen_and_times(m, k, n)
-    assert chosen.share == 2
+    assert chosen.cluster_m == 2
     assert all(times[chosen] == min(times.values()) for times in measured)
 
 
 def test_few_tokens_of_a_short_k_are_not_sliced():
     """Until a cluster has met and folded takes longer than half of so few columns."""
     chosen, (times,) = chosen_and_times(4096, 1024, 63, ("bf16",))
-    assert chosen.slices == 1
+    assert chosen.split_k == 1
     assert times[chosen] == min(times.values())
 
 
@@ -108,7 +110,7 @@ def invariant_costs(few: bool) -> Iterator[float]:
     """What a batch-invariant choice of 16 bits took over the free one, where both were measured."""
     for cell in cells():
         desc, times = problem_of(cell), times_of(cell)
-        if desc.element in EIGHT_BITS or (desc.n <= FEW) != few:
+        if desc.element in EIGHT_BITS or (desc.n <= MAX_MEMORY_BOUND_N) != few:
             continue
         free = [one for one in schedules_for(desc.n, desc.m) if one in times]
         chosen = best_schedule(desc, row_of("wgmma_sp_invariant"))
@@ -130,7 +132,7 @@ def test_every_problem_was_measured_with_schedules_that_are_tried():
     for cell in cells():
         tried = set(schedules_for(cell["n"], cell["m"]))
         # Ranges were measured too where they aren't worth trying.
-        assert sum(one in tried or one._replace(ranges=0) in tried for one in times_of(cell)) >= 3
+        assert sum(one in tried or one._replace(stream_k=0) in tried for one in times_of(cell)) >= 3
 
 
 def pairs() -> Iterator[tuple[GemmSparse24Descriptor, Schedule, float]]:
@@ -138,7 +140,7 @@ def pairs() -> Iterator[tuple[GemmSparse24Descriptor, Schedule, float]]:
     for cell in cells():
         times = times_of(cell)
         for one, us in times.items():
-            if one.ranges and one.parts == 1 and (whole := times.get(one._replace(ranges=0))):
+            if one.stream_k and one.k_chunks == 1 and (whole := times.get(one._replace(stream_k=0))):
                 yield problem_of(cell), one, whole / us
 
 
@@ -146,7 +148,7 @@ def test_ranges_are_tried_where_they_win():
     """Each pair is a choice: of the model, where the ranges are tried at all."""
     found = []
     for desc, one, gain in pairs():
-        ranged, whole = predicted((one, one._replace(ranges=0)), desc)
+        ranged, whole = predicted((one, one._replace(stream_k=0)), desc)
         takes = one in schedules_for(desc.n, desc.m) and ranged < whole
         found.append(max(1.0, 1 / gain if takes else gain))
     assert len(found) > 100
@@ -175,13 +177,13 @@ def test_with_a_gate_no_schedule_takes_longer(element, n, m):
     assert (gated <= plain).all()
 
 
-@pytest.mark.parametrize(("n", "m"), [one for one in SIZES if one[0] > FEW])
+@pytest.mark.parametrize(("n", "m"), [one for one in SIZES if one[0] > MAX_MEMORY_BOUND_N])
 @pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
 def test_with_a_gate_storing_takes_less(element, n, m):
     plain, gated = (
         time_of(n, m, element, out_element="bf16", epilogue=one) for one in ("bias", "bias_swiglu")
     )
-    whole = [one.slices == 1 for one in schedules_for(n, m)]  # others' time is that of adding up slices
+    whole = [one.split_k == 1 for one in schedules_for(n, m)]  # others' time is that of adding up slices
     assert (gated[whole] < plain[whole]).all()
 
 
@@ -195,7 +197,7 @@ def test_with_a_gate_results_of_twice_the_bytes_take_as_long(n, m):
 
 def one_warpgroup_over_two(desc: GemmSparse24Descriptor) -> float:
     """Of blocks with as many rows and tokens."""
-    tokens = min(desc.n, FEW)
+    tokens = min(desc.n, MAX_MEMORY_BOUND_N)
     one, two = predicted([Schedule(1, 2, tokens), Schedule(2, 1, tokens)], desc)
     return one / two
 

@@ -35,7 +35,7 @@ FULL = (
     "blocksparse/conv_wgmma.cu",
 )
 """Sources whose threads have no register left. Of ``gemm/wgmma_sp.cu`` the records' cells are a half."""
-COUNTS = {"DENSE_STAGES", "SOURCE_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"}
+COUNTS = {"DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"}
 """Macros that follow from others, and take no registers."""
 KNOWN = list(dict.fromkeys((*ASKED, *RECORDED)))
 

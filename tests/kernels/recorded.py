@@ -15,9 +15,9 @@ from sparse24_plans import (
 from sparse24_plans.bench import blocks, blocks24, scope
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.plan.table import Row, consider
+from sparse24_plans.plan.kernel_table import KernelEntry, consider
 
-from .requests import BLOCKS_ROWS, GEMM_ROWS, HOPPER, Request, device_of, recorded_loads
+from .requests import BLOCKS_ENTRIES, GEMM_ENTRIES, HOPPER, Request, device_of, recorded_loads
 
 _KINDS = (
     {"element": "bf16", "epilogue": "bias_gelu"},
@@ -42,7 +42,7 @@ def _block_products() -> Iterator[BlockSparseMatmulDescriptor]:
             yield BlockSparseMatmulDescriptor(op=one.op, layout=shape, n=one.n, element="bf16", inner=inner)
 
 
-def _requests(rows: Sequence[Row], descriptors: Iterable[Descriptor]) -> list[Request]:
+def _requests(rows: Sequence[KernelEntry], descriptors: Iterable[Descriptor]) -> list[Request]:
     """Of every row that is for tensor cores: the other kernels of products are the same for every shape."""
     asked, device, preference = list(descriptors), device_of(HOPPER), PlanPreference()
     found: list[Request] = []
@@ -57,4 +57,6 @@ def _requests(rows: Sequence[Row], descriptors: Iterable[Descriptor]) -> list[Re
     return found
 
 
-RECORDED = list(dict.fromkeys(_requests(GEMM_ROWS, _products()) + _requests(BLOCKS_ROWS, _block_products())))
+RECORDED = list(
+    dict.fromkeys(_requests(GEMM_ENTRIES, _products()) + _requests(BLOCKS_ENTRIES, _block_products()))
+)

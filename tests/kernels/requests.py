@@ -23,20 +23,20 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
-from sparse24_plans.blocksparse import table as blocks_table
-from sparse24_plans.blocksparse import turn
+from sparse24_plans.blocksparse import kernel_table as blocks_table
+from sparse24_plans.blocksparse import transpose
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
-from sparse24_plans.blocksparse.schedule import schedules_by_density
-from sparse24_plans.blocksparse.table import BlockSparseRow, MatmulRow
-from sparse24_plans.gemm import split, turning
-from sparse24_plans.gemm import table as gemm_table
-from sparse24_plans.gemm.schedules import split_choice, wgmma_choice
-from sparse24_plans.gemm.table import GemmRow
+from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.gemm import f32_split, transpose_x
+from sparse24_plans.gemm import kernel_table as gemm_table
+from sparse24_plans.gemm.kernel_table import GemmEntry
+from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
 from sparse24_plans.plan.kernel import Choice, Kernel
-from sparse24_plans.plan.table import consider
-from sparse24_plans.prepare import table as prepare_table
-from sparse24_plans.prepare.table import PrepareRow
+from sparse24_plans.plan.kernel_table import consider
+from sparse24_plans.prepare import kernel_table as prepare_table
+from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
 
 from ..prepare.prepare_cases import kernel_descriptors
@@ -96,19 +96,19 @@ WGMMA_TOKENS = {
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
 WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
 """And of these, with X and Y in columns."""
-GEMM_ROWS = [row for row in gemm_table.ROWS if not row.on_host and row.backend != "cusparselt"]
+GEMM_ENTRIES = [row for row in gemm_table.ENTRIES if not row.on_host and row.backend != "cusparselt"]
 """Those of our own kernels: the library brings its own."""
-PREPARE_ROWS = [row for row in prepare_table.ROWS if not row.on_host]
+PREPARE_ENTRIES = [row for row in prepare_table.ENTRIES if not row.on_host]
 BLOCK_KINDS_OF_8_BITS = (
     {"element": "s8"},
     {"element": "s8", "epilogue": "bias_gelu", "out_element": "s8"},
     {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
     {"element": "fp8_e4m3"},
 )
-BLOCKS_ROWS = [row for row in blocks_table.MATMUL_ROWS if not row.on_host]
-ATTENTION_ROWS = [row for row in blocks_table.ATTENTION_ROWS if not row.on_host]
-CONVOLUTION_ROWS = [row for row in blocks_table.CONVOLUTION_ROWS if not row.on_host]
-SOFTMAX_ROWS = [row for row in blocks_table.SOFTMAX_ROWS if not row.on_host]
+BLOCKS_ENTRIES = [row for row in blocks_table.MATMUL_ENTRIES if not row.on_host]
+ATTENTION_ENTRIES = [row for row in blocks_table.ATTENTION_ENTRIES if not row.on_host]
+CONVOLUTION_ENTRIES = [row for row in blocks_table.CONVOLUTION_ENTRIES if not row.on_host]
+SOFTMAX_ENTRIES = [row for row in blocks_table.SOFTMAX_ENTRIES if not row.on_host]
 
 
 class Request(NamedTuple):
@@ -143,14 +143,14 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, turning, turn):
+        for module in (sys.modules[kernel.__module__], inflate, transpose_x, transpose):
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
 
 
 @functools.cache
-def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
+def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
@@ -161,8 +161,8 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
     with recorded_loads(row.kernel) as found:
         for size, kind in cases:
             desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
-            considered = consider(gemm_table.ROWS, desc, preference, device)
-            if any(one.row is row and one.reason is None for one in considered):
+            considered = consider(gemm_table.ENTRIES, desc, preference, device)
+            if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
         for n, kind in tried if capability == HOPPER else ():
@@ -170,38 +170,38 @@ def gemm_requests(row: GemmRow, capability: tuple[int, int]) -> list[Request]:
             if row.parts:
                 found += split_requests(row, desc, device)
                 continue
-            for schedule in wgmma_choice.allowed_schedules(desc, row):
+            for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
         columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             row.kernel(Choice(desc, device, row, preference, {}))  # turns X into rows
-            for schedule in wgmma_choice.allowed_schedules(desc, row):
+            for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
                 row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
     return found
 
 
-def gated_kinds(row: GemmRow) -> list[dict[str, str]]:
+def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
     """Those that the row serves."""
     kinds = [(EpilogueKind(kind.get("epilogue", "identity")), kind) for kind in KINDS]
     found = [kind for epilogue, kind in kinds if epilogue.is_gated and epilogue in row.epilogues]
     return [kind for kind in found if kind["element"] in row.elements]
 
 
-def split_requests(row: GemmRow, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
+def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
     """Every schedule of float32 in parts, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
-        for schedule in split_choice.allowed_schedules(desc, row):
-            with mock.patch.object(split, "best_schedule", lambda *_, one=schedule: one):
+        for schedule in f32_split_heuristics.allowed_schedules(desc, row):
+            with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 
 
 @functools.cache
-def prepare_requests(row: PrepareRow, capability: tuple[int, int]) -> list[Request]:
+def prepare_requests(row: PrepareEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
     device = device_of(capability)
     with recorded_loads(row.kernel) as found:
@@ -247,15 +247,15 @@ def _block_problem(
 
 
 @functools.cache
-def blocks_requests(row: MatmulRow, capability: tuple[int, int]) -> list[Request]:
+def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):
             if row.name == "inflate_cublas":  # asks cuBLAS itself only where there is a result
                 desc = desc.model_copy(update={"batch": 0})
-            considered = consider(blocks_table.MATMUL_ROWS, desc, preference, device)
-            if any(one.row is row and one.reason is None for one in considered):
+            considered = consider(blocks_table.MATMUL_ENTRIES, desc, preference, device)
+            if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
                 for one in schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
                     with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
@@ -274,13 +274,13 @@ def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
 
 
 @functools.cache
-def attention_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant, on Hopper alone."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in attention_problems():
-            considered = consider(blocks_table.ATTENTION_ROWS, desc, preference, device)
-            if any(one.row is row and one.reason is None for one in considered):
+            considered = consider(blocks_table.ATTENTION_ENTRIES, desc, preference, device)
+            if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
@@ -298,13 +298,13 @@ def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
 
 
 @functools.cache
-def convolution_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+def convolution_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant, on Hopper alone."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in convolutions():
-            considered = consider(blocks_table.CONVOLUTION_ROWS, desc, preference, device)
-            if any(one.row is row and one.reason is None for one in considered):
+            considered = consider(blocks_table.CONVOLUTION_ENTRIES, desc, preference, device)
+            if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
@@ -323,7 +323,7 @@ def softmaxes(*, few: bool) -> Iterator[BlockSparseSoftmaxDescriptor]:
 
 
 @functools.cache
-def softmax_requests(row: BlockSparseRow, capability: tuple[int, int]) -> list[Request]:
+def softmax_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
     device = device_of(capability)
     with recorded_loads(row.kernel) as found:
@@ -336,12 +336,12 @@ ASKED = list(
     dict.fromkeys(
         request
         for rows, requests in (
-            (GEMM_ROWS, gemm_requests),
-            (PREPARE_ROWS, prepare_requests),
-            (BLOCKS_ROWS, blocks_requests),
-            (ATTENTION_ROWS, attention_requests),
-            (CONVOLUTION_ROWS, convolution_requests),
-            (SOFTMAX_ROWS, softmax_requests),
+            (GEMM_ENTRIES, gemm_requests),
+            (PREPARE_ENTRIES, prepare_requests),
+            (BLOCKS_ENTRIES, blocks_requests),
+            (ATTENTION_ENTRIES, attention_requests),
+            (CONVOLUTION_ENTRIES, convolution_requests),
+            (SOFTMAX_ENTRIES, softmax_requests),
         )
         for row in rows
         for capability in CAPABILITIES

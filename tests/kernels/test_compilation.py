@@ -9,7 +9,7 @@ import pytest
 
 from sparse24_plans import ElementKind
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
-from sparse24_plans.weights.layouts import layout_of
+from sparse24_plans.weights.packed_layouts import layout_of
 
 from .covering import KNOWN, REQUESTS, compiled
 
@@ -58,10 +58,10 @@ def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
 @pytest.mark.parametrize("columns", [False, True])
 def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, out_bytes, n, columns):
     """Nor more: the next launch's would crowd where the first room is."""
-    lines = schedules.Lines(layout_of(ElementKind(element)), out_bytes, columns, columns)
+    lines = schedules.OperandLayouts(layout_of(ElementKind(element)), out_bytes, columns, columns)
     for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
         taken = schedule.shared_bytes(lines) + RESERVED_BYTES
-        assert MULTIPROCESSOR_BYTES // taken == schedule.blocks_per_sm
+        assert MULTIPROCESSOR_BYTES // taken == schedule.ctas_per_sm
 
 
 def test_a_cubin_is_a_whole_elf_file():

@@ -13,7 +13,7 @@ from sparse24_plans import GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.plan.kernel import Choice
 
-from ..gemm.rows import row_of
+from ..gemm.kernel_entries import row_of
 from .requests import device_of, recorded_loads
 
 ARITHMETIC = re.compile(r"^\s*(?:@!?%p\d+\s+)?((?:fma|mad|mul|div|add|sub)\.[a-z.0-9]*f32)", re.MULTILINE)

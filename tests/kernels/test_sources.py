@@ -11,10 +11,10 @@ import pytest
 
 from sparse24_plans import EpilogueKind
 from sparse24_plans.arithmetic import epilogue
-from sparse24_plans.device.jit import codes, compiler
+from sparse24_plans.device.jit import compiler, enum_codes
 
 from .covering import REQUESTS, SOURCES, every_source
-from .requests import GEMM_ROWS
+from .requests import GEMM_ENTRIES
 
 FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
 
@@ -32,13 +32,13 @@ def words_of(header: str, name: str) -> dict[str, int]:
 
 
 def test_codes_are_those_of_the_headers():
-    elements = {kind.name: code for kind, code in codes.ELEMENT_CODES.items()}
+    elements = {kind.name: code for kind, code in enum_codes.ELEMENT_CODES.items()}
     assert words_of("common/element.cuh", "ElementKind") == elements
-    epilogues = {kind.name: code for kind, code in codes.EPILOGUE_CODES.items()}
+    epilogues = {kind.name: code for kind, code in enum_codes.EPILOGUE_CODES.items()}
     assert words_of("common/epilogue.cuh", "EpilogueKind") == epilogues
-    ungated = {kind for kind in codes.EPILOGUE_CODES if not kind.is_gated}
-    assert all(set(row.epilogues) in (set(codes.EPILOGUE_CODES), ungated) for row in GEMM_ROWS)
-    masks = {kind.name: code for kind, code in codes.MASK_CODES.items()}
+    ungated = {kind for kind in enum_codes.EPILOGUE_CODES if not kind.is_gated}
+    assert all(set(row.epilogues) in (set(enum_codes.EPILOGUE_CODES), ungated) for row in GEMM_ENTRIES)
+    masks = {kind.name: code for kind, code in enum_codes.MASK_CODES.items()}
     assert words_of("blocksparse/softmax.cu", "AttentionMask") == masks
 
 

@@ -8,20 +8,20 @@ import pytest
 
 from sparse24_plans import ElementKind, EpilogueKind
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
-from sparse24_plans.device.jit import codes
+from sparse24_plans.device.jit import enum_codes
 from sparse24_plans.vocab import GemmOp
 
 from .covering import COUNTS, FULL, KNOWN, REQUESTS, SOURCES, covering, every_source, groups_of
 from .recorded import RECORDED
 from .requests import (
-    ATTENTION_ROWS,
-    BLOCKS_ROWS,
+    ATTENTION_ENTRIES,
+    BLOCKS_ENTRIES,
     CAPABILITIES,
-    CONVOLUTION_ROWS,
-    GEMM_ROWS,
+    CONVOLUTION_ENTRIES,
+    GEMM_ENTRIES,
     HOPPER,
-    PREPARE_ROWS,
-    SOFTMAX_ROWS,
+    PREPARE_ENTRIES,
+    SOFTMAX_ENTRIES,
     attention_requests,
     blocks_requests,
     convolution_requests,
@@ -33,12 +33,12 @@ from .requests import (
 
 
 def test_every_device_row_and_every_source_is_covered():
-    assert all(gemm_requests(row, HOPPER) for row in GEMM_ROWS)
-    assert all(prepare_requests(row, HOPPER) for row in PREPARE_ROWS)
-    assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ROWS)
-    assert all(attention_requests(row, HOPPER) for row in ATTENTION_ROWS)
-    assert all(convolution_requests(row, HOPPER) for row in CONVOLUTION_ROWS)
-    assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ROWS)
+    assert all(gemm_requests(row, HOPPER) for row in GEMM_ENTRIES)
+    assert all(prepare_requests(row, HOPPER) for row in PREPARE_ENTRIES)
+    assert all(blocks_requests(row, HOPPER) for row in BLOCKS_ENTRIES)
+    assert all(attention_requests(row, HOPPER) for row in ATTENTION_ENTRIES)
+    assert all(convolution_requests(row, HOPPER) for row in CONVOLUTION_ENTRIES)
+    assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ENTRIES)
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
@@ -82,18 +82,20 @@ def test_a_cover_leaves_out_what_adds_nothing():
 
 @every_source
 def test_every_architecture_that_a_source_is_for_is_covered(source):
-    rows = [row for row in GEMM_ROWS if any(one.source == source for one in gemm_requests(row, HOPPER))]
-    rows += [row for row in BLOCKS_ROWS if any(one.source == source for one in blocks_requests(row, HOPPER))]
-    of_source = (row for row in ATTENTION_ROWS if attention_requests(row, HOPPER)[0].source == source)
+    rows = [row for row in GEMM_ENTRIES if any(one.source == source for one in gemm_requests(row, HOPPER))]
+    rows += [
+        row for row in BLOCKS_ENTRIES if any(one.source == source for one in blocks_requests(row, HOPPER))
+    ]
+    of_source = (row for row in ATTENTION_ENTRIES if attention_requests(row, HOPPER)[0].source == source)
     rows += list(of_source)
-    rows += [row for row in CONVOLUTION_ROWS if convolution_requests(row, HOPPER)[0].source == source]
+    rows += [row for row in CONVOLUTION_ENTRIES if convolution_requests(row, HOPPER)[0].source == source]
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
     assert {request.arch for request in REQUESTS if request.source == source} == wanted
 
 
-@pytest.mark.parametrize("row", PREPARE_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", PREPARE_ENTRIES, ids=lambda row: row.name)
 def test_preparing_is_compiled_for_every_width_of_its_elements(row):
     asked = [dict(request.defines) for request in prepare_requests(row, HOPPER)]
     widths = {d.get("WIDTH") or {0: 4}.get(d["ELEMENT"], 2) for d in asked}
@@ -102,44 +104,44 @@ def test_preparing_is_compiled_for_every_width_of_its_elements(row):
     assert numbers in (set(), {0, 1, 2} if ElementKind.U8 in row.elements else {1, 2})
 
 
-@pytest.mark.parametrize("row", BLOCKS_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", BLOCKS_ENTRIES, ids=lambda row: row.name)
 def test_every_size_of_blocks_and_element_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in blocks_requests(row, HOPPER)]
     asked = [defines for defines in asked if "ELEMENT" in defines]  # not what transposes operands
-    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    assert {d["ELEMENT"] for d in asked} == {enum_codes.ELEMENT_CODES[element] for element in row.elements}
     assert {d["BLOCK"] for d in asked} == set(row.blocks)
 
 
-@pytest.mark.parametrize("row", CONVOLUTION_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", CONVOLUTION_ENTRIES, ids=lambda row: row.name)
 def test_every_convolution_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in convolution_requests(row, HOPPER)]
-    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    assert {d["ELEMENT"] for d in asked} == {enum_codes.ELEMENT_CODES[element] for element in row.elements}
     assert {(d["BLOCK"], d["OP"]) for d in asked} == {
         (block, op) for block in BLOCK_SIZES for op in range(3) if op < 2 or block >= 64
     }
-    assert {(d["OP"], d["PHASES"], d["PARTS"]) for d in asked} >= {(1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 0, 1)}
+    assert {(d["OP"], d["PHASES"], d["SPLIT_K"]) for d in asked} >= {(1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 0, 1)}
 
 
-@pytest.mark.parametrize("row", GEMM_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", GEMM_ENTRIES, ids=lambda row: row.name)
 def test_every_element_and_epilogue_is_covered_on_hopper(row):
     asked = [dict(request.defines) for request in gemm_requests(row, HOPPER)]
     asked = [defines for defines in asked if "ELEMENT" in defines]  # not what only prepares X
-    assert {d["ELEMENT"] for d in asked} == {codes.ELEMENT_CODES[element] for element in row.elements}
+    assert {d["ELEMENT"] for d in asked} == {enum_codes.ELEMENT_CODES[element] for element in row.elements}
     if "DGRAD" in asked[0]:
         assert {d["DGRAD"] for d in asked} == {int(op is GemmOp.DGRAD) for op in row.ops}
     heavy = {EpilogueKind(f"bias_{word}") for word in ("gelu", "silu", "geglu", "swiglu")}
-    assert {codes.EPILOGUE_CODES[kind] for kind in heavy & set(row.epilogues)} <= {
+    assert {enum_codes.EPILOGUE_CODES[kind] for kind in heavy & set(row.epilogues)} <= {
         d["EPILOGUE"] for d in asked
     }
 
 
-@pytest.mark.parametrize("row", SOFTMAX_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SOFTMAX_ENTRIES, ids=lambda row: row.name)
 def test_softmax_is_compiled_for_every_word_of_its_descriptor(row):
     asked = [dict(request.defines) for request in softmax_requests(row, HOPPER)]
     wanted = {
-        "ELEMENT": {codes.ELEMENT_CODES[element] for element in row.elements},
+        "ELEMENT": {enum_codes.ELEMENT_CODES[element] for element in row.elements},
         "BLOCK": set(BLOCK_SIZES),
-        **{name: set(codes.MASK_CODES.values()) for name in ("KEY_MASK", "ATTN_MASK")},
+        **{name: set(enum_codes.MASK_CODES.values()) for name in ("KEY_MASK", "ATTN_MASK")},
         **{name: {0, 1} for name in ("BACKWARD", "RPE", "CAUSAL")},
     }
     assert {name: {one[name] for one in asked} for name in wanted} == wanted

@@ -47,7 +47,7 @@ from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.operands import Operand, Role
 from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import CANONICAL_LAYOUT
-from sparse24_plans.weights.layouts import layout_of
+from sparse24_plans.weights.packed_layouts import layout_of
 from sparse24_plans.weights.packing import pack
 
 from ..support import Guarded, place_of, plan_of_row, scratch, synchronize

@@ -16,9 +16,9 @@ import sparse24_plans as s
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.guarantee import PrecisionGuarantee
 from sparse24_plans.plan.kernel import Kernel
+from sparse24_plans.plan.kernel_table import KernelEntry
 from sparse24_plans.plan.operands import Args, Operand, Role
 from sparse24_plans.plan.plan import Plan
-from sparse24_plans.plan.table import Row
 
 # The family ---------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class ScaleKernel(Kernel[ScaleDescriptor]):
         return lambda stream: np.multiply(x.array(), factor, out=out.array())
 
 
-class ScaleRow(Row):
+class ScaleRow(KernelEntry):
     kernel_type = ScaleKernel
 
 

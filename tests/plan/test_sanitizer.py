@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from sparse24_plans import EpilogueKind
-from sparse24_plans.gemm.table import ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES
 
 from .cases import KERNELS, kernel_case
 
 GEMM = [name for name, medium in KERNELS.items() if medium.row]
-GATED = [row.name for row in ROWS if row.name in GEMM and EpilogueKind.BIAS_SWIGLU in row.epilogues]
+GATED = [row.name for row in ENTRIES if row.name in GEMM and EpilogueKind.BIAS_SWIGLU in row.epilogues]
 SOFTMAX = [name for name in KERNELS if name.startswith("softmax")]
 CONVOLUTIONS = [name for name in KERNELS if name.startswith("conv2d")]
 BLOCKS = [name for name in KERNELS if name.startswith("blocks")]
@@ -30,7 +30,7 @@ def small_products(row: str, element: str, op: str) -> int:
     """How many problems have run, each inside its bound and its guards."""
     from sparse24_plans import GemmSparse24Descriptor
 
-    from ..gemm.rows import tokens
+    from ..gemm.kernel_entries import tokens
     from ..support import make_case
 
     epilogue = "bias_gelu" if op == "forward" else "identity"
@@ -52,7 +52,7 @@ def small_gated_products(row: str, element: str) -> int:
     """The same, where two rows of W make a result."""
     from sparse24_plans import GemmSparse24Descriptor
 
-    from ..gemm.rows import tokens
+    from ..gemm.kernel_entries import tokens
     from ..support import make_case
 
     sizes = ((1, 16, 16), (40, 80, 528), (67, 9008, 16))

@@ -22,14 +22,19 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.blocksparse.table import ATTENTION_ROWS, CONVOLUTION_ROWS, MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.blocksparse.kernel_table import (
+    ATTENTION_ENTRIES,
+    CONVOLUTION_ENTRIES,
+    MATMUL_ENTRIES,
+    SOFTMAX_ENTRIES,
+)
 from sparse24_plans.device.devices import cuda_device_count
-from sparse24_plans.gemm.table import ROWS as GEMM_ROWS
+from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM_ENTRIES
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.plan.table import Row, choose, consider
-from sparse24_plans.prepare.table import ROWS as PREPARE_ROWS
+from sparse24_plans.plan.kernel_table import KernelEntry, choose, consider
+from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE_ENTRIES
 
-from ..places import AMPERE, HOPPER, HOST, PLACES, TURING
+from ..sample_devices import AMPERE, HOPPER, HOST, PLACES, TURING
 from ..strategies import (
     block_attentions,
     block_convolutions,
@@ -44,18 +49,18 @@ from .cases import ON_HOST_ALONE, PLANS, PROBLEMS, name_of, select
 
 @dataclass(frozen=True)
 class Family:
-    rows: tuple[Row, ...]
+    rows: tuple[KernelEntry, ...]
     problems: Any
 
 
 SIZES, DEPTHS = st.sampled_from([0, 1, 16, 129, 4096, 2**20, 2**31]), st.sampled_from([0, 8, 48, 4096, 2**31])
 FAMILIES = {
-    "gemm": Family(GEMM_ROWS, gemm_descriptors(SIZES, DEPTHS)),
-    "prepare": Family(PREPARE_ROWS, prepare_descriptors()),
-    "block products": Family(MATMUL_ROWS, block_products()),
-    "block softmax": Family(SOFTMAX_ROWS, block_softmaxes()),
-    "block attention": Family(ATTENTION_ROWS, block_attentions),
-    "block convolution": Family(CONVOLUTION_ROWS, block_convolutions()),
+    "gemm": Family(GEMM_ENTRIES, gemm_descriptors(SIZES, DEPTHS)),
+    "prepare": Family(PREPARE_ENTRIES, prepare_descriptors()),
+    "block products": Family(MATMUL_ENTRIES, block_products()),
+    "block softmax": Family(SOFTMAX_ENTRIES, block_softmaxes()),
+    "block attention": Family(ATTENTION_ENTRIES, block_attentions),
+    "block convolution": Family(CONVOLUTION_ENTRIES, block_convolutions()),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 every_problem = pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)

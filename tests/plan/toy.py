@@ -12,9 +12,9 @@ from sparse24_plans import BackendKind, ElementKind, OpCategory, PrecisionGuaran
 from sparse24_plans.device.tensors import HOST, TensorView
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice, Kernel
+from sparse24_plans.plan.kernel_table import KernelEntry
 from sparse24_plans.plan.operands import Args, Operand, Role
 from sparse24_plans.plan.plan import Plan
-from sparse24_plans.plan.table import Row
 
 N, BYTES, ALIGNMENT = 16, 96, 32
 
@@ -59,7 +59,7 @@ class ToyKernel(Kernel[ToyDescriptor]):
         return launch
 
 
-class ToyRow(Row):
+class ToyRow(KernelEntry):
     kernel_type = ToyKernel
 
 

@@ -20,7 +20,7 @@ from sparse24_plans import (
     PruneSparse24Descriptor,
     Sparse24Weight,
 )
-from sparse24_plans.weights.layouts import TILES_16BIT
+from sparse24_plans.weights.packed_layouts import TILES_16BIT
 from sparse24_plans.weights.packing import pack
 
 from .models import cover, largest, model, numbers

@@ -18,7 +18,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TileRule,
 )
-from sparse24_plans.prepare.table import PACKED_ELEMENTS
+from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 
 from ..plan.cases import kernel_case
 from .prepare_cases import ELEMENTS, MOODS, PrepareCase, equal, matrix, run

@@ -13,11 +13,11 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     UnsupportedError,
 )
-from sparse24_plans.plan.table import choose, consider
-from sparse24_plans.prepare import table
+from sparse24_plans.plan.kernel_table import choose, consider
+from sparse24_plans.prepare import kernel_table
 
-from ..places import HOPPER, HOST
 from ..plan.cases import PREPARE, name_of, select
+from ..sample_devices import HOPPER, HOST
 
 M, K = 16, 32
 every_descriptor = pytest.mark.parametrize("desc", PREPARE, ids=name_of)
@@ -60,8 +60,8 @@ def test_a_plan_says_what_it_is(desc, device):
 def test_one_row_serves_each_place(desc):
     _, backend, row = IDENTITY[desc.op]
     for place, name in ((HOPPER, backend), (HOST, row)):
-        rows = consider(table.ROWS, desc, PlanPreference(), place)
-        assert [one.row.name for one in rows if one.reason is None] == [name]
+        rows = consider(kernel_table.ENTRIES, desc, PlanPreference(), place)
+        assert [one.entry.name for one in rows if one.reason is None] == [name]
 
 
 @pytest.mark.parametrize("element", ["u8", "fp8_e5m2"])
@@ -78,7 +78,7 @@ def test_only_elements_with_a_layout_are_packed(element):
     [(PruneSparse24Descriptor, 1 << 29, 1 << 29), (TilePruneSparse24Descriptor, 1 << 25, 1 << 25)],
 )
 def test_what_overflows_the_grid_is_unsupported(kind, m, k):
-    rows = consider(table.ROWS, kind(m=m, k=k, element="f32"), PlanPreference(), HOPPER)
+    rows = consider(kernel_table.ENTRIES, kind(m=m, k=k, element="f32"), PlanPreference(), HOPPER)
     assert any("exceed the grid limit" in (row.reason or "") for row in rows)
     with pytest.raises(UnsupportedError):
         choose(rows)
@@ -98,6 +98,6 @@ def test_what_overflows_the_grid_is_unsupported(kind, m, k):
 )
 @every_descriptor
 def test_why_nothing_serves(desc, preference, device, reason):
-    rows = consider(table.ROWS, desc, PlanPreference(**preference), device)
+    rows = consider(kernel_table.ENTRIES, desc, PlanPreference(**preference), device)
     with pytest.raises(UnsupportedError, match=reason):
         choose(rows)

@@ -24,7 +24,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.plan import plan as plans
 from sparse24_plans.prepare import short_forms
-from sparse24_plans.prepare.table import PACKED_ELEMENTS
+from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 from sparse24_plans.weights import canonical, on_device, packing
 
 from ..device.tensor_likes import CUDA

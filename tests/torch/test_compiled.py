@@ -15,7 +15,7 @@ from torch._inductor import config, lowering
 from torch._inductor import utils as inductor_utils
 
 import sparse24_plans.torch as door
-from sparse24_plans.torch import Sparse24Linear, library, products
+from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, library
 from sparse24_plans.torch.compiled import CallSite
 
 from .cases import DEVICE, S, integers, randn, weight
@@ -157,10 +157,10 @@ def test_an_unaligned_x_is_copied(monkeypatch):
     out.zero_()
     copies: list[torch.Tensor] = []
 
-    def aligned(call: tuple) -> products.Call:
+    def aligned(call: tuple) -> gemm_dispatch.Call:
         monkeypatch.setattr(form, "alignment", 1)
         copies.append(call[0].clone())
-        return products.Call(copies[-1], *call[1:])
+        return gemm_dispatch.Call(copies[-1], *call[1:])
 
     monkeypatch.setattr(form, "with_aligned_x", aligned)
     site(x, values, meta, out=out)
@@ -245,7 +245,7 @@ def test_internals_that_are_others_leave_the_op_and_say_so(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sparse24_plans.torch.inductor", None)  # its import fails
     monkeypatch.delattr(door, "inductor", raising=False)
     before = dict(lowering.lowerings)
-    fake = library._announced(S.linear.default, products.linear_call, lambda x: x)
+    fake = library._announced(S.linear.default, gemm_dispatch.linear_call, lambda x: x)
     with caplog.at_level(logging.WARNING, logger="sparse24_plans.compile"):
         assert (fake(1), fake(2)) == (1, 2)
     assert len(caplog.records) == 1

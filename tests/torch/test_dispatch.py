@@ -337,15 +337,15 @@ def test_threads_share_weights_and_forms():
 
 def test_a_weight_that_goes_takes_its_copies_along():
     """A weight in another layout is kept for as long as the weight lives, and no longer."""
-    from sparse24_plans.torch import layouts
+    from sparse24_plans.torch import packed_weight_cache
 
-    before = layouts.kept_copies()
+    before = packed_weight_cache.kept_copies()
     values, meta, _ = weight(dtype=torch.bfloat16)
     packed = S.pack(values, meta)
     S.dgrad(randn(5, 96, dtype=torch.bfloat16), packed, None, 96, 64)
-    assert layouts.kept_copies() == before + 1
+    assert packed_weight_cache.kept_copies() == before + 1
     del packed
-    assert layouts.kept_copies() == before
+    assert packed_weight_cache.kept_copies() == before
 
 
 def test_many_calls_hold_no_memory():

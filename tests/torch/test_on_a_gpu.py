@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, products, to_sparse24
+from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, to_sparse24
 
 from .cases import S, assert_on_the_current_stream, assert_replays, close, randn, weight
 
@@ -39,7 +39,7 @@ def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, 
     b = randn(64, n, dtype=torch.bfloat16)
     y = S.mm(values, meta, b)
     close(y, dense.double() @ b.double())
-    form = products.form_of(products.mm_call(values, meta, b, None, None, ""))
+    form = gemm_dispatch.form_of(gemm_dispatch.mm_call(values, meta, b, None, None, ""))
     desc = form._plan.descriptor
     assert (desc.x_order, desc.y_order) == (order, "column")
     assert form._plan.tier == "sparse_tensor_core"

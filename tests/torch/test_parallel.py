@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear, parallel
 
-from .worlds import World
+from .rank_processes import World
 
 F = nn.functional
 INVARIANT = {"batch_invariant": True}

@@ -6,12 +6,12 @@ from sparse24_plans import GemmSparse24Descriptor, PlanPreference, TuningTable
 from sparse24_plans.gemm.backends import cusparselt, mma_sp
 from sparse24_plans.gemm.tuned import TunedKernel
 
-from .. import places
+from .. import sample_devices
 
-H200 = places.H200.model_copy(update={"driver": "580.1"})
+H200 = sample_devices.H200.model_copy(update={"driver": "580.1"})
 DESC = GemmSparse24Descriptor(n=16, m=28672, k=4096, element="bf16")
 MMA, CSLT = PlanPreference(prefer_backend="mma_sp"), PlanPreference(prefer_backend="cusparselt")
-SCHEDULE = {"token_tiles": 2, "block_tiles": 1, "blocks_per_sm": 1}
+SCHEDULE = {"n8_tiles": 2, "warp_pairs_m": 1, "ctas_per_sm": 1}
 """Not the default one."""
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from sparse24_plans import GemmSparse24Descriptor, PlanPreference, UnsupportedError
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
+from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
 from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
-from sparse24_plans.gemm.table import find
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.search import tunable
 
@@ -30,9 +30,9 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
         for configuration in found:
             mma_sp.Kernel(Choice(desc, H200, row, PlanPreference(), configuration))
             asked = load.call_args.args[4]
-            assert asked["SLICES"] == default.slices
+            assert asked["SPLIT_K"] == default.split_k
             assert asked["STAGES"] >= 2
-            assert asked["TOKEN_TILES"] == configuration["token_tiles"]
+            assert asked["N8_TILES"] == configuration["n8_tiles"]
             assert tuple(configuration.values()) != default[1:4]
 
 
@@ -54,7 +54,7 @@ def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch
         kept.append(Schedule(**configuration))
     assert kept
     if row.guarantee(desc).batch_invariant:
-        assert {one.slices * one.parts for one in kept} == {1}  # of 8192 out features
+        assert {one.split_k * one.k_chunks for one in kept} == {1}  # of 8192 out features
 
 
 def test_where_there_is_one_schedule_there_are_no_candidates():

@@ -22,8 +22,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm import plan
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
+from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
-from sparse24_plans.gemm.table import find
 from sparse24_plans.gemm.tuned import EMPTY, shipped
 from sparse24_plans.tuning.search import LEAST_GAIN
 

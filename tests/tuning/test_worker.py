@@ -16,7 +16,7 @@ from sparse24_plans import (
     PlanPreference,
     tune,
 )
-from sparse24_plans.gemm.table import find
+from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.tuning import worker
 from sparse24_plans.tuning.data import Matrix, random_bits, widened
 from sparse24_plans.tuning.process import python_command

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import ElementKind, PackedWeight, Sparse24Weight
-from sparse24_plans.weights.layouts import TILE_M, TILES_16BIT
+from sparse24_plans.weights.packed_layouts import TILE_M, TILES_16BIT
 from sparse24_plans.weights.packing import pack
 
 every_element = pytest.mark.parametrize("element", ["f16", "bf16"])

@@ -14,7 +14,7 @@ from sparse24_plans import (
     ElementKind,
     Sparse24Weight,
 )
-from sparse24_plans.weights.layouts import TILE_M, VALUE_BYTES
+from sparse24_plans.weights.packed_layouts import TILE_M, VALUE_BYTES
 from sparse24_plans.weights.packing import pack, unpack
 
 from .instructions import (

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import ElementKind, FormatError, Sparse24Weight, TensorView
-from sparse24_plans.weights.layouts import TILES_32BIT
+from sparse24_plans.weights.packed_layouts import TILES_32BIT
 from sparse24_plans.weights.packing import pack, unpack
 
 PAIRS = np.array([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], np.uint16)

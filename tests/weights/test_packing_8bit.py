@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import ElementKind, FormatError, Sparse24Weight, TensorView
-from sparse24_plans.weights.layouts import TILES_8BIT
+from sparse24_plans.weights.packed_layouts import TILES_8BIT
 from sparse24_plans.weights.packing import pack, unpack
 
 gpu = pytest.mark.gpu

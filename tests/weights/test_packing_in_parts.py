@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import InvalidProblemError
-from sparse24_plans.weights import parts
-from sparse24_plans.weights.layouts import TILES_IN_PARTS
+from sparse24_plans.weights import bf16_terms
+from sparse24_plans.weights.packed_layouts import TILES_IN_PARTS
 from sparse24_plans.weights.packing import pack, unpack
 
 from .test_packing_32bit import hostile_weight
@@ -21,7 +21,7 @@ LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
 def parts_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """High and low, as float64."""
-    found = parts.of(np.asarray(values, np.float32).view(np.uint32))
+    found = bf16_terms.of(np.asarray(values, np.float32).view(np.uint32))
     high, low = (part.view(ml_dtypes.bfloat16).astype(np.float64) for part in found)
     return high, low
 
@@ -75,7 +75,7 @@ def test_the_instruction_sees_the_parts_of_the_dense_matrix(m, k):
     tiles = packed.buffers[0].array()
     assert packed.layout_id == "tile64x64_2xbf16_v1"
     assert tiles.shape == (-(-m // 64), -(-k // 64), 8704)
-    for part, want in enumerate(parts.of(weight.decompress().view(np.uint32))):
+    for part, want in enumerate(bf16_terms.of(weight.decompress().view(np.uint32))):
         seen = np.block([[seen_by_wgmma(tile, part) for tile in row] for row in tiles])
         np.testing.assert_array_equal(seen[:m, :k], want)
         assert not seen[m:].any()

@@ -3,10 +3,10 @@
 #include "blocksparse/attention.cuh"
 
 // Everything that is compiled in.
-struct Config
-    : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), S24_TILE, S24_SLOTS> {
-  static constexpr bool kKeys = S24_KEYS;         // which of the two passes
-  static constexpr int kPieces = kBlock / kTile;  // tiles of a block
+struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), S24_TILE,
+                              S24_PIPELINE_STAGES> {
+  static constexpr bool kKeys = S24_STATIONARY_KV;  // which of the two passes
+  static constexpr int kPieces = kBlock / kTile;    // tiles of a block
   static constexpr int kResults = kKeys ? 2 : 1;
 
   // Shared memory of a channel: what stays; slots; bases and deltas of each slot's rows; barriers; items, of which it

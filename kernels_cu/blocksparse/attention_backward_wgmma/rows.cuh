@@ -18,7 +18,7 @@ __device__ __forceinline__ float sum_of_products(const uint4& a, const uint4& b)
 // nothing is read.
 extern "C" __global__ void __launch_bounds__(Config::kRowThreads)
     attention_backward_rows(const __grid_constant__ AttentionBackwardWgmmaParams p) {
-  follow_predecessors();
+  launch_dependents_and_wait();
   const i64 place = (i64)blockIdx.x * Config::kRowThreads + threadIdx.x, line = place / Config::kRowLanes;
   const u32 matrix = (u32)(line / p.rows), row = (u32)(line % p.rows);
   bool counts = true;

@@ -1,6 +1,6 @@
 // What the roles of gemm/wgmma_sp.cu share: its rings' barriers, and what a block works on, one after the other.
 #pragma once
-#include "common/ring.cuh"
+#include "common/pipeline_state.cuh"
 #include "gemm/wgmma_sp/config.cuh"
 
 struct Barriers {
@@ -16,23 +16,30 @@ struct Barriers {
   }
 };
 
+// 0, which only the host knows: what is combined with it depends on it, and stays what it is.
+__device__ __forceinline__ u32 nothing(const WgmmaSpParams& p) { return p.aligned >> 1; }
+
 // What a block works on: its first row tile and token.
 struct Item {
   i64 row_tile, token;
 
   __device__ __forceinline__ Item(const WgmmaSpParams& p, u32 index, u32 share) {
-    const u32 row_blocks =
-        (u32)((p.row_tiles + Config::kRowTiles * Config::kShare - 1) / (Config::kRowTiles * Config::kShare));
-    const u32 band = index / (Config::kBand * p.token_blocks), rest = index % (Config::kBand * p.token_blocks);
-    const u32 wide = min((u32)Config::kBand, row_blocks - band * Config::kBand);
-    row_tile = ((i64)(band * Config::kBand + rest % wide) * Config::kShare + share) * Config::kRowTiles;
-    token = (i64)(rest / wide) * Config::kTokens;
+    u32 row_block = index, token_block = 0;
+    if (Config::kTokens > 64 || p.token_blocks > 1) {  // few tokens are spared the divisions
+      const u32 row_blocks =
+          (u32)((p.row_tiles + Config::kRowTiles * Config::kShare - 1) / (Config::kRowTiles * Config::kShare));
+      const u32 band = index / (Config::kBand * p.token_blocks), rest = index % (Config::kBand * p.token_blocks);
+      const u32 wide = min((u32)Config::kBand, row_blocks - band * Config::kBand);
+      row_block = band * Config::kBand + rest % wide, token_block = rest / wide;
+    }
+    row_tile = ((i64)row_block * Config::kShare + share) * Config::kRowTiles;
+    token = (i64)token_block * Config::kTokens;
   }
 };
 
 // Of K, in a slice; its end is the next one's first.
-__device__ __forceinline__ i64 first_tile(const WgmmaSpParams& p, u32 slice) {
-  return slice_begin<Config::kSlices>(p.k_tiles, slice);
+__device__ __forceinline__ u32 first_tile(const WgmmaSpParams& p, u32 slice) {
+  return slice_begin<Config::kSlices>((u32)p.k_tiles, slice);
 }
 
 // What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
@@ -65,8 +72,8 @@ struct Turns {
   __device__ __forceinline__ Turns(const WgmmaSpParams& p, u32 slice)
       : index(blockIdx.x / Config::kCluster),
         stride(gridDim.x / Config::kCluster),
-        first((u32)first_tile(p, slice)),
-        last((u32)first_tile(p, slice + 1)) {
+        first(first_tile(p, slice)),
+        last(first_tile(p, slice + 1)) {
     if constexpr (Config::kRanges) whole(p, index);
   }
   __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }

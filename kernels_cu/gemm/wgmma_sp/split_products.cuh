@@ -12,10 +12,10 @@
 // them there. Sums move to float32 every kTilesOfSum tiles. What limits it is shared memory: wgmma.sp reads X at its
 // full rate of 128 bytes a cycle, and what else is read or copied in comes on top.
 #pragma once
-#include "gemm/parts.cuh"
+#include "gemm/bf16_terms.cuh"
 #include "gemm/wgmma_sp/config.cuh"
 
-#ifndef S24_PLANES
+#ifndef S24_W_PRESPLIT
 // A thread's values and metadata of a row tile: two steps of 16 kept columns. In shared memory they lie in fragment
 // order: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
 struct WeightTile32 {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..tables import LookUp
+from ..lookup_tables import LookUp
 from . import products
 from .products import Line, Multiply
 from .softmax import exp32, in_order, softmax

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..images import Axis, Geometry
+from ..conv_geometry import Axis, Geometry
+from ..lookup_tables import LookUp
 from ..shape import BlockSparseShape
-from ..tables import LookUp
 from .products import Multiply, in_blocks, side_by_side
 
 Array = np.ndarray[Any, Any]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arithmetic.fma32 import fma_f32
+from ..lookup_tables import LookUp
 from ..shape import BlockSparseShape
-from ..tables import LookUp
 
 Array = np.ndarray[Any, Any]
 Multiply = Callable[[Array, Array], Array]

@@ -19,7 +19,7 @@ from ...vocab import DeviceProperties
 from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
-from ..schedule import SHARED_BYTES
+from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
 _ROW_THREADS, _ROW_ELEMENTS = 256, 8
@@ -158,7 +158,7 @@ def defines(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> dict[str, in
     """Macros of the kernel for one problem type."""
     return {
         **problem_defines(desc),
-        "KEYS": int(keys),
+        "STATIONARY_KV": int(keys),
         "TILE": _tile(desc, keys=keys),
-        "SLOTS": _slots(desc, keys=keys),
+        "PIPELINE_STAGES": _slots(desc, keys=keys),
     }

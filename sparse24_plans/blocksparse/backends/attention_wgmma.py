@@ -14,7 +14,7 @@ from ...plan.operands import Alignment, Views
 from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
-from ..schedule import SHARED_BYTES
+from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
@@ -99,6 +99,6 @@ def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
     return {
         **problem_defines(desc),
         "SIGN": -1 if desc.scale < 0 else 1,
-        "TURNS": int(desc.layout.block == _TILE),
-        "SLOTS": _slots(desc),
+        "PING_PONG": int(desc.layout.block == _TILE),
+        "PIPELINE_STAGES": _slots(desc),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -12,7 +12,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..form import K_MAJOR, Form
+from ..kernel_problem import K_MAJOR, Form
 from ..strict_tiles import StrictTiles
 
 _SOURCE = "blocksparse/blocks_strict.cu"
@@ -98,7 +98,7 @@ def defines(desc: BlockSparseMatmulDescriptor, tiles: StrictTiles) -> dict[str, 
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
-        "TOKENS": tiles.tokens,
+        "TILE_N": tiles.tokens,
         "SAMPLED": int(form.sampled),
         "LEFT_ALONG_K": int(form.left_major == K_MAJOR),
         "RIGHT_ALONG_K": int(form.right_major == K_MAJOR),

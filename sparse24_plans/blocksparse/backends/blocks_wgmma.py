@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, align_up, in_turn, nothing
+from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..form import K_MAJOR, Form, turned_bytes
-from ..schedule import Schedule, best_schedule
-from ..turn import SOURCE as TURN
-from ..turn import Turn
+from ..kernel_problem import K_MAJOR, Form, turned_bytes
+from ..schedules.blocks_wgmma import Schedule, best_schedule
+from ..transpose import SOURCE as TURN
+from ..transpose import Turn
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -124,7 +124,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if "bias" in views:
             parameters.bias = views["bias"].address
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
-        return in_turn(*turns, multiply) if turns else multiply
+        return launch_in_order(*turns, multiply) if turns else multiply
 
     def _turned(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
         """The operands as they are multiplied, and what transposes them."""
@@ -190,10 +190,10 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
-        "ROWS": schedule.rows,
-        "TOKENS": schedule.tokens,
+        "TILE_M": schedule.rows,
+        "TILE_N": schedule.tokens,
         "WARPGROUPS": schedule.warpgroups,
-        "SHARE": schedule.share,
+        "CLUSTER_N": schedule.share,
         "STAGES": schedule.stages,
         "BUFFERS": schedule.buffers,
         "SPARSE_MAJOR": majors[0],

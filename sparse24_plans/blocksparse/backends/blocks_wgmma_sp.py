@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..form import K_MAJOR, Form
+from ..kernel_problem import K_MAJOR, Form
+from ..lookup_tables import STRIP
 from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
-from ..tables import STRIP
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -128,8 +128,8 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, 
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
-        "TOKENS": schedule.tokens,
-        "SHARE": schedule.share,
+        "TILE_N": schedule.tokens,
+        "CLUSTER_N": schedule.share,
         "SPARSE_STAGES": schedule.sparse_stages,
         "DENSE_STAGES": schedule.dense_stages,
         "BUFFERS": schedule.buffers,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 
 from ..._vendor import cuda_driver_abi
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load, put_maps
 from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, in_turn, nothing
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseConvOp, DeviceProperties
+from ..conv_geometry import Axis
 from ..convolution import BlockSparseConv2dDescriptor
-from ..images import Axis
 from ..limits import conv_workspace
+from ..lookup_tables import addresses, groups, words
 from ..schedules.conv_wgmma import ConvSchedule, schedule_of
-from ..tables import addresses, groups, words
 from ..wgmma import rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
@@ -156,7 +156,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         parameters = _Parameters.from_buffer_copy(before)
         before.alpha, parameters.sums = 1.0, workspace
         blocks = min(-(-parameters.cells // (_THREADS * _VECTOR)), _MOST_BLOCKS)
-        return in_turn(multiply, add.bind(blocks, parameters))
+        return launch_in_order(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:
         """Of the left and the right operand and the result."""
@@ -230,11 +230,11 @@ def defines(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> dict[str,
         **type_defines(desc),
         "OP": _OPS[desc.op],
         "PHASES": int(desc.geometry.phases > 1),
-        "PARTS": int(found.parts > 1),
+        "SPLIT_K": int(found.parts > 1),
         "BLOCK": desc.layout.block,
-        "PIXELS": found.cut.tokens,
+        "TILE_N": found.cut.tokens,
         "WARPGROUPS": found.cut.warpgroups,
-        "SHARE": found.cut.share,
+        "CLUSTER_N": found.cut.share,
         "STAGES": found.cut.stages,
         "BUFFERS": found.cut.buffers,
     }

@@ -36,7 +36,7 @@ from ..descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from ..tables import LookUp
+from ..lookup_tables import LookUp
 
 Array = np.ndarray[Any, Any]
 
@@ -73,7 +73,7 @@ class _Matmul(_Work):
     def __init__(self, choice: Choice) -> None:
         self.descriptor: BlockSparseMatmulDescriptor = choice.descriptor
         self.details, self._multiply = _multiplication(choice)
-        self._strict = choice.row.strict
+        self._strict = choice.entry.strict
         if self.descriptor.element is ElementKind.S8:
             self._multiply = products.exact
 
@@ -201,7 +201,7 @@ class _Convolution(_Work):
 
 def _multiplication(choice: Choice) -> tuple[str, products.Multiply]:
     """Of a row, with a line for ``explain``."""
-    if choice.row.strict:
+    if choice.entry.strict:
         return "NumPy, emulated float32 fma", products.in_order
     return "NumPy, BLAS", products.blas
 

@@ -12,18 +12,18 @@ from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
 from ...device.devices import cuda_major, current_on, home_of
 from ...device.jit.cache import CompiledKernel
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load
 from ...device.streams import Launch
 from ...errors import UnsupportedError
 from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
-from ...plan.kernel import Choice, align_up, in_turn, nothing
+from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..limits import inflated_regions
-from ..tables import addresses, words
+from ..lookup_tables import addresses, words
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
 _ALIGNMENT = 16
@@ -140,11 +140,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         blocks = self._blocks(views, dense)
         if self.descriptor.op is BlockSparseOp.SDD:
             multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
-            return in_turn(multiply, blocks)
+            return launch_in_order(multiply, blocks)
         places["a" if self.descriptor.op is BlockSparseOp.DSD else "b"] = dense
         result = acc if self._acc_bytes else places["c"]
         multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
-        return in_turn(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+        return launch_in_order(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
 
     def _blocks(self, views: Views, dense: int) -> Launch:
         """Between values and the dense matrix."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ...device.jit.codes import ELEMENT_CODES, MASK_CODES
+from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -13,8 +13,8 @@ from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparsePass
 from ..descriptor import BlockSparseSoftmaxDescriptor
 from ..limits import softmax_teams
+from ..lookup_tables import addresses
 from ..schedules.softmax import SoftmaxSchedule, best_schedule
-from ..tables import addresses
 
 _SOURCE = "blocksparse/softmax.cu"
 _OVERLAPS = (9, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..schedule import SHARED_BYTES, strips_of
-from ..tables import STRIP
+from ..lookup_tables import STRIP
+from .blocks_wgmma import SHARED_BYTES, strips_of
 
 THREADS = 384
 """Of a block: two warpgroups that multiply, and four warps that copy."""

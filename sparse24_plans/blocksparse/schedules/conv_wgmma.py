@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
 from ..limits import filter_parts
-from ..schedule import Schedule, fitting
-from ..tables import STRIP, groups, head_strips
+from ..lookup_tables import STRIP, groups, head_strips
+from .blocks_wgmma import Schedule, fitting
 
 _PIXELS = (256, 128, 64)
 _WARPGROUPS, _TILE_ROWS = 2, 64

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...vocab import ElementKind
-from ...weights import parts as in_memory
+from ...weights import bf16_terms as in_memory
 
 Array = np.ndarray[Any, Any]
 

@@ -25,7 +25,7 @@ from ...plan.arithmetic import EXACT_SUM, SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Ar
 from ...plan.operands import Views
 from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
-from ...weights.layouts import layout_of
+from ...weights.packed_layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
 from . import split, tensor_core
 

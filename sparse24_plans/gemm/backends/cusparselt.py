@@ -20,7 +20,7 @@ from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView, import_cupy
 from ...errors import BackendUnavailableError, UnsupportedError
 from ...plan.kernel import Choice
-from ...plan.operands import Alignment, Views, line_stride
+from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ...weights import canonical
 from ...weights.weight import PackedWeight, Sparse24Weight
@@ -74,7 +74,7 @@ class Kernel(GemmKernel):
         allowed = choice.preference.max_workspace_bytes
         if allowed is not None and self.workspace_size > allowed:
             raise UnsupportedError(
-                f"{self.row.name}: needs a workspace of {self.workspace_size} bytes, "
+                f"{self.entry.name}: needs a workspace of {self.workspace_size} bytes, "
                 f"max_workspace_bytes is {allowed}"
             )
         origin = "tuned" if self._configuration else "the library's default"
@@ -82,7 +82,10 @@ class Kernel(GemmKernel):
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc = self.descriptor
-        strides = line_stride(views["source"], desc.x_order), line_stride(views["result"], desc.y_order)
+        strides = (
+            leading_dimension(views["source"], desc.x_order),
+            leading_dimension(views["result"], desc.y_order),
+        )
         matmul = self._matmul(*strides)
         if matmul.workspace_size > self.workspace_size:
             raise UnsupportedError(

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ..split import Kernel as Kernel
+from ..f32_split import Kernel as Kernel

@@ -44,11 +44,11 @@ _EXACT_TERMS = {GemmOp.FORWARD: 2048, GemmOp.DGRAD: 1024}
 class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        self.details = "NumPy, emulated float32 fma" if self.row.strict else "NumPy, BLAS"
+        self.details = "NumPy, emulated float32 fma" if self.entry.strict else "NumPy, BLAS"
         self._forward = self.descriptor.op is GemmOp.FORWARD
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
-        return PackedWeight.canonical(weight) if self.row.layout == CANONICAL_LAYOUT else dense.pack(weight)
+        return PackedWeight.canonical(weight) if self.entry.layout == CANONICAL_LAYOUT else dense.pack(weight)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._run(views)
@@ -64,14 +64,14 @@ class Kernel(GemmKernel):
     def _token_steps(self) -> Iterator[slice]:
         desc = self.descriptor
         width = max(desc.m, desc.k, 1)
-        step = _STRICT_CELLS // width if self.row.strict else max(_CELLS // width, _LEAST_TOKENS)
+        step = _STRICT_CELLS // width if self.entry.strict else max(_CELLS // width, _LEAST_TOKENS)
         return _steps(desc.n, max(step, 1))
 
     # The sums ---------------------------------------------------------------------------------------
 
     def _product_of(self, views: Views) -> Product:
         desc = self.descriptor
-        if self.row.strict and desc.element is not ElementKind.S8:
+        if self.entry.strict and desc.element is not ElementKind.S8:
             kept = views["values"].array().astype(np.float32)
             codes = canonical.from_metadata(views["metadata"].bits())
             columns = canonical.positions(codes.reshape(desc.m, desc.k // 4))

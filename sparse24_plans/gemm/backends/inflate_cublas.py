@@ -14,14 +14,14 @@ from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
 from ...device.devices import cuda_major
 from ...device.jit.cache import CompiledKernel
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
 from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
-from ...plan.kernel import Choice, align_up, in_turn, nothing
-from ...plan.operands import Alignment, Views, line_stride
+from ...plan.kernel import Choice, align_up, launch_in_order, nothing
+from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import ElementKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..kernel import MOST_STRIDES, GemmKernel, address
@@ -109,13 +109,13 @@ class Kernel(GemmKernel):
         if desc.reduction == 0:
             return self._finish(views, 0)
         dense, acc = workspace, workspace + self._dense_bytes
-        stride = line_stride(result, desc.y_order) if self._fused else self._widths[1]
+        stride = leading_dimension(result, desc.y_order) if self._fused else self._widths[1]
         inflate = self._inflate.bind(views["values"], views["metadata"], dense)
         factors = (source.address, dense) if self._in_columns[1] else (dense, source.address)
-        multiply = self._matmul(line_stride(source, desc.x_order), stride).bind(
+        multiply = self._matmul(leading_dimension(source, desc.x_order), stride).bind(
             *factors, result.address if self._fused else acc, acc + self._acc_bytes
         )
-        return in_turn(inflate, multiply, *([] if self._fused else [self._finish(views, acc)]))
+        return launch_in_order(inflate, multiply, *([] if self._fused else [self._finish(views, acc)]))
 
     def _finish(self, views: Views, acc: int) -> Launch:
         desc, width = self.descriptor, self._widths[1]
@@ -129,7 +129,7 @@ class Kernel(GemmKernel):
                 views["result"].address,
                 lines,
                 width,
-                line_stride(views["result"], desc.y_order),
+                leading_dimension(views["result"], desc.y_order),
             ),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ...device.jit.codes import type_defines
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing

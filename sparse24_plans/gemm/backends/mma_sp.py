@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 
-from ...device.jit.codes import type_defines
 from ...device.jit.compiler import digest
+from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice
-from ...plan.operands import Alignment, Views, line_stride
-from ...plan.table import HOPPER
+from ...plan.kernel_table import HOPPER
+from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, MatrixOrder
-from ...weights.layouts import TILE_M, TILES_16BIT
+from ...weights.packed_layouts import TILE_M, TILES_16BIT
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
@@ -51,11 +51,11 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._folds = schedules.folds(device)
+        self._folds = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
-            f"{schedule.blocks} blocks of {TILE_M * schedule.block_tiles} rows x {8 * schedule.token_tiles} "
-            f"tokens, {schedule.slices} slices of K, {schedule.stages} stages"
+            f"{schedule.blocks} blocks of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
+            f"tokens, {schedule.split_k} slices of K, {schedule.stages} stages"
         )
         self._function = load(
             _SOURCE,
@@ -79,8 +79,8 @@ class Kernel(GemmKernel):
                 desc.n,
                 desc.m,
                 desc.k,
-                line_stride(source, desc.x_order),
-                line_stride(result, desc.y_order),
+                leading_dimension(source, desc.x_order),
+                leading_dimension(result, desc.y_order),
                 -(-desc.m // TILE_M),
                 -(-desc.k // TILES_16BIT.tile_k),
                 desc.alpha,
@@ -93,7 +93,7 @@ class Kernel(GemmKernel):
     def arithmetic(cls, choice: Choice) -> str | None:
         if choice.device.compute_capability != HOPPER:
             return None  # whose tensor cores add in other steps
-        return names.sliced(choice.descriptor, _schedule(choice).slices)
+        return names.sliced(choice.descriptor, _schedule(choice).split_k)
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -114,11 +114,11 @@ def defines(desc: GemmSparse24Descriptor, schedule: Schedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     return {
         **type_defines(desc),
-        "SLICES": schedule.slices,
-        "TOKEN_TILES": schedule.token_tiles,
-        "BLOCK_TILES": schedule.block_tiles,
-        "BLOCKS_PER_SM": schedule.blocks_per_sm,
+        "SPLIT_K": schedule.split_k,
+        "N8_TILES": schedule.n8_tiles,
+        "WARP_PAIRS_M": schedule.warp_pairs_m,
+        "CTAS_PER_SM": schedule.ctas_per_sm,
         "STAGES": schedule.stages,
-        "X_COLUMNS": int(desc.x_order is MatrixOrder.COLUMN),
-        "Y_COLUMNS": int(desc.y_order is MatrixOrder.COLUMN),
+        "X_COLUMN_MAJOR": int(desc.x_order is MatrixOrder.COLUMN),
+        "Y_COLUMN_MAJOR": int(desc.y_order is MatrixOrder.COLUMN),
     }

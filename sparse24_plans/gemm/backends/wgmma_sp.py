@@ -1,7 +1,7 @@
 """Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine.
 
 Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set; then
-for X in rows, where it lies in columns and ``gemm/turn_columns.cu`` turns it first.
+for X in rows, where it lies in columns and ``gemm/transpose_x.cu`` turns it first.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
-from ...plan.kernel import Choice, in_turn
+from ...plan.kernel import Choice, launch_in_order
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel
 from ..limits import should_turn, turned_bytes, wgmma_sp_workspace
-from ..schedules.wgmma_choice import allowed_schedules, best_schedule, candidates
-from ..schedules.wgmma_sp import Lines, Schedule
-from ..turning import SOURCE as TURN_SOURCE
-from ..turning import Turning
+from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
+from ..schedules.wgmma_sp import OperandLayouts, Schedule
+from ..transpose_x import SOURCE as TURN_SOURCE
+from ..transpose_x import Turning
 from ..wgmma import (
     SOURCE,
     Parameters,
-    blocks_of,
     defines,
     fixed_parameters,
+    grid_size,
     launch_parameters,
     result_box,
     source_boxes,
@@ -51,15 +51,15 @@ class Kernel(GemmKernel):
             self.alignments = {"weight": Alignment(16)}
             desc = desc.model_copy(update={"x_order": MatrixOrder.ROW})
         self._multiplied = desc
-        self._blocks = blocks_of(schedule, desc.n, desc.m, device)
+        self._blocks = grid_size(schedule, desc.n, desc.m, device)
         self.workspace_size = schedule.workspace_bytes() + (self._turning.nbytes if self._turning else 0)
-        lines = Lines.of(desc)
+        lines = OperandLayouts.of(desc)
         weight_stages, source_stages = schedule.stages(lines)
         self.details = (
-            f"{schedule.items(desc.n, desc.m) * schedule.share} tiles of {schedule.rows} rows x "
+            f"{schedule.items(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
             f"{schedule.tokens} tokens on {self._blocks} blocks"
-            f"{' in equal shares' if schedule.ranges else ''}"
-            f", K in {schedule.slices * schedule.parts} slices, clusters of "
+            f"{' in equal shares' if schedule.stream_k else ''}"
+            f", K in {schedule.split_k * schedule.k_chunks} slices, clusters of "
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
             f"{', X turned into rows first' if self._turning else ''}"
         )
@@ -68,7 +68,7 @@ class Kernel(GemmKernel):
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, lines, self.row.promoted, after_pass=self._turning is not None),
+            defines(desc, schedule, lines, self.entry.promoted, after_pass=self._turning is not None),
             Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
@@ -88,7 +88,7 @@ class Kernel(GemmKernel):
             self._fixed, desc, self._schedule, views, source_maps, self._result_box, workspace
         )
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
-        return multiply if turn is None else in_turn(turn, multiply)
+        return multiply if turn is None else launch_in_order(turn, multiply)
 
     def _source(self, source: TensorView, workspace: int) -> tuple[TensorView, Launch | None]:
         """X as it is multiplied, and what makes it so."""
@@ -101,10 +101,10 @@ class Kernel(GemmKernel):
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
-        if choice.row.promoted or choice.descriptor.element is ElementKind.S8:
+        if choice.entry.promoted or choice.descriptor.element is ElementKind.S8:
             return super().arithmetic(choice)  # where the cut doesn't show
         schedule = _schedule_of(choice)
-        return names.sliced(choice.descriptor, schedule.slices * schedule.parts)
+        return names.sliced(choice.descriptor, schedule.split_k * schedule.k_chunks)
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -116,7 +116,7 @@ class Kernel(GemmKernel):
 
 
 def _schedule_of(choice: Choice) -> Schedule:
-    desc, row, preference = choice.descriptor, choice.row, choice.preference
+    desc, row, preference = choice.descriptor, choice.entry, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if most is not None:
         most -= wgmma_sp_workspace(desc)

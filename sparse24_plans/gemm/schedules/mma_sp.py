@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ...errors import UnsupportedError
 from ...vocab import DeviceProperties
-from ...weights.layouts import TILE_M, TILES_16BIT
+from ...weights.packed_layouts import TILE_M, TILES_16BIT
 from ..descriptor import GemmSparse24Descriptor
 
 H200_MULTIPROCESSORS = 132
-STREAMS = 4  # tiles of W that a block works on side by side
+WARP_PAIRS = 4  # tiles of W that a block works on side by side
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
 _FOLDING = ((9, 0), (12, 0))
 """Compute capabilities, from and below, whose blocks can fold through clusters and have that much memory."""
@@ -23,21 +23,21 @@ _LEAST_BYTES = 99 << 10
 class Schedule(NamedTuple):
     """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
 
-    slices: int
-    token_tiles: int
-    block_tiles: int
-    blocks_per_sm: int
+    split_k: int
+    n8_tiles: int
+    warp_pairs_m: int
+    ctas_per_sm: int
     stages: int
     token_blocks: int
     blocks: int
 
     @property
     def stage_bytes(self) -> int:
-        sources = STREAMS // self.block_tiles * 8 * self.token_tiles * TILES_16BIT.tile_k * 2
-        return STREAMS * TILES_16BIT.tile_bytes + sources
+        sources = WARP_PAIRS // self.warp_pairs_m * 8 * self.n8_tiles * TILES_16BIT.tile_k * 2
+        return WARP_PAIRS * TILES_16BIT.tile_bytes + sources
 
 
-def slices_of(m: int) -> int:
+def split_k_of(m: int) -> int:
     """Slices of K: 8 where four a row tile would leave half of an H200 without a block, else 4.
 
     A function of the shape alone: another number of multiprocessors must not mean other bits.
@@ -51,11 +51,11 @@ def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = No
     The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
     deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
     """
-    slices = slices_of(whole_m or m)
+    slices = split_k_of(whole_m or m)
     shapes = _shapes_of(slices)
-    token_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
-    for block_tiles, per_sm in shapes[token_tiles]:
-        schedule = _schedule(n, m, slices, token_tiles, block_tiles, per_sm)
+    n8_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
+    for warp_pairs_m, per_sm in shapes[n8_tiles]:
+        schedule = _schedule(n, m, slices, n8_tiles, warp_pairs_m, per_sm)
         if per_sm == 1 and schedule.blocks <= multiprocessors:
             break
     return schedule
@@ -67,14 +67,12 @@ def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
     return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
 
 
-def _schedule(
-    n: int, m: int, slices: int, token_tiles: int, block_tiles: int, blocks_per_sm: int
-) -> Schedule:
-    token_blocks = -(-n // (8 * token_tiles))
-    clusters = -(-m // (TILE_M * block_tiles)) * token_blocks
-    blocks = clusters * (slices * block_tiles // STREAMS)
-    schedule = Schedule(slices, token_tiles, block_tiles, blocks_per_sm, 0, token_blocks, blocks)
-    return schedule._replace(stages=min(8, _SHARED_BYTES[blocks_per_sm] // schedule.stage_bytes))
+def _schedule(n: int, m: int, slices: int, n8_tiles: int, warp_pairs_m: int, ctas_per_sm: int) -> Schedule:
+    token_blocks = -(-n // (8 * n8_tiles))
+    clusters = -(-m // (TILE_M * warp_pairs_m)) * token_blocks
+    blocks = clusters * (slices * warp_pairs_m // WARP_PAIRS)
+    schedule = Schedule(slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks)
+    return schedule._replace(stages=min(8, _SHARED_BYTES[ctas_per_sm] // schedule.stage_bytes))
 
 
 def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Schedule:
@@ -84,11 +82,11 @@ def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Sc
     """
     room = _MIDDLE_BYTES.get(compute_capability, _LEAST_BYTES)
     wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
-    for token_tiles in (4, 2, 1):
-        token_blocks = -(-n // (8 * token_tiles))
-        schedule = Schedule(STREAMS, token_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
+    for n8_tiles in (4, 2, 1):
+        token_blocks = -(-n // (8 * n8_tiles))
+        schedule = Schedule(WARP_PAIRS, n8_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
         stages = min(8, room // schedule.stage_bytes)
-        if token_tiles <= wanted and stages >= 2:
+        if n8_tiles <= wanted and stages >= 2:
             break
     return schedule._replace(stages=stages)
 
@@ -98,14 +96,14 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
 
     None where blocks don't fold through clusters: there is one schedule there.
     """
-    if not folds(device):
+    if not can_reduce_in_cluster(device):
         return []
     default = best_schedule(desc.n, desc.m, device.multiprocessors)
     found = []
-    for token_tiles, shapes in _shapes_of(default.slices).items():
-        for block_tiles, per_sm in shapes:
-            shape = (token_tiles, block_tiles, per_sm)
-            if 4 * token_tiles < max(desc.n, 8) and shape != default[1:4]:
+    for n8_tiles, shapes in _shapes_of(default.split_k).items():
+        for warp_pairs_m, per_sm in shapes:
+            shape = (n8_tiles, warp_pairs_m, per_sm)
+            if 4 * n8_tiles < max(desc.n, 8) and shape != default[1:4]:
                 found.append(dict(zip(Schedule._fields[1:4], shape, strict=True)))
     return found
 
@@ -125,12 +123,12 @@ def schedule_of(
             raise UnsupportedError(
                 f"configuration: mma_sp has no schedule {dict(configuration)} for the problem"
             )
-        return _schedule(desc.n, desc.m, slices_of(desc.m), **configuration)
-    if folds(device):
+        return _schedule(desc.n, desc.m, split_k_of(desc.m), **configuration)
+    if can_reduce_in_cluster(device):
         return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m)
     return schedule_in_block(desc.n, desc.m, device.compute_capability)
 
 
-def folds(device: DeviceProperties) -> bool:
+def can_reduce_in_cluster(device: DeviceProperties) -> bool:
     """Whether blocks fold their sums through clusters."""
     return _FOLDING[0] <= device.compute_capability < _FOLDING[1]

@@ -14,7 +14,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical, groups, host_code, packing, threads, tiles
-from ...weights.layouts import layout_of
+from ...weights.packed_layouts import layout_of
 from ...weights.weight import PackedWeight, Sparse24Weight
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
 

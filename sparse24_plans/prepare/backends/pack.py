@@ -9,7 +9,7 @@ from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
 from ...vocab import PrepareOp
-from ...weights.layouts import layout_of
+from ...weights.packed_layouts import layout_of
 from ..descriptor import PackSparse24Descriptor
 from ..kernel import PrepareKernel, element_defines, reset_then
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ...device.jit.codes import ELEMENT_CODES
+from ...device.jit.enum_codes import ELEMENT_CODES
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -12,7 +12,7 @@ from ...plan.operands import Views
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ..descriptor import MaskSparse24Descriptor, PrepareDescriptor
 from ..kernel import PrepareKernel, element_defines, reset_then
-from ..table import BLOCK_BYTES
+from ..kernel_table import BLOCK_BYTES
 
 _SOURCE = "prepare/prune.cu"
 _THREADS = 256

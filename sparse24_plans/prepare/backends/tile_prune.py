@@ -11,7 +11,7 @@ from ...plan.operands import Views
 from ...vocab import ElementKind, TileRule
 from ..descriptor import TilePruneSparse24Descriptor
 from ..kernel import PrepareKernel, element_defines
-from ..table import SQUARE_SIDE
+from ..kernel_table import SQUARE_SIDE
 
 _SOURCE = "prepare/tile_prune.cu"
 _THREADS = 256

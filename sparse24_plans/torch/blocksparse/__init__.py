@@ -5,12 +5,12 @@ docs/blocksparse.md is the guide.
 """
 
 from . import ops as ops  # registers them
-from .convolution import Conv2d as Conv2d
-from .convolution import conv2d as conv2d
+from .conv_modules import Conv2d as Conv2d
+from .conv_modules import conv2d as conv2d
 from .functional import attention as attention
 from .functional import matmul as matmul
 from .functional import softmax as softmax
-from .layouts import Layout as Layout
+from .layout_buffers import Layout as Layout
 from .modules import Linear as Linear
 from .modules import MatMul as MatMul
 from .modules import Softmax as Softmax

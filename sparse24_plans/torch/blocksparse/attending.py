@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...blocksparse.plan import BlockSparseAttentionPlan
 from ..elements import element_of
-from .problems import Operands, Problem, check_dims, shape_of, table
+from .plan_dispatch import Operands, Problem, check_dims, shape_of, table
 
 _HEADS = "Z, H, tokens, head_size"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidProblemError
-from .problems import check_dims, shape_of, table
+from .plan_dispatch import check_dims, shape_of, table
 
 
 def _places(layout: Tensor, shape: Sequence[int]) -> Tensor:

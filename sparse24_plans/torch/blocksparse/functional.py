@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidProblemError
-from .layouts import Layout
+from .layout_buffers import Layout
 
 _ops: Any = torch.ops.sparse24
 

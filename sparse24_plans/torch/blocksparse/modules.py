@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...errors import InvalidProblemError
 from ..activations import check_activation
 from .functional import matmul, softmax
-from .layouts import layout_of
+from .layout_buffers import layout_of
 
 MODES = ("sdd", "dsd", "dds")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
 from .functional import attention, matmul, softmax
-from .layouts import Layout, layout_of
+from .layout_buffers import Layout, layout_of
 
 F = nn.functional
 

@@ -23,7 +23,7 @@ from ..library import define
 from ..ops import autocast_tensor
 from .attending import Attention, Unfused
 from .dense import to_dense
-from .problems import Operands, Problem, check_dims, fake_results, run
+from .plan_dispatch import Operands, Problem, check_dims, fake_results, run
 
 _ops: Any = torch.ops.sparse24
 _BLOCKS = "Z, blocks, block, block"

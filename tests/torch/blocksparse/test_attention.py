@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch.blocksparse import attention, problems
+from sparse24_plans.torch.blocksparse import attention, plan_dispatch
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn
@@ -21,7 +21,7 @@ def form(request, monkeypatch):
             raise UnsupportedError("no kernel for attention here")
 
         monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
-    monkeypatch.setattr(problems, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "_forms", {})
     return request.param
 
 
@@ -127,7 +127,7 @@ def test_both_forms_agree(monkeypatch):
     def refuse(*_, **__):
         raise UnsupportedError("no kernel for attention here")
 
-    monkeypatch.setattr(problems, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "_forms", {})
     monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
     for ours, theirs in zip(attention(*operands, layout, return_lse=True), fused, strict=True):
         close(ours, theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseLayout, InvalidProblemError, PlanPreference, UnsupportedError
-from sparse24_plans.torch.blocksparse import Conv2d, Layout, conv2d, convolving
+from sparse24_plans.torch.blocksparse import Conv2d, Layout, conv2d, conv_ops
 from tests.torch.cases import wanting
 
 from .cases import FLOATS, close, dense_of, randn
@@ -110,14 +110,14 @@ def test_where_no_kernel_serves_pytorch_convolves_with_a_dense_filter(walk, op, 
         return (y, *torch.autograd.grad(y, inputs, randn(*y.shape, seed=3)))
 
     wanted = found()
-    run = convolving.run
+    run = conv_ops.run
 
     def refusing(problem, operands, layout):
         if problem.fields["op"] == op:
             raise UnsupportedError("none")
         return run(problem, operands, layout)
 
-    monkeypatch.setattr(convolving, "run", refusing)
+    monkeypatch.setattr(conv_ops, "run", refusing)
     for ours, theirs in zip(found(), wanted, strict=True):
         close(ours, theirs)
     with pytest.raises(UnsupportedError, match="none"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
-from sparse24_plans.blocksparse.table import MATMUL_ROWS, SOFTMAX_ROWS
+from sparse24_plans.blocksparse.kernel_table import MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from sparse24_plans.torch.blocksparse import (
     Conv2d,
     Layout,
@@ -15,7 +15,7 @@ from sparse24_plans.torch.blocksparse import (
     MultiheadAttention,
     attention,
     matmul,
-    problems,
+    plan_dispatch,
     softmax,
 )
 from sparse24_plans.vocab import BackendKind
@@ -30,8 +30,8 @@ def needs_a_kernel(rows):
     return pytest.mark.skipif(not there, reason="no kernel of a GPU is in the table yet")
 
 
-pytestmark = [pytest.mark.gpu, needs_a_kernel(MATMUL_ROWS)]
-softmaxes = needs_a_kernel(SOFTMAX_ROWS)
+pytestmark = [pytest.mark.gpu, needs_a_kernel(MATMUL_ENTRIES)]
+softmaxes = needs_a_kernel(SOFTMAX_ENTRIES)
 
 
 def moved(*tensors):
@@ -144,7 +144,7 @@ def test_fused_gradients_are_the_unfused_ones(dtype, block, monkeypatch):
     def refuse(cls, desc, **options):
         raise UnsupportedError("no kernel for attention here")
 
-    monkeypatch.setattr(problems, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "_forms", {})
     monkeypatch.setattr(BlockSparseAttentionPlan, "select", classmethod(refuse))
     for ours, theirs in zip(fused, gradients(), strict=True):
         close(ours, theirs, dtype)

@@ -1,0 +1,187 @@
+"""The table of kernels of block-sparse matrices: what each serves and what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from ..plan.cublaslt import needs_cublaslt
+from ..plan.kernel_table import KernelEntry, with_wgmma
+from ..vocab import (
+    BLOCKS_LAYOUT,
+    BackendKind,
+    BlockSparseOp,
+    ElementKind,
+    EpilogueKind,
+    InnerPattern,
+    Tier,
+)
+from . import guarantees, limits
+from .descriptor import (
+    FLOATS,
+    HALVES,
+    MATMUL_ELEMENTS,
+    PATTERNED,
+    PATTERNED_BLOCKS,
+    BlockSparseMatmulDescriptor,
+)
+from .shape import BLOCK_SIZES
+
+
+@dataclass(frozen=True)
+class BlockSparseEntry(KernelEntry):
+    """A row of the family."""
+
+    layout: str = BLOCKS_LAYOUT
+    strict: bool = False
+    """Of the host: every step in a defined order; else BLAS multiplies."""
+
+
+@dataclass(frozen=True)
+class MatmulEntry(BlockSparseEntry):
+    """A row of products."""
+
+    blocks: tuple[int, ...] = BLOCK_SIZES
+    ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
+    epilogues: tuple[EpilogueKind, ...] = UNGATED
+    inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
+
+    def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
+        if descriptor.inner not in self.inners:
+            return f"does not serve inner {descriptor.inner}"
+        if descriptor.op not in self.ops:
+            return f"does not serve op {descriptor.op}"
+        if descriptor.epilogue not in self.epilogues:
+            return f"does not serve epilogue {descriptor.epilogue}"
+        if descriptor.layout.block not in self.blocks:
+            served = ", ".join(map(str, self.blocks))
+            return f"serves blocks of {served}, not {descriptor.layout.block}"
+        return None
+
+    def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
+        columns = {} if descriptor.op is BlockSparseOp.SDD else {"n": 1}
+        return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
+
+
+_HOST = (BackendKind.HOST, Tier.HOST)
+_BLOCKS_WGMMA = with_wgmma(
+    MatmulEntry(
+        "blocks_wgmma",
+        BackendKind.BLOCKS_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.blocks_wgmma,
+        (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
+        limits=limits.blocks_wgmma,
+        min_workspace=limits.turned,
+        epilogues=EXACT_UNGATED,
+    )
+)
+_BLOCKS_WGMMA_SP = with_wgmma(
+    MatmulEntry(
+        "blocks_wgmma_sp",
+        BackendKind.BLOCKS_WGMMA_SP,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.sparse_tensor_cores,
+        PATTERNED,
+        limits=limits.blocks_wgmma_any,
+        blocks=PATTERNED_BLOCKS,
+        ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
+        epilogues=EXACT_UNGATED,
+        inners=(InnerPattern.SPARSE24,),
+    )
+)
+_BLOCKS_STRICT = MatmulEntry(
+    "blocks_strict",
+    BackendKind.BLOCKS_STRICT,
+    Tier.INFLATE,
+    guarantees.strict_matmul,
+    (ElementKind.F32,),
+    limits=limits.blocks_strict,
+    epilogues=EXACT_UNGATED,
+)
+MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
+    _BLOCKS_WGMMA,
+    _BLOCKS_STRICT,
+    _BLOCKS_WGMMA_SP,
+    MatmulEntry(
+        "inflate_cublas",
+        BackendKind.INFLATE_CUBLAS,
+        Tier.INFLATE,
+        guarantees.cublas,
+        FLOATS,
+        limits=limits.cublas,
+        min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
+        missing=needs_cublaslt,
+        epilogues=EXACT_UNGATED,
+    ),
+    # For what inflating doesn't promise.
+    replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
+    # And for what neither serves.
+    replace(
+        _BLOCKS_STRICT,
+        name="blocks_strict_any",
+        elements=MATMUL_ELEMENTS,
+        limits=limits.blocks_strict_any,
+    ),
+    MatmulEntry(
+        "host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)
+    ),
+    MatmulEntry(
+        "host_strict",
+        *_HOST,
+        guarantees.strict_matmul,
+        MATMUL_ELEMENTS,
+        strict=True,
+        epilogues=EXACT_UNGATED,
+        inners=tuple(InnerPattern),
+    ),
+)
+SOFTMAX_ENTRIES: tuple[BlockSparseEntry, ...] = (
+    BlockSparseEntry(
+        "softmax",
+        BackendKind.SOFTMAX,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.fixed_order,
+        FLOATS,
+        limits=limits.softmax,
+    ),
+    BlockSparseEntry("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
+)
+_ATTENTION_WGMMA = with_wgmma(
+    BlockSparseEntry(
+        "attention_wgmma",
+        BackendKind.ATTENTION_WGMMA,
+        Tier.SPARSE_TENSOR_CORE,
+        guarantees.fused_attention,
+        HALVES,
+        limits=limits.attention_wgmma,
+        min_workspace=lambda problem: limits.COUNTER_BYTES,
+    )
+)
+ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
+    _ATTENTION_WGMMA,
+    replace(
+        _ATTENTION_WGMMA,
+        name="attention_backward_wgmma",
+        backend=BackendKind.ATTENTION_BACKWARD_WGMMA,
+        limits=limits.attention_backward_wgmma,
+        min_workspace=limits.backward_workspace,
+    ),
+    BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),
+    BlockSparseEntry("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
+)
+CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
+    with_wgmma(
+        BlockSparseEntry(
+            "conv_wgmma",
+            BackendKind.CONV_WGMMA,
+            Tier.SPARSE_TENSOR_CORE,
+            guarantees.convolution,
+            HALVES,
+            limits=limits.conv_wgmma,
+            min_workspace=limits.conv_workspace,
+        )
+    ),
+    BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),
+    BlockSparseEntry("host_strict", *_HOST, guarantees.strict_convolution, FLOATS, strict=True),
+)

@@ -1,0 +1,243 @@
+"""The table of kernels that multiply: what each serves and what it guarantees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..arithmetic.epilogue import EXACT, EXACT_UNGATED, IN_STEPS
+from ..plan.cublaslt import needs_cublaslt
+from ..plan.kernel_table import KernelEntry, with_wgmma
+from ..vocab import (
+    CANONICAL_LAYOUT,
+    CUSPARSELT_LAYOUT,
+    DENSE_F32_LAYOUT,
+    TILE64X64_LAYOUT,
+    TILE64X64_PARTS_LAYOUT,
+    TILE64X128_LAYOUT,
+    TILE64X256_LAYOUT,
+    ArchSku,
+    BackendKind,
+    ElementKind,
+    EpilogueKind,
+    GemmOp,
+    MatrixOrder,
+    ScaleKind,
+    Tier,
+)
+from . import guarantees, limits
+from .arithmetic.split import MOST_PARTS
+from .descriptor import GemmSparse24Descriptor
+from .limits import BF16, F16, F32, FP8, S8
+
+
+@dataclass(frozen=True)
+class GemmEntry(KernelEntry):
+    """A row of the family. ``limits`` may refuse some of what the fields allow."""
+
+    elements: tuple[ElementKind, ...] = (F32, F16, BF16)
+    ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
+    epilogues: tuple[EpilogueKind, ...] = EXACT
+    column_order: bool = False
+    """Whether X or Y may lie in columns."""
+    scales: bool = False
+    """Whether it takes scale_x or scale_w."""
+    strict: bool = False
+    """Of the host: fma by fma, as inflate_strict does; else BLAS."""
+    promoted: bool = False
+    """Whether sums of fp8 products are added up outside of the tensor cores."""
+    parts: int = 0
+    """Of bf16, in which float32 is multiplied; 0: operands are multiplied as they are."""
+
+    def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
+        if descriptor.op not in self.ops:
+            return f"does not serve op {descriptor.op}"
+        if descriptor.epilogue not in self.epilogues:
+            return f"does not serve epilogue {descriptor.epilogue}"
+        if not self.column_order and MatrixOrder.COLUMN in (descriptor.x_order, descriptor.y_order):
+            return "serves x_order and y_order row"
+        none = ScaleKind.NONE
+        if not self.scales and (descriptor.scale_x, descriptor.scale_w) != (none, none):
+            return "takes no scale_x or scale_w"
+        return None
+
+    def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
+        # With 16, lines of X in columns are whole 16 bytes.
+        return min(self.min_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
+
+    def shard_refusal(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> str | None:
+        if descriptor.op is not GemmOp.FORWARD:
+            return f"whole_m is for op forward: {descriptor.op} sums over M"
+        if descriptor.m > whole_m:
+            return f"m = {descriptor.m} exceeds whole_m = {whole_m}"
+        if not self.guarantee(descriptor).batch_invariant:
+            return "is not batch invariant, so its bits depend on M: whole_m asks for those of the whole"
+        return None
+
+
+# Any n: chosen where there is no wgmma and batch invariance is required.
+_MMA_SP_MANY = GemmEntry(
+    name="mma_sp_many",
+    backend=BackendKind.MMA_SP,
+    tier=Tier.SPARSE_TENSOR_CORE,
+    arch=ArchSku.SM80,
+    guarantee=guarantees.mma_sp,
+    elements=(F16, BF16),
+    ops=(GemmOp.FORWARD,),
+    layout=TILE64X128_LAYOUT,
+    column_order=True,
+    limits=limits.mma_sp,
+)
+
+_WGMMA_SP = replace(
+    with_wgmma(_MMA_SP_MANY),
+    name="wgmma_sp",
+    backend=BackendKind.WGMMA_SP,
+    guarantee=guarantees.wgmma_sp,
+    limits=limits.wgmma_sp,
+    min_workspace=limits.wgmma_sp_workspace,
+)
+
+_WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
+
+
+def _split_row(name: str, backend: BackendKind, parts: int) -> GemmEntry:
+    """float32 in so many parts of bf16."""
+    return replace(
+        _WGMMA_SP,
+        name=name,
+        backend=backend,
+        guarantee=partial(guarantees.split, parts),
+        elements=(F32,),
+        layout=TILE64X64_LAYOUT if parts == MOST_PARTS else TILE64X64_PARTS_LAYOUT,
+        limits=partial(limits.f32_split, parts),
+        min_workspace=partial(limits.split_workspace, parts),
+        column_order=False,
+        epilogues=EXACT_UNGATED,  # a sum that is NaN is mended result by result
+        for_a_bound=parts < MOST_PARTS,
+        parts=parts,
+    )
+
+
+def _invariant(row: GemmEntry) -> GemmEntry:
+    guarantee = partial(guarantees.split_invariant, row.parts)
+    return replace(row, name=f"{row.name}_invariant", guarantee=guarantee)
+
+
+_F32_SPLIT3 = _split_row("f32_split3", BackendKind.F32_SPLIT3, 2)
+_F32_SPLIT6 = _split_row("f32_split6", BackendKind.F32_SPLIT6, MOST_PARTS)
+
+_HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
+
+_CUSPARSELT = GemmEntry(
+    name="cusparselt",
+    backend=BackendKind.CUSPARSELT,
+    tier=Tier.SPARSE_TENSOR_CORE,
+    arch=ArchSku.SM80,
+    guarantee=guarantees.cusparselt,
+    elements=(F16, BF16, S8),
+    ops=(GemmOp.FORWARD,),
+    # The library has no SiLU, and its GELU is the tanh approximation.
+    epilogues=(
+        EpilogueKind.IDENTITY,
+        EpilogueKind.BIAS,
+        EpilogueKind.BIAS_RELU,
+        EpilogueKind.BIAS_GELU_TANH,
+    ),
+    layout=CUSPARSELT_LAYOUT,
+    column_order=True,
+    scales=True,
+    limits=limits.cusparselt,
+    missing=limits.needs_cusparselt,
+)
+
+ENTRIES: tuple[GemmEntry, ...] = (
+    _WGMMA_SP,
+    # Where batch invariance is required.
+    replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=guarantees.mma_sp),
+    replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=guarantees.wgmma_sp_s8, elements=(S8,)),
+    replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
+    replace(
+        _WGMMA_SP_8BIT,
+        name="wgmma_sp_fp8_invariant",
+        guarantee=guarantees.wgmma_sp_fp8_invariant,
+        elements=(FP8,),
+    ),
+    replace(
+        _WGMMA_SP_8BIT,
+        name="wgmma_sp_fp8_promoted",
+        guarantee=guarantees.wgmma_sp_fp8_promoted,
+        elements=(FP8,),
+        promoted=True,
+    ),
+    # The faster first, for those whom its error bound is enough.
+    _F32_SPLIT3,
+    _invariant(_F32_SPLIT3),
+    _F32_SPLIT6,
+    _invariant(_F32_SPLIT6),
+    # Where there is no wgmma.
+    replace(_MMA_SP_MANY, name="mma_sp", limits=limits.mma_sp_few),
+    GemmEntry(
+        name="inflate_cublas",
+        backend=BackendKind.INFLATE_CUBLAS,
+        tier=Tier.INFLATE,
+        guarantee=guarantees.cublas,
+        epilogues=EXACT_UNGATED,
+        column_order=True,
+        limits=limits.cublas,
+        min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
+        missing=needs_cublaslt,
+    ),
+    _MMA_SP_MANY,
+    GemmEntry(
+        name="inflate_strict",
+        backend=BackendKind.INFLATE_STRICT,
+        tier=Tier.INFLATE,
+        guarantee=guarantees.strict,
+        limits=limits.strict,
+    ),
+    # Below this package's own kernels, whose bits and layouts are ours to promise: chosen for what they
+    # don't serve, and where it is asked for.
+    _CUSPARSELT,
+    replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=(8, 9), elements=(FP8,)),
+    GemmEntry(
+        name="host_blas",
+        backend=BackendKind.HOST,
+        tier=Tier.HOST,
+        guarantee=guarantees.host_blas,
+        layout=DENSE_F32_LAYOUT,
+        also_reads=(CANONICAL_LAYOUT,),
+        elements=_HOST_ELEMENTS,
+        epilogues=tuple(EpilogueKind),
+        column_order=True,
+        scales=True,
+    ),
+    GemmEntry(
+        name="host_strict",
+        strict=True,
+        backend=BackendKind.HOST,
+        tier=Tier.HOST,
+        guarantee=guarantees.strict,
+        elements=_HOST_ELEMENTS,
+        column_order=True,
+        scales=True,
+    ),
+    # The tensor cores' bits, for audits: chosen where their arithmetic is required by name.
+    GemmEntry(
+        name="host_tensor_core",
+        backend=BackendKind.HOST_TENSOR_CORE,
+        tier=Tier.HOST,
+        guarantee=guarantees.host_tensor_core,
+        elements=(F32, F16, BF16, FP8),
+        ops=(GemmOp.FORWARD,),
+        epilogues=IN_STEPS,
+        column_order=True,
+        scales=True,
+        on_request=True,
+    ),
+)
+
+
+def find(name: str) -> GemmEntry | None:
+    """The row of this name."""
+    return next((row for row in ENTRIES if row.name == name), None)

@@ -1,0 +1,89 @@
+"""The table of kernels that prepare weights: what each serves. All promise the same: nothing rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ..plan.guarantee import PrecisionGuarantee
+from ..plan.kernel_table import KernelEntry, grid_limit_refusal
+from ..vocab import BackendKind, ElementKind, MathPrecision, PrepareOp, Tier
+from ..weights import inflate
+from .descriptor import ELEMENTS, PrepareDescriptor
+
+PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
+"""The elements that weights/packing.py has a layout for."""
+BLOCK_BYTES = 16384
+"""Dense bytes that a block of prune.cu works on."""
+SQUARE_SIDE = 128
+"""Rows, and columns, of a block of tile_prune.cu."""
+_TILE_SIDES = (64, 128)
+"""Rows and columns of a block of pack.cu, at least."""
+
+
+def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
+    """Of every row: bits are compared and moved, so nothing rounds, and host and GPU give the same bits."""
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.of(descriptor.element),
+        accumulator=descriptor.element,
+        deterministic=True,
+        bit_stable_on_same_hardware=True,
+        batch_invariant=True,
+        bit_stable_across_hardware=True,
+        subnormals="preserved",
+        nonfinite="skips_pruned",
+        unit_roundoff=0.0,
+        terms_per_k=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class PrepareEntry(KernelEntry):
+    """A row of the family."""
+
+    guarantee: Callable[[PrepareDescriptor], PrecisionGuarantee] = guarantee
+    elements: tuple[ElementKind, ...] = ELEMENTS
+    ops: tuple[PrepareOp, ...] = ()
+
+    def refusal(self, descriptor: PrepareDescriptor) -> str | None:
+        return None if descriptor.op in self.ops else f"does not serve op {descriptor.op}"
+
+
+def _flat_limits(block_bytes: int, descriptor: PrepareDescriptor) -> str | None:
+    return grid_limit_refusal(-(-descriptor.m * descriptor.k * descriptor.element.itemsize // block_bytes))
+
+
+def _pack_limits(descriptor: PrepareDescriptor) -> str | None:
+    return grid_limit_refusal(-(-descriptor.m // _TILE_SIDES[0]) * -(-descriptor.k // _TILE_SIDES[1]))
+
+
+def _square_limits(descriptor: PrepareDescriptor) -> str | None:
+    if max(descriptor.m, descriptor.k) >= 8 << 32:  # squares of 8 x 8 are counted in 32 bits along a side
+        return f"serves dimensions below {8 << 32}"
+    return grid_limit_refusal(-(-descriptor.m // SQUARE_SIDE) * -(-descriptor.k // SQUARE_SIDE))
+
+
+_PRUNE_OPS = (PrepareOp.PRUNE, PrepareOp.COMPRESS, PrepareOp.PRUNE_COMPRESS, PrepareOp.MASK)
+_PACK_OPS = (PrepareOp.PACK, PrepareOp.UNPACK)
+
+
+def _device_row(
+    backend: BackendKind,
+    limits: Callable[[PrepareDescriptor], str | None],
+    *ops: PrepareOp,
+    elements: tuple[ElementKind, ...] = ELEMENTS,
+) -> PrepareEntry:
+    return PrepareEntry(backend.value, backend, Tier.INFLATE, elements=elements, ops=ops, limits=limits)
+
+
+ENTRIES: tuple[PrepareEntry, ...] = (
+    _device_row(BackendKind.PRUNE, partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
+    _device_row(BackendKind.DECOMPRESS, partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
+    _device_row(BackendKind.PACK, _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
+    _device_row(BackendKind.TILE_PRUNE, _square_limits, PrepareOp.TILE_PRUNE),
+    PrepareEntry(
+        "host", BackendKind.HOST, Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)
+    ),
+    PrepareEntry("host_pack", BackendKind.HOST, Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
+)

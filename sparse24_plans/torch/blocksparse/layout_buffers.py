@@ -1,0 +1,219 @@
+"""``Layout``: a BlockSparseLayout and its look-up tables as tensors, which move with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...blocksparse.layout import BlockSparseLayout
+from ...blocksparse.lookup_tables import BlockSparseTables
+from ...blocksparse.shape import BlockSparseShape
+from ...errors import FormatError, InvalidProblemError, Sparse24Error
+from . import dense as conversions
+from .plan_dispatch import numbers_of
+
+
+class Layout(nn.Module):
+    """A block-sparse layout for PyTorch: made once, moved by ``to``, read by every op of its matrices.
+
+    Parameters
+    ----------
+    layout : BlockSparseLayout, Tensor or array
+        The layout, or its bitmap [heads, rows/block, cols/block], or [rows/block, cols/block] of one head, of
+        0 and 1 on any device.
+    block : int, optional
+        16, 32, 64 or 128; of a BlockSparseLayout it is its own.
+    persistent : bool
+        Whether the bitmap is in the state_dict.
+    device : optional
+        Where the tables are.
+
+    A state_dict has ``bitmap``, bool. Loading one with another mask takes it, where it keeps as many blocks.
+
+    Raises InvalidProblemError naming the argument.
+    """
+
+    layout: BlockSparseLayout
+    """Which blocks are kept."""
+    sizes: tuple[int, ...]
+    """What the ops take as ``shape``: heads, rows, cols, block, blocks."""
+    bitmap: Tensor
+    """Bool [heads, rows/block, cols/block]. Change the layout with :meth:`update`, not here."""
+    tables: Tensor
+    """What the ops take as ``layout``: int32, as of BlockSparseTables."""
+
+    def __init__(
+        self, layout: Any, block: int | None = None, *, persistent: bool = True, device: Any = None
+    ) -> None:
+        super().__init__()
+        self.layout = _layout_of(layout, block)
+        self.sizes = numbers_of(self.layout.shape)
+        bitmap, tables = _tensors(self.layout)
+        self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
+        self.register_buffer("tables", tables.to(device), persistent=False)
+
+    @property
+    def shape(self) -> BlockSparseShape:
+        """Heads, rows, cols, block and blocks."""
+        return self.layout.shape
+
+    def update(self, layout: Any) -> None:
+        """Take another mask of the same shape, the number of kept blocks included, in place.
+
+        The tables stay where they are, so a captured CUDA graph reads the new mask from then on. Raises
+        InvalidProblemError for another shape, before anything is written.
+        """
+        other = _layout_of(layout, self.shape.block)
+        if other.shape != self.shape:
+            raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other.shape!r}")
+        self.layout = other
+        self._fill()
+
+    def _fill(self) -> None:
+        """Write what the layout says; tensors on the meta device hold nothing."""
+        if self.tables.is_meta:
+            return
+        bitmap, tables = _tensors(self.layout)
+        with torch.no_grad():
+            self.bitmap.copy_(bitmap)
+            self.tables.copy_(tables)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
+        before = self.tables
+        super()._apply(fn, recurse)
+        if self.tables is not before:
+            self._fill()  # to_empty gives memory that holds anything
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = state_dict.get(f"{prefix}bitmap")
+        found = self.layout
+        if isinstance(given, Tensor) and not given.is_meta:
+            try:
+                found = BlockSparseLayout(given, self.shape.block)
+                if found.shape != self.shape:
+                    raise InvalidProblemError(f"expected {self.shape!r}, got {found.shape!r}")
+            except Sparse24Error as error:
+                error_msgs.append(f"{prefix}bitmap: {error}")
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self.layout = found
+        self._fill()
+
+    # Conversions ------------------------------------------------------------------------------------
+
+    def to_dense(self, values: Tensor) -> Tensor:
+        """``values`` [Z, blocks, block, block] as [Z, heads, rows, cols], zero elsewhere; differentiable.
+
+        Raises InvalidProblemError for other sizes.
+        """
+        return conversions.to_dense(values, self.tables, self.sizes)
+
+    def kept_blocks(self, dense: Tensor) -> Tensor:
+        """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; all else is dropped.
+
+        Differentiable. Raises InvalidProblemError for other sizes.
+        """
+        return conversions.kept_blocks(dense, self.tables, self.sizes)
+
+    def values_of(self, dense: Tensor) -> Tensor:
+        """As :meth:`kept_blocks`, of a matrix that is zero outside of them; waits for the device.
+
+        Raises FormatError where it isn't, naming the first such block.
+        """
+        values = self.kept_blocks(dense)
+        one, cells = self.shape, dense.detach()
+        cells = cells.float() if cells.element_size() == 1 else cells  # fp8 isn't compared
+        tiles = (
+            (cells != 0)
+            .view(torch.uint8)
+            .reshape(len(cells), one.heads, one.block_rows, one.block, one.block_cols, one.block)
+        )
+        lost = (tiles.sum((0, 3, 5)) > 0) & ~self.bitmap.to(cells.device)
+        if bool(lost.any()):
+            head, row, column = lost.nonzero()[0].tolist()
+            raise FormatError(
+                "dense: expected zeros outside of the kept blocks, got others in "
+                f"block ({row}, {column}) of head {head}"
+            )
+        return values
+
+    @classmethod
+    def from_torch_bsr(cls, tensor: Tensor, **options: Any) -> tuple[Layout, Tensor]:
+        """Layout and values of a ``torch.sparse_bsr`` tensor [rows, cols] or [heads, rows, cols].
+
+        The values [1, blocks, block, block] are the tensor's own memory, the layout's tables are made on its
+        device. ``options`` are those of the constructor. Raises InvalidProblemError.
+        """
+        found, values = BlockSparseLayout.from_torch_bsr(tensor)
+        return cls(found, **{"device": values.device, **options}), values
+
+    def to_torch_bsr(self, values: Tensor) -> Tensor:
+        """``values`` [blocks, block, block], or [1, ...] of it, as a ``torch.sparse_bsr`` tensor.
+
+        [rows, cols] of one head, else [heads, rows, cols]: there PyTorch wants as many blocks in every head.
+        Raises InvalidProblemError where they differ, and for other sizes.
+        """
+        one, size = self.shape, tuple(values.shape)
+        blocks = (one.blocks, one.block, one.block)
+        if size not in (blocks, (1, *blocks)):
+            raise InvalidProblemError(f"values: expected {list(blocks)}, or one such batch, got {list(size)}")
+        crow, col = self.layout.to_bsr()
+        counts = {int(row[-1]) for row in crow}
+        if len(counts) > 1:
+            raise InvalidProblemError(
+                f"layout: expected as many blocks in every head, as BSR has, got {sorted(counts)}"
+            )
+        pointers, columns = (torch.from_numpy(part).to(values.device) for part in (crow, col))
+        sides: tuple[int, ...] = one.rows, one.cols
+        cells = values.reshape(blocks)
+        if one.heads == 1:
+            pointers = pointers[0]
+        else:
+            each = one.blocks // max(one.heads, 1)
+            columns = columns.view(one.heads, each)
+            cells, sides = cells.view(one.heads, each, one.block, one.block), (one.heads, *sides)
+        # A layout keeps what PyTorch would check.
+        return torch.sparse_bsr_tensor(pointers, columns, cells, sides, check_invariants=False)
+
+    def extra_repr(self) -> str:
+        return repr(self.layout)
+
+
+def _layout_of(given: Any, block: int | None) -> BlockSparseLayout:
+    if isinstance(given, Layout):
+        given = given.layout
+    if not isinstance(given, BlockSparseLayout):
+        if block is None:
+            raise InvalidProblemError("block: expected 16, 32, 64 or 128 beside a bitmap, got None")
+        return BlockSparseLayout(given, block)
+    if block not in (None, given.shape.block):
+        raise InvalidProblemError(f"block: expected {given.shape.block}, as the layout's, got {block!r}")
+    return given
+
+
+def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
+    """``given`` itself where it is a Layout, which modules may share; else one of it."""
+    if isinstance(given, Layout):
+        _layout_of(given, block)
+        return given
+    return Layout(given, block, device=device)
+
+
+def _tensors(layout: BlockSparseLayout) -> tuple[Tensor, Tensor]:
+    tables = BlockSparseTables(layout).view.array().copy()
+    return torch.from_numpy(layout.bitmap.copy()), torch.from_numpy(tables)

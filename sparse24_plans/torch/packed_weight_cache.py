@@ -1,0 +1,121 @@
+"""Weights in the layout that a plan's kernel reads: converted at first use, kept while the weight lives."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from ..device.tensors import import_cupy
+from ..errors import UnsupportedError
+from ..gemm.plan import GemmSparse24Plan
+from ..vocab import CANONICAL_LAYOUT
+from ..weights import packing
+from ..weights.packed_layouts import layout_of
+from ..weights.weight import PackedWeight, Sparse24Weight
+from .elements import canonical_weight, current_stream, element_of, packed_weight
+
+
+class _Copy(NamedTuple):
+    """A weight in another layout, and what it was made of."""
+
+    made_of: tuple[int, ...]
+    """Addresses and versions."""
+    packed: PackedWeight
+
+
+class _Copies(NamedTuple):
+    of: weakref.ref[torch.Tensor]
+    by_layout: dict[str, _Copy]
+
+
+_kept: dict[int, _Copies] = {}
+_version_of = attrgetter("_version")  # which PyTorch counts up with every write in place
+
+
+def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None) -> bool:
+    """Whether the plan's kernel reads the weight as it is."""
+    if meta is not None:
+        return plan.sku.layout == CANONICAL_LAYOUT
+    return plan.sku.layout == layout_of(element_of(weight.dtype, "weight")).layout_id
+
+
+def as_it_is(weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int) -> PackedWeight:
+    """The weight in the layout that it has, sharing its memory."""
+    if meta is None:
+        return packed_weight(weight, m, k)
+    return PackedWeight.canonical(canonical_weight(weight, meta))
+
+
+def converted(
+    plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int
+) -> PackedWeight:
+    """The weight in the layout that the plan's kernel reads, made once for each state of the weight.
+
+    Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
+    """
+    layout = plan.sku.layout
+    made_of = _state(weight) + (() if meta is None else _state(meta))
+    kept = _kept.get(id(weight))
+    if kept is not None and kept.of() is weight:
+        copy = kept.by_layout.get(layout)
+        if copy is not None and copy.made_of == made_of:
+            return copy.packed
+    else:
+        kept = _keep(weight)
+    packed = _convert(plan, weight, meta, m, k)
+    kept.by_layout[layout] = _Copy(made_of, packed)
+    return packed
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
+
+
+def _keep(weight: torch.Tensor) -> _Copies:
+    key = id(weight)
+
+    def forget(_: Any) -> None:
+        _kept.pop(key, None)
+
+    copies = _Copies(weakref.ref(weight, forget), {})
+    _kept[key] = copies
+    return copies
+
+
+def _convert(
+    plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int
+) -> PackedWeight:
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"weight: layout {plan.sku.layout!r} can't be made in a CUDA-graph capture: run the op once "
+            "before it, or pass a weight that torch.ops.sparse24.pack has made"
+        )
+    with cupy_on_torch_stream(weight):
+        whole: Sparse24Weight
+        if meta is None:
+            whole = packing.unpack(packed_weight(weight, m, k))
+        else:
+            whole = canonical_weight(weight, meta)
+        packed = plan.pack(whole)
+    if weight.is_cuda:
+        torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it from now on
+    return packed
+
+
+def cupy_on_torch_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """What is done through CuPy is ordered with PyTorch's current stream."""
+    if not tensor.is_cuda:
+        return nullcontext()
+    cuda = import_cupy().cuda
+    ordinal = tensor.device.index
+    stream: AbstractContextManager[Any] = cuda.ExternalStream(current_stream(ordinal), ordinal)
+    return stream
+
+
+def kept_copies() -> int:
+    """Weights that are kept in another layout too."""
+    return len(_kept)
