@@ -339,11 +339,16 @@ def everything(root: Path) -> Record:
     return {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
 
 
+def _compact(line: str) -> str:
+    """A row of a table without spaces beside its bars."""
+    return "|".join(cell.strip() or " " for cell in line.split("|")).strip()
+
+
 def rendered(text: str, record: Record) -> str:
     """``text`` with its tables as the record has them. Raises KeyError for a table that there isn't."""
 
     def table(found: re.Match[str]) -> str:
-        return "\n".join((found[1].rstrip(), *TABLES[found[2]](record), found[3]))
+        return "\n".join((found[1].rstrip(), *map(_compact, TABLES[found[2]](record)), found[3]))
 
     return _BLOCK.sub(table, text)
 
