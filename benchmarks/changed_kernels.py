@@ -1,7 +1,7 @@
 """Which kernels' machine code differs from another commit's, and the GPU tests of what uses them.
 
 Both trees compile what their own tests compile for an architecture. Code is compared by kernel file, as the
-set of its compilations' machine code. So macros, functions, comments and headers can be renamed, and a file too.
+set of its compilations' machine code. So macros, functions, headers and files can be renamed.
 """
 
 from __future__ import annotations
