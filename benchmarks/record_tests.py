@@ -7,9 +7,9 @@ run; the record says how the suite ended once all of them have been. ``--only=ag
 failed, after they have been mended: the record counts them as they end now, and how many they were.
 
 ``python -m benchmarks.record_tests --only=changed --since COMMIT`` writes no record: it runs the GPU tests of
-the kernels whose machine code differs from the commit's. ``--list`` only names these kernels and needs no
-GPU; ``--renamed OLD=NEW`` tells of a kernel file that has another name now. Compiling both trees takes half
-an hour on two cores where every kernel has changed, and no time where the cache has them.
+the kernels whose machine code differs from the commit's, or from main's. ``--list`` only names these kernels
+and needs no GPU; ``--renamed OLD=NEW`` tells of a kernel file that has another name now. Compiling both trees
+takes half an hour on two cores where every kernel has changed, and no time where the cache has them.
 
 Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
 compilation: each process sees one of the GPUs that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
@@ -186,7 +186,7 @@ def _with_share(kept: dict[str, Any], share: str, found: dict[str, Any]) -> dict
 def _changed(arguments: tuple[str, ...]) -> int:
     """Run the tests of what changed, or name it. The exit status is 1 where a test failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record_tests --only=changed")
-    parser.add_argument("--since", metavar="COMMIT", required=True)
+    parser.add_argument("--since", metavar="COMMIT", default="main")
     parser.add_argument("--renamed", metavar="OLD=NEW", action="append", default=[])
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--list", action="store_true")
