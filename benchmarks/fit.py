@@ -36,7 +36,6 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
-from sparse24_plans.bench.blocks import Cell
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
@@ -48,6 +47,8 @@ from sparse24_plans.gemm.schedules.wgmma_cost_model import (
 from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_for, schedules_in
 from sparse24_plans.plan.schedule_choice import FOLDER
+
+from .blocks import Cell
 
 Array = Any
 Constants = dict[str, Any]

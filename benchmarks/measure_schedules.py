@@ -35,7 +35,7 @@ from sparse24_plans import (
     PlanPreference,
     Sparse24Error,
 )
-from sparse24_plans.bench import blocks, peers
+from sparse24_plans.bench import peers
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.backends import blocks_wgmma
@@ -61,6 +61,8 @@ from sparse24_plans.gemm.wgmma import SOURCE, Parameters, defines
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
+
+from . import blocks
 
 FOLDER = Path(__file__).parent / "schedules"
 Row = dict[str, Any]
