@@ -21,7 +21,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
     matrix: Callable[[Any], tuple[int, int]]
     """M and K of a problem, which is held out with all others of its matrix."""
     choices: Callable[[Sequence[Any]], Choices]
-    bounds: dict[str, tuple[float, float]]
+    bounds: Mapping[str, tuple[float, float]]
     steps: int
     descents: int
 
@@ -237,7 +237,8 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     def predict(constants: Array) -> Array:
         return microseconds(work, CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True))))
 
-    return Choices(predict, *map(np.array, (taken, begins, best, weights)), True)
+    arrays = np.array(taken), np.array(begins), np.array(best), np.array(weights)
+    return Choices(predict, *arrays, in_microseconds=True)
 
 
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
@@ -338,7 +339,7 @@ def entry(model: str, gpu: str) -> Constants:
         "loss": summary(every.free(found)),
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
-    values = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
+    values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
     if model in SMALL_MODELS:
         values = {"partial_wave": values.pop("partial_wave"), "step": values}
     return {"constants": values, "measured": measured}

@@ -21,11 +21,14 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from ctypes import sizeof
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 from sparse24_plans import (
     BlockSparseOp,
@@ -35,7 +38,6 @@ from sparse24_plans import (
     PlanPreference,
     Sparse24Error,
 )
-from sparse24_plans.bench import peers
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.backends import blocks_wgmma
@@ -113,7 +115,7 @@ def tokens(rng: random.Random) -> int:
     """Log-uniform, a power of two, or just past a tile width."""
     which = rng.random()
     if which < 0.3:
-        return 2 ** rng.randrange(14)
+        return 1 << rng.randrange(14)
     return rng.choice((17, 33, 65, 129, 257, 513, 1025)) if which < 0.4 else int(2 ** rng.uniform(0, 13))
 
 
@@ -151,10 +153,9 @@ def compile_all(matrices: Sequence[Drawn]) -> None:
 
 def timed(cell: Cell, plans: dict[str, GemmSparse24Plan]) -> Row:
     """A line of the file: times of the plans, by name, beside the dense product."""
-    desc, matrix = cell.desc, cell.matrix
+    desc = cell.desc
     contenders = [cell.contender(name, plan) for name, plan in plans.items()]
-    dense = peers.dense(cell.x, cell.y, matrix.dense, matrix.element)
-    times = time_contenders([*([dense] if dense else []), *contenders], rounds=7, round_ms=1.0)
+    times = time_contenders([*cell.dense(), *contenders], rounds=7, round_ms=1.0)
     us = {name: round(one, 2) for name, one in times.items()}
     about = {"m": desc.m, "k": desc.k, "n": desc.n, "element": desc.element.value}
     return {**about, "dense_us": us.pop("dense", None), "us": us}
@@ -165,6 +166,11 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
     return GemmSparse24Plan(choice, ())
 
 
+def choosing(module: ModuleType, schedule: object) -> AbstractContextManager[object]:
+    """Kernels of the module that are made meanwhile take this schedule."""
+    return mock.patch.object(module, "best_schedule", lambda *_: schedule)
+
+
 def name_of(schedule: WgmmaSpSchedule) -> str:
     return ",".join(map(str, schedule))
 
@@ -173,8 +179,8 @@ def gemm_rows(cell: Cell) -> Iterator[Row]:
     entry = next(one for one in ENTRIES if one.backend == "wgmma_sp" and cell.desc.element in one.elements)
     plans = {}
     for schedule in tried(cell.desc):
-        wgmma_sp.best_schedule = lambda *_, one=schedule: one  # type: ignore[assignment]
-        plans[name_of(schedule)] = plan_of(cell, entry)
+        with choosing(wgmma_sp, schedule):
+            plans[name_of(schedule)] = plan_of(cell, entry)
     yield timed(cell, plans)
 
 
@@ -182,8 +188,8 @@ def f32_rows(cell: Cell) -> Iterator[Row]:
     for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.parts):
         plans = {}
         for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.parts):
-            f32_split.best_schedule = lambda *_, one=schedule: one  # type: ignore[assignment]
-            plans[name_of(schedule)] = plan_of(cell, entry)
+            with choosing(f32_split, schedule):
+                plans[name_of(schedule)] = plan_of(cell, entry)
         yield {"terms": entry.parts, **timed(cell, plans)}
 
 
@@ -229,10 +235,11 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         except Sparse24Error:
             pass  # a library that isn't there
         for schedule in schedules_by_density(problem.desc):
-            blocks_wgmma.best_schedule = lambda *_, one=schedule: one  # type: ignore[assignment]
             spare += 1
             preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-            ours = problem.ours(BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference))
+            with choosing(blocks_wgmma, schedule):
+                plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
+            ours = problem.ours(plan)
             problem.check(ours)
             ours.name = f"{schedule.rows},{schedule.tokens},{schedule.share}"
             contenders.append(ours)
