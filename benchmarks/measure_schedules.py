@@ -168,7 +168,7 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
 
 def choosing(module: ModuleType, schedule: object) -> AbstractContextManager[object]:
     """Kernels of the module that are made meanwhile take this schedule."""
-    return mock.patch.object(module, "best_schedule", lambda *_: schedule)
+    return mock.patch.object(module, "best_schedule", return_value=schedule)
 
 
 def name_of(schedule: WgmmaSpSchedule) -> str:
