@@ -73,8 +73,6 @@ BOUNDS = {
 """The least and the most of each constant of wgmma_sp's model."""
 NAMES = [field.name for field in fields(CostConstants)]
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
-SMALL_BOUNDS = {"partial_wave": (0.05, 1), **dict.fromkeys(SIZES, (20, 200)), SIZES[0]: (50, 50)}
-"""Steps are relative to that of the first size, which is given as 50."""
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 
 
@@ -196,7 +194,7 @@ def gemm_fit(model: str, gpu: str) -> Fit:
     found = [one for one in gemm_problems(gpu) if model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
-    return Fit(found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 8000, 2)
+    return Fit(found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 7000, 1)
 
 
 def stream_k_entry(gpu: str) -> Constants:
@@ -218,15 +216,17 @@ def stream_k_entry(gpu: str) -> Constants:
 
 
 def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
-    """The choice among all schedules, and half as important, the one with an invariant kernel's split-K."""
+    """The choice among all schedules, those with an invariant kernel's split-K, and stream-K or not."""
     pairs: list[Any] = []
     taken, begins, best, weights = [], [], [], []
     for desc, times in problems:
         split = invariant_split_k(desc.m, desc.k, desc.element)
         free = schedules_for(desc.n, desc.m, min_idle)
-        for tried, weight in ((free, 1.0), (schedules_in(split, desc.n, desc.m, min_idle), 0.5)):
+        pairs_of = [(one, one._replace(stream_k=0)) for one in free if one.stream_k]
+        split_free = schedules_in(split, desc.n, desc.m, min_idle)
+        for tried, weight in ((free, 1.0), (split_free, 0.9), *((pair, 0.2) for pair in pairs_of)):
             candidates = [one for one in tried if one in times]
-            if candidates and (weight == 1.0 or split > 1):
+            if len(candidates) > (weight == 0.2):
                 begins.append(len(pairs))
                 pairs += [(one, desc) for one in candidates]
                 taken += [times[one] for one in candidates]
@@ -282,10 +282,30 @@ def small_choices(problems: Sequence[Any]) -> Choices:
     )
 
     def predict(constants: Array) -> Array:
-        steps = np.tile(constants[1:], len(problems))
+        steps = np.tile(list(small_constants(constants)["step"].values()), len(problems))
         return (whole + constants[0] * (begun - whole)) * steps
 
     return block_choices(problems, predict)
+
+
+def small_bounds(block: int) -> dict[str, tuple[float, float]]:
+    """Bounds of the steps, of which the first is given as 50, and the last is relative to SIZES[1].
+
+    Few large products of few blocks were measured. Where 5% are kept, the largest tile must win there.
+    """
+    kept = [1 - 0.95 ** (rows // block) for rows in (64, 128)]
+    steps = {
+        SIZES[0]: (50, 50),
+        **dict.fromkeys(SIZES[1:-1], (20, 200)),
+        SIZES[-1]: (0.8, 1.98 * kept[0] / kept[1]),
+    }
+    return {"partial_wave": (0.05, 1), **steps}
+
+
+def small_constants(constants: Array) -> Constants:
+    part, *steps = constants.tolist()
+    steps[-1] = float(f"{steps[-1] * steps[1]:.4g}")
+    return {"partial_wave": part, "step": dict(zip(SIZES, steps, strict=True))}
 
 
 def sdd_choices(problems: Sequence[Any]) -> Choices:
@@ -307,10 +327,10 @@ def sdd_choices(problems: Sequence[Any]) -> Choices:
 def block_fit(model: str, gpu: str) -> Fit:
     _, _, op, block = model.split("_")
     found = block_problems(op, int(block), gpu)
-    choices, bounds, steps = small_choices, SMALL_BOUNDS, 3000
+    choices, bounds, steps, descents = small_choices, small_bounds(int(block)), 3000, 8
     if op == "sdd":
-        choices, bounds, steps = sdd_choices, SDD_BOUNDS, 600
-    return Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), choices, bounds, steps, 8)
+        choices, bounds, steps, descents = sdd_choices, SDD_BOUNDS, 300, 24
+    return Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), choices, bounds, steps, descents)
 
 
 # The data file -------------------------------------------------------------------------------------
@@ -340,8 +360,7 @@ def entry(model: str, gpu: str) -> Constants:
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
     values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
-    if model in SMALL_MODELS:
-        values = {"partial_wave": values.pop("partial_wave"), "step": values}
+    values = small_constants(found) if model in SMALL_MODELS else values
     return {"constants": values, "measured": measured}
 
 
