@@ -5,6 +5,7 @@
 // block of 128, or one with a block of 64 of its own. A channel takes item after item: rows of its own that stay, and
 // tiles of others that pass through its slots.
 #pragma once
+#include "blocksparse/params/attention_tables.cuh"
 #include "common/pipeline_state.cuh"
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_registers.cuh"
@@ -29,17 +30,7 @@ struct AttentionType {
 
 // Items ----------------------------------------------------------------------------------------------
 
-// Of a kernel's parameters, what its items are made of. Lines: rows of blocks, or columns.
-struct AttentionItems {
-  const int* order;       // [H * lines]: of each head its lines, the longest first
-  const int* pointers;    // [H * lines + 1]: where each one's entries begin
-  const int* entries;     // [blocks]: of its blocks the column, or row
-  u32* taken;             // items that were taken beyond every channel's first; 0 before the launch
-  const int* q_lengths;   // [Z], or null
-  const int* kv_lengths;  // [Z], or null
-};
-
-template <class Params> __device__ __forceinline__ u32 items_of(const Params& p) { return p.matrices * p.head_lines; }
+template <class Params> __device__ __forceinline__ u32 items_of(const Params& p) { return p.matrices * p.matrix_tiles; }
 template <class Config> __device__ __forceinline__ u32 channels() { return gridDim.x * Config::kChannels; }
 
 // Item `index`: matrices in bands of which L2 keeps what they share, and of a band every head's longest line, then the
@@ -48,9 +39,9 @@ struct Place {
   u32 matrix, line;  // the latter in the order
 
   template <class Params> __device__ __forceinline__ Place(const Params& p, u32 index) {
-    const u32 in_band = p.band * p.head_lines, band = index / in_band, rest = index % in_band;
-    const u32 wide = min(p.band, p.matrices - band * p.band);
-    matrix = band * p.band + rest % wide, line = rest / wide;
+    const u32 in_band = p.raster_matrices * p.matrix_tiles, band = index / in_band, rest = index % in_band;
+    const u32 wide = min(p.raster_matrices, p.matrices - band * p.raster_matrices);
+    matrix = band * p.raster_matrices + rest % wide, line = rest / wide;
   }
 };
 

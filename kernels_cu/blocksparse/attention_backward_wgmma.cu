@@ -91,12 +91,12 @@ struct Entries {
   }
   static __device__ __forceinline__ u32 head(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
     const u32 matrix = load_shared_as<u32>(item);
-    return Config::kKeys ? matrix % p.kv_heads * p.group + one : matrix % p.heads;
+    return Config::kKeys ? matrix % p.kv_heads * p.heads_per_kv + one : matrix % p.heads;
   }
   // Matrix of what passes.
   static __device__ __forceinline__ u32 matrix(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
     const u32 from = batch(p, item), of_head = head(p, item, one);
-    return Config::kKeys ? from * p.heads + of_head : from * p.kv_heads + of_head / p.group;
+    return Config::kKeys ? from * p.heads + of_head : from * p.kv_heads + of_head / p.heads_per_kv;
   }
 
   // How many of them are below `limit`.
@@ -112,8 +112,8 @@ struct Entries {
 
   __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
     const int line = load_shared_as<int>(item + Item::kLineAt);
-    const int* from = p.items.pointers + (head(p, item, one) * p.head_lines + line);
-    first = p.items.entries + from[0];
+    const int* from = p.tables.pointers + (head(p, item, one) * p.matrix_tiles + line);
+    first = p.tables.entries + from[0];
     count = from[1] - from[0];
     if constexpr (Config::kLengths) {
       const int own = load_shared_as<int>(item + (Config::kKeys ? Item::kKeysAt : Item::kRowsAt));
@@ -148,25 +148,26 @@ struct Copier {
     for (int which = 0; which < 2; ++which) {
 #pragma unroll
       for (int box = 0; box < Config::kBoxes; ++box)
-        copy_box(channel.tile(slot, which) + box * Config::kBoxBytes, &p.passes[which], box * 64, start, matrix, full);
+        copy_box(channel.tile(slot, which) + box * Config::kBoxBytes, &p.streamed_maps[which], box * 64, start, matrix,
+                 full);
       if constexpr (Config::kKeys)
-        bulk_load(channel.line(slot, which), (which ? p.deltas : p.bases) + (i64)matrix * p.rows + start,
+        bulk_load(channel.line(slot, which), (which ? p.deltas : p.bases) + (i64)matrix * p.queries + start,
                   Config::kLineBytes, full);
     }
     ++tiles;
   }
 
-  __device__ __forceinline__ u32 heads() const { return Config::kKeys ? p.group : 1; }  // of Q, of an item
+  __device__ __forceinline__ u32 heads() const { return Config::kKeys ? p.heads_per_kv : 1; }  // of Q, of an item
 
   __device__ __forceinline__ void find(u32 index) const {
     const u32 item = channel.item(items);
     const Place place(p, index);
     store_shared(item, place.matrix);
-    const u32 head = Entries::head(p, item, 0) * p.head_lines;
-    store_shared(item + Item::kLineAt, (u32)p.items.order[head + place.line] - head);
+    const u32 head = Entries::head(p, item, 0) * p.matrix_tiles;
+    store_shared(item + Item::kLineAt, (u32)p.tables.order[head + place.line] - head);
     const u32 batch = Config::kLengths ? Entries::batch(p, item) : 0;
-    const int rows = counted<Config>(p.rows, p.items.q_lengths, batch);
-    const int keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
+    const int rows = counted<Config>(p.queries, p.tables.q_lengths, batch);
+    const int keys = counted<Config>(p.keys, p.tables.kv_lengths, batch);
     store_shared(item + Item::kRowsAt, (u32)rows), store_shared(item + Item::kKeysAt, (u32)keys);
     int tiles = 0;
 #pragma unroll 1
@@ -186,7 +187,7 @@ struct Copier {
       for (int which = 0; which < 2; ++which)
 #pragma unroll
         for (u32 group = 0; group < Config::kGroups; ++group)
-          copy_rows<Config, Config::kOwnBoxBytes>(channel.stay(group, which), &p.stays[which],
+          copy_rows<Config, Config::kOwnBoxBytes>(channel.stay(group, which), &p.stationary_maps[which],
                                                   line * Config::kBlock + group * 64, matrix, full);
     }
   }
@@ -214,7 +215,7 @@ struct Copier {
       find(index);
       publish();
       copy_item();
-      index = channels<Config>() + atomicAdd(p.items.taken, 1);
+      index = channels<Config>() + atomicAdd(p.tables.claimed, 1);
     }
     store_shared(channel.item(items) + Item::kTilesAt, ~0u);
     publish();
@@ -268,7 +269,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void load_rows(const Item& item) {
-    const i64 line = (i64)item.matrix * p.rows + row(item);
+    const i64 line = (i64)item.matrix * p.queries + row(item);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       bases[half] = p.bases[line + 8 * half], deltas[half] = p.deltas[line + 8 * half];
@@ -409,7 +410,7 @@ struct Multiplier {
     for (int half = 0; half < 2; ++half) {
       const int own = row(item) + 8 * half;
       const bool counts = own < counted && item.tiles > 0;
-      const i64 line = (i64)item.matrix * (Config::kKeys ? p.keys : p.rows) + own;
+      const i64 line = (i64)item.matrix * (Config::kKeys ? p.keys : p.queries) + own;
       write_row<Config>(results, line, half, sums, factor, counts);
     }
   }
@@ -429,8 +430,8 @@ struct Multiplier {
       } else {
         release(channel.item_free());
       }
-      write(p.results[0], sums[0], p.scale, item);
-      if constexpr (Config::kKeys) write(p.results[1], sums[1], 1.0f, item);
+      write(p.gradients[0], sums[0], p.scale, item);
+      if constexpr (Config::kKeys) write(p.gradients[1], sums[1], 1.0f, item);
     }
   }
 };

@@ -21,6 +21,7 @@
 // Items: matrices in bands whose K and V stay in L2, and of a band every head's longest row, then the next. A channel
 // takes the first that none has, by a counter in memory: who works on an item changes nothing in it.
 #include "blocksparse/attention.cuh"
+#include "blocksparse/params/attention_wgmma.cuh"
 
 // Everything that is compiled in.
 struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */,
@@ -37,19 +38,6 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
 
   static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
 };
-
-struct AttentionWgmmaParams {
-  TensorMap q_map, k_map, v_map;  // [Z * heads, rows, head_size]: boxes of 128 bytes x 64 rows, x a block's
-  void* o;                        // [Z * H, rows, head_size]
-  float* lse;                     // [Z * H, rows]
-  AttentionItems items;           // whose lines are rows of blocks
-  float scale;                    // |scale| * log2(e)
-  u32 matrices, heads, group;     // Z * H, H, heads of Q that share one of K and V
-  u32 rows, keys;                 // cells of a head
-  u32 head_lines;                 // rows of blocks of a head
-  u32 band;                       // matrices
-};
-static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
 
 using Ring = PipelineState<Config::kSlots>;
 using Products = WarpgroupProducts<Config>;
@@ -83,26 +71,26 @@ struct Item {
     const Place place(p, index);
     matrix = place.matrix;
     const u32 head = matrix % p.heads, batch = matrix / p.heads;
-    const u32 line = (u32)p.items.order[head * p.head_lines + place.line];
-    row = line - head * p.head_lines;
-    begin = p.items.pointers[line];
-    count = p.items.pointers[line + 1] - begin;
-    rows = counted<Config>(p.rows, p.items.q_lengths, batch);
-    keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
+    const u32 line = (u32)p.tables.order[head * p.matrix_tiles + place.line];
+    row = line - head * p.matrix_tiles;
+    begin = p.tables.pointers[line];
+    count = p.tables.pointers[line + 1] - begin;
+    rows = counted<Config>(p.queries, p.tables.q_lengths, batch);
+    keys = counted<Config>(p.keys, p.tables.kv_lengths, batch);
     if (Config::kLengths && (int)(row * Config::kBlock) >= rows) count = 0;
     if constexpr (Config::kLengths || Config::kCausal) {
       int limit = (keys + Config::kBlock - 1) / Config::kBlock;
       if constexpr (Config::kCausal) limit = min(limit, (int)row + 1);
       int found = 0;
       for (int at = 0; at < count; at += 32) {
-        const bool counts = at + (int)lane < count && p.items.entries[begin + at + lane] < limit;
+        const bool counts = at + (int)lane < count && p.tables.entries[begin + at + lane] < limit;
         const u32 those = __ballot_sync(~0u, counts);
         found += __popc(those);
         if (those != ~0u) break;  // columns increase
       }
       count = found;
     }
-    last = count > 0 ? p.items.entries[begin + count - 1] : 0;
+    last = count > 0 ? p.tables.entries[begin + count - 1] : 0;
   }
   __device__ __forceinline__ int tiles() const { return (count + Config::kBeside - 1) / Config::kBeside; }
 
@@ -162,10 +150,10 @@ struct Copier {
 
   // One item; finds the next meanwhile, which lane 0 knows.
   __device__ __forceinline__ void copy_item(Item& item, u32 next) {
-    const u32 matrix = item.matrix / p.heads * (p.heads / p.group) + item.matrix % p.heads / p.group;
+    const u32 matrix = item.matrix / p.heads * (p.heads / p.heads_per_kv) + item.matrix % p.heads / p.heads_per_kv;
     const int tiles = item.tiles(), count = item.count;
     int columns[Config::kBeside], before[Config::kBeside], window = 0;
-    const int* entries = p.items.entries + item.begin;
+    const int* entries = p.tables.entries + item.begin;
     if (count == 0) publish(item);
     for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
@@ -190,7 +178,7 @@ struct Copier {
     const u32 first = blockIdx.x + channel.index * gridDim.x;
     item.count = -1;
     if (first < items_of(p)) item.find(p, first, lane);
-    while (item.count >= 0) copy_item(item, lane == 0 ? channels<Config>() + atomicAdd(p.items.taken, 1) : 0);
+    while (item.count >= 0) copy_item(item, lane == 0 ? channels<Config>() + atomicAdd(p.tables.claimed, 1) : 0);
     publish(item);
   }
 };
@@ -350,7 +338,7 @@ struct Multiplier {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = row(item) + 8 * half;
-      const i64 line = (i64)item.matrix * p.rows + own;
+      const i64 line = (i64)item.matrix * p.queries + own;
       const bool counts = own < item.rows && item.count > 0;
       const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
       if (threadIdx.x % 4 == 0)

@@ -14,6 +14,7 @@
 //   load     | step 1       | step 2       | ..        global -> registers, under the fmas
 //   fma      | step 0       | step 1       | ..        from one stage
 //   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
+#include "blocksparse/params/blocks_strict.cuh"
 #include "common/epilogue.cuh"
 
 // Everything that is compiled in.
@@ -55,26 +56,6 @@ template <> struct Source<ElementKind::FP8_E4M3> {
 using In = Source<Config::kElement>;
 using Sum = In::Sum;
 
-struct BlocksStrictParams {
-  const void* left;         // values [Z, blocks, b, b]; of sdd a [Z, H, ..]
-  const void* right;        // [Z, H, ..]
-  const void* bias;         // [H, rows], or null
-  void* out;                // [Z, H, ..]; of sdd values
-  const int* pointers;      // [lines + 1]: where each line's entries begin
-  const int* across;        // [entries]: column of each in op(S)
-  const int* places;        // [entries]: its block among the values; null: as they are counted
-  const int* group_rows;    // of sdd [groups]: the line of each, below 0: there is none
-  const int* group_firsts;  // of sdd [groups]: its first entry
-  // Elements: of a matrix, and from one k, and from one row or token, to the next.
-  i64 left_matrix, left_k, left_row, right_matrix, right_k, right_token, out_matrix, out_row, out_token;
-  i64 blocks, tokens, depth;  // kept, of a batch; columns of X; of sdd the length of the sums
-  u32 heads, head_lines;
-  u32 lines;        // of all heads; of sdd groups
-  u32 token_tiles;  // of a line; of sdd of a group
-  float alpha;
-};
-static_assert(matches_host<BlocksStrictParams>(), "the host has another BlocksStrictParams");
-
 // Four neighbours: along k of one row or token, or of rows or tokens of one k.
 struct alignas(4 * sizeof(In::Bits)) Four {
   In::Bits v[4];
@@ -90,8 +71,8 @@ struct Item {
   __device__ __forceinline__ explicit Item(const BlocksStrictParams& p) {
     u32 at = blockIdx.x;
     row = at % Config::kRowTiles * Config::kRows, at /= Config::kRowTiles;
-    line = at % p.lines, at /= p.lines;
-    token = (i64)(at % p.token_tiles) * Config::kTokens, batch = at / p.token_tiles;
+    line = at % p.work_rows, at /= p.work_rows;
+    token = (i64)(at % p.n_tiles) * Config::kTokens, batch = at / p.n_tiles;
     if constexpr (Config::kSampled) {
       first = p.group_firsts[line] + (int)(token / Config::kBlock);
       const int of = p.group_rows[line];
@@ -102,12 +83,12 @@ struct Item {
       first = p.pointers[line], count = p.pointers[line + 1] - first;
       steps = count * (Config::kBlock / Config::kDepth);
     }
-    head = line / p.head_lines;
+    head = line / p.head_block_rows;
   }
   __device__ __forceinline__ i64 matrix(const BlocksStrictParams& p) const { return (i64)batch * p.heads + head; }
   // Of S, in its head.
   __device__ __forceinline__ i64 first_row(const BlocksStrictParams& p) const {
-    return (i64)(line % p.head_lines) * Config::kBlock + row;
+    return (i64)(line % p.head_block_rows) * Config::kBlock + row;
   }
 };
 
@@ -148,9 +129,9 @@ struct Mainloop {
     } else {
       constexpr int kSteps = Config::kBlock / kDepth;
       const int entry = item.first + step / kSteps, in = step % kSteps * kDepth;
-      const i64 place = (i64)item.batch * p.blocks + (p.places ? p.places[entry] : entry);
+      const i64 place = (i64)item.batch * p.blocks + (p.value_index ? p.value_index[entry] : entry);
       a += place * Config::kBlock * Config::kBlock + item.row * p.left_row + in * p.left_k;
-      k0 = (i64)p.across[entry] * Config::kBlock + in;
+      k0 = (i64)p.columns[entry] * Config::kBlock + in;
     }
     const i64 depth = Config::kSampled ? p.depth - k0 : kDepth;  // k that there are
 #pragma unroll
@@ -173,7 +154,7 @@ struct Mainloop {
       if constexpr (Config::kSampled) {  // four neighbours are of one block
         const int block = token / Config::kBlock;
         inside = block < item.count ? 4 : 0;
-        at = inside ? (i64)p.across[item.first + block] * Config::kBlock + token % Config::kBlock : 0;
+        at = inside ? (i64)p.columns[item.first + block] * Config::kBlock + token % Config::kBlock : 0;
       }
       const i64 along = Config::kRightAlongK ? (inside > 0 ? depth - k : 0) : (k < depth ? inside : 0);
       if (u < kRightUnits)
@@ -229,7 +210,7 @@ __device__ __forceinline__ void multiply(Sum (&acc)[kThreadRows][kThreadTokens],
 
 __device__ __forceinline__ void write(const BlocksStrictParams& p, const Item& item,
                                       const Sum (&acc)[kThreadRows][kThreadTokens], int lane_row, int lane_token) {
-  const i64 rows = (i64)p.head_lines * Config::kBlock;
+  const i64 rows = (i64)p.head_block_rows * Config::kBlock;
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
     const i64 row = item.first_row(p) + lane_row * kThreadRows + r;

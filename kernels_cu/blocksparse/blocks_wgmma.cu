@@ -31,6 +31,7 @@
 // one of every strip, of all batches, then the second of those that have one, and so on. Cluster c of G takes item c,
 // then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
 #include "blocksparse/multiplier.cuh"
+#include "blocksparse/params/blocks_wgmma.cuh"
 #include "blocksparse/writer.cuh"
 #include "ptx/stmatrix.cuh"
 
@@ -105,38 +106,13 @@ template <> struct SumOf<true> {
 };
 using Sums = SumOf<Config::kElement == ElementKind::S8>::Type[Config::kSums];  // a thread's, of 64 rows x kColumns
 
-struct BlocksWgmmaParams {
-  TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
-  TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepColumns or 64
-  const int* order;     // [strips]: from the longest to the shortest
-  const int* counts;    // [strips]: columns of blocks that each keeps any of
-  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c; not of sdd
-  const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks and of sdd [strips + 1]
-  const int* columns;   // of sdd [blocks]: of a line's blocks; of small blocks [entries]: columns of a strip
-  const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted; of small blocks
-                        // [entries][kLines]: of each line of a strip, below 0: it has none
-  void* values;         // of small blocks
-  const void* bias;     // [H, rows], or null
-  int blocks;           // kept, of a batch
-  float alpha;
-  u32 strips, head_strips, head_lines;  // of all heads, of one
-  u32 words;                            // of a line's bits
-  u32 heads, batch;
-  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix; not of sdd
-  u32 band;                    // of token tiles of all batches, before the next band; not of sdd
-  u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
-  u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
-};
-static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
-
 using Ring = PipelineState<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
 
 // Of all clusters; of sdd at most.
 __device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
-  return p.batch * p.strips * (Config::kSampled ? p.groups : p.token_clusters);
+  return p.batch * p.panels * (Config::kSampled ? p.panel_groups : p.cluster_tiles);
 }
 
 // Of sdd: which items there are. The first of every strip, from the longest on, then the second of those that have one,
@@ -150,10 +126,10 @@ struct Dealer {
 
   // Strips with an item of the group: they are the first ones.
   static __device__ __forceinline__ u32 having(const BlocksWgmmaParams& p, u32 group) {
-    u32 low = 0, high = Config::kSampled ? p.strips : 0;
+    u32 low = 0, high = Config::kSampled ? p.panels : 0;
     while (low < high) {
       const u32 step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
-      const bool has = at < high && p.counts[p.order[at]] * Config::kParts > (int)group * kMost;
+      const bool has = at < high && p.panel_columns[p.panel_order[at]] * Config::kParts > (int)group * kMost;
       const u32 having = __popc(__ballot_sync(~0u, has));
       high = min(high, low + having * step);
       if (having) low += (having - 1) * step + 1;
@@ -183,9 +159,9 @@ struct Item {
 
   __device__ __forceinline__ Item(const BlocksWgmmaParams& p, const Dealer& dealer, u32 index, u32 share) {
     if constexpr (Config::kSampled) {
-      const u32 in_group = index - dealer.before, strip = (u32)p.order[in_group / p.batch];
-      batch = in_group % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-      const int parts = p.counts[strip] * Config::kParts;
+      const u32 in_group = index - dealer.before, strip = (u32)p.panel_order[in_group / p.batch];
+      batch = in_group % p.batch, head = strip / p.head_panels, line = strip % p.head_panels * Config::kLines;
+      const int parts = p.panel_columns[strip] * Config::kParts;
       const int groups = (parts + Dealer::kMost - 1) / Dealer::kMost;
       const int pieces = groups * Config::kShare, each = (parts + pieces - 1) / pieces;
       const int before = ((int)dealer.group * Config::kShare + (int)share) * each;
@@ -193,16 +169,17 @@ struct Item {
       token = before % Config::kParts * Config::kPart, first = p.pointers[strip] + before / Config::kParts;
       return;
     }
-    const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
-    const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
-    const u32 strip = (u32)p.order[rest / wide];
-    head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-    batch = tile / p.token_clusters;
-    token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    first = 0, count = p.counts[strip];
+    const u32 tiles = p.batch * p.cluster_tiles, in_band = p.raster_tiles * p.panels, band = index / in_band;
+    const u32 rest = index % in_band, wide = min(p.raster_tiles, tiles - band * p.raster_tiles),
+              tile = band * p.raster_tiles + rest % wide;
+    const u32 strip = (u32)p.panel_order[rest / wide];
+    head = strip / p.head_panels, line = strip % p.head_panels * Config::kLines;
+    batch = tile / p.cluster_tiles;
+    token = (tile % p.cluster_tiles * Config::kShare + share) * Config::kTokens;
+    first = 0, count = p.panel_columns[strip];
   }
   __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
-    return Config::kSampled ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
+    return Config::kSampled ? (int)p.k_steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
   }
   __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }  // its first, in its head
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
@@ -327,14 +304,14 @@ template <bool kLeft> struct Copier {
   // A strip's columns of blocks, in increasing order.
   __device__ __forceinline__ void copy_strip(const Item& item) {
     const u32 matrix = item.matrix(p), of = kOneLine ? 0 : lane % 8;
-    const i64 line = (i64)item.head * p.head_lines + item.line + of;
-    const bool mine = of < Config::kLines && item.line + of < p.head_lines;
-    const u32* kept = p.kept + line * p.words;
+    const i64 line = (i64)item.head * p.head_block_rows + item.line + of;
+    const bool mine = of < Config::kLines && item.line + of < p.head_block_rows;
+    const u32* kept = p.kept + line * p.bit_words;
     int next = kLeft && mine ? p.pointers[line] : p.blocks, entry = entry_at(next);
-    u32 ahead = mine && p.words ? kept[0] : 0;
-    for (u32 word = 0; word < p.words; ++word) {
+    u32 ahead = mine && p.bit_words ? kept[0] : 0;
+    for (u32 word = 0; word < p.bit_words; ++word) {
       const u32 bits = ahead;
-      ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+      ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
@@ -348,7 +325,7 @@ template <bool kLeft> struct Copier {
   }
   // Where the tables say that an entry has its values; past the end there is none.
   __device__ __forceinline__ int entry_at(int next) const {
-    return p.places && next < p.blocks ? p.places[next] : next;
+    return p.value_index && next < p.blocks ? p.value_index[next] : next;
   }
 
   // This block's part of the strip's rows of op(A), to every block of the cluster.
@@ -369,7 +346,7 @@ template <bool kLeft> struct Copier {
   __device__ __forceinline__ void copy_item(const Item& item) {
     const u32 matrix = item.matrix(p);
     const int column = lane < item.count ? p.columns[item.first + lane] : 0;
-    for (u32 step = 0; step < p.steps; ++step, next_stage()) {
+    for (u32 step = 0; step < p.k_steps; ++step, next_stage()) {
       if (!take_stage()) continue;
       const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
@@ -422,7 +399,7 @@ struct SmallCopier {
   __device__ __forceinline__ Found look_up(int first, int count, int step) const {
     const int index = (step + (int)lane / Config::kLines) * Config::kBeside + (int)column;
     if (index >= count) return {-1, -1};
-    return {p.columns[first + index], p.places[(i64)(first + index) * Config::kLines + lane % Config::kLines]};
+    return {p.columns[first + index], p.value_index[(i64)(first + index) * Config::kLines + lane % Config::kLines]};
   }
 
   // Which of the lines beside those in `present`, in their row tiles, have to become zeros.
@@ -437,7 +414,7 @@ struct SmallCopier {
   __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 k, u32 to, u32 full) const {
     if constexpr (Config::kDenseMajor == Major::K) {
       if (lane == 0) tma_load(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
-    } else if (p.whole) {
+    } else if (p.full_boxes) {
       if (lane == 0) tma_load(to, &p.right_map, 0, k, item.token / 64, matrix, full, Config::kDensePolicy);
     } else if (lane < Config::kTokens / 64) {
       tma_load(to + lane * (Config::kBox * 128), &p.right_map, item.token + lane * 64, k, 0, matrix, full,
@@ -486,7 +463,7 @@ struct SmallCopier {
   }
 
   __device__ __forceinline__ void copy_strip(const Item& item) {
-    const int first = p.pointers[item.head * p.head_strips + item.line / Config::kLines], steps = item.steps(p);
+    const int first = p.pointers[item.head * p.head_panels + item.line / Config::kLines], steps = item.steps(p);
     const u32 matrix = item.matrix(p);
     Found next = look_up(first, item.count, 0);
     for (int begin = 0; begin < steps; begin += kAhead) {
@@ -536,7 +513,7 @@ struct Writer
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 token_group) {
     const u32 row0 = item.row() + row_group * 64, token0 = item.token + token_group * Config::kColumns;
     const u32 tokens = Config::kSampled ? item.token + item.count * Config::kPart : p.tokens;
-    const u32 rows = p.head_lines * Config::kBlock;
+    const u32 rows = p.head_block_rows * Config::kBlock;
     write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, token0, tokens);
   }
 
@@ -585,7 +562,7 @@ struct Writer
     for (int at = threadIdx.x % 128 / 32; at < kAcross * kDown; at += 4) {
       const int across = at % kAcross, down = at / kAcross, column = (int)token / kBlock + across;
       if (column >= item.count) continue;
-      const int place = p.places[(i64)(item.first + column) * Config::kLines + row_group * kDown + down];
+      const int place = p.value_index[(i64)(item.first + column) * Config::kLines + row_group * kDown + down];
       if (place < 0) continue;
       u8* const to = (u8*)p.values + ((i64)item.batch * p.blocks + place) * (kChunks * 16);
       for (int chunk = threadIdx.x % 32; chunk < kChunks; chunk += 32) {

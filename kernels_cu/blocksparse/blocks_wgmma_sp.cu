@@ -28,6 +28,7 @@
 // once read the same part of X. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so that
 // none has only the longer ones; every other band the other way round, for at its end some have one item less.
 #include "blocksparse/multiplier.cuh"
+#include "blocksparse/params/blocks_wgmma_sp.cuh"
 #include "blocksparse/writer.cuh"
 #include "ptx/multicast.cuh"
 
@@ -73,27 +74,6 @@ using SparseOperand = DenseOperand<Major::K, Config::kLineBytes, 0>;
 using XOperand = DenseOperand<Config::kDenseMajor, 128, kGroupBytes>;
 using Sums = float[Config::kSums];  // a thread's share of 64 rows x kTokens
 
-struct BlocksWgmmaSpParams {
-  TensorMap values_map;  // [Z * blocks * b, b / 2]: boxes of b / kShare rows
-  TensorMap right_map;   // X [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;     // C [Z * H, ..]: boxes of 128 bytes x kStepColumns or 64
-  const u8* metadata;    // [Z * blocks][kMetadataBytes]
-  const int* order;      // [strips]: from the longest to the shortest
-  const int* counts;     // [strips]: columns of blocks that each keeps any of
-  const u32* kept;       // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
-  const int* pointers;   // [lines + 1]: where each line's entries begin
-  const int* places;     // [blocks]: a line's blocks among the values; null: as they are counted
-  const void* bias;      // [H, rows], or null
-  int blocks;            // kept, of a batch
-  float alpha;
-  u32 strips, head_strips, head_lines;  // of all heads, of one
-  u32 words;                            // of a line's bits
-  u32 heads, batch;
-  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
-  u32 band, bands;             // token tiles of all batches in a band; how many bands
-};
-static_assert(matches_host<BlocksWgmmaSpParams>(), "the host has another BlocksWgmmaSpParams");
-
 using SparseRing = PipelineState<Config::kSparseStages>;
 using DenseRing = PipelineState<Config::kDenseStages>;
 
@@ -118,10 +98,10 @@ struct Item {
 
   // tile: of tokens, in all batches.
   __device__ __forceinline__ Item(const BlocksWgmmaSpParams& p, u32 strip, u32 tile, u32 share) {
-    head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-    batch = tile / p.token_clusters;
-    token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    count = p.counts[strip];
+    head = strip / p.head_panels, line = strip % p.head_panels * Config::kLines;
+    batch = tile / p.cluster_tiles;
+    token = (tile % p.cluster_tiles * Config::kShare + share) * Config::kTokens;
+    count = p.panel_columns[strip];
   }
   __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }  // its first, in its head
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaSpParams& p) const { return batch * p.heads + head; }
@@ -132,20 +112,22 @@ struct Turns {
   const BlocksWgmmaSpParams& p;
   u32 band = 0, turn = 0;
 
-  __device__ __forceinline__ bool more() const { return band < p.bands; }
+  __device__ __forceinline__ bool more() const { return band < p.raster_groups; }
   __device__ __forceinline__ void next() {
     if (++turn * clusters() >= items()) turn = 0, ++band;
   }
   __device__ __forceinline__ bool has_item() const { return index() < items(); }
   __device__ __forceinline__ Item item(u32 share) const {
-    return {p, (u32)p.order[index() / wide()], band * p.band + index() % wide(), share};
+    return {p, (u32)p.panel_order[index() / wide()], band * p.raster_tiles + index() % wide(), share};
   }
 
  private:
   static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kShare; }
   // Token tiles of the band; its items; this turn's.
-  __device__ __forceinline__ u32 wide() const { return min(p.band, p.batch * p.token_clusters - band * p.band); }
-  __device__ __forceinline__ u32 items() const { return p.strips * wide(); }
+  __device__ __forceinline__ u32 wide() const {
+    return min(p.raster_tiles, p.batch * p.cluster_tiles - band * p.raster_tiles);
+  }
+  __device__ __forceinline__ u32 items() const { return p.panels * wide(); }
   __device__ __forceinline__ u32 index() const {
     const u32 mine = blockIdx.x / Config::kShare;
     return turn * clusters() + ((turn + band) % 2 ? clusters() - 1 - mine : mine);
@@ -158,16 +140,18 @@ struct Turns {
 // lane's line keeps it, and its block's place among all values then. Places are looked up for kPlaces alone.
 template <bool kPlaces, class Visit>
 __device__ __forceinline__ void for_columns(const BlocksWgmmaSpParams& p, const Item& item, u32 lane, Visit visit) {
-  const i64 line = (i64)item.head * p.head_lines + item.line + lane;
-  const bool mine = lane < Config::kLines && item.line + lane < p.head_lines;
-  const u32* kept = p.kept + line * p.words;
+  const i64 line = (i64)item.head * p.head_block_rows + item.line + lane;
+  const bool mine = lane < Config::kLines && item.line + lane < p.head_block_rows;
+  const u32* kept = p.kept + line * p.bit_words;
   int next = kPlaces && mine ? p.pointers[line] : p.blocks;
-  auto entry = [&]() { return p.places && next < p.blocks ? p.places[next] : next; };  // past the end there is none
+  auto entry = [&]() {
+    return p.value_index && next < p.blocks ? p.value_index[next] : next;
+  };  // past the end there is none
   int place = entry();
-  u32 ahead = mine && p.words ? kept[0] : 0;
-  for (u32 word = 0; word < p.words; ++word) {
+  u32 ahead = mine && p.bit_words ? kept[0] : 0;
+  for (u32 word = 0; word < p.bit_words; ++word) {
     const u32 bits = ahead;
-    ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+    ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
     for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
       const u32 bit = __ffs(any) - 1;
       const bool keeps = bits >> bit & 1;
@@ -347,7 +331,7 @@ struct Multiplier {
 // 64 rows x kTokens of one warpgroup.
 struct Writer : TileWriter<Writer, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, false> {
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group) {
-    const u32 row0 = item.row() + row_group * 64, rows = p.head_lines * Config::kBlock;
+    const u32 row0 = item.row() + row_group * 64, rows = p.head_block_rows * Config::kBlock;
     write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, item.token, p.tokens);
   }
   __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {

@@ -25,6 +25,7 @@
 // Items: pixel tiles of a strip, then the next strip, in bands of tiles that L2 holds. Cluster c of G takes item c,
 // then 2G - 1 - c, then 2G + c: in turns.
 #include "blocksparse/multiplier.cuh"
+#include "blocksparse/params/conv_wgmma.cuh"
 #include "blocksparse/writer.cuh"
 #include "ptx/tma_im2col.cuh"
 
@@ -92,49 +93,18 @@ using LeftOperand = DenseOperand<Config::kLeftMajor, Config::kBoxBytes, kLeftGro
 using RightOperand = DenseOperand<Config::kRightMajor, Config::kBoxBytes, Config::kGroupBytes>;
 using Sums = float[Config::kSums];  // a thread's share of 64 rows x kColumns
 
-// How results meet the pixels that are read, along one axis: result i of phase f the pixel `lower + stride * i +
-// (start + f + step * t) / divide` at tap t, where the quotient has no rest. Phase f's results are f + divide * i.
-struct Axis {
-  int lower, stride, start, step, divide;
-  u32 count;              // results of a phase
-  u32 size;               // all of X's pixels
-  u32 multiplier, shift;  // of a division by count
+// Numerator of the offset of a phase's results at a tap. Result i meets the pixel `lower + stride * i + numerator /
+// divide` if the quotient has no remainder. The results of phase f are f + divide * i.
+__device__ __forceinline__ int offset_numerator(const AxisParams& axis, u32 phase, u32 tap) {
+  return axis.start + (int)phase + axis.step * (int)tap;
+}
 
-  __device__ __forceinline__ int numerator(u32 phase, u32 tap) const { return start + (int)phase + step * (int)tap; }
-  // index / count, below 2^31; index becomes the rest.
-  __device__ __forceinline__ u32 divide_by_count(u32& index) const {
-    const u32 quotient = (u32)((u64)index * multiplier >> shift);
-    index -= quotient * count;
-    return quotient;
-  }
-};
-
-struct ConvWgmmaParams {
-  TensorMap left_map;   // values [blocks * b, b], of wgrad dY [pixels, K]: boxes of kBoxBytes
-  TensorMap right_map;  // pixels of X, of dgrad of dY
-  TensorMap out_map;    // results [pixels, rows], of wgrad [parts * blocks * b, b]: boxes of 128 bytes
-  const int* order;     // forward [strips]: from the longest to the shortest; wgrad [groups]: the line of each
-  const int* counts;    // forward [strips]: columns of blocks of each; wgrad [groups]: a group's first block
-  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
-  const int* pointers;  // where each line's entries begin; of dgrad each tap's of it
-  const int* columns;   // of wgrad [blocks]
-  const int* places;    // of dgrad [blocks]: its entries among the values
-  const void* bias;     // [rows], or null
-  void* results;        // of phases [images, h, w, rows]; of add_parts [cells]
-  const float* sums;    // of add_parts [parts, cells]
-  i64 cells;
-  Axis h, w;
-  float alpha;
-  int blocks;            // kept
-  u32 lines, strips;     // strips: of a phase
-  u32 words, tap_words;  // of a line's bits, and of dgrad of a tap's
-  u32 taps, taps_w;      // of the filter, and of a row of it
-  u32 phases, images;
-  u32 pixels, pixel_clusters;  // of a phase: clusters' tiles that cover them; of wgrad a group's tiles
-  u32 band;                    // of tiles, before the next band
-  u32 groups, parts, steps;    // of wgrad: steps of a part
-};
-static_assert(matches_host<ConvWgmmaParams>(), "the host has another ConvWgmmaParams");
+// Returns index / axis.results, for an index below 2^31, and replaces the index by the remainder.
+__device__ __forceinline__ u32 divide_by_results(const AxisParams& axis, u32& index) {
+  const u32 quotient = (u32)((u64)index * axis.multiplier >> axis.shift);
+  index -= quotient * axis.results;
+  return quotient;
+}
 
 // Where a tile of pixels begins.
 struct Pixel {
@@ -143,15 +113,15 @@ struct Pixel {
 
   __device__ __forceinline__ Pixel() : w(0), h(0), image(0) {}
   __device__ __forceinline__ Pixel(const ConvWgmmaParams& p, u32 index) {
-    u32 row = p.w.divide_by_count(index);
-    image = p.h.divide_by_count(row);
+    u32 row = divide_by_results(p.w, index);
+    image = divide_by_results(p.h, row);
     w = p.w.lower + p.w.stride * (int)index, h = p.h.lower + p.h.stride * (int)row;
   }
   // A box from it on, of what results of a phase meet at a tap.
   __device__ __forceinline__ void copy(const ConvWgmmaParams& p, u32 to, u32 channel, u32 phase, u32 tap,
                                        u32 full) const {
-    int below = p.h.numerator(Config::kPhases ? phase / p.w.divide : 0, tap / p.taps_w);
-    int beside = p.w.numerator(Config::kPhases ? phase % p.w.divide : 0, tap % p.taps_w);
+    int below = offset_numerator(p.h, Config::kPhases ? phase / p.w.divide : 0, tap / p.taps_w);
+    int beside = offset_numerator(p.w, Config::kPhases ? phase % p.w.divide : 0, tap % p.taps_w);
     if constexpr (Config::kPhases) below /= p.h.divide, beside /= p.w.divide;
     tma_load_im2col(to, &p.right_map, channel, w, h, image, (u16)beside, (u16)below, full, Config::kReadPolicy);
   }
@@ -160,8 +130,8 @@ struct Pixel {
 // Whether a phase's results meet any pixels at a tap.
 __device__ __forceinline__ bool meets(const ConvWgmmaParams& p, u32 phase, u32 tap) {
   if constexpr (!Config::kPhases) return true;
-  return p.h.numerator(phase / p.w.divide, tap / p.taps_w) % p.h.divide == 0 &&
-         p.w.numerator(phase % p.w.divide, tap % p.taps_w) % p.w.divide == 0;
+  return offset_numerator(p.h, phase / p.w.divide, tap / p.taps_w) % p.h.divide == 0 &&
+         offset_numerator(p.w, phase % p.w.divide, tap % p.taps_w) % p.w.divide == 0;
 }
 
 using Ring = PipelineState<Config::kStages>;
@@ -182,43 +152,44 @@ struct Item {
       : phase(0), line(0), pixel(0), count(0), first(0), part(0) {
     if constexpr (Config::kFilter) {
       const u32 group = index % p.groups;
-      const int row = p.order[group];  // below 0: there is no such group
+      const int row = p.work_rows[group];  // below 0: there is no such group
       part = index / p.groups;
       if (row < 0) return;
-      line = row, first = p.counts[group];
+      line = row, first = p.work_blocks[group];
       count = min(Config::kGroup, p.pointers[row + 1] - first);
       return;
     }
-    const u32 strips = p.phases * p.strips, in_band = p.band * strips, band = index / in_band, rest = index % in_band;
-    const u32 wide = min(p.band, p.pixel_clusters - band * p.band), at = rest / wide;
-    const u32 strip = Config::kTurned ? at : (u32)p.order[at];
-    phase = Config::kPhases ? strip / p.strips : 0;
-    line = strip % p.strips * Config::kLines;
-    pixel = ((band * p.band + rest % wide) * Config::kShare + share) * Config::kPixels;
-    if constexpr (!Config::kTurned) count = p.counts[strip];
+    const u32 strips = p.phases * p.panels, in_band = p.raster_tiles * strips, band = index / in_band,
+              rest = index % in_band;
+    const u32 wide = min(p.raster_tiles, p.cluster_tiles - band * p.raster_tiles), at = rest / wide;
+    const u32 strip = Config::kTurned ? at : (u32)p.work_rows[at];
+    phase = Config::kPhases ? strip / p.panels : 0;
+    line = strip % p.panels * Config::kLines;
+    pixel = ((band * p.raster_tiles + rest % wide) * Config::kShare + share) * Config::kPixels;
+    if constexpr (!Config::kTurned) count = p.work_blocks[strip];
   }
   // Of dgrad: count, which takes a warp.
   __device__ __forceinline__ void count_columns(const ConvWgmmaParams& p) {
-    const u32* kept = p.kept + (u64)line * p.words;
-    const u32 lines = min((u32)Config::kLines, p.lines - line);
+    const u32* kept = p.kept + (u64)line * p.bit_words;
+    const u32 lines = min((u32)Config::kLines, p.block_rows - line);
     u32 found = 0;
-    for (u32 word = threadIdx.x % 32; word < p.words; word += 32) {
+    for (u32 word = threadIdx.x % 32; word < p.bit_words; word += 32) {
       if (!meets(p, phase, word / p.tap_words)) continue;
       u32 any = 0;
-      for (u32 of = 0; of < lines; ++of) any |= kept[of * p.words + word];
+      for (u32 of = 0; of < lines; ++of) any |= kept[of * p.bit_words + word];
       found += __popc(any);
     }
     count = (int)__reduce_add_sync(~0u, found);
   }
   __device__ __forceinline__ int steps(const ConvWgmmaParams& p) const {
-    return Config::kFilter ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
+    return Config::kFilter ? (int)p.k_steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
   }
   __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }
 };
 
 // Of all clusters.
 __device__ __forceinline__ u32 items_of(const ConvWgmmaParams& p) {
-  return Config::kFilter ? p.parts * p.groups : p.pixel_clusters * p.phases * p.strips;
+  return Config::kFilter ? p.split_k * p.groups : p.cluster_tiles * p.phases * p.panels;
 }
 // Copies ---------------------------------------------------------------------------------------------
 
@@ -315,14 +286,14 @@ template <bool kLeft> struct Copier {
   // A strip's columns of blocks, in increasing order: of dgrad tap by tap.
   __device__ __forceinline__ void copy_strip(const Item& item) {
     const u32 of = lane % 8, line = item.line + of;
-    const bool mine = of < Config::kLines && line < p.lines;
-    const u32* kept = p.kept + (u64)line * p.words;
+    const bool mine = of < Config::kLines && line < p.block_rows;
+    const u32* kept = p.kept + (u64)line * p.bit_words;
     int next = kLeft && mine ? p.pointers[Config::kTurned ? line * p.taps : line] : p.blocks, entry = entry_at(next);
     pixel = Pixel(p, item.pixel);
-    u32 ahead = mine && p.words ? kept[0] : 0;
-    for (u32 word = 0; word < p.words; ++word) {
+    u32 ahead = mine && p.bit_words ? kept[0] : 0;
+    for (u32 word = 0; word < p.bit_words; ++word) {
       u32 bits = ahead;
-      ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+      ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
       if (Config::kPhases && !meets(p, item.phase, word / p.tap_words)) {
         if (kLeft && bits) entry = entry_at(next += __popc(bits));
         bits = 0;
@@ -339,16 +310,16 @@ template <bool kLeft> struct Copier {
   }
   // Where an entry has its values; past the end there is none.
   __device__ __forceinline__ int entry_at(int next) const {
-    return Config::kTurned && next < p.blocks ? p.places[next] : next;
+    return Config::kTurned && next < p.blocks ? p.value_index[next] : next;
   }
 
   // Of wgrad: 64 pixels of the line's channels of dY, or of X's of every block of the group, a lane each.
   __device__ __forceinline__ void copy_group(const Item& item) {
     const u32 column = lane < item.count ? p.columns[item.first + lane] : 0;
     const u32 channel = column / p.taps * Config::kBlock, tap = column % p.taps;
-    for (u32 step = 0; step < p.steps; ++step, next_stage()) {
+    for (u32 step = 0; step < p.k_steps; ++step, next_stage()) {
       if (!take_stage()) continue;
-      const u32 full = barriers.full(at.slot), first = (item.part * p.steps + step) * 64;
+      const u32 full = barriers.full(at.slot), first = (item.part * p.k_steps + step) * 64;
       if (kLeft && lane == 0) {
         barrier_arrive_expect_tx(full, Config::kLeftBytes + item.count * Config::kBlock * 128);
 #pragma unroll
@@ -409,7 +380,7 @@ struct Writer : TileWriter<Writer, Config, ConvWgmmaParams, Config::kFilter, Con
   __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 column_group) {
     const u32 row0 = item.row() + row_group * 64, column0 = item.pixel + column_group * Config::kColumns;
     const u32 columns = Config::kFilter ? item.count * Config::kBlock : p.pixels;
-    write_tile(sums, item, row0, p.lines * Config::kBlock, row0, column0, columns);
+    write_tile(sums, item, row0, p.block_rows * Config::kBlock, row0, column0, columns);
   }
 
   __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 column) const {
@@ -427,19 +398,19 @@ struct Writer : TileWriter<Writer, Config, ConvWgmmaParams, Config::kFilter, Con
   // Of a phase: its pixels lie apart, and the copy engine's im2col mode writes none beyond an image.
   __device__ __forceinline__ void store_pixels(u32 buffer, u32 row0, u32 column, u32 phase) const {
     constexpr u32 kVector = 16 / Config::kOutBytes, kVectors = 64 / kVector;
-    const u32 rows = p.lines * Config::kBlock, row = threadIdx.x % kVectors * kVector;
+    const u32 rows = p.block_rows * Config::kBlock, row = threadIdx.x % kVectors * kVector;
     const u32 below = phase / p.w.divide, beside = phase % p.w.divide;
     if (row0 + row >= rows) return;
 #pragma unroll
     for (u32 at = threadIdx.x % 128 / kVectors; at < Config::kStepColumns; at += 128 / kVectors) {
-      u32 x = column + at, y = p.w.divide_by_count(x);
-      const u32 image = p.h.divide_by_count(y);
+      u32 x = column + at, y = divide_by_results(p.w, x);
+      const u32 image = divide_by_results(p.h, y);
       x = x * p.w.divide + beside, y = y * p.h.divide + below;
       if (image >= p.images || y >= p.h.size || x >= p.w.size) continue;
       float v[4];  // bits of some results
       load_shared_x4(v, buffer + staged_at(row, at));
       const i64 pixel = ((i64)image * p.h.size + y) * p.w.size + x;
-      ((float4*)p.results)[(pixel * rows + row0 + row) / kVector] = make_float4(v[0], v[1], v[2], v[3]);
+      ((float4*)p.out)[(pixel * rows + row0 + row) / kVector] = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
 };
@@ -491,16 +462,16 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
 extern "C" __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ ConvWgmmaParams p) {
   using Out = Problem::Out;
   const i64 step = (i64)gridDim.x * blockDim.x * 4;
-  for (i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4; at < p.cells; at += step) {
-    float4 sum = *(const float4*)(p.sums + at);
-    for (u32 part = 1; part < p.parts; ++part) {
-      const float4 one = *(const float4*)(p.sums + part * p.cells + at);
+  for (i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4; at < p.elements; at += step) {
+    float4 sum = *(const float4*)(p.partials + at);
+    for (u32 part = 1; part < p.split_k; ++part) {
+      const float4 one = *(const float4*)(p.partials + part * p.elements + at);
       sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
     }
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      ((Out::Bits*)p.results)[at + i] = Out::from_float(epilogue<Problem, FastMath>(v[i], p.alpha, 0.0f));
+      ((Out::Bits*)p.out)[at + i] = Out::from_float(epilogue<Problem, FastMath>(v[i], p.alpha, 0.0f));
   }
 }
 #endif

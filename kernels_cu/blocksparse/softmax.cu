@@ -20,6 +20,7 @@
 //
 // A row's sum is folded in an order that its number of blocks gives: by threads over their cells, over the lanes of a
 // row by a tree, over the warps from the first to the last.
+#include "blocksparse/params/softmax.cuh"
 #include "common/element.cuh"
 #include "ptx/async.cuh"
 
@@ -49,24 +50,6 @@ struct Config {
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kPerUnit = sizeof(Bits) == 4 ? 1.0f : kLog2e / 2;  // units that a score of 1 has
 };
-
-struct SoftmaxParams {
-  const int* pointers;    // [lines + 1]: where a line's blocks begin among the values
-  const int* columns;     // [blocks]: column of each block
-  const void* x;          // [Z, blocks, b, b]; backward: y
-  const void* dy;         // like x; backward alone
-  void* out;              // like x
-  const void* rpe;        // [H, rows, columns of cells]
-  const void* key_mask;   // [Z, columns of cells]
-  const void* attn_mask;  // [rows, columns of cells]
-  i64 blocks;
-  i64 line_cells;  // columns of cells
-  u32 items;       // teams: lines * Z * kParts
-  u32 batch;       // Z
-  u32 head_lines;
-  float scale;
-};
-static_assert(matches_host<SoftmaxParams>(), "the host has another SoftmaxParams");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
@@ -100,7 +83,7 @@ struct Ends {
   int begin, end;
 
   __device__ __forceinline__ Ends(const SoftmaxParams& p, u32 item) : begin(0), end(0) {
-    if (item >= p.items) return;
+    if (item >= p.work_items) return;
     const u32 line = item / Config::kParts / p.batch;
     begin = p.pointers[line], end = p.pointers[line + 1];
   }
@@ -120,15 +103,15 @@ struct Place {
     const u32 thread = threadIdx.x % (32 * Config::kWarps);
     team = threadIdx.x / (32 * Config::kWarps), warp = thread / 32, lane = thread % 32;
     const u32 part = item % Config::kParts, line = item / Config::kParts / p.batch;
-    const u32 batch = item / Config::kParts % p.batch, head = line / p.head_lines;
+    const u32 batch = item / Config::kParts % p.batch, head = line / p.head_block_rows;
     count = ends.end - ends.begin;
     columns = p.columns + ends.begin;
     start = (batch * p.blocks + ends.begin) * (Config::kBlock * Config::kBlock) + (part * 32 + lane) * Config::kVector;
-    row = (line - head * p.head_lines) * Config::kBlock + part * Config::kRows + lane / Config::kLanes;
+    row = (line - head * p.head_block_rows) * Config::kBlock + part * Config::kRows + lane / Config::kLanes;
     column = lane % Config::kLanes * Config::kVector;
-    key_mask = batch * p.line_cells + column;
-    attn_mask = (i64)row * p.line_cells + column;
-    rpe = (i64)head * p.head_lines * Config::kBlock * p.line_cells + attn_mask;
+    key_mask = batch * p.row_cells + column;
+    attn_mask = (i64)row * p.row_cells + column;
+    rpe = (i64)head * p.head_block_rows * Config::kBlock * p.row_cells + attn_mask;
   }
 
   __device__ __forceinline__ int tiles() const { return (count + Config::kTile - 1) / Config::kTile; }
@@ -337,7 +320,7 @@ __device__ __forceinline__ void forward(const SoftmaxParams& p, u32 item, Partia
   stage.copy(p, at);
   Ends ends(p, item + step);
 #pragma unroll 1
-  while (item < p.items) {
+  while (item < p.work_items) {
     Scores scores;
     Running running;
 #pragma unroll 1
@@ -427,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   __shared__ Partials partial;
   launch_dependents_and_wait();
   const u32 item = blockIdx.x * Config::kTeams + threadIdx.x / (32 * Config::kWarps);
-  if (item >= p.items) return;
+  if (item >= p.work_items) return;
   if constexpr (Config::kBackward) backward(p, item, partial);
   else forward(p, item, partial, *(Stage*)shared);
 }

@@ -8,6 +8,7 @@
 //   no barriers but __syncthreads; one tile of shared memory; few registers
 //
 //   thread   | load rows | store their cells | meet | load columns | store them
+#include "blocksparse/params/transpose.cuh"
 #include "common/types.cuh"
 
 template <int kBytes> struct Unsigned {
@@ -25,15 +26,6 @@ struct Config {
 };
 using Cell = Unsigned<Config::kBytes>::Type;
 
-struct TurnParams {
-  const Cell* from;
-  Cell* to;
-  i64 rows, columns;            // of a matrix
-  u32 row_tiles, column_tiles;  // that cover it
-  u32 whole_in, whole_out;      // whether rows, and columns, begin at multiples of 16 bytes
-};
-static_assert(matches_host<TurnParams>(), "the host has another TurnParams");
-
 union Cells {
   uint4 whole;
   Cell cells[Config::kCells];
@@ -45,20 +37,20 @@ __device__ __forceinline__ int place_of(int c, int r) {
   return c * Config::kRows + (r / Config::kCells ^ c / Config::kCells) % 8 * Config::kCells;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) turn(const __grid_constant__ TurnParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) turn(const __grid_constant__ TransposeParams p) {
   __shared__ __align__(16) Cell tile[Config::kColumns * Config::kRows];
   constexpr int kCells = Config::kCells, kAcross = Config::kColumns / kCells, kDown = Config::kRows / kCells;
   const u32 tiles = p.row_tiles * p.column_tiles, matrix = blockIdx.x / tiles, in = blockIdx.x % tiles;
   const i64 row0 = (i64)(in / p.column_tiles) * Config::kRows, column0 = (i64)(in % p.column_tiles) * Config::kColumns;
-  const Cell* const from = p.from + matrix * (p.rows * p.columns);
-  Cell* const to = p.to + matrix * (p.rows * p.columns);
+  const Cell* const from = (const Cell*)p.matrices + matrix * (p.rows * p.columns);
+  Cell* const to = (Cell*)p.out + matrix * (p.rows * p.columns);
   Cells read[Config::kRows * kAcross / Config::kThreads];
 #pragma unroll
   for (int i = 0; i < Config::kRows * kAcross / Config::kThreads; ++i) {
     const int u = threadIdx.x + i * Config::kThreads, row = u / kAcross, column = u % kAcross * kCells;
     const i64 inside = row0 + row < p.rows ? p.columns - column0 - column : 0;
     const Cell* const at = from + (row0 + row) * p.columns + column0 + column;
-    if (p.whole_in && inside >= kCells) {
+    if (p.rows_aligned && inside >= kCells) {
       read[i].whole = *(const uint4*)at;
     } else {
 #pragma unroll
@@ -79,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) turn(const __grid
     Cell* const at = to + (column0 + column) * p.rows + row0 + row;
     Cells found;
     found.whole = *(const uint4*)(tile + place_of(column, row));
-    if (p.whole_out && inside >= kCells) {
+    if (p.columns_aligned && inside >= kCells) {
       *(uint4*)at = found.whole;
     } else {
 #pragma unroll

@@ -12,6 +12,7 @@
 //
 //   thread   | load 8 | round to bf16, subtract | store | .. for the next part
 #include "gemm/bf16_terms.cuh"
+#include "gemm/params/f32_split.cuh"
 #include "ptx/async.cuh"
 
 // Everything that is compiled in.
@@ -19,13 +20,6 @@ struct Config {
   static constexpr int kParts = S24_SPLIT_TERMS;
   static constexpr int kThreads = 256, kAtOnce = 8;  // elements of a thread
 };
-
-struct F32SplitParams {
-  const float* x;  // [n, k], row stride x_stride
-  u16* parts;      // [kParts][n][k]
-  i64 n, k, x_stride;
-};
-static_assert(matches_host<F32SplitParams>(), "the host has another F32SplitParams");
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) f32_split(const F32SplitParams p) {
   // The product may begin once all before this pass is done, so it may read its weight without waiting.
@@ -41,6 +35,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) f32_split(const F
   for (int part = 0; part < Config::kParts; ++part) {
     const u32 a = take_part(low.x, low.y), b = take_part(low.z, low.w);
     const u32 c = take_part(high.x, high.y), d = take_part(high.z, high.w);
-    *(uint4*)(p.parts + part * p.n * p.k + index * Config::kAtOnce) = make_uint4(a, b, c, d);
+    *(uint4*)(p.terms + part * p.n * p.k + index * Config::kAtOnce) = make_uint4(a, b, c, d);
   }
 }

@@ -28,6 +28,7 @@
 //   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster meets | fold, epilogue, store
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/params/mma_sp.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 
@@ -63,17 +64,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 };
 using Tile = Config::Tile;
 using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
-
-struct MmaSpParams {
-  const u8* packed;  // [row tiles][K tiles][Tile::kBytes]
-  const u16* x;      // [n, k], row or column stride x_stride, 16-byte aligned rows or columns
-  const void* bias;  // [m], or null
-  void* y;           // [n, m / kRowsPerOutput], row or column stride y_stride
-  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
-  float alpha;
-  u32 token_blocks;  // blocks of kTokens that cover n
-};
-static_assert(matches_host<MmaSpParams>(), "the host has another MmaSpParams");
 
 // Where a stage has X in columns: 8 tokens (`chunk`) of a column. Of eight columns, each chunk has banks of its own.
 __device__ __forceinline__ u32 line_offset(int column, int chunk) {
@@ -270,8 +260,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const int row0 = Config::kSplitTokens ? 0 : warp % 2 * 32;
   const int token0 = Config::kSplitTokens ? warp % 2 * kWarpColumns * 8 : 0;
   const u32 item = blockIdx.x / Config::kCluster;  // token blocks of the same rows follow each other: W stays in L2
-  const i64 first_token = (i64)(item % p.token_blocks) * Config::kTokens;
-  const i64 block_tile = (i64)(item / p.token_blocks) * Config::kBlockTiles,
+  const i64 first_token = (i64)(item % p.n_tiles) * Config::kTokens;
+  const i64 block_tile = (i64)(item / p.n_tiles) * Config::kBlockTiles,
             row_tile = block_tile + stream % Config::kBlockTiles;
   const int slice = rank * Config::kGroups + stream / Config::kBlockTiles;
   const i64 k_tile = slice_begin<Config::kSlices>((u32)p.k_tiles, slice);

@@ -9,6 +9,7 @@
 //
 //   thread   | load 16 elements | store to shared memory | meet | gather 8 columns of a token, twice | store
 #include "common/element.cuh"
+#include "gemm/params/transpose_x.cuh"
 #include "ptx/async.cuh"
 
 // Everything that is compiled in.
@@ -18,16 +19,8 @@ struct Config {
   static constexpr int kAtOnce = 8, kPieces = kTile / kAtOnce, kRounds = kTile * kPieces / kThreads;
 };
 
-struct TurnColumnsParams {
-  const u16* x;  // [n, k]: in columns, their stride x_stride
-  u16* rows;     // [n][k], k a multiple of 8
-  i64 n, k, x_stride;
-  u32 column_blocks, aligned;  // aligned: columns of x begin at multiples of 16 bytes
-};
-static_assert(matches_host<TurnColumnsParams>(), "the host has another TurnColumnsParams");
-
 // A column's tokens, 16 bytes at a time.
-__device__ __forceinline__ void load_pieces(const TurnColumnsParams& p, u16* tile, i64 column0, i64 token0) {
+__device__ __forceinline__ void load_pieces(const TransposeXParams& p, u16* tile, i64 column0, i64 token0) {
   uint4 pieces[Config::kRounds];
 #pragma unroll
   for (int i = 0; i < Config::kRounds; ++i) {
@@ -54,7 +47,7 @@ __device__ __forceinline__ void load_pieces(const TurnColumnsParams& p, u16* til
 }
 
 // The same where they begin anywhere: element by element.
-__device__ __forceinline__ void load_elements(const TurnColumnsParams& p, u16* tile, i64 column0, i64 token0) {
+__device__ __forceinline__ void load_elements(const TransposeXParams& p, u16* tile, i64 column0, i64 token0) {
   constexpr int kOfThread = Config::kTile * Config::kTile / Config::kThreads;
   u16 elements[kOfThread];
 #pragma unroll
@@ -70,14 +63,14 @@ __device__ __forceinline__ void load_elements(const TurnColumnsParams& p, u16* t
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) turn_columns(const TurnColumnsParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) turn_columns(const TransposeXParams p) {
   __shared__ u16 tile[Config::kTile * Config::kPitch];
   // The product may begin once all before this pass is done, so it may read its weight without waiting.
   grid_dependency_wait();
   launch_dependent_grids();
-  const i64 column0 = (i64)(blockIdx.x % p.column_blocks) * Config::kTile,
-            token0 = (i64)(blockIdx.x / p.column_blocks) * Config::kTile;
-  if (p.aligned) load_pieces(p, tile, column0, token0);
+  const i64 column0 = (i64)(blockIdx.x % p.column_tiles) * Config::kTile,
+            token0 = (i64)(blockIdx.x / p.column_tiles) * Config::kTile;
+  if (p.x_aligned) load_pieces(p, tile, column0, token0);
   else load_elements(p, tile, column0, token0);
   __syncthreads();
 #pragma unroll
@@ -89,6 +82,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) turn_columns(cons
 #pragma unroll
     for (int j = 0; j < Config::kAtOnce; ++j)
       words[j / 2] |= (u32)tile[(piece * Config::kAtOnce + j) * Config::kPitch + at / Config::kPieces] << j % 2 * 16;
-    *(uint4*)(p.rows + token * p.k + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    *(uint4*)(p.out + token * p.k + column) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

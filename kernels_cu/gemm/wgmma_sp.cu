@@ -63,7 +63,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.x_map);
     prefetch_tensor_map(&p.x_tail_map);
-    if (Config::kSlices == 1 && p.aligned) prefetch_tensor_map(&p.y_map);
+    if (Config::kSlices == 1 && p.y_aligned) prefetch_tensor_map(&p.y_map);
     constexpr int kReaders = 4 * Config::kWarpgroups;  // warps that report a stage free
     for (int i = 0; i < Config::kWeightStages; ++i) {
       barrier_init(barriers.weight_full(i), 1);
@@ -158,7 +158,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         Folder(p, item, base, share, slice).run();
       }
     }
-    if (Config::kSlices == 1 && p.aligned && writer.is_copier()) tma_store_wait_read<0>();
+    if (Config::kSlices == 1 && p.y_aligned && writer.is_copier()) tma_store_wait_read<0>();
   }
   if constexpr (Config::kSlices > 1) cluster_sync_relaxed();  // nobody leaves while its sums are still read
 }

@@ -11,6 +11,7 @@
 //   thread   | values: load, store x 2 | metadata: load, nibbles <-> codes, store |
 #include "common/weight_tile.cuh"
 #include "prepare/codes.cuh"
+#include "prepare/params/pack.cuh"
 
 // Everything that is compiled in.
 struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
@@ -21,15 +22,6 @@ struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
   static constexpr u16 kPadCodes = 0x0404;
 };
 using Tile = Config::Tile;
-
-struct PackParams {
-  u8* values;
-  u16* metadata;
-  u8* packed;
-  u64* status;
-  i64 m, k;
-};
-static_assert(matches_host<PackParams>(), "the host has another PackParams");
 
 // Two codes, a byte each -> a byte; four -> a uint16, lowest nibble first; and back.
 __device__ __forceinline__ u32 to_nibbles(u32 codes) {

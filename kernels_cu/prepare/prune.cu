@@ -11,6 +11,7 @@
 //   thread   | load all units | rank, or read the mask: flags -> codes | store each unit |
 #include "common/element.cuh"
 #include "prepare/codes.cuh"
+#include "prepare/params/prune.cuh"
 
 // Everything that is compiled in.
 struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
@@ -21,20 +22,6 @@ struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
   static constexpr int kGroups = kCells / 4;
   static constexpr int kVectors = kCells * kWidth / 16;
 };
-
-struct PruneParams {
-  const void* dense;
-  const void* scores;
-  const void* mask_in;
-  void* pruned;
-  void* mask_out;
-  void* values;
-  void* metadata;
-  u64* status;
-  u64 cells;
-  u64 row_cells;
-};
-static_assert(matches_host<PruneParams>(), "the host has another PruneParams");
 
 template <int kWidth> struct __align__(16) UnitOf {
   Group<kWidth> group[Config::kGroups];

@@ -12,6 +12,7 @@
 //
 //   thread   | load 8 rows | band 0: rule, codes, W, W^T to shared | band 1: the same | sync | store W^T |
 #include "prepare/codes.cuh"
+#include "prepare/params/tile_prune.cuh"
 #include "prepare/tile_rules.cuh"
 
 #ifndef S24_MANTISSA_BITS  // given for the optimal rule on floats alone
@@ -33,17 +34,6 @@ struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN, S24_SIGNED> {
   static constexpr int kSide = 8;                                                     // cells of a thread's square
   static constexpr int kBlockSide = kAcross * kSide;
 };
-
-struct TilePruneParams {
-  const u8* dense;  // [M, K]
-  u8* values;       // [M, K/2]
-  u16* metadata;    // [M, K/8]
-  u8* values_t;     // [K, M/2]
-  u16* metadata_t;  // [K, M/8]
-  uint2* mask;      // [M/8, K/8]
-  i64 m, k;
-};
-static_assert(matches_host<TilePruneParams>(), "the host has another TilePruneParams");
 
 // What a row's cells and kept values are moved as.
 template <int kWidth> struct MovesOf;

@@ -90,24 +90,28 @@ class Form:
         found = addresses(start, desc.layout)
         side, other = ("column", "row") if self.turned else ("row", "column")
         strip = f"{side}_{'strip' if rows == STRIP else 'tile'}"
-        names = {"order": f"{strip}s", "counts": f"{strip}_{other}s", "kept": f"{side}_bits"}
+        names = {"panel_order": f"{strip}s", "panel_columns": f"{strip}_{other}s", "kept": f"{side}_bits"}
         names["pointers"] = f"{side}_pointers"
         if self.sampled:
             names["columns"] = "columns"
         elif self.turned:
-            names["places"] = "column_order"
+            names["value_index"] = "column_order"
         if self.small:
-            names |= {"pointers": f"{strip}_pointers", "columns": f"{strip}_met", "places": f"{strip}_places"}
+            names |= {
+                "pointers": f"{strip}_pointers",
+                "columns": f"{strip}_met",
+                "value_index": f"{strip}_places",
+            }
         return {field: found[name] for field, name in names.items()}
 
     def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
         """The same of a kernel that takes a line's blocks one by one."""
         found = addresses(start, desc.layout)
-        names = {"pointers": "row_pointers", "across": "columns"}
+        names = {"pointers": "row_pointers", "columns": "columns"}
         if self.sampled:
             names |= {"group_rows": "group_rows", "group_firsts": "group_firsts"}
         elif self.turned:
-            names = {"pointers": "column_pointers", "across": "column_rows", "places": "column_order"}
+            names = {"pointers": "column_pointers", "columns": "column_rows", "value_index": "column_order"}
         return {field: found[name] for field, name in names.items()}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import prod
 
 from ..device.jit.launcher import load
+from ..device.jit.structs import KernelParams, field
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties
@@ -14,19 +14,20 @@ SOURCE = "blocksparse/transpose.cu"
 _THREADS, _COLUMNS, _ROW_BYTES, _WHOLE = 256, 64, 128, 16
 
 
-class _Parameters(ctypes.Structure):
-    """TurnParams of the kernel."""
+class TransposeParams(KernelParams):
+    """Parameters of ``blocksparse/transpose.cu``."""
 
-    _fields_ = [
-        ("from", ctypes.c_void_p),
-        ("to", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("row_tiles", ctypes.c_uint32),
-        ("column_tiles", ctypes.c_uint32),
-        ("whole_in", ctypes.c_uint32),
-        ("whole_out", ctypes.c_uint32),
-    ]
+    header = "blocksparse/params/transpose.cuh"
+    matrices = field("const void*", "Matrices [.., rows, columns], contiguous.")
+    out = field("void*", "Their transposes [.., columns, rows], contiguous.")
+    rows = field("i64", "Rows of a matrix.")
+    columns = field("i64", "Columns of a matrix.")
+    row_tiles = field("u32", "Number of tiles that cover the rows.")
+    column_tiles = field("u32", "Number of tiles that cover the columns.")
+    rows_aligned = field("u32", "1 if every row of the matrices begins at a multiple of 16 bytes, else 0.")
+    columns_aligned = field(
+        "u32", "1 if every row of the transposes begins at a multiple of 16 bytes, else 0."
+    )
 
 
 def turn_blocks(shape: tuple[int, ...], itemsize: int) -> int:
@@ -44,22 +45,22 @@ class Turn:
 
     def __init__(self, itemsize: int, device: DeviceProperties) -> None:
         self._size = itemsize
-        self._function = load(SOURCE, "turn", _THREADS, device, {"BYTES": itemsize}, _Parameters)
+        self._function = load(SOURCE, "turn", _THREADS, device, {"BYTES": itemsize})
 
     def bind(self, view: TensorView, to: int) -> tuple[Launch, TensorView]:
         """A launch that writes the transposes of ``view`` [.., rows, columns] to ``to``, and their view."""
         *outer, rows, columns = view.shape
         row_tiles, column_tiles = _tiles(view.shape, self._size)
         whole_in = (view.address | columns * self._size) % _WHOLE == 0
-        parameters = _Parameters(
-            to=to,
+        parameters = TransposeParams(
+            matrices=view.address,
+            out=to,
             rows=rows,
             columns=columns,
             row_tiles=row_tiles,
             column_tiles=column_tiles,
-            whole_in=int(whole_in),
-            whole_out=int(rows * self._size % _WHOLE == 0),
+            rows_aligned=int(whole_in),
+            columns_aligned=int(rows * self._size % _WHOLE == 0),
         )
-        setattr(parameters, "from", view.address)
         launch = self._function.bind(turn_blocks(view.shape, self._size), parameters)
         return launch, TensorView(to, (*outer, columns, rows), view.element, view.device, owner=view.owner)

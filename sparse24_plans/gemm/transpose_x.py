@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ..device.jit.launcher import load
+from ..device.jit.structs import KernelParams, field
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.operands import leading_dimension
@@ -16,18 +15,17 @@ SOURCE = "gemm/transpose_x.cu"
 _THREADS = 256
 
 
-class _Parameters(ctypes.Structure):
-    """TurnColumnsParams of the kernel."""
+class TransposeXParams(KernelParams):
+    """Parameters of ``gemm/transpose_x.cu``."""
 
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("column_blocks", ctypes.c_uint32),
-        ("aligned", ctypes.c_uint32),
-    ]
+    header = "gemm/params/transpose_x.cuh"
+    x = field("const u16*", "Column-major X[n, k] of 16-bit elements.")
+    out = field("u16*", "Row-major copy of X[n, k], contiguous; k is a multiple of 8.")
+    n = field("i64", "Number of tokens.")
+    k = field("i64", "Number of columns of X.")
+    x_stride = field("i64", "Elements from one column of X to the next.")
+    column_tiles = field("u32", "Number of tiles of 64 columns that cover k.")
+    x_aligned = field("u32", "1 if every column of X begins at a multiple of 16 bytes, else 0.")
 
 
 class Turning:
@@ -36,19 +34,19 @@ class Turning:
     def __init__(self, desc: GemmSparse24Descriptor, device: DeviceProperties) -> None:
         self._n, self._k, self.nbytes = desc.n, desc.k, turned_bytes(desc)
         self._column_blocks = -(-desc.k // TURNED_TILE)
-        self._function = load(SOURCE, "turn_columns", _THREADS, device, {}, _Parameters)
+        self._function = load(SOURCE, "turn_columns", _THREADS, device, {})
 
     def launcher(self, source: TensorView, rows: int) -> Launch:
         """From ``source`` to the rows at an address."""
         stride = leading_dimension(source, MatrixOrder.COLUMN)
-        parameters = _Parameters(
+        parameters = TransposeXParams(
             x=source.address,
-            rows=rows,
+            out=rows,
             n=self._n,
             k=self._k,
             x_stride=stride,
-            column_blocks=self._column_blocks,
-            aligned=(source.address | stride * source.element.itemsize) % 16 == 0,
+            column_tiles=self._column_blocks,
+            x_aligned=(source.address | stride * source.element.itemsize) % 16 == 0,
         )
         blocks = self._column_blocks * -(-self._n // TURNED_TILE)
         return self._function.bind(blocks, parameters, overlapping=True)

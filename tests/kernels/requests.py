@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import sys
@@ -138,9 +137,8 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
     """What the backend would compile and load in the block."""
     found: list[Request] = []
 
-    def record(source, name, threads, device, defines, parameters, shared_bytes=0):
-        macros = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
-        found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
         for module in (sys.modules[kernel.__module__], inflate, transpose_x, transpose):

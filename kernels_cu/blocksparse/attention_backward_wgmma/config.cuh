@@ -1,6 +1,7 @@
 // What blocksparse/attention_backward_wgmma.cu is compiled for: its macros as constants, and what the host hands it.
 #pragma once
 #include "blocksparse/attention.cuh"
+#include "blocksparse/params/attention_backward_wgmma.cuh"
 
 // Everything that is compiled in.
 struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), S24_TILE,
@@ -22,21 +23,3 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static constexpr int kCopyRegisters = 24, kSumRegisters = 240;
   static constexpr int kRowThreads = 256, kRowLanes = kHead / 8;  // of the first launch; of a row
 };
-
-struct AttentionBackwardWgmmaParams {
-  TensorMap stays[2], passes[2];  // [matrices, rows, head_size]: boxes of 128 bytes x 64 rows, of kTile rows
-  void* results[2];               // [matrices, rows, head_size]: dK and dV, or dQ
-  const void* o;                  // [Z * H, rows, head_size]
-  const void* d_o;                // the same
-  const float* lse;               // [Z * H, rows]
-  float* bases;                   // [Z * H, rows]
-  float* deltas;                  // [Z * H, rows]
-  AttentionItems items;           // whose lines are columns of blocks, or rows
-  float scale, exponent_scale;    // scale; and times log2(e)
-  u32 matrices;                   // whose lines are items: Z times the heads of K, or of Q
-  u32 heads, kv_heads, group;     // of Q, of K; those that share one of K
-  u32 rows, keys;                 // cells of a head of Q, of K
-  u32 head_lines;                 // items of a matrix
-  u32 band;                       // matrices
-};
-static_assert(matches_host<AttentionBackwardWgmmaParams>(), "the host has another AttentionBackwardWgmmaParams");

@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(Config::kRowThreads)
     attention_backward_rows(const __grid_constant__ AttentionBackwardWgmmaParams p) {
   launch_dependents_and_wait();
   const i64 place = (i64)blockIdx.x * Config::kRowThreads + threadIdx.x, line = place / Config::kRowLanes;
-  const u32 matrix = (u32)(line / p.rows), row = (u32)(line % p.rows);
+  const u32 matrix = (u32)(line / p.queries), row = (u32)(line % p.queries);
   bool counts = true;
-  if constexpr (Config::kLengths) counts = (int)row < p.items.q_lengths[matrix / p.heads];
+  if constexpr (Config::kLengths) counts = (int)row < p.tables.q_lengths[matrix / p.heads];
   float delta = 0.0f;
   if (counts) delta = sum_of_products(((const uint4*)p.o)[place], ((const uint4*)p.d_o)[place]);
 #pragma unroll

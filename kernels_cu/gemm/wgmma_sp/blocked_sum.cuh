@@ -12,7 +12,7 @@ struct Groups {
 
   __device__ __forceinline__ Groups(const WgmmaSpParams& p, const Turns& turn, u32 warpgroup, u32 slice)
       : start(first_tile(p, slice)) {
-    at = p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
+    at = p.blocked_sums + place_of_sums(block_of_groups(turn), warpgroup, 0);
   }
 
   // Whether a group, not the first one, begins with the tile.

@@ -56,7 +56,7 @@ template <class Result> struct Writer {
       const u32 buffer = stage + turn * Config::kStepBytes;
       if (++turn == Config::kBuffers) turn = 0;
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.aligned) copy_out(buffer, output0, token);
+      if (p.y_aligned) copy_out(buffer, output0, token);
       else copy_elements(buffer, output0, token);
     }
 #ifdef S24_F32_SPLIT
@@ -121,7 +121,7 @@ template <class Result> struct Writer {
 #pragma unroll
     for (int i = 0; i < Config::kSums; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
-    if (p.aligned && is_copier()) tma_store_wait();
+    if (p.y_aligned && is_copier()) tma_store_wait();
     named_barrier_sync(barrier, 128);
 #pragma unroll 1
     while (nans[0] | nans[1]) {

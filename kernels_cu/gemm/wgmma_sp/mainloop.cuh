@@ -279,7 +279,7 @@ struct Multiplier {
                                                   Handover workspace) {
     const u32 tiles = (u32)workspace.p.k_tiles;
     const auto begin = [tiles](u32 part) { return tiles * part / Config::kParts; };
-    float* parked = workspace.p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
+    float* parked = workspace.p.blocked_sums + place_of_sums(block_of_groups(turn), warpgroup, 0);
     u32 tile = turn.first, part = tile ? (tile * Config::kParts - 1) / tiles : 0;  // of the tile before
 #pragma unroll 1
     while (true) {
@@ -295,7 +295,7 @@ struct Multiplier {
   // And those of the last part become the item's.
   __device__ __forceinline__ void add_parts(Sums (&sums)[Config::kRowBlocks], const Turns& turn,
                                             Handover workspace) const {
-    workspace.add_parked(sums, workspace.p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0));
+    workspace.add_parked(sums, workspace.p.blocked_sums + place_of_sums(block_of_groups(turn), warpgroup, 0));
   }
 
   // All of K, box by box. The other warpgroup's wgmma run while this one adds.

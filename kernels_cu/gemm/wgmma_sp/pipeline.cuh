@@ -16,8 +16,8 @@ struct Barriers {
   }
 };
 
-// 0, which only the host knows: what is combined with it depends on it, and stays what it is.
-__device__ __forceinline__ u32 nothing(const WgmmaSpParams& p) { return p.aligned >> 1; }
+// Zero that the compiler cannot fold away: see WgmmaSpParams::opaque_zero.
+__device__ __forceinline__ u32 nothing(const WgmmaSpParams& p) { return p.opaque_zero; }
 
 // What a block works on: its first row tile and token.
 struct Item {
@@ -25,10 +25,10 @@ struct Item {
 
   __device__ __forceinline__ Item(const WgmmaSpParams& p, u32 index, u32 share) {
     u32 row_block = index, token_block = 0;
-    if (Config::kTokens > 64 || p.token_blocks > 1) {  // few tokens are spared the divisions
+    if (Config::kTokens > 64 || p.n_tiles > 1) {  // few tokens are spared the divisions
       const u32 row_blocks =
           (u32)((p.row_tiles + Config::kRowTiles * Config::kShare - 1) / (Config::kRowTiles * Config::kShare));
-      const u32 band = index / (Config::kBand * p.token_blocks), rest = index % (Config::kBand * p.token_blocks);
+      const u32 band = index / (Config::kBand * p.n_tiles), rest = index % (Config::kBand * p.n_tiles);
       const u32 wide = min((u32)Config::kBand, row_blocks - band * Config::kBand);
       row_block = band * Config::kBand + rest % wide, token_block = rest / wide;
     }
@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 first_tile(const WgmmaSpParams& p, u32 slice) {
 
 // What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
 //
-// kRanges: each cluster takes as many tiles as any other. The last p.items - p.whole items' tiles lie in a row, which
+// kRanges: each cluster takes as many tiles as any other. The last p.work_tiles - p.data_parallel_tiles items' tiles lie in a row, which
 // is cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range
 // and hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of
 // an item that isn't cut. The giver is the cluster before, which runs if this one does.
@@ -62,9 +62,10 @@ struct Turns {
     __device__ __forceinline__ Range(const WgmmaSpParams& p) {
       constexpr u32 kUnit = Config::kTilesOfRange;
       const u32 cluster = blockIdx.x / Config::kCluster, units = ((u32)p.k_tiles + kUnit - 1) / kUnit;
-      const u32 begin = p.range * cluster + min(cluster, p.longer), end = begin + p.range + (cluster < p.longer);
-      low = p.whole + begin / units, low_first = begin % units * kUnit;
-      high = p.whole + end / units, high_last = end % units * kUnit;
+      const u32 begin = p.units_per_cluster * cluster + min(cluster, p.big_units),
+                end = begin + p.units_per_cluster + (cluster < p.big_units);
+      low = p.data_parallel_tiles + begin / units, low_first = begin % units * kUnit;
+      high = p.data_parallel_tiles + end / units, high_last = end % units * kUnit;
     }
     __device__ __forceinline__ u32 first_inside() const { return low + (low_first > 0); }
   };
@@ -76,21 +77,21 @@ struct Turns {
         last(first_tile(p, slice + 1)) {
     if constexpr (Config::kRanges) whole(p, index);
   }
-  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
+  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.work_tiles; }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
-    if (Config::kSlices > 1) index = p.items;  // a cluster each
+    if (Config::kSlices > 1) index = p.work_tiles;  // a cluster each
     else if (!Config::kRanges) index += stride;
     else if (stage == 0) whole(p, index + stride);
     else if (stage == 1) last = (u32)p.k_tiles, inside(p, Range(p), Range(p).first_inside());
     else if (stage == 2) inside(p, Range(p), index + 1);
-    else index = p.items;
+    else index = p.work_tiles;
   }
   __device__ __forceinline__ bool gives() const { return Config::kRanges && stage == 1; }
   __device__ __forceinline__ bool takes() const { return Config::kRanges && stage == 3; }
 
   __device__ __forceinline__ void whole(const WgmmaSpParams& p, u32 item) {
     index = item;
-    if (item < p.whole) return;
+    if (item < p.data_parallel_tiles) return;
     const Range range(p);
     if (range.high_last > 0) stage = 1, index = range.high, last = range.high_last;
     else inside(p, range, range.first_inside());
@@ -98,6 +99,6 @@ struct Turns {
   __device__ __forceinline__ void inside(const WgmmaSpParams& p, const Range& range, u32 item) {
     stage = 2, index = item;
     if (item < range.high) return;
-    stage = 3, index = range.low_first > 0 ? range.low : p.items, first = range.low_first;
+    stage = 3, index = range.low_first > 0 ? range.low : p.work_tiles, first = range.low_first;
   }
 };

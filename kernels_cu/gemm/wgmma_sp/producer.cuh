@@ -24,12 +24,13 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 sha
 __device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
                                              u32 slice) {
   const bool is_tail = item.token + Config::kTokens >= p.n;
-  const u32 tokens = is_tail ? p.tail_rows : Config::kTokens;
+  const u32 tokens = is_tail ? p.x_tail_tokens : Config::kTokens;
   const u32 whole = (is_tail ? (u32)(p.n - item.token) : Config::kTokens) / Config::kGroup * Config::kGroup;
   barrier_arrive_expect_tx(full, tokens * Config::kBoxColumns * 2);
   if (box % Config::kShare != share) return;
   const u32 token = (u32)item.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
-  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map, *rest = is_tail ? &p.x_tail_rest_map : &p.x_rest_map;
+  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map,
+                  *rest = is_tail ? &p.x_tail_remainder_map : &p.x_remainder_map;
   if constexpr (Config::kShare == 1) {
     if (whole) tma_load(to, groups, token, column, 0, full);
     if (whole < tokens) tma_load(rest_to, rest, token + whole, column, 0, full);
@@ -107,7 +108,7 @@ struct Source {
   __device__ __forceinline__ Source(const WgmmaSpParams& p, Item item) : item(item) {
     const bool is_tail = item.token + Config::kTokens >= p.n;
     map = is_tail ? &p.x_tail_map : &p.x_map;
-    rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
+    rows = is_tail ? p.x_tail_tokens : Config::kTokens / Config::kShare;
   }
 
   // A stage: this block's part, for every block that shares it.

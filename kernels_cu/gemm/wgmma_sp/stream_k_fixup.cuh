@@ -15,7 +15,7 @@ struct Handover {
     return p.flags + block * Config::kWarpgroups + warpgroup;
   }
   __device__ __forceinline__ float* quads(u32 block, u32 warpgroup, int r) const {
-    return p.sums + place_of_sums(block, warpgroup, r);
+    return p.partials + place_of_sums(block, warpgroup, r);
   }
 
   // From the sum kFrom of a thread on. `parked`: this thread's first four in the workspace.
@@ -73,13 +73,13 @@ struct Handover {
     if (range.high_last > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         named_barrier_sync(kGiven + w, 160);
-        if (first) store_release(flag(blockIdx.x, w), p.mark);
+        if (first) store_release(flag(blockIdx.x, w), p.launch_id);
       }
     if (range.low_first > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         u64* given = flag(blockIdx.x - Config::kCluster, w);
         if (first) {
-          while (load_acquire(given) != p.mark) {
+          while (load_acquire(given) != p.launch_id) {
           }
           *given = 0;  // for the next launch with this mark
         }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
+from ...device.jit.structs import KernelParams, field
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
@@ -27,37 +26,41 @@ _TILE = 64
 """Rows of a tile, and rows or tokens of a box that isn't K-major."""
 
 
-class _Parameters(ctypes.Structure):
-    """BlocksWgmmaParams of the kernel."""
+class BlocksWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/blocks_wgmma.cu``."""
 
-    _fields_ = [
-        ("left_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("order", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("blocks", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("strips", ctypes.c_uint32),
-        ("head_strips", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("token_clusters", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("whole", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 8),  # a tensor map's alignment is the struct's
-    ]
+    header = "blocksparse/params/blocks_wgmma.cuh"
+    left_map = field("TensorMap", "Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.")
+    right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
+    out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
+    panel_order = field("const int*", "Row panels, longest first: [panels].")
+    panel_columns = field(
+        "const int*", "Number of block columns in which each panel keeps a block: [panels]."
+    )
+    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
+    columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")
+    value_index = field(
+        "const int*",
+        "Index of each block in the values, or null if they are in order. Small blocks: for each column "
+        "of a panel one index for every block row, negative where no block is kept.",
+    )
+    values = field("void*", "Values of S, read or written without a tensor map for small blocks.")
+    bias = field("const void*", "Bias [H, rows], or null.")
+    blocks = field("int", "Number of kept blocks of a batch element.")
+    alpha = field("float", "Factor of the product.")
+    panels = field("u32", "Number of row panels of all heads.")
+    head_panels = field("u32", "Number of row panels of a head.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    bit_words = field("u32", "Number of words of a block row in kept.")
+    heads = field("u32", "Number of heads, H.")
+    batch = field("u32", "Number of batch elements, Z.")
+    tokens = field("u32", "Number of columns of X.")
+    cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens; unused for sdd.")
+    raster_tiles = field("u32", "Number of token tiles that every panel meets before the next ones, for L2.")
+    panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
+    k_steps = field("u32", "Number of steps along the tokens, for sdd.")
+    full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
@@ -90,34 +93,33 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             schedule.threads,
             device,
             defines(desc, schedule, self._majors),
-            _Parameters,
             shared_bytes=schedule.shared_bytes(),
         )
         head_strips = form.head_strips(schedule.rows, desc.layout.block)
-        self._parameters = _Parameters(
+        self._parameters = BlocksWgmmaParams(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            strips=desc.layout.heads * head_strips,
-            head_strips=head_strips,
-            head_lines=form.head_lines,
-            words=form.words,
+            panels=desc.layout.heads * head_strips,
+            head_panels=head_strips,
+            head_block_rows=form.head_lines,
+            bit_words=form.words,
             heads=desc.layout.heads,
             batch=desc.batch,
             tokens=desc.n,
-            token_clusters=schedule.token_clusters(desc),
-            band=schedule.band(desc),
-            groups=schedule.groups(desc.layout),
-            steps=-(-desc.n // _depth(desc)),
-            whole=int(desc.n % _TILE == 0),
+            cluster_tiles=schedule.token_clusters(desc),
+            raster_tiles=schedule.band(desc),
+            panel_groups=schedule.groups(desc.layout),
+            k_steps=-(-desc.n // _depth(desc)),
+            full_boxes=int(desc.n % _TILE == 0),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, form = self.descriptor, self._form
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
-        for field, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
-            setattr(parameters, field, at)
+        parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
+        for name, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
+            setattr(parameters, name, at)
         views, turns = self._turned(views, workspace)
         put_maps(parameters, self._maps, views)
         parameters.values = views["c" if form.sampled else form.left].address

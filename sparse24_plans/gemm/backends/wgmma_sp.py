@@ -24,7 +24,6 @@ from ..transpose_x import SOURCE as TURN_SOURCE
 from ..transpose_x import Turning
 from ..wgmma import (
     SOURCE,
-    Parameters,
     defines,
     fixed_parameters,
     grid_size,
@@ -69,7 +68,6 @@ class Kernel(GemmKernel):
             128 * (schedule.warpgroups + 1),
             device,
             defines(desc, schedule, lines, self.entry.promoted, after_pass=self._turning is not None),
-            Parameters,
             shared_bytes=schedule.shared_bytes(lines),
         )
         self._source_boxes = source_boxes(desc, schedule, desc.element.itemsize)
