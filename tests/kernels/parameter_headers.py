@@ -26,7 +26,10 @@ def declared_structs() -> list[type[KernelParams]]:
         package = importlib.import_module(f"{sparse24_plans.__name__}.{family}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    return sorted(KernelParams.__subclasses__(), key=lambda one: (one.header, one.__name__))
+    found = [
+        one for one in KernelParams.__subclasses__() if one.__module__.startswith(sparse24_plans.__name__)
+    ]
+    return sorted(found, key=lambda one: (one.header, one.__name__))
 
 
 def headers() -> dict[str, str]:
