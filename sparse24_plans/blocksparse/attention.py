@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import import_cupy
 from ..plan.operands import Views
@@ -31,10 +31,10 @@ _OF_ROWS = "rows_by_length", "row_pointers", "columns"
 """Tables: the order of items, where each one's entries begin, the entries."""
 
 
+@kernel_params("blocksparse/params/attention_tables.cuh")
 class AttentionTables(KernelParams):
     """Lookup tables and lengths that attention kernels walk by."""
 
-    header = "blocksparse/params/attention_tables.cuh"
     order = field(
         "const int*", "Block rows of each head, or block columns, those with the most blocks first."
     )

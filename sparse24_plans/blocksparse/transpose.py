@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ..device.jit.launcher import load
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties
@@ -14,10 +14,10 @@ SOURCE = "blocksparse/transpose.cu"
 _THREADS, _COLUMNS, _ROW_BYTES, _WHOLE = 256, 64, 128, 16
 
 
+@kernel_params("blocksparse/params/transpose.cuh")
 class TransposeParams(KernelParams):
     """Parameters of ``blocksparse/transpose.cu``."""
 
-    header = "blocksparse/params/transpose.cuh"
     matrices = field("const void*", "Matrices [.., rows, columns], contiguous.")
     out = field("void*", "Their transposes [.., columns, rows], contiguous.")
     rows = field("i64", "Rows of a matrix.")

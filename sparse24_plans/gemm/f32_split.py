@@ -6,7 +6,7 @@ The workspace holds the parts of X, then what blocks hand over, then sums of gro
 from __future__ import annotations
 
 from ..device.jit.launcher import load
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..plan.kernel import Choice, launch_in_order
 from ..plan.operands import Alignment, Views
@@ -32,10 +32,10 @@ _THREADS = 256
 """Of a block of the pass over X."""
 
 
+@kernel_params("gemm/params/f32_split.cuh")
 class F32SplitParams(KernelParams):
     """Parameters of ``gemm/f32_split.cu``."""
 
-    header = "gemm/params/f32_split.cuh"
     x = field("const float*", "X[n, k].")
     terms = field("u16*", "The bf16 terms of X: [terms][n][k].")
     n = field("i64", "Number of tokens.")

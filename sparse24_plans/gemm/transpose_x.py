@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..device.jit.launcher import load
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.operands import leading_dimension
@@ -15,10 +15,10 @@ SOURCE = "gemm/transpose_x.cu"
 _THREADS = 256
 
 
+@kernel_params("gemm/params/transpose_x.cuh")
 class TransposeXParams(KernelParams):
     """Parameters of ``gemm/transpose_x.cu``."""
 
-    header = "gemm/params/transpose_x.cuh"
     x = field("const u16*", "Column-major X[n, k] of 16-bit elements.")
     out = field("u16*", "Row-major copy of X[n, k], contiguous; k is a multiple of 8.")
     n = field("i64", "Number of tokens.")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._vendor import cuda_driver_abi
 from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import put_maps
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
@@ -27,10 +27,10 @@ _launch_ids = itertools.count(secrets.randbits(63) | 1)
 """One for each bound launch. No workspace holds it by chance, and after a run no flag holds it any longer."""
 
 
+@kernel_params("gemm/params/wgmma_sp.cuh")
 class WgmmaSpParams(KernelParams):
     """Parameters of ``gemm/wgmma_sp.cu``."""
 
-    header = "gemm/params/wgmma_sp.cuh"
     x_map = field(
         "TensorMap",
         "X in boxes of 128 bytes of each row that a CTA loads, swizzled. Column-major X: the whole groups of "

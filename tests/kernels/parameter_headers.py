@@ -71,7 +71,7 @@ def _struct(struct: type[KernelParams]) -> Iterator[str]:
 
 
 def _declaration(name: str, one: Field) -> str:
-    return f"{one.cxx} {name}[{one.count}]" if one.count else f"{one.cxx} {name}"
+    return f"{one.cxx} {name}[{one.length}]" if one.length else f"{one.cxx} {name}"
 
 
 def main() -> None:

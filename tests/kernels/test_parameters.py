@@ -9,7 +9,7 @@ import pytest
 
 from sparse24_plans import DriverError
 from sparse24_plans.device.jit import compiler
-from sparse24_plans.device.jit.structs import KernelParams, field
+from sparse24_plans.device.jit.structs import KernelParams, field, kernel_params
 
 from .covering import SOURCES, cheapest, every_source
 from .parameter_headers import declared_structs, headers
@@ -88,8 +88,8 @@ def test_every_struct_of_a_kernel_is_declared():
 
 
 def test_a_struct_with_a_tensor_map_fills_whole_multiples_of_64_bytes():
+    @kernel_params("")
     class One(KernelParams):
-        header = ""
         box = field("TensorMap", "A map.")
         counts = field("u32", "Two numbers.", 2)
 

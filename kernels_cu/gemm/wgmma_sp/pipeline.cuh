@@ -44,10 +44,10 @@ __device__ __forceinline__ u32 first_tile(const WgmmaSpParams& p, u32 slice) {
 
 // What a cluster works on, one after the other: an item, and the tiles of K that it multiplies of it.
 //
-// kRanges: each cluster takes as many tiles as any other. The last p.work_tiles - p.data_parallel_tiles items' tiles lie in a row, which
-// is cut into equal ranges, an item long at least. Who has an item's first tiles does them before all else of its range
-// and hands the sums over; who has its other tiles does those last, and goes on from these sums: the bits are those of
-// an item that isn't cut. The giver is the cluster before, which runs if this one does.
+// kRanges: each cluster takes as many tiles as any other. The tiles of the last p.work_tiles - p.data_parallel_tiles
+// items lie in a row, which is cut into equal ranges, an item long at least. Who has an item's first tiles does them
+// before all else of its range and hands the sums over; who has its other tiles does those last, and goes on from these
+// sums: the bits are those of an item that isn't cut. The giver is the cluster before, which runs if this one does.
 struct Turns {
   u32 index, stride;
   u32 first, last;  // tiles of K

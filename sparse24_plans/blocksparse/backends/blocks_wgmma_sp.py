@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -21,10 +21,10 @@ _STEP, _LINE_BYTES = 64, 128
 """Of what is summed over, in a stage of X; bytes of a line of a box."""
 
 
+@kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
 class BlocksWgmmaSpParams(KernelParams):
     """Parameters of ``blocksparse/blocks_wgmma_sp.cu``."""
 
-    header = "blocksparse/params/blocks_wgmma_sp.cuh"
     values_map = field("TensorMap", "Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.")
     right_map = field("TensorMap", "X [Z * H, ..] in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")

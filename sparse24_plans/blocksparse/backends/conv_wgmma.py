@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -47,10 +47,10 @@ _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
 """Of add_parts."""
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class AxisParams(KernelParams):
     """One axis of the pixels, as ``blocksparse/conv_wgmma.cu`` walks it: see :class:`Axis`."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
     lower = field("int", "Pixel that result 0 of a phase meets at offset 0.")
     stride = field("int", "Pixels from one result's pixel to the next.")
     start = field("int", "Numerator of the offset of phase 0 and tap 0.")
@@ -69,10 +69,10 @@ class AxisParams(KernelParams):
         return cls(*walk, axis.results, size, multiplier, shift)
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class ConvWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/conv_wgmma.cu``."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
     left_map = field("TensorMap", "Values of the filter [blocks * b, b], or dY [pixels, K] for wgrad.")
     right_map = field("TensorMap", "Pixels of X, or of dY for dgrad.")
     out_map = field("TensorMap", "Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.")
