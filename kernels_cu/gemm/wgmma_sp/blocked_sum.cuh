@@ -1,27 +1,28 @@
-// Sums of groups of tiles, of gemm/wgmma_sp.cu with kTilesOfGroup: one long row of roundings is cut into short ones.
+// AccumulatorTile of groups of tiles, of gemm/wgmma_sp.cu with kTilesPerBlockedSum: one long row of roundings is cut into short ones.
 // What the groups before the last have come to waits in the workspace, where each thread finds its own.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
 #include "gemm/wgmma_sp/pipeline.cuh"
 
-struct Groups {
-  static constexpr u32 kTiles = Config::kTilesOfGroup ? Config::kTilesOfGroup : 1;
+struct BlockedSum {
+  static constexpr u32 kTiles = Config::kTilesPerBlockedSum ? Config::kTilesPerBlockedSum : 1;
 
   float* at;  // this thread's first four
   u32 start;  // of the slice: a tile of K
 
-  __device__ __forceinline__ Groups(const WgmmaSpParams& p, const Turns& turn, u32 warpgroup, u32 slice)
-      : start(first_tile(p, slice)) {
-    at = p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
+  __device__ __forceinline__ BlockedSum(const WgmmaSpParams& p, const TileScheduler& scheduler, u32 warpgroup,
+                                        u32 slice)
+      : start(first_k_tile(p, slice)) {
+    at = p.groups + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
   }
 
   // Whether a group, not the first one, begins with the tile.
   __device__ __forceinline__ bool begins(u32 tile) const {
-    return Config::kTilesOfGroup && tile > start && (tile - start) % kTiles == 0;
+    return Config::kTilesPerBlockedSum && tile > start && (tile - start) % kTiles == 0;
   }
 
   // A group's sums, which end before the tile, are added to those before it; they begin again.
-  __device__ __forceinline__ void add(Sums (&sums)[Config::kRowBlocks], u32 tile) const {
+  __device__ __forceinline__ void add(AccumulatorTile (&sums)[Config::kMTilesPerWarpgroup], u32 tile) const {
     const bool first = tile - start == kTiles;
     each(sums, [first](float* v, float* to) {
       float before[4];
@@ -37,7 +38,7 @@ struct Groups {
   }
 
   // The last group's sums become the slice's, which ends before the tile.
-  __device__ __forceinline__ void finish(Sums (&sums)[Config::kRowBlocks], u32 tile) const {
+  __device__ __forceinline__ void finish(AccumulatorTile (&sums)[Config::kMTilesPerWarpgroup], u32 tile) const {
     if (tile - start <= kTiles) return;
     each(sums, [](float* v, float* to) {
       float before[4];
@@ -48,10 +49,12 @@ struct Groups {
   }
 
  private:
-  template <class Do> __device__ __forceinline__ void each(Sums (&sums)[Config::kRowBlocks], Do act) const {
+  template <class Do>
+  __device__ __forceinline__ void each(AccumulatorTile (&sums)[Config::kMTilesPerWarpgroup], Do act) const {
 #pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r)
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
 #pragma unroll
-      for (int q = 0; q < Config::kSums / 4; ++q) act(&sums[r][4 * q], at + (r * (Config::kSums / 4) + q) * 512);
+      for (int q = 0; q < Config::kAccumulators / 4; ++q)
+        act(&sums[r][4 * q], at + (r * (Config::kAccumulators / 4) + q) * 512);
   }
 };

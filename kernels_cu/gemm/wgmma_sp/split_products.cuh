@@ -1,15 +1,15 @@
-// float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kXParts > 0.
+// float32 out of bf16: products of parts, for gemm/wgmma_sp.cu with kSplitTerms > 0.
 //
 // A tile of W is 64 rows x 64 columns, and X comes in as many boxes of 64 columns as it has parts, the low part first.
-// Of the products of part i of W and part j of X those with i + j < kXParts are added: a tile's small ones first, where
+// Of the products of part i of W and part j of X those with i + j < kSplitTerms are added: a tile's small ones first, where
 // the tensor cores cut little off, high * high last.
 //
 // Three parts, six products: a tile is float32; each thread splits what it multiplies in its registers, and the tile is
-// free again. Each tile's sums then move to float32 outside of the tensor cores; with one slice, those of kTilesOfGroup
+// free again. Each tile's sums then move to float32 outside of the tensor cores; with one slice, those of kTilesPerBlockedSum
 // tiles are added up by themselves (groups.cuh).
 //
-// Two parts, three products (kPlanes): a tile holds both parts, side by side in each row of 128 bytes, and wgmma reads
-// them there. Sums move to float32 every kTilesOfSum tiles. What limits it is shared memory: wgmma.sp reads X at its
+// Two parts, three products (kWPresplit): a tile holds both parts, side by side in each row of 128 bytes, and wgmma reads
+// them there. AccumulatorTile move to float32 every kTilesPerPromotion tiles. What limits it is shared memory: wgmma.sp reads X at its
 // full rate of 128 bytes a cycle, and what else is read or copied in comes on top.
 #pragma once
 #include "gemm/bf16_terms.cuh"
@@ -18,7 +18,7 @@
 #ifndef S24_W_PRESPLIT
 // A thread's values and metadata of a row tile: two steps of 16 kept columns. In shared memory they lie in fragment
 // order: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
-struct WeightTile32 {
+struct WeightFragment {
   float values[4][4];
   u32 metadata[1];
 
@@ -28,23 +28,23 @@ struct WeightTile32 {
     load_shared_words(metadata, at + Tile::kValueBytes + threadIdx.x % 128 * 4);
   }
   // Known once all has come.
-  __device__ __forceinline__ u32 of_each_load() const {
+  __device__ __forceinline__ u32 fold_of_loads() const {
     return bits_of(values[0][0]) ^ bits_of(values[1][0]) ^ bits_of(values[2][0]) ^ bits_of(values[3][0]) ^ metadata[0];
   }
 };
 
-// The same in parts, as wgmma takes them.
-struct WeightParts {
-  u32 words[2][Config::kXParts][4], metadata[1];
+// The same in parts, as wgmma loads_partials them.
+struct WeightTerms {
+  u32 words[2][Config::kSplitTerms][4], metadata[1];
 
-  __device__ __forceinline__ void take(WeightTile32& tile) {
+  __device__ __forceinline__ void load_partials(WeightFragment& tile) {
     metadata[0] = tile.metadata[0];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int part = 0; part < Config::kXParts; ++part) {
-        words[i / 2][part][i % 2 * 2] = take_part(tile.values[i][0], tile.values[i][1]);
-        words[i / 2][part][i % 2 * 2 + 1] = take_part(tile.values[i][2], tile.values[i][3]);
+      for (int part = 0; part < Config::kSplitTerms; ++part) {
+        words[i / 2][part][i % 2 * 2] = take_term(tile.values[i][0], tile.values[i][1]);
+        words[i / 2][part][i % 2 * 2 + 1] = take_term(tile.values[i][2], tile.values[i][3]);
       }
   }
 };
@@ -65,7 +65,7 @@ __device__ __forceinline__ double weight_at(const u8* tile, int row, int kept) {
 
 // The sum behind a result again, term after term in float64: where parts of Inf, NaN or the largest numbers made NaN
 // of it. So it is NaN or infinite where it has to be.
-__device__ __noinline__ float sum_in_order(const WgmmaSpParams& p, i64 token, i64 row) {
+__device__ __noinline__ float dot_in_float64(const WgmmaSpParams& p, i64 token, i64 row) {
   const float* x = (const float*)p.x + token * p.x_stride;
   const u8* tile = p.packed + row / Tile::kRows * p.k_tiles * Tile::kBytes;
   const int warp = row % Tile::kRows / 16, half = row % 16 / 8, g = row % 8;
