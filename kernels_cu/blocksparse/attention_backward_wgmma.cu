@@ -239,13 +239,13 @@ struct Multiplier {
 
   // Waits for a slot; rows that don't count become zeros. Returns which row is its first, where it matters.
   __device__ __forceinline__ int take(const Item& item, const Ring& one) const {
-    barrier_wait(channel.full(one.slot), one.parity);
+    barrier_wait(channel.full(one.stage), one.parity);
     if constexpr (!Config::kCausal && !Config::kLengths) return 0;
-    const int start = (int)uniform(channel.start(one.slot));
+    const int start = (int)uniform(channel.start(one.stage));
     if constexpr (Config::kLengths) {
       const int end = (Config::kKeys ? item.rows : item.keys) - start;
       if (end < Config::kTile)  // two tiles, in boxes that lie behind one another
-        clear_rows<Config::kTile, 2 * Config::kBoxes>(channel.tile(one.slot, 0), max(end, 0), 1 + threadIdx.x / 128);
+        clear_rows<Config::kTile, 2 * Config::kBoxes>(channel.tile(one.stage, 0), max(end, 0), 1 + threadIdx.x / 128);
     }
     return start;
   }
@@ -345,14 +345,14 @@ struct Multiplier {
   __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kSums], float (&scores)[Config::kCells],
                                        float (&cells)[Config::kCells], u32 (&factors)[Config::kCells / 2]) {
     u32 changes[Config::kCells / 2];
-    if constexpr (Config::kKeys) issue_sums(sums[1], factors, 1, at.slot);
-    differentiate(cells, factors, at.slot);
+    if constexpr (Config::kKeys) issue_sums(sums[1], factors, 1, at.stage);
+    differentiate(cells, factors, at.stage);
     Products::round(changes, cells);
-    issue_sums(sums[0], changes, 0, at.slot);
-    const u32 free = channel.free(at.slot);
+    issue_sums(sums[0], changes, 0, at.stage);
+    const u32 free = channel.free(at.stage);
     at.next();
     if constexpr (kMore) {
-      issue_cells(scores, 0, at.slot);
+      issue_cells(scores, 0, at.stage);
       wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
@@ -365,10 +365,10 @@ struct Multiplier {
   // row then.
   __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells],
                                          u32 (&factors)[Config::kCells / 2], int& start, bool more, const Item& item) {
-    issue_cells(cells, 1, at.slot);
+    issue_cells(cells, 1, at.stage);
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
-    exponentiate(scores, at.slot);
+    exponentiate(scores, at.stage);
     if (hides(item, start)) hide(scores, item, start);
     Products::round(factors, scores);
     settle(factors);
@@ -385,7 +385,7 @@ struct Multiplier {
     float scores[Config::kCells], cells[Config::kCells];
     u32 factors[Config::kCells / 2];
     int start = take(item, at);
-    issue_cells(scores, 0, at.slot);
+    issue_cells(scores, 0, at.stage);
 #pragma unroll
     for (int which = 0; which < Config::kResults; ++which) {
 #pragma unroll

@@ -130,8 +130,8 @@ struct Copier {
   __device__ __forceinline__ void copy_tile(const TensorMap* map, u32 matrix, const int (&columns)[Config::kBeside],
                                             int blocks) {
     if (lane == 0) {
-      const u32 full = channel.full(at.slot), to = channel.slot(at.slot);
-      barrier_wait(channel.free(at.slot), at.parity ^ 1);
+      const u32 full = channel.full(at.stage), to = channel.slot(at.stage);
+      barrier_wait(channel.free(at.stage), at.parity ^ 1);
       barrier_arrive_expect_tx(full, min(blocks, Config::kBeside) * Config::kBlock * Config::kHead * 2);
 #pragma unroll
       for (int beside = 0; beside < Config::kBeside; ++beside)
@@ -230,7 +230,7 @@ struct Multiplier {
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
     const u64 own = Products::Own::descriptor(channel.query(group));
-    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(channel.slot(at.slot)));
+    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(channel.slot(at.stage)));
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kSums], u32 slot) const {
     const u64 b = Products::Summed::descriptor(channel.slot(slot));
@@ -295,7 +295,7 @@ struct Multiplier {
   __device__ __forceinline__ void clear_values(const Item& item) const {
     const int first = (item.count - 1) % Config::kBeside * Config::kBlock;
     const int end = first + min(Config::kBlock, item.keys - item.last * Config::kBlock);
-    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.slot), end, 3 + warpgroup);
+    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.stage), end, 3 + warpgroup);
   }
 
   __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {
@@ -303,25 +303,25 @@ struct Multiplier {
     const int tiles = item.tiles();
 #pragma unroll
     for (int i = 0; i < Config::kSums; ++i) out[i] = 0.0f;
-    barrier_wait(channel.full(at.slot), at.parity);
+    barrier_wait(channel.full(at.stage), at.parity);
     take_turn();
     issue_scores(scores);
     give_turn();
     wgmma_wait<0>();
     wgmma_fence_operand(scores);
-    release(channel.free(at.slot));
+    release(channel.free(at.stage));
     at.next();
     if (tiles == 1 && hides(item)) hide(scores, item);
     softmax<true>(scores, factor);
     Products::round(weights, scores);
     for (int tile = 1; tile < tiles; ++tile) {
-      const u32 keys = at.slot;
-      barrier_wait(channel.full(at.slot), at.parity);
+      const u32 keys = at.stage;
+      barrier_wait(channel.full(at.stage), at.parity);
       take_turn();
       issue_scores(scores);
       at.next();
-      barrier_wait(channel.full(at.slot), at.parity);
-      issue_values(out, at.slot);
+      barrier_wait(channel.full(at.stage), at.parity);
+      issue_values(out, at.stage);
       give_turn();
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
@@ -330,19 +330,19 @@ struct Multiplier {
       softmax<false>(scores, factor);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
-      release(channel.free(at.slot));
+      release(channel.free(at.stage));
       at.next();
       Products::round(weights, scores);
 #pragma unroll
       for (int i = 0; i < Config::kSums; ++i) out[i] *= factor[i / 2 % 2];
     }
     release(channel.item_free());
-    barrier_wait(channel.full(at.slot), at.parity);
+    barrier_wait(channel.full(at.stage), at.parity);
     clear_values(item);
-    issue_values(out, at.slot);
+    issue_values(out, at.stage);
     wgmma_wait<0>();
     wgmma_fence_operand(out);
-    release(channel.free(at.slot));
+    release(channel.free(at.stage));
     at.next();
   }
 

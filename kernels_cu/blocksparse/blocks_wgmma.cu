@@ -262,12 +262,12 @@ template <bool kLeft> struct Copier {
   u32 beside = 0, column = 0, place = 0;
   bool here = false;
 
-  __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
+  __device__ __forceinline__ u32 stage() const { return base + at.stage * Config::kStageBytes; }
 
   // Until the stage is free, if it is this warp's turn.
   __device__ __forceinline__ bool take_stage() const {
     if (number % 2 != mine) return false;
-    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    barrier_wait(barriers.free(at.stage), at.parity ^ 1);
     return true;
   }
   __device__ __forceinline__ void next_stage() {
@@ -280,7 +280,7 @@ template <bool kLeft> struct Copier {
     if constexpr (kOneBox) {
       if (elect_one())
         tma_load(stage() + Config::kSparseBytes, &p.right_map, column * Config::kBlock + half * Config::kDepth,
-                 item.token, matrix, barriers.full(at.slot), Config::kDensePolicy);
+                 item.token, matrix, barriers.full(at.stage), Config::kDensePolicy);
       return;
     }
     const u32 to =
@@ -288,12 +288,12 @@ template <bool kLeft> struct Copier {
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
     if (lane / 8 < beside)
       copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(
-          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, item.token, matrix, barriers.full(at.slot),
+          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, item.token, matrix, barriers.full(at.stage),
           lane % 8, 8);
   }
 
   __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot);
+    const u32 full = barriers.full(at.stage);
     if constexpr (kOneLine) {
       if (elect_one()) {
         barrier_arrive_expect_tx(full, Config::kLineBytes + Config::kTokens * Config::kBoxBytes);
@@ -303,7 +303,7 @@ template <bool kLeft> struct Copier {
     }
     const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
-      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.stage), present);
       barrier_arrive_expect_tx(full,
                                __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
     }
@@ -371,7 +371,7 @@ template <bool kLeft> struct Copier {
     const int column = lane < item.count ? p.columns[item.first + lane] : 0;
     for (u32 step = 0; step < p.steps; ++step, next_stage()) {
       if (!take_stage()) continue;
-      const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
+      const u32 full = barriers.full(at.stage), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
         barrier_arrive_expect_tx(full, Config::kSparseBytes + item.count * Config::kPart * 128);
         copy_rows(item, step * Config::kDepth, matrix, full);
@@ -393,7 +393,7 @@ template <bool kLeft> struct Copier {
     }
     // Nobody leaves while others may still report to its barriers.
     if constexpr (kLeft && Config::kShare > 1)
-      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.stage), at.parity ^ 1);
   }
 };
 
@@ -465,16 +465,16 @@ struct SmallCopier {
 
   // The step whose column and places lanes `from` on have found; kept: which of its lines keep the column.
   __device__ __forceinline__ void copy_step(const Item& item, u32 matrix, const Found& found, u32 from, u32 kept) {
-    const u32 to = base + at.slot * Config::kStageBytes, full = barriers.full(at.slot);
+    const u32 to = base + at.stage * Config::kStageBytes, full = barriers.full(at.stage);
     const u32 line = kOwnLines ? part * kOwn : 0, present = kept >> line & ((1 << kOwn) - 1);  // its first
     const int met = __shfl_sync(~0u, found.column, from);
-    const u32 held = (u32)(dirty >> 8 * at.slot) & 0xff, zeros = stale(present, held);
-    dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.slot;
-    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    const u32 held = (u32)(dirty >> 8 * at.stage) & 0xff, zeros = stale(present, held);
+    dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.stage;
+    barrier_wait(barriers.free(at.stage), at.parity ^ 1);
     const bool copies = part == 0 && met >= 0;
     constexpr u32 kColumnBytes = Config::kTokens * Config::kBoxBytes;
     if (lane == 0) {
-      if (part == 0) store_shared(barriers.present(at.slot) + column, (u8)kept);
+      if (part == 0) store_shared(barriers.present(at.stage) + column, (u8)kept);
       barrier_arrive_expect_tx(full, copies ? kColumnBytes : 0);
     }
     __syncwarp();

@@ -205,14 +205,14 @@ struct SparseCopier {
     for (Turns turns{p}; turns.more(); turns.next()) {
       if (!turns.has_item()) continue;
       for_columns<true>(p, turns.item(share), lane, [&](u32, bool keeps, u32 place) {
-        barrier_wait(barriers.sparse_free(at.slot), at.parity ^ 1);
-        const u32 full = barriers.sparse_full(at.slot), present = __ballot_sync(~0u, keeps);
+        barrier_wait(barriers.sparse_free(at.stage), at.parity ^ 1);
+        const u32 full = barriers.sparse_full(at.stage), present = __ballot_sync(~0u, keeps);
         if (lane == 0) {
-          if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+          if constexpr (Config::kLines > 1) store_shared(barriers.present(at.stage), present);
           barrier_arrive_expect_tx(full, __popc(present) * (Config::kValueBytes + Config::kMetadataBytes));
         }
         __syncwarp();
-        if (keeps) copy_block(base + Config::kSparseAt + at.slot * Config::kSparseBytes, place, full);
+        if (keeps) copy_block(base + Config::kSparseAt + at.stage * Config::kSparseBytes, place, full);
         __syncwarp();
         at.next();
       });
@@ -220,7 +220,7 @@ struct SparseCopier {
     // Nobody leaves while others may still report to its barriers.
     if constexpr (Config::kShare > 1)
       for (int i = 0; i < Config::kSparseStages; ++i, at.next())
-        barrier_wait(barriers.sparse_free(at.slot), at.parity ^ 1);
+        barrier_wait(barriers.sparse_free(at.stage), at.parity ^ 1);
   }
 };
 
@@ -233,7 +233,7 @@ struct DenseCopier {
   u32 number = 0;  // of the stage
 
   __device__ __forceinline__ void copy_stage(const Item& item, u32 k, u32 matrix) const {
-    const u32 full = barriers.dense_full(at.slot), to = base + at.slot * Config::kDenseBytes;
+    const u32 full = barriers.dense_full(at.stage), to = base + at.stage * Config::kDenseBytes;
     if (lane == 0) barrier_arrive_expect_tx(full, Config::kDenseBytes);
     __syncwarp();
     if constexpr (Config::kDenseMajor == Major::K) {
@@ -254,7 +254,7 @@ struct DenseCopier {
 #pragma unroll
         for (u32 half = 0; half < Config::kHalves; ++half, ++number, at.next()) {
           if (number % 2 != mine) continue;
-          barrier_wait(barriers.dense_free(at.slot), at.parity ^ 1);
+          barrier_wait(barriers.dense_free(at.stage), at.parity ^ 1);
           copy_stage(item, column * Config::kBlock + half * 64, matrix);
         }
       });
@@ -282,18 +282,18 @@ struct Multiplier {
   // Whether the stage of S has this warpgroup's line.
   __device__ __forceinline__ bool has_line() const {
     if constexpr (Config::kLines == 1) return true;
-    return lines_of<1>(barriers.present(sparse.slot), row_group);
+    return lines_of<1>(barriers.present(sparse.stage), row_group);
   }
 
   // Two steps of wgmma: 64 k of the block with one stage of X. Its metadata stay in their register while these run,
   // which read it whenever they like; the next half has another one.
   template <int kHalf> __device__ __forceinline__ void multiply_half(Sums& sums, u32& metadata) {
-    const u32 stage = base + Config::kSparseAt + sparse.slot * Config::kSparseBytes;
+    const u32 stage = base + Config::kSparseAt + sparse.stage * Config::kSparseBytes;
     metadata = load_shared_as<u32>(stage + Config::kMetadataAt +
                                    ((row_group * 128 + threadIdx.x % 128) * Config::kHalves + kHalf) * 4);
-    barrier_wait(barriers.dense_full(dense.slot), dense.parity);
+    barrier_wait(barriers.dense_full(dense.stage), dense.parity);
     const u64 a = SparseOperand::descriptor(stage + row_group * 64 * Config::kLineBytes) + kHalf * 4;
-    const u64 b = XOperand::descriptor(base + dense.slot * Config::kDenseBytes);
+    const u64 b = XOperand::descriptor(base + dense.stage * Config::kDenseBytes);
     constexpr bool kLines = Config::kDenseMajor == Major::MN;
     wgmma_fence();
     wgmma_sp<Config::kElement, 0, 1, kLines>(sums, a, b, metadata);
@@ -305,14 +305,14 @@ struct Multiplier {
       free_dense(flying_dense);
       if (kHalf == 0 || Config::kHalves == 1) sparse_reporter.release(flying_sparse);
     }
-    flying = true, flying_dense = dense.slot, flying_sparse = sparse.slot;
+    flying = true, flying_dense = dense.stage, flying_sparse = sparse.stage;
     dense.next();
   }
 
   __device__ __forceinline__ void pass_over() {
     finish();
-    barrier_wait(barriers.dense_full(dense.slot), dense.parity);  // or its next stage would be taken for this one
-    sparse_reporter.release(sparse.slot), free_dense(dense.slot);
+    barrier_wait(barriers.dense_full(dense.stage), dense.parity);  // or its next stage would be taken for this one
+    sparse_reporter.release(sparse.stage), free_dense(dense.stage);
     dense.next();
   }
 
@@ -327,7 +327,7 @@ struct Multiplier {
     for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
     u32 first = 0, second = 0;
     for (int at = 0; at < columns; ++at, sparse.next()) {
-      barrier_wait(barriers.sparse_full(sparse.slot), sparse.parity);
+      barrier_wait(barriers.sparse_full(sparse.stage), sparse.parity);
       if constexpr (Config::kHalves == 2) {
         multiply_half<0>(sums, first);
         multiply_half<1>(sums, second);

@@ -250,12 +250,12 @@ template <bool kLeft> struct Copier {
   bool here = false;
   Pixel pixel;  // the item's first
 
-  __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
+  __device__ __forceinline__ u32 stage() const { return base + at.stage * Config::kStageBytes; }
 
   // Until the stage is free, if it is this warp's turn.
   __device__ __forceinline__ bool take_stage() const {
     if (number % 2 != mine) return false;
-    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    barrier_wait(barriers.free(at.stage), at.parity ^ 1);
     return true;
   }
   __device__ __forceinline__ void next_stage() {
@@ -270,7 +270,7 @@ template <bool kLeft> struct Copier {
     const u32 before = Config::kTurned ? p.tap_words * 32 : p.taps;
     const u32 tap = Config::kTurned ? column / before : column % before;
     const u32 channels = Config::kTurned ? column % before : column / before;
-    pixel.copy(p, to, channels * Config::kBlock + half * 64, item.phase, tap, barriers.full(at.slot));
+    pixel.copy(p, to, channels * Config::kBlock + half * 64, item.phase, tap, barriers.full(at.stage));
   }
 
   // Of small blocks: the lines of the row tiles in `present` that lack a block and whose places hold no zeros.
@@ -280,17 +280,17 @@ template <bool kLeft> struct Copier {
     if constexpr (Config::kTileLines == 4) tiles |= tiles >> 2;
     tiles &= Config::kTileLines == 4 ? 0x11111111u : 0x55555555u;
     tiles *= (1 << Config::kTileLines) - 1;
-    return load_shared_as<u32>(barriers.dirty(at.slot)) & tiles & ~present;
+    return load_shared_as<u32>(barriers.dirty(at.stage)) & tiles & ~present;
   }
 
   __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot), present = __ballot_sync(~0u, here), zeros = stale(present);
+    const u32 full = barriers.full(at.stage), present = __ballot_sync(~0u, here), zeros = stale(present);
     __syncwarp();  // all have read what the stage has had
     if (lane == 0) {
-      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.stage), present);
       if constexpr (Config::kTileLines > 1) {
-        const u32 dirty = load_shared_as<u32>(barriers.dirty(at.slot));
-        store_shared(barriers.dirty(at.slot), (dirty & ~zeros) | present);
+        const u32 dirty = load_shared_as<u32>(barriers.dirty(at.stage));
+        store_shared(barriers.dirty(at.stage), (dirty & ~zeros) | present);
       }
       barrier_arrive_expect_tx(
           full, __popc(present | zeros) * Config::kLineBytes + beside * (Config::kPixels * Config::kBoxBytes));
@@ -348,7 +348,7 @@ template <bool kLeft> struct Copier {
     const u32 channel = column / p.taps * Config::kBlock, tap = column % p.taps;
     for (u32 step = 0; step < p.steps; ++step, next_stage()) {
       if (!take_stage()) continue;
-      const u32 full = barriers.full(at.slot), first = (item.part * p.steps + step) * 64;
+      const u32 full = barriers.full(at.stage), first = (item.part * p.steps + step) * 64;
       if (kLeft && lane == 0) {
         barrier_arrive_expect_tx(full, Config::kLeftBytes + item.count * Config::kBlock * 128);
 #pragma unroll
@@ -374,7 +374,7 @@ template <bool kLeft> struct Copier {
     }
     // Nobody leaves while others may still report to its barriers.
     if constexpr (kLeft && Config::kShare > 1)
-      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.stage), at.parity ^ 1);
   }
 };
 

@@ -19,7 +19,7 @@ template <class Config, class Multiplier> struct StepMultiplier {
   Reporter<Config> reporter;
   StageBarriers<Config> barriers;
 
-  __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
+  __device__ __forceinline__ u32 stage() const { return base + at.stage * Config::kStageBytes; }
 
   // Which columns of blocks of the stage this warpgroup's lines are in: a byte each, 0 where they are not.
   __device__ __forceinline__ u32 lines(u32 slot) const {
@@ -35,20 +35,20 @@ template <class Config, class Multiplier> struct StepMultiplier {
     bool flying = false;
     u32 before = 0;
     for (int step = 0; step < steps; ++step, at.next()) {
-      barrier_wait(barriers.full(at.slot), at.parity);
+      barrier_wait(barriers.full(at.stage), at.parity);
       if constexpr (Config::kByLanes) async_proxy_fence();  // what lanes copied is seen by wgmma only after it
-      const u32 mine = lines(at.slot);
+      const u32 mine = lines(at.stage);
       if (!mine) {
         wgmma_wait<0>();
         if (flying) reporter.release(before);
         flying = false;
-        reporter.release(at.slot);
+        reporter.release(at.stage);
         continue;
       }
       static_cast<const Multiplier&>(*this).issue(sums, mine);
       wgmma_wait<1>();  // all but the step just issued
       if (flying) reporter.release(before);
-      flying = true, before = at.slot;
+      flying = true, before = at.stage;
     }
     wgmma_wait<0>();
     wgmma_fence_operand(sums);
