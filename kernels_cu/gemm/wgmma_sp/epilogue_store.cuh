@@ -1,29 +1,28 @@
-// The role of gemm/wgmma_sp.cu that stores results where K is not sliced along the cluster.
+// The epilogue of gemm/wgmma_sp.cu without split-K: results are staged in shared memory and stored by TMA.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
+#include "gemm/wgmma_sp/dot_in_float64.cuh"
 #include "ptx/stmatrix.cuh"
-#ifdef S24_F32_SPLIT
-#include "gemm/wgmma_sp/split_products.cuh"
-#endif
 
-// Stores 64 rows x kTileN tokens of one warpgroup: kStepTokens at a time are staged, from where the copy engine loads_partials
-// them while others are staged, and while the next work is multiplied.
+// Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
+// them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
+// are not aligned for TMA, the threads store single elements.
 template <class Result> struct EpilogueStore {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
-  u32 stage;
-  int barrier;
-  u32 scheduler = 0;  // the buffer of the next step
+  u32 staging;  // shared memory address of the buffers
+  int barrier;  // named barrier of the warpgroup
+  u32 next_buffer = 0;
 
   static constexpr int kOutBytes = sizeof(Bits);
-  // A token's, of a box.
+  // Results of one token in a TMA box.
   static constexpr int kLineOutputs = Config::kYColumnMajor ? Config::kMTileOutputs : 128 / kOutBytes;
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes;
 
-  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: an output's tokens,
-  // under the swizzle of kLineBytes.
+  // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
+  // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
   static __device__ __forceinline__ u32 staged_at(int token, int output) {
     if constexpr (Config::kYColumnMajor) {
       constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
@@ -53,15 +52,13 @@ template <class Result> struct EpilogueStore {
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
       const i64 token = token0 + step * Config::kStepTokens;
       if (token >= p.n) break;
-      const u32 buffer = stage + scheduler * Config::kStepBytes;
-      if (++scheduler == Config::kStagingBuffers) scheduler = 0;
+      const u32 buffer = staging + next_buffer * Config::kStepBytes;
+      if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
       if (p.aligned) store_box(buffer, output0, token);
       else store_elements(buffer, output0, token);
     }
-#ifdef S24_F32_SPLIT
-    recompute_nans(sums, row0, token0);
-#endif
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0,
@@ -98,7 +95,7 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-  // Of a warp's eight outputs and eight tokens from `token`, a thread's: one output, two tokens.
+  // Stages gated results. A warp has eight outputs of eight tokens from `token` on, a thread one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
     const int lane = threadIdx.x % 32, output = threadIdx.x % 128 / 32 * 8, g = lane / 4, t = lane % 4;
     if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
@@ -113,10 +110,9 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-#ifdef S24_F32_SPLIT
-  // AccumulatorTile that are NaN, again: each thread its own, once all of the tile lies in Y.
+  // Recomputes sums that are NaN. Each thread replaces its own results, once the whole tile has been stored to Y.
   __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, i64 token0) const {
-    static_assert(Config::kAccumulators <= 128, "a bit a sum");
+    static_assert(Config::kAccumulators <= 128, "one bit per accumulator");
     u64 nans[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < Config::kAccumulators; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
@@ -135,10 +131,9 @@ template <class Result> struct EpilogueStore {
       ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
     }
   }
-#endif
 
-  // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
-  // next step's buffer has been read.
+  // Stores a buffer by TMA, one box per warp. Elements outside of Y are not written. Before the warpgroup syncs, the
+  // issuing threads wait until the next step's buffer has been read.
   __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token) const {
     async_proxy_fence();
     if (issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();

@@ -1,14 +1,15 @@
-// The roles of gemm/wgmma_sp.cu that copy W and X to shared memory.
+// The producers of gemm/wgmma_sp.cu, which load W and X into shared memory.
 #pragma once
 #include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/tile_scheduler.cuh"
 
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTile work, int i, i64 tile) {
-  const i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
+  const i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
-// Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory stores_partials a
-// multiprocessor in that time, more delays what is needed first.
+// Prefetches the first K tiles of W to L2 while the kernel before this one may still run. Only as much is prefetched as
+// an SM can read in that time: more would delay what is needed first.
 __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_rank, u32 slice) {
   constexpr int kTiles = 4 / (Config::kMTiles * Config::kCtasPerSm);
   constexpr int kAhead = Config::kTileN > 64 ? 0 : kTiles > 0 ? kTiles : 1;
@@ -19,8 +20,8 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
     for (int i = 0; i < Config::kMTiles; ++i) prefetch_bulk(weight_tile(p, work, i, tile), Tile::kBytes);
 }
 
-// X in columns, one stage, for every block that shares it: they load_partials stages in scheduler. Whole groups of tokens are one
-// box: the copy engine loads_partials long to begin another.
+// Loads one stage of a column-major X by TMA. The CTAs of the cluster alternate: each loads every kClusterM-th stage into
+// all of them. All whole groups of tokens are one box, since beginning another box is slow.
 __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 to, u32 box, WorkTile work, u32 full,
                                                     u32 m_rank, u32 slice) {
   const bool is_tail = work.token + Config::kTileN >= p.n;
@@ -40,14 +41,14 @@ __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 
   }
 }
 
-// The threads that copy X in columns of few tokens, whose lines are short and begin anywhere: the copy engine is slow
-// there. A thread has 8 tokens of every kStep-th column.
+// Loads a column-major X of few tokens by cp.async. Its lines are short and may begin anywhere, where TMA is slow. A
+// thread copies 8 tokens of every kStep-th column.
 __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                 u32 slice) {
   constexpr int kChunks = Config::kTileN / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
   constexpr int kStep = Config::kXCopyThreads / kLanes, kPasses = 64 / kStep;
   constexpr int kSwapped = Config::kTokenGroup / 8, kLine = 2 * Config::kTokenGroup;
-  static_assert(!Config::kXCpAsync || kChunks <= 8, "a line has a group, and a thread for each 8 tokens");
+  static_assert(!Config::kXCpAsync || kChunks <= 8, "a line holds one group of tokens");
   const int thread = threadIdx.x % Config::kXCopyThreads, line = thread / kLanes, chunk = thread % kLanes;
   const auto swizzle = [](int line) { return line * kSwapped / 8 % kSwapped * 16; };
   const u32 into = base + Config::kXAt + line * kLine + (chunk * 16 ^ swizzle(line));
@@ -74,8 +75,8 @@ __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base
   }
 }
 
-// The thread that reports stages which threads copied: what they stored is seen by wgmma only after a fence. Theirs
-// would wait for all that they have on the way.
+// Publishes the stages that cp.async loaded: wgmma sees them only after a proxy fence. The copying threads do not fence
+// themselves: such a fence would wait for all their copies in flight.
 __device__ __forceinline__ void publish_x(const WgmmaSpParams& p, Barriers barriers, u32 slice) {
   PipelineState<Config::kXStages> at;
   for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p))
@@ -86,7 +87,7 @@ __device__ __forceinline__ void publish_x(const WgmmaSpParams& p, Barriers barri
     }
 }
 
-// A stage of W.
+// Loads one stage of W.
 __device__ __forceinline__ void load_weight_stage(const WgmmaSpParams& p, u32 base, Barriers barriers, WorkTile work,
                                                   u32 tile, PipelineState<Config::kWeightStages>& at) {
   barrier_wait(barriers.weight_empty(at.stage), at.parity ^ 1);
@@ -98,8 +99,8 @@ __device__ __forceinline__ void load_weight_stage(const WgmmaSpParams& p, u32 ba
   at.next();
 }
 
-// X of an work's tokens. The last tokens come in boxes of their own: rows past them would be written as zeros, which is
-// slow. What the stage holds there instead is multiplied, and not stored.
+// Loads X for one work tile. The last tokens have boxes of their own: rows past them would be written as zeros, which is
+// slow. The stage keeps old values there instead, which are multiplied and never stored.
 struct XLoader {
   WorkTile work;
   const TensorMap* map;
@@ -111,7 +112,7 @@ struct XLoader {
     rows = is_tail ? p.tail_rows : Config::kTileN / Config::kClusterM;
   }
 
-  // A stage: this block's part, for every block that shares it.
+  // Loads this CTA's part of a stage into every CTA that shares it.
   __device__ __forceinline__ void copy(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 m_rank,
                                        u32 slice, PipelineState<Config::kXStages>& at) const {
     barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
@@ -121,7 +122,7 @@ struct XLoader {
       load_x_column_major(p, to, box, work, full, m_rank, slice);
     } else {
       barrier_arrive_expect_tx(full, Config::kClusterM * rows * 128);
-      // Of float32, the boxes of the same columns: those of the low part first.
+      // The bf16 terms of the same columns follow each other, the low term first.
       const u32 column = (Config::kSplitTerms ? box / Config::kBoxesPerTile : box) * Config::kBoxColumns;
       const u32 part = Config::kSplitTerms ? Config::kBoxesPerTile - 1 - box % Config::kBoxesPerTile : 0;
       const u32 token = (u32)work.token + part * (u32)p.n;
@@ -133,13 +134,13 @@ struct XLoader {
   }
 };
 
-// Nobody leaves while others may still report to its barriers.
+// No CTA exits while others may still arrive at its barriers.
 __device__ __forceinline__ void drain_x_stages(Barriers barriers, PipelineState<Config::kXStages> at) {
   if constexpr (Config::kClusterM > 1)
     for (int i = 0; i < Config::kXStages; ++i, at.next()) barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
 }
 
-// The thread that copies W.
+// One thread loads all of W.
 __device__ __forceinline__ void load_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                              u32 slice) {
   PipelineState<Config::kWeightStages> at;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void load_weights(const WgmmaSpParams& p, u32 base, B
   }
 }
 
-// The thread that copies X.
+// One thread loads all of X.
 __device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank, u32 slice) {
   PipelineState<Config::kXStages> at;
   for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barrier
   drain_x_stages(barriers, at);
 }
 
-// One thread that copies both asks for what is needed first: the copy engine serves one request after the other.
+// One thread loads W and X in the order of their use, because TMA serves one request after the other.
 __device__ __forceinline__ void load_weights_and_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                    u32 slice) {
   PipelineState<Config::kWeightStages> weight_at;
