@@ -1,4 +1,4 @@
-// Integers by their bits, and the check of a kernel's parameters. No CUDA headers: NVRTC needs none.
+// Integer types named by their bits, and the check of a kernel's parameters. NVRTC needs no CUDA headers for them.
 #pragma once
 
 using u8 = unsigned char;

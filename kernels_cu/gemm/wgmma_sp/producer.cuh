@@ -113,7 +113,7 @@ struct XLoader {
   }
 
   // Loads this CTA's part of a stage into every CTA that shares it.
-  __device__ __forceinline__ void copy(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 m_rank,
+  __device__ __forceinline__ void load(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 m_rank,
                                        u32 slice, PipelineState<Config::kXStages>& at) const {
     barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
     const u32 full = barriers.x_full(at.stage), to = base + Config::kXAt + at.stage * Config::kXStageBytes;
@@ -124,8 +124,8 @@ struct XLoader {
       barrier_arrive_expect_tx(full, Config::kClusterM * rows * 128);
       // The bf16 terms of the same columns follow each other, the low term first.
       const u32 column = (Config::kSplitTerms ? box / Config::kBoxesPerTile : box) * Config::kBoxColumns;
-      const u32 part = Config::kSplitTerms ? Config::kBoxesPerTile - 1 - box % Config::kBoxesPerTile : 0;
-      const u32 token = (u32)work.token + part * (u32)p.n;
+      const u32 term = Config::kSplitTerms ? Config::kBoxesPerTile - 1 - box % Config::kBoxesPerTile : 0;
+      const u32 token = (u32)work.token + term * (u32)p.n;
       if constexpr (Config::kClusterM == 1) tma_load(to, map, column, token, full);
       else
         tma_load_multicast(to + m_rank * rows * 128, map, column, token + m_rank * rows, full,
@@ -155,9 +155,9 @@ __device__ __forceinline__ void load_weights(const WgmmaSpParams& p, u32 base, B
 __device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank, u32 slice) {
   PipelineState<Config::kXStages> at;
   for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
-    const XLoader source(p, WorkTile(p, scheduler.index, m_rank));
+    const XLoader x(p, WorkTile(p, scheduler.index, m_rank));
     for (u32 box = Config::kBoxesPerTile * scheduler.first; box < Config::kBoxesPerTile * scheduler.last; ++box)
-      source.copy(p, base, barriers, box, m_rank, slice, at);
+      x.load(p, base, barriers, box, m_rank, slice, at);
   }
   drain_x_stages(barriers, at);
 }
@@ -166,16 +166,16 @@ __device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barrier
 __device__ __forceinline__ void load_weights_and_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                    u32 slice) {
   PipelineState<Config::kWeightStages> weight_at;
-  PipelineState<Config::kXStages> source_at;
+  PipelineState<Config::kXStages> x_at;
   for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
     const WorkTile work(p, scheduler.index, m_rank);
-    const XLoader source(p, work);
+    const XLoader x(p, work);
     for (u32 tile = scheduler.first; tile < scheduler.last; ++tile) {
       load_weight_stage(p, base, barriers, work, tile, weight_at);
 #pragma unroll
       for (u32 i = 0; i < Config::kBoxesPerTile; ++i)
-        source.copy(p, base, barriers, Config::kBoxesPerTile * tile + i, m_rank, slice, source_at);
+        x.load(p, base, barriers, Config::kBoxesPerTile * tile + i, m_rank, slice, x_at);
     }
   }
-  drain_x_stages(barriers, source_at);
+  drain_x_stages(barriers, x_at);
 }
