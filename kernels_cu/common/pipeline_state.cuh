@@ -4,8 +4,8 @@
 
 // Where a role is in a ring, and the parity of the barriers there.
 template <int kStages> struct PipelineState {
-  u32 slot = 0, parity = 0;
+  u32 stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
