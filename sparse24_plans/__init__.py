@@ -52,7 +52,7 @@ _HOME = {
     "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
     "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "vocab": "ArchSku AttentionMask BackendKind BlockSparseConvOp BlockSparseOp BlockSparsePass "
+    "vocab": "ArchSku AttentionMask BlockSparseConvOp BlockSparseOp BlockSparsePass "
     "DeviceProperties ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
     "OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",
