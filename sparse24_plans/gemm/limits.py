@@ -6,12 +6,12 @@ import re
 
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
-from ..plan.arithmetic import SPLIT_GROUP
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
+from .arithmetic.split import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16

@@ -12,11 +12,11 @@ from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import put_maps
 from ..device.jit.structs import KernelParams, field
 from ..device.tensors import TensorView
-from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
 from ..plan.operands import Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M
+from .arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import address
 from .schedules.mma_sp import H200_MULTIPROCESSORS

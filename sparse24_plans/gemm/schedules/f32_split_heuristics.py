@@ -10,10 +10,10 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ...plan.kernel import align_up
 from ...vocab import ElementKind
 from ...weights.packed_layouts import TILE_M, TILES_32BIT
+from ..arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import split_bytes
