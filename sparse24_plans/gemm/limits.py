@@ -6,6 +6,7 @@ import re
 
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
+from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -25,8 +26,6 @@ _GROUP_SUMS = 132 * 128 * 128 * 4
 DIRECT_TOKENS, _SECTOR = 64, 32
 """Up to so many, X in columns is multiplied as it lies; of more where columns begin at multiples of so many
 bytes, which memory gives at a time."""
-TURNED_TILE = 64
-"""Columns, and tokens, of X in columns that a block turns into rows."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -92,7 +91,7 @@ def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
 
 
 def _turned_blocks(problem: GemmSparse24Descriptor) -> int:
-    return -(-problem.k // TURNED_TILE) * -(-problem.n // TURNED_TILE)
+    return Matrices(problem.k, problem.n, problem.element.itemsize).ctas
 
 
 def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:
