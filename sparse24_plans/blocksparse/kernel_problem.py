@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..plan.kernel import align_up
 from ..plan.operands import Operand
+from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import FEW_LINES, STRIP, addresses, head_strips, met_share, strip_lines, tile_lines, words
@@ -15,8 +16,6 @@ from .shape import BLOCK_SIZES
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
 """Elements of 16 bits that the copy engine's rows are multiples of."""
-_MANY_BYTES, _OFTEN = 1 << 23, 4.0
-"""Of X, and how often it is read, from which it takes less time to transpose it, on an H200."""
 
 
 class Turned(NamedTuple):
@@ -70,7 +69,8 @@ class Form:
         x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
         lines = tile_lines(one) if self.sampled else strip_lines(one)
         strips = self.head_strips(lines * one.block, one.block)
-        often = x.size >= _MANY_BYTES and strips * met_share(one, lines) >= _OFTEN
+        limits = constants("blocks_transpose")  # X must be large and read often for it to be worth it
+        often = x.size >= limits["min_bytes"] and strips * met_share(one, lines) >= limits["min_reads"]
         return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()
 
     def majors(self, turns: tuple[Turned, ...]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
+from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
 from .arithmetic.split import SPLIT_GROUP
@@ -47,8 +48,9 @@ def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
-    """mma_sp's limits, and a preference for so few tokens that it beats inflating, as measured on an H200."""
-    most = 256 if problem.m * problem.k >= 1 << 26 else 128
+    """mma_sp's limits, and a preference for so few tokens that it beats inflating."""
+    limits = constants("mma_sp_max_n")
+    most = limits["large" if problem.m * problem.k >= limits["large_weight"] else "small"]
     return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
 

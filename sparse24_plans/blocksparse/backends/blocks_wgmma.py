@@ -14,7 +14,7 @@ from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, Form, turned_bytes
-from ..schedules.blocks_wgmma import Schedule, best_schedule
+from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
 from ..transpose import SOURCE as TURN
 from ..transpose import Turn
 from ..wgmma import matrices_map, rows_map
@@ -186,7 +186,9 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
     )
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:
+def defines(
+    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int]
+) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     form = Form(desc)
     return {

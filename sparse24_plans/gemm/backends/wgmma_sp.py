@@ -6,20 +6,21 @@ for row-major X, if X is column-major and ``common/transpose.cu`` transposes it 
 
 from __future__ import annotations
 
+from ...device import transpose
 from ...device.jit.compiler import digest
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
 from ...plan.kernel import Choice, launch_in_order
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel
 from ..limits import should_turn, turned_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
-from ..schedules.wgmma_sp import OperandLayouts, Schedule
+from ..schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from ..wgmma import (
     SOURCE,
     defines,
@@ -114,14 +115,14 @@ class Kernel(GemmKernel):
         return f"sources {digest(SOURCE)}"
 
 
-def _schedule_of(choice: Choice) -> Schedule:
+def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     desc, row, preference = choice.descriptor, choice.entry, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if most is not None:
         most -= wgmma_sp_workspace(desc)
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
         return best_schedule(desc, row, whole_m, most)
-    schedule = Schedule(**choice.configuration)
+    schedule = WgmmaSpSchedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")
     if most is not None and schedule.workspace_bytes() > most:
@@ -129,7 +130,7 @@ def _schedule_of(choice: Choice) -> Schedule:
     return schedule
 
 
-def _transposes(choice: Choice, schedule: Schedule) -> bool:
+def _transposes(choice: Choice, schedule: WgmmaSpSchedule) -> bool:
     """Return whether column-major X is transposed first."""
     desc, most = choice.descriptor, choice.preference.max_workspace_bytes
     has_space = most is None or schedule.workspace_bytes() + turned_bytes(desc) <= most
