@@ -25,11 +25,11 @@ struct Config {
   static constexpr int kThreads = 256, kVector = 16 / kBytes, kWord = 4 / kBytes;
   static constexpr int kRows = 128 / kBytes, kColumns = 64;
 };
-using Element = Unsigned<Config::kBytes>::Type;
+using Cell = Unsigned<Config::kBytes>::Type;
 
 union Vector {
   uint4 whole;
-  Element elements[Config::kVector];
+  Cell cells[Config::kVector];
 };
 
 // Position in shared memory of rows `row` to row + kVector - 1 of a tile's column; `row` is a multiple of kVector. The
@@ -41,19 +41,19 @@ __device__ __forceinline__ int vector_at(int column, int row) {
 // The tile of a CTA.
 struct Tile {
   i64 row0, column0;
-  const Element* from;
-  Element* to;
+  const Cell* from;
+  Cell* to;
 
   __device__ __forceinline__ explicit Tile(const TransposeParams& p) {
     const u32 tiles = p.row_tiles * p.column_tiles, matrix = blockIdx.x / tiles, in = blockIdx.x % tiles;
     row0 = (i64)(in / p.column_tiles) * Config::kRows, column0 = (i64)(in % p.column_tiles) * Config::kColumns;
-    from = (const Element*)p.matrices + matrix * (p.rows * p.row_stride);
-    to = (Element*)p.out + matrix * (p.rows * p.columns);
+    from = (const Cell*)p.matrices + matrix * (p.rows * p.row_stride);
+    to = (Cell*)p.out + matrix * (p.rows * p.columns);
   }
 };
 
 // Loads 16 bytes of a row at a time, for rows that begin at multiples of 16 bytes.
-__device__ __forceinline__ void load_vectors(const TransposeParams& p, const Tile& t, Element* shared) {
+__device__ __forceinline__ void load_vectors(const TransposeParams& p, const Tile& t, Cell* shared) {
   constexpr int kVector = Config::kVector, kAcross = Config::kColumns / kVector;
   constexpr int kLoads = Config::kRows * kAcross / Config::kThreads;
   Vector read[kLoads];
@@ -61,31 +61,31 @@ __device__ __forceinline__ void load_vectors(const TransposeParams& p, const Til
   for (int i = 0; i < kLoads; ++i) {
     const int u = threadIdx.x + i * Config::kThreads, row = u / kAcross, column = u % kAcross * kVector;
     const i64 inside = t.row0 + row < p.rows ? p.columns - t.column0 - column : 0;
-    const Element* const at = t.from + (t.row0 + row) * p.row_stride + t.column0 + column;
+    const Cell* const at = t.from + (t.row0 + row) * p.row_stride + t.column0 + column;
     if (inside >= kVector) {
       read[i].whole = *(const uint4*)at;
     } else {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) read[i].elements[j] = j < inside ? at[j] : (Element)0;
+      for (int j = 0; j < kVector; ++j) read[i].cells[j] = j < inside ? at[j] : (Cell)0;
     }
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int u = threadIdx.x + i * Config::kThreads, row = u / kAcross, column = u % kAcross * kVector;
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) shared[vector_at(column + j, row) + row % kVector] = read[i].elements[j];
+    for (int j = 0; j < kVector; ++j) shared[vector_at(column + j, row) + row % kVector] = read[i].cells[j];
   }
 }
 
 // Loads single elements, for rows that begin anywhere: a warp reads neighbours of one row, and a thread gathers a
 // 32-bit word of a column.
-__device__ __forceinline__ void load_elements(const TransposeParams& p, const Tile& t, Element* shared) {
+__device__ __forceinline__ void load_elements(const TransposeParams& p, const Tile& t, Cell* shared) {
   constexpr int kWord = Config::kWord, kWords = Config::kRows / kWord * Config::kColumns / Config::kThreads;
   u32 words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     const int u = threadIdx.x + i * Config::kThreads, row = u / Config::kColumns * kWord, column = u % Config::kColumns;
-    const Element* const at = t.from + (t.row0 + row) * p.row_stride + t.column0 + column;
+    const Cell* const at = t.from + (t.row0 + row) * p.row_stride + t.column0 + column;
     words[i] = 0;
 #pragma unroll
     for (int j = 0; j < kWord; ++j)
@@ -99,13 +99,13 @@ __device__ __forceinline__ void load_elements(const TransposeParams& p, const Ti
   }
 }
 
-__device__ __forceinline__ void store_columns(const TransposeParams& p, const Tile& t, const Element* shared) {
+__device__ __forceinline__ void store_columns(const TransposeParams& p, const Tile& t, const Cell* shared) {
   constexpr int kVector = Config::kVector, kDown = Config::kRows / kVector;
 #pragma unroll
   for (int i = 0; i < Config::kColumns * kDown / Config::kThreads; ++i) {
     const int u = threadIdx.x + i * Config::kThreads, column = u / kDown, row = u % kDown * kVector;
     const i64 inside = t.column0 + column < p.columns ? p.rows - t.row0 - row : 0;
-    Element* const at = t.to + (t.column0 + column) * p.rows + t.row0 + row;
+    Cell* const at = t.to + (t.column0 + column) * p.rows + t.row0 + row;
     Vector found;
     found.whole = *(const uint4*)(shared + vector_at(column, row));
     if (p.columns_aligned && inside >= kVector) {
@@ -113,13 +113,13 @@ __device__ __forceinline__ void store_columns(const TransposeParams& p, const Ti
     } else {
 #pragma unroll
       for (int j = 0; j < kVector; ++j)
-        if (j < inside) at[j] = found.elements[j];
+        if (j < inside) at[j] = found.cells[j];
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) transpose(const __grid_constant__ TransposeParams p) {
-  __shared__ __align__(16) Element shared[Config::kColumns * Config::kRows];
+  __shared__ __align__(16) Cell shared[Config::kColumns * Config::kRows];
   // The next kernel may begin once everything before this pre-pass is done. It waits for the transposes itself, and may
   // read its other operands before that.
   grid_dependency_wait();

@@ -16,7 +16,6 @@ from .descriptor import (
 from .kernel_problem import Form, turned_bytes
 from .lookup_tables import groups
 from .strict_tiles import StrictTiles
-from .transpose import turn_blocks
 
 _MOST = 2**31
 """A tensor map's coordinates and the kernels' counts are below it."""
@@ -86,7 +85,7 @@ def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
     for one in Form(problem).turns(problem):
-        if (reason := grid_limit_refusal(turn_blocks(one.shape, problem.element.itemsize))) is not None:
+        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
 

@@ -40,6 +40,11 @@ class Matrices(NamedTuple):
     count: int = 1
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all the matrices."""
+        return self.count * self.rows * self.columns * self.itemsize
+
+    @property
     def ctas(self) -> int:
         """Grid size of the launch that transposes them."""
         row_tiles, column_tiles = self.tiles

@@ -23,11 +23,11 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.blocksparse import kernel_table as blocks_table
-from sparse24_plans.blocksparse import transpose
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.device import transpose
 from sparse24_plans.gemm import f32_split
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.kernel_table import GemmEntry
