@@ -12,19 +12,13 @@
 //
 //   thread   | load 8 | round to bf16, subtract | store | .. for the next term
 #include "gemm/bf16_terms.cuh"
+#include "gemm/params/f32_split.cuh"
 #include "ptx/async.cuh"
 
 struct Config {
   static constexpr int kSplitTerms = S24_SPLIT_TERMS;
   static constexpr int kThreads = 256, kElementsPerThread = 8;
 };
-
-struct F32SplitParams {
-  const float* x;  // [n, k], row stride x_stride
-  u16* parts;      // [kParts][n][k]
-  i64 n, k, x_stride;
-};
-static_assert(matches_host<F32SplitParams>(), "the host has another F32SplitParams");
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) f32_split(const F32SplitParams p) {
   // The product is launched once all kernels before this one are done, so it may read its weight without waiting.
@@ -40,6 +34,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) f32_split(const F
   for (int term = 0; term < Config::kSplitTerms; ++term) {
     const u32 a = take_term(low.x, low.y), b = take_term(low.z, low.w);
     const u32 c = take_term(high.x, high.y), d = take_term(high.z, high.w);
-    *(uint4*)(p.parts + term * p.n * p.k + index * Config::kElementsPerThread) = make_uint4(a, b, c, d);
+    *(uint4*)(p.terms + term * p.n * p.k + index * Config::kElementsPerThread) = make_uint4(a, b, c, d);
   }
 }

@@ -21,6 +21,7 @@
 //   fma      | step 0       | step 1       | ..        from one stage
 //   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
 #include "common/epilogue.cuh"
+#include "gemm/params/inflate_strict.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
@@ -30,17 +31,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 };
 using In = Config::In;
 using Out = Config::Out;
-
-struct StrictParams {
-  const void* values;   // [M, K/2]
-  const u16* metadata;  // [M, K/8]
-  const void* source;   // [N, reduction], row stride source_stride
-  const void* bias;     // [outputs], or null
-  void* result;         // [N, outputs / kRowsPerOutput], row stride result_stride
-  i64 n, m, k, source_stride, result_stride;
-  float alpha;
-};
-static_assert(matches_host<StrictParams>(), "the host has another StrictParams");
 
 // A tile of outputs x tokens, the outputs and tokens of one thread, and the depth of a step along the reduction.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
@@ -128,7 +118,7 @@ template <class T> struct Mainloop {
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
       const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
-      const In::Bits* from = (const In::Bits*)p.source + token * p.source_stride + at;
+      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at;
       const bool inside = u < T::kSourceUnits && token < p.n;
       if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
         copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
@@ -214,7 +204,7 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
       const i64 result = output_of_row<Config>(output);
-      ((Out::Bits*)p.result)[token * p.result_stride + result] =
+      ((Out::Bits*)p.y)[token * p.y_stride + result] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }
   }
@@ -269,7 +259,7 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
-        ((Out::Bits*)p.result)[token * p.result_stride + output] =
+        ((Out::Bits*)p.y)[token * p.y_stride + output] =
             Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
       }
     }

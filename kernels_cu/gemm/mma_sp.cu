@@ -28,6 +28,7 @@
 //   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster sync | reduce, epilogue, store
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/params/mma_sp.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 
@@ -63,17 +64,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 };
 using Tile = Config::Tile;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
-
-struct MmaSpParams {
-  const u8* packed;  // [row tiles][K tiles][Tile::kBytes]
-  const u16* x;      // [n, k], row or column stride x_stride, 16-byte aligned rows or columns
-  const void* bias;  // [m], or null
-  void* y;           // [n, m / kRowsPerOutput], row or column stride y_stride
-  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
-  float alpha;
-  u32 token_blocks;  // blocks of kTokens that cover n
-};
-static_assert(matches_host<MmaSpParams>(), "the host has another MmaSpParams");
 
 // The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in different
 // banks.
@@ -271,8 +261,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const int token0 = Config::kPairSplitsN ? warp % 2 * kWarpN8Tiles * 8 : 0;
   // CTAs with the same rows follow each other, so that W stays in L2.
   const u32 work_tile = blockIdx.x / Config::kClusterSize;
-  const i64 first_token = (i64)(work_tile % p.token_blocks) * Config::kTileN;
-  const i64 first_row_tile = (i64)(work_tile / p.token_blocks) * Config::kWarpPairsM,
+  const i64 first_token = (i64)(work_tile % p.n_tiles) * Config::kTileN;
+  const i64 first_row_tile = (i64)(work_tile / p.n_tiles) * Config::kWarpPairsM,
             row_tile = first_row_tile + pair % Config::kWarpPairsM;
   const int slice = rank * Config::kWarpPairsK + pair / Config::kWarpPairsM;
   const i64 k_tile = slice_begin<Config::kSplitK>((u32)p.k_tiles, slice);

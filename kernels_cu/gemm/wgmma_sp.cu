@@ -74,7 +74,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.x_map);
     prefetch_tensor_map(&p.x_tail_map);
-    if (Config::kSplitK == 1 && p.aligned) prefetch_tensor_map(&p.y_map);
+    if (Config::kSplitK == 1 && p.y_aligned) prefetch_tensor_map(&p.y_map);
     constexpr int kReaders = 4 * Config::kWarpgroups;  // consumer warps, which each arrive at an empty barrier
     for (int i = 0; i < Config::kWeightStages; ++i) {
       barrier_init(barriers.weight_full(i), 1);
@@ -148,7 +148,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         ClusterReduce(p, work, base, m_rank, slice).run();
       }
     }
-    if (Config::kSplitK == 1 && p.aligned && epilogue.issues_stores()) tma_store_wait_read<0>();
+    if (Config::kSplitK == 1 && p.y_aligned && epilogue.issues_stores()) tma_store_wait_read<0>();
   }
   if constexpr (Config::kSplitK > 1) cluster_sync_relaxed();  // no CTA exits while another reads its shared memory
 }

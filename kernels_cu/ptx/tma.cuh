@@ -2,10 +2,6 @@
 #pragma once
 #include "ptx/async.cuh"
 
-struct alignas(64) TensorMap {
-  u8 opaque[128];
-};
-
 // mbarriers -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

@@ -13,7 +13,7 @@ struct BlockedSum {
   __device__ __forceinline__ BlockedSum(const WgmmaSpParams& p, const TileScheduler& scheduler, u32 warpgroup,
                                         u32 slice)
       : start(first_k_tile(p, slice)) {
-    at = p.groups + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
+    at = p.blocked_sums + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
   }
 
   // Whether the K tile begins a group other than the first.

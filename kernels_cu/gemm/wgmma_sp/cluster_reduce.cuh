@@ -101,7 +101,7 @@ struct ClusterReduce {
       }
     }
     Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
-    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {
+    if (p.y_aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
       else if constexpr (sizeof(Config::Out::Bits) == 2)

@@ -1,7 +1,8 @@
-// The compile-time configuration of gemm/wgmma_sp.cu, and the parameters of a launch. Only this file reads the macros.
+// The compile-time configuration of gemm/wgmma_sp.cu. Only this file reads the macros.
 #pragma once
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/params/wgmma_sp.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -93,34 +94,3 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 };
 using Tile = Config::Tile;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
-
-struct WgmmaSpParams {
-  // X[n, k] in boxes of kTokens / kShare rows x 128 bytes, 128-byte swizzle; in columns: all whole groups of a block,
-  // [group, column, token], in boxes of kBoxColumns columns, lines of kGroup tokens swizzled.
-  TensorMap x_map;
-  TensorMap x_tail_map;       // the same in boxes of tail_rows, for the last block of tokens; in columns: its groups
-  TensorMap x_rest_map;       // in columns: what is left of a block, part of a group
-  TensorMap x_tail_rest_map;  // and of the last one
-  TensorMap y_map;       // Y[n, m] in boxes of kStepTokens rows x kBoxBytes, swizzled; in columns: of kOutputs columns
-                         // x kStepTokens tokens, lines of kLineBytes swizzled; if `aligned` and one slice
-  const void* x;         // [n, k]: in columns, their stride x_stride; of float32, X itself: its maps are of its parts
-  const u8* packed;      // [row tiles][K tiles][Tile::kBytes]
-  const void* bias;      // [m], or null
-  const float* scale_x;  // [1] or [n], as kScaleX says
-  const float* scale_w;  // [1] or [m], as kScaleW says
-  void* y;               // [n, m / kRowsPerOutput], row or column stride y_stride
-  u64* flags;            // [blocks][kWarpgroups], kRanges: `mark` where the sums have been handed over
-  float* sums;           // [blocks][kRowTiles][kSums / 4][128][4], kRanges: those that are handed over; or parked
-  float* groups;         // the same twice, kTilesOfGroup, or kRanges with kParts: what groups or parts have come to,
-                         // of an item that isn't handed over, and of one that is
-  u64 mark;              // of this launch and no other
-  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
-  float alpha;
-  u32 token_blocks;   // of kTokens, that cover n
-  u32 items;          // of a cluster's rows and tokens
-  u32 aligned;        // lines of y begin at multiples of 16 bytes, and end there where the copy engine stores them
-  u32 tail_rows;      // of X that a block copies for the last block of tokens
-  u32 whole;          // items that aren't cut: the first ones
-  u32 range, longer;  // kRanges: kTilesOfRange tiles each; of a range, and ranges that have one more: the first ones
-};
-static_assert(matches_host<WgmmaSpParams>(), "the host has another WgmmaSpParams");

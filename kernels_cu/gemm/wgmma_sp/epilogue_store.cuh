@@ -55,7 +55,7 @@ template <class Result> struct EpilogueStore {
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.aligned) store_box(buffer, output0, token);
+      if (p.y_aligned) store_box(buffer, output0, token);
       else store_elements(buffer, output0, token);
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
@@ -117,7 +117,7 @@ template <class Result> struct EpilogueStore {
 #pragma unroll
     for (int i = 0; i < Config::kAccumulators; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
-    if (p.aligned && issues_stores()) tma_store_wait();
+    if (p.y_aligned && issues_stores()) tma_store_wait();
     named_barrier_sync(barrier, 128);
 #pragma unroll 1
     while (nans[0] | nans[1]) {

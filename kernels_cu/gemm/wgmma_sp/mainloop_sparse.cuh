@@ -92,7 +92,7 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
   // workspace holds the others.
   __device__ __forceinline__ void multiply_k_chunks(Accumulators& accumulators, u32 tiles) {
     // The address is computed anew for each use: few registers are left.
-    const auto saved = [&] { return p.sums + workspace_offset(blockIdx.x, warpgroup, 0); };
+    const auto saved = [&] { return p.partials + workspace_offset(blockIdx.x, warpgroup, 0); };
     accumulate(accumulators, tiles / Config::kKChunks);
 #pragma unroll 1
     for (u32 chunk = 1; chunk < Config::kKChunks; ++chunk) {
@@ -132,7 +132,7 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
     }
   }
   __device__ __forceinline__ float* saved_chunks(const TileScheduler& scheduler) const {
-    return p.groups + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
+    return p.blocked_sums + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
   }
 
   // Sums all of K box by box in float32. The wgmma of the other warpgroup run while this one adds.

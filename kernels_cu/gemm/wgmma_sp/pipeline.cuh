@@ -22,4 +22,4 @@ struct Barriers {
 // depends on whatever the zero was masked with. Two places need that: a copy of accumulators that the compiler would
 // otherwise merge with the originals and spill (mainloop_sparse.cuh), and an arrival that must wait for loads from
 // shared memory although it uses none of their values (mainloop_split_registers.cuh).
-__device__ __forceinline__ u32 opaque_zero(const WgmmaSpParams& p) { return p.aligned >> 1; }
+__device__ __forceinline__ u32 opaque_zero(const WgmmaSpParams& p) { return p.opaque_zero; }

@@ -25,12 +25,13 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
 __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 to, u32 box, WorkTile work, u32 full,
                                                     u32 m_rank, u32 slice) {
   const bool is_tail = work.token + Config::kTileN >= p.n;
-  const u32 tokens = is_tail ? p.tail_rows : Config::kTileN;
+  const u32 tokens = is_tail ? p.x_tail_tokens : Config::kTileN;
   const u32 whole = (is_tail ? (u32)(p.n - work.token) : Config::kTileN) / Config::kTokenGroup * Config::kTokenGroup;
   barrier_arrive_expect_tx(full, tokens * Config::kBoxColumns * 2);
   if (box % Config::kClusterM != m_rank) return;
   const u32 token = (u32)work.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
-  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map, *rest = is_tail ? &p.x_tail_rest_map : &p.x_rest_map;
+  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map,
+                  *rest = is_tail ? &p.x_tail_remainder_map : &p.x_remainder_map;
   if constexpr (Config::kClusterM == 1) {
     if (whole) tma_load(to, groups, token, column, 0, full);
     if (whole < tokens) tma_load(rest_to, rest, token + whole, column, 0, full);
@@ -109,7 +110,7 @@ struct XLoader {
   __device__ __forceinline__ XLoader(const WgmmaSpParams& p, WorkTile work) : work(work) {
     const bool is_tail = work.token + Config::kTileN >= p.n;
     map = is_tail ? &p.x_tail_map : &p.x_map;
-    rows = is_tail ? p.tail_rows : Config::kTileN / Config::kClusterM;
+    rows = is_tail ? p.x_tail_tokens : Config::kTileN / Config::kClusterM;
   }
 
   // Loads this CTA's part of a stage into every CTA that shares it.

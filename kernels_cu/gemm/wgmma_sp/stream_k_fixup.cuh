@@ -16,7 +16,7 @@ struct StreamKFixup {
   }
 
   __device__ __forceinline__ void store_partials(const Accumulators& accumulators, u32 warpgroup) const {
-    save_accumulators(accumulators, p.sums + workspace_offset(blockIdx.x, warpgroup, 0));
+    save_accumulators(accumulators, p.partials + workspace_offset(blockIdx.x, warpgroup, 0));
     named_barrier_arrive(kStoredBarrier + warpgroup, 160);
   }
 
@@ -26,7 +26,7 @@ struct StreamKFixup {
     if (loads) named_barrier_sync(kLoadableBarrier + warpgroup, 160);
 #pragma unroll
     for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {
-      const float* from = p.sums + workspace_offset(blockIdx.x - Config::kClusterSize, warpgroup, r);
+      const float* from = p.partials + workspace_offset(blockIdx.x - Config::kClusterSize, warpgroup, r);
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) load_global_or_zeros(&accumulators[r][4 * q], from + q * 512, loads);
     }
@@ -39,13 +39,13 @@ struct StreamKFixup {
     if (range.high_last > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         named_barrier_sync(kStoredBarrier + w, 160);
-        if (first) store_release(flag(blockIdx.x, w), p.mark);
+        if (first) store_release(flag(blockIdx.x, w), p.launch_id);
       }
     if (range.low_first > 0)
       for (u32 w = 0; w < Config::kWarpgroups; ++w) {
         u64* stored = flag(blockIdx.x - Config::kClusterSize, w);
         if (first) {
-          while (load_acquire(stored) != p.mark) {
+          while (load_acquire(stored) != p.launch_id) {
           }
           *stored = 0;  // a launch that is repeated with the same mark finds no flag set
         }

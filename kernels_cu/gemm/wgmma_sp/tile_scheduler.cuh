@@ -9,11 +9,10 @@ struct WorkTile {
 
   __device__ __forceinline__ WorkTile(const WgmmaSpParams& p, u32 index, u32 m_rank) {
     u32 m_block = index, n_block = 0;
-    if (Config::kTileN > 64 || p.token_blocks > 1) {  // few tokens are spared the divisions
+    if (Config::kTileN > 64 || p.n_tiles > 1) {  // few tokens are spared the divisions
       const u32 m_blocks =
           (u32)((p.row_tiles + Config::kMTiles * Config::kClusterM - 1) / (Config::kMTiles * Config::kClusterM));
-      const u32 group = index / (Config::kRasterGroupM * p.token_blocks),
-                rest = index % (Config::kRasterGroupM * p.token_blocks);
+      const u32 group = index / (Config::kRasterGroupM * p.n_tiles), rest = index % (Config::kRasterGroupM * p.n_tiles);
       const u32 height = min((u32)Config::kRasterGroupM, m_blocks - group * Config::kRasterGroupM);
       m_block = group * Config::kRasterGroupM + rest % height, n_block = rest / height;
     }
@@ -55,9 +54,10 @@ struct TileScheduler {
     __device__ __forceinline__ Range(const WgmmaSpParams& p) {
       constexpr u32 kUnit = Config::kTilesPerUnit;
       const u32 cluster = blockIdx.x / Config::kClusterSize, units = ((u32)p.k_tiles + kUnit - 1) / kUnit;
-      const u32 begin = p.range * cluster + min(cluster, p.longer), end = begin + p.range + (cluster < p.longer);
-      low = p.whole + begin / units, low_first = begin % units * kUnit;
-      high = p.whole + end / units, high_last = end % units * kUnit;
+      const u32 begin = p.units_per_cluster * cluster + min(cluster, p.big_units),
+                end = begin + p.units_per_cluster + (cluster < p.big_units);
+      low = p.data_parallel_tiles + begin / units, low_first = begin % units * kUnit;
+      high = p.data_parallel_tiles + end / units, high_last = end % units * kUnit;
     }
     __device__ __forceinline__ u32 first_inside() const { return low + (low_first > 0); }
   };
@@ -69,14 +69,14 @@ struct TileScheduler {
         last(first_k_tile(p, slice + 1)) {
     if constexpr (Config::kStreamK) go_to(p, index);
   }
-  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.items; }
+  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.work_tiles; }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
-    if (Config::kSplitK > 1) index = p.items;
+    if (Config::kSplitK > 1) index = p.work_tiles;
     else if (!Config::kStreamK) index += stride;
     else if (phase == kDataParallel) go_to(p, index + stride);
     else if (phase == kStorePartials) last = (u32)p.k_tiles, go_inside(p, Range(p), Range(p).first_inside());
     else if (phase == kInside) go_inside(p, Range(p), index + 1);
-    else index = p.items;
+    else index = p.work_tiles;
   }
   __device__ __forceinline__ bool stores_partials() const { return Config::kStreamK && phase == kStorePartials; }
   __device__ __forceinline__ bool loads_partials() const { return Config::kStreamK && phase == kLoadPartials; }
@@ -84,7 +84,7 @@ struct TileScheduler {
   // Goes to a data-parallel tile, or to the beginning of this cluster's range.
   __device__ __forceinline__ void go_to(const WgmmaSpParams& p, u32 tile) {
     index = tile;
-    if (tile < p.whole) return;
+    if (tile < p.data_parallel_tiles) return;
     const Range range(p);
     if (range.high_last > 0) phase = kStorePartials, index = range.high, last = range.high_last;
     else go_inside(p, range, range.first_inside());
@@ -93,6 +93,6 @@ struct TileScheduler {
   __device__ __forceinline__ void go_inside(const WgmmaSpParams& p, const Range& range, u32 tile) {
     phase = kInside, index = tile;
     if (tile < range.high) return;
-    phase = kLoadPartials, index = range.low_first > 0 ? range.low : p.items, first = range.low_first;
+    phase = kLoadPartials, index = range.low_first > 0 ? range.low : p.work_tiles, first = range.low_first;
   }
 };

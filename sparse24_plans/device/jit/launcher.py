@@ -106,16 +106,13 @@ def load(
     threads: int,
     device: DeviceProperties,
     defines: Mapping[str, int],
-    parameters: type[ctypes.Structure],
     shared_bytes: int = 0,
 ) -> Function:
     """Kernel ``name`` of ``source``, compiled for and loaded on ``device``.
 
-    ``parameters`` mirrors the kernel's struct of parameters: the kernel asserts that the sizes are equal.
     Raises BackendUnavailableError without CuPy or NVRTC, DriverError where the compiler or the driver refuses
     the kernel, StorageError where the cache can't be used.
     """
-    defines = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
     if (found := _compiled.get()) is not None:
         found.append(compiled(source, device.cuda_arch, defines))
         return _NotLoaded()
