@@ -1,17 +1,17 @@
-// What surrounds a dense library's product of a block-sparse matrix. All are memory bound.
+// The kernels around cuBLAS's dense product of a block-sparse matrix. All are memory bound.
 //
-//   role            who                what
-//   inflate_blocks  256 threads        32 blocks of a line: their values, or zeros, as part of a dense matrix
-//   finish          256 threads        C = epilogue(acc), element by element; a null acc stands for zeros
-//   gather_blocks   256 threads        4 KB of the kept blocks of a dense C
+//   kernel          threads    work of a CTA
+//   inflate_blocks  256        32 blocks of a block row: writes their values, or zeros, to a dense matrix
+//   finish          256        C = epilogue(acc), element by element; a null acc stands for zeros
+//   gather_blocks   256        copies 4 KB of the kept blocks out of a dense C
 //
-//   no barriers; a few words of shared memory; few registers
+//   no barriers except __syncthreads; a few words of shared memory; few registers
 //
 //   thread   | load 16 bytes | store 16 bytes | next ..
 #include "blocksparse/params/inflate_cublas.cuh"
 #include "common/epilogue.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
   static constexpr int kThreads = 256;
@@ -22,19 +22,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   using Bits = Config::In::Bits;
   constexpr int kVector = 16 / sizeof(Bits), kPerBlock = Config::kBlock / kVector, kPerRow = 32 * kPerBlock;
   __shared__ int before;
-  for (i64 item = blockIdx.x; item < p.work_items; item += gridDim.x) {
-    const u32 word = item % p.bit_words;
-    const i64 line = item / p.bit_words % p.block_rows, batch = item / p.bit_words / p.block_rows;
-    const int* kept = p.kept + line * p.bit_words;
-    if (threadIdx.x == 0) before = p.pointers[line];
+  for (i64 work = blockIdx.x; work < p.work_items; work += gridDim.x) {
+    const u32 word = work % p.bit_words;
+    const i64 block_row = work / p.bit_words % p.block_rows, batch = work / p.bit_words / p.block_rows;
+    const int* kept = p.kept + block_row * p.bit_words;
+    if (threadIdx.x == 0) before = p.pointers[block_row];
     __syncthreads();
     for (u32 w = threadIdx.x; w < word; w += Config::kThreads)
-      if (kept[w]) atomicAdd(&before, __popc(kept[w]));  // of integers: in any order
+      if (kept[w]) atomicAdd(&before, __popc(kept[w]));  // integer sums do not depend on the order
     __syncthreads();
     const u32 bits = kept[word];
     const i64 first = batch * p.blocks + before, column0 = (i64)word * 32 * Config::kBlock;
     const Bits* values = (const Bits*)p.values;
-    Bits* dense = (Bits*)p.dense + ((batch * p.block_rows + line) * Config::kBlock) * p.row_cells + column0;
+    Bits* dense = (Bits*)p.dense + ((batch * p.block_rows + block_row) * Config::kBlock) * p.row_cells + column0;
     for (int i = threadIdx.x; i < Config::kBlock * kPerRow; i += Config::kThreads) {
       const int row = i / kPerRow, block = i % kPerRow / kPerBlock, at = i % kPerBlock * kVector;
       if (column0 + block * Config::kBlock >= p.row_cells) continue;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   constexpr int kVector = 16 / sizeof(Bits), kPerRow = Config::kBlock / kVector, kVectors = Config::kBlock * kPerRow;
   const i64 step = (i64)gridDim.x * Config::kThreads;
   for (i64 i = (i64)blockIdx.x * Config::kThreads + threadIdx.x; i < p.work_items * kVectors; i += step) {
-    const i64 item = i / kVectors, place = item % p.blocks, batch = item / p.blocks;
+    const i64 work = i / kVectors, place = work % p.blocks, batch = work / p.blocks;
     const int row = i % kVectors / kPerRow, at = i % kPerRow * kVector;
     const i64 from = ((batch * p.block_rows + p.rows[place]) * Config::kBlock + row) * p.row_cells +
                      (i64)p.columns[place] * Config::kBlock + at;

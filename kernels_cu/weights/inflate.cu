@@ -8,13 +8,8 @@
 //   no barriers, no shared memory; few registers
 //
 //   thread   | load values and metadata x 4 | expand | store x 4 |
-#include "common/element.cuh"
+#include "common/types.cuh"
 #include "weights/params/inflate.cuh"
-
-// S24_WIDTH is given where the element has no code; else the width follows from the code.
-#ifndef S24_WIDTH
-#define S24_WIDTH sizeof(Element<ElementKind(S24_ELEMENT)>::Bits)
-#endif
 
 // Everything that is compiled in.
 struct Config {

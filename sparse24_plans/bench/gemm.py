@@ -18,7 +18,6 @@ from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..tuning.data import Matrix, Problem, widened
 from ..tuning.timing import Contender, Launch, time_contenders
-from ..vocab import BackendKind
 from . import peers
 from .record import sources_of
 from .scope import BACKENDS
@@ -26,10 +25,10 @@ from .scope import BACKENDS
 Row = dict[str, Any]
 
 _INVARIANT = GuaranteeRequirement(batch_invariant=True)
-FORCED = {kind.value: PlanPreference(prefer_backend=kind) for kind in BACKENDS}
+FORCED = {name: PlanPreference(prefer_backend=name) for name in BACKENDS}
 _MEASURED = {
     **FORCED,
-    "wgmma_sp_invariant": PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require=_INVARIANT),
+    "wgmma_sp_invariant": PlanPreference(prefer_backend="wgmma_sp", require=_INVARIANT),
 }
 SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
 """What selection chose, and what it chose where batch invariance was required."""
@@ -150,7 +149,7 @@ def rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 2)
 
 
-def measured(matrix: Matrix, n: int, backends: Sequence[BackendKind], sources: set[str]) -> list[Row]:
+def measured(matrix: Matrix, n: int, backends: Sequence[str], sources: set[str]) -> list[Row]:
     """The rows of one shape and n, of the named backends if any. Adds to ``sources`` what was timed."""
     cell = Cell(matrix, n)
     for name, preference in _MEASURED.items():

@@ -22,7 +22,7 @@ from ..plan.kernel import Choice
 from ..plan.preference import PlanPreference
 from ..tuning.data import Matrix, free_memory
 from ..tuning.timing import Contender, time_contenders
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 from . import record
 from .gemm import SELECTED, Cell, Row, rounded
 from .models import MODELS
@@ -133,14 +133,14 @@ def _schedules(cell: Cell) -> list[Contender]:
     """Our kernel of the tensor cores with every configuration that it may be given."""
     return [
         cell.contender(f"{row} {configuration}", plan)
-        for row, configuration, plan in _configured(cell, BackendKind.WGMMA_SP)
+        for row, configuration, plan in _configured(cell, "wgmma_sp")
     ]
 
 
 def _algorithms(cell: Cell) -> list[Contender]:
     """cuSPARSELt's algorithms that are right, without split-K."""
     found = []
-    for _, configuration, plan in _configured(cell, BackendKind.CUSPARSELT):
+    for _, configuration, plan in _configured(cell, "cusparselt"):
         if set(configuration) == {"algorithm"}:
             one = cell.contender(f"cusparselt {configuration['algorithm']}", plan)
             if cell.rel_error(one.launches[0]) <= _RIGHT:
@@ -148,7 +148,7 @@ def _algorithms(cell: Cell) -> list[Contender]:
     return found
 
 
-def _configured(cell: Cell, backend: BackendKind) -> Iterator[tuple[str, dict[str, int], GemmSparse24Plan]]:
+def _configured(cell: Cell, backend: str) -> Iterator[tuple[str, dict[str, int], GemmSparse24Plan]]:
     device = cuda_properties(0)
     if cell.plan(PlanPreference(prefer_backend=backend)) is None:
         return

@@ -20,7 +20,7 @@ from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 from . import times
 from .options import (
     AsJson,
@@ -49,7 +49,7 @@ ShapesOption = Annotated[
     int, typer.Option("--shapes", min=1, max=_ALL_SHAPES, metavar="N", help="How many of the Llama shapes.")
 ]
 BackendsOption = Annotated[
-    list[BackendKind] | None,
+    list[str] | None,
     word_option(known=BACKENDS, meaning="Only this backend; repeatable, all by default."),
 ]
 PartsOption = Annotated[
@@ -133,7 +133,7 @@ def _scope(
     n: str,
     shapes: int,
     element: list[ElementKind] | None,
-    backend: list[BackendKind] | None,
+    backend: list[str] | None,
     only: list[str] | None,
 ) -> Scope:
     try:

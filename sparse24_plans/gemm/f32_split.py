@@ -15,7 +15,7 @@ from .arithmetic import names
 from .kernel import GemmKernel
 from .limits import BF16, SPLIT_BLOCK
 from .schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule
-from .schedules.wgmma_sp import OperandLayouts, Schedule
+from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from .wgmma import (
     SOURCE,
     defines,
@@ -105,6 +105,6 @@ class Kernel(GemmKernel):
         return names.split(choice.descriptor, choice.entry.parts, _schedule_of(choice).split_k)
 
 
-def _schedule_of(choice: Choice) -> Schedule:
+def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     wish = choice.preference
     return best_schedule(choice.descriptor, choice.entry, wish.whole_m, wish.max_workspace_bytes)

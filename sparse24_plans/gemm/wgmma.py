@@ -12,15 +12,15 @@ from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
-from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
 from ..plan.operands import Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M
+from .arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import address
 from .schedules.mma_sp import H200_MULTIPROCESSORS
-from .schedules.wgmma_sp import OperandLayouts, Schedule, pitch_of
+from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
 _launch_ids = itertools.count(secrets.randbits(63) | 1)
@@ -94,7 +94,7 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 def defines(
     desc: GemmSparse24Descriptor,
-    schedule: Schedule,
+    schedule: WgmmaSpSchedule,
     lines: OperandLayouts,
     promote: bool,
     parts: int = 0,
@@ -133,7 +133,7 @@ def defines(
     }
 
 
-def grid_size(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
     """Of a launch. With one slice they stay and take tile after tile; with ranges there is one for each."""
     items = schedule.items(n, m)
     # What is parked has room in the workspace of an H200's blocks.
@@ -144,7 +144,7 @@ def grid_size(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> i
 
 
 def fixed_parameters(
-    desc: GemmSparse24Descriptor, schedule: Schedule, lines: OperandLayouts, tiles_of_range: int = 1
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, lines: OperandLayouts, tiles_of_range: int = 1
 ) -> WgmmaSpParams:
     """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
     k_tiles = -(-desc.k // lines.layout.tile_k)
@@ -179,7 +179,9 @@ class Box(NamedTuple):
     """Of so many elements, one after the other in a line: first all lines of one, then those of the next."""
 
 
-def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) -> tuple[Box, Box, Box, Box]:
+def source_boxes(
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, size: int
+) -> tuple[Box, Box, Box, Box]:
     """Of X: of all blocks of tokens; of the last block; in columns: what is left past their whole groups.
 
     ``size``: bytes of an element as it is copied. What lies past the last token is not copied, not even as
@@ -203,7 +205,7 @@ def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) ->
     return whole, tail, rest, tail_rest
 
 
-def result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> Box:
+def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
     """Of Y: at most what a row tile of W makes."""
     size = desc.out_element.itemsize
     tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
@@ -231,7 +233,7 @@ def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
 def launch_parameters(
     fixed: WgmmaSpParams,
     desc: GemmSparse24Descriptor,
-    schedule: Schedule,
+    schedule: WgmmaSpSchedule,
     views: Views,
     source_maps: Callable[[], list[bytes]],
     y_box: Box,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import load
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
@@ -35,7 +34,7 @@ class Inflate:
     """The inflate kernel for one element on one device."""
 
     def __init__(self, element: ElementKind, device: DeviceProperties) -> None:
-        self._function = load(SOURCE, "inflate", _THREADS, device, _defines(element))
+        self._function = load(SOURCE, "inflate", _THREADS, device, {"WIDTH": element.itemsize})
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
         """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
@@ -45,10 +44,3 @@ class Inflate:
             values=values.address, metadata=metadata.address, dense=dense, bytes=nbytes
         )
         return self._function.bind(blocks, parameters)
-
-
-def _defines(element: ElementKind) -> dict[str, int]:
-    """Bytes are moved: of 8-bit elements, not all of which have a code, the width is enough."""
-    if element.itemsize == 1:
-        return {"WIDTH": 1}
-    return {"ELEMENT": ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}

@@ -15,7 +15,7 @@ import sparse24_plans
 from sparse24_plans.device.jit.compiler import KERNEL_FOLDER
 from sparse24_plans.device.jit.structs import Field, KernelParams
 
-WITH_KERNELS = ("gemm", "prepare", "blocksparse", "weights")
+WITH_KERNELS = ("gemm", "prepare", "blocksparse", "weights", "device")
 """Subpackages whose modules declare structs."""
 COLUMNS = 120
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..._vendor import cuda_driver_abi
+from ...device import transpose
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
@@ -14,9 +15,7 @@ from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, Form, turned_bytes
-from ..schedules.blocks_wgmma import Schedule, best_schedule
-from ..transpose import SOURCE as TURN
-from ..transpose import Turn
+from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -66,17 +65,17 @@ class BlocksWgmmaParams(KernelParams):
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE, TURN)
+    sources = (_SOURCE, transpose.SOURCE)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._form = form = Form(desc)
-        self._turns = form.turns(desc, choice.preference.max_workspace_bytes)
-        self._turn = Turn(desc.element.itemsize, device) if self._turns else None
-        self.workspace_size = turned_bytes(self._turns)
-        self.launches = 1 + len(self._turns)
-        self._majors = form.majors(self._turns)
+        self._transposed = form.turns(desc, choice.preference.max_workspace_bytes)
+        self._transpose = transpose.Transpose(desc.element.itemsize, device) if self._transposed else None
+        self.workspace_size = turned_bytes(self._transposed)
+        self.launches = 1 + len(self._transposed)
+        self._majors = form.majors(self._transposed)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
@@ -85,7 +84,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             ("up to " if form.sampled else "")
             + f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
             f"{self._blocks} blocks, clusters of {schedule.share}, {schedule.stages} stages"
-            + "".join(f"; {one.name} is transposed first" for one in self._turns)
+            + "".join(f"; {one.name} is transposed first" for one in self._transposed)
         )
         self._function = load(
             _SOURCE,
@@ -120,23 +119,26 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
         for name, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
             setattr(parameters, name, at)
-        views, turns = self._turned(views, workspace)
+        views, transposes = self._transposes(views, workspace)
         put_maps(parameters, self._maps, views)
         parameters.values = views["c" if form.sampled else form.left].address
         if "bias" in views:
             parameters.bias = views["bias"].address
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
-        return launch_in_order(*turns, multiply) if turns else multiply
+        return launch_in_order(*transposes, multiply) if transposes else multiply
 
-    def _turned(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
-        """The operands as they are multiplied, and what transposes them."""
+    def _transposes(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
+        """Return the operands as they are multiplied, and the launches that transpose them."""
         found, launches, at = dict(views), [], workspace
-        for one in self._turns:
-            if one.size:
-                assert self._turn is not None
-                launch, found[one.name] = self._turn.bind(views[one.name], at)
-                launches.append(launch)
-            at += align_up(one.size)
+        for name, matrices in self._transposed:
+            if matrices.nbytes:
+                assert self._transpose is not None
+                view = views[name]
+                launches.append(self._transpose.bind(matrices, view.address, at))
+                *outer, rows, columns = view.shape
+                shape = (*outer, columns, rows)
+                found[name] = TensorView(at, shape, view.element, view.device, owner=view.owner)
+            at += align_up(matrices.nbytes)
         return found, launches
 
     def _maps(self, views: Views) -> bytes:
@@ -186,7 +188,9 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
     )
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:
+def defines(
+    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int]
+) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     form = Form(desc)
     return {

@@ -13,7 +13,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, Form
 from ..lookup_tables import STRIP
-from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
+from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -120,7 +120,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return found + matrices_map(out, (_STEP if form.tokens_contiguous else wide, wide))
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, int]:
+def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     form = Form(desc)
     return {

@@ -44,7 +44,7 @@ _TABLES = {
 }
 """By the kernel's parameter."""
 _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
-"""Of add_parts."""
+"""Of reduce_split_k."""
 
 
 @kernel_params("blocksparse/params/conv_wgmma.cuh")
@@ -131,7 +131,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
             f"clusters of {found.cut.share}, {found.cut.stages} stages, {found.parts} parts"
         )
         self._multiply = self._load("conv_wgmma", found.cut.threads, device, found.cut.shared_bytes())
-        self._add = self._load("add_parts", _THREADS, device) if self.workspace_size else None
+        self._add = self._load("reduce_split_k", _THREADS, device) if self.workspace_size else None
         self._parameters = _of_shape(desc, found)
 
     def _load(self, name: str, threads: int, device: DeviceProperties, shared_bytes: int = 0) -> Function:

@@ -16,7 +16,7 @@ from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..schedules import mma_sp as schedules
-from ..schedules.mma_sp import Schedule
+from ..schedules.mma_sp import MmaSpSchedule
 
 _SOURCE = "gemm/mma_sp.cu"
 _THREADS = 256
@@ -101,13 +101,13 @@ class Kernel(GemmKernel):
         return f"sources {digest(_SOURCE)}"
 
 
-def _schedule(choice: Choice) -> Schedule:
+def _schedule(choice: Choice) -> MmaSpSchedule:
     return schedules.schedule_of(
         choice.descriptor, choice.device, choice.configuration, choice.preference.whole_m
     )
 
 
-def defines(desc: GemmSparse24Descriptor, schedule: Schedule) -> dict[str, int]:
+def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     return {
         **type_defines(desc),

@@ -20,7 +20,8 @@ _RULES = {
     TileRule.CAUSAL_1122: {"RULE": 1, "SIGNED": 1},
     TileRule.OPTIMAL: {"RULE": 2, "SIGNED": 0},
 }
-# For the optimal rule: bits of a float's mantissa, bias of its exponent, whether it has Inf.
+_NO_FLOAT = (0, 0, 0)
+# The optimal rule computes with values, so it needs the mantissa bits, the exponent bias and whether Inf exists.
 _FLOATS = {
     ElementKind.F32: (23, 127, 1),
     ElementKind.F16: (10, 15, 1),
@@ -45,11 +46,9 @@ class TilePruneParams(KernelParams):
 
 
 def defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
-    defines = {**element_defines(desc.element), **_RULES[desc.rule]}
-    if desc.rule is TileRule.OPTIMAL and desc.element in _FLOATS:
-        mantissa, bias, has_inf = _FLOATS[desc.element]
-        defines |= {"MANTISSA_BITS": mantissa, "EXPONENT_BIAS": bias, "HAS_INF": has_inf}
-    return defines
+    float_format = _FLOATS.get(desc.element, _NO_FLOAT) if desc.rule is TileRule.OPTIMAL else _NO_FLOAT
+    macros = dict(zip(("MANTISSA_BITS", "EXPONENT_BIAS", "HAS_INF"), float_format, strict=True))
+    return {**element_defines(desc.element), **_RULES[desc.rule], **macros}
 
 
 class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
