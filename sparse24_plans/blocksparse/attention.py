@@ -35,14 +35,10 @@ _OF_ROWS = "rows_by_length", "row_pointers", "columns"
 class AttentionTables(KernelParams):
     """Lookup tables and lengths that attention kernels walk by."""
 
-    order = field(
-        "const int*", "Block rows of each head, or block columns, those with the most blocks first."
-    )
+    order = field("const int*", "Block rows, or columns, of each head: those with the most blocks first.")
     pointers = field("const int*", "Index in entries where each block row, or block column, begins.")
     entries = field("const int*", "Block column of each kept block, or block row: [blocks].")
-    claimed = field(
-        "u32*", "Number of work tiles claimed beyond the first of each channel; 0 before the launch."
-    )
+    claimed = field("u32*", "Work tiles claimed beyond each channel's first; 0 before the launch.")
     q_lengths = field("const int*", "Valid rows of Q in each batch element: [Z], or null.")
     kv_lengths = field("const int*", "Valid rows of K and V in each batch element: [Z], or null.")
 

@@ -76,21 +76,14 @@ class ConvWgmmaParams(KernelParams):
     left_map = field("TensorMap", "Values of the filter [blocks * b, b], or dY [pixels, K] for wgrad.")
     right_map = field("TensorMap", "Pixels of X, or of dY for dgrad.")
     out_map = field("TensorMap", "Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.")
-    work_rows = field(
-        "const int*",
-        "Forward: row panels, longest first. wgrad: block row of each group; negative: no group.",
-    )
-    work_blocks = field(
-        "const int*", "Forward: block columns that each panel meets. wgrad: first block of each group."
-    )
+    work_rows = field("const int*", "Row panels, longest first. For wgrad: block row of each group, or -1.")
+    work_blocks = field("const int*", "Block columns of each panel. For wgrad: first block of each group.")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin; of each tap, for dgrad.")
     columns = field("const int*", "Block column of each block: [blocks], for wgrad.")
     value_index = field("const int*", "Index of each block in the values: [blocks], for dgrad.")
     bias = field("const void*", "Bias [rows], or null.")
-    out = field(
-        "void*", "Results [images, h, w, rows] with phases; the filter's gradient when split-K is reduced."
-    )
+    out = field("void*", "Results [images, h, w, rows] of phases, or the reduced gradient of the filter.")
     partials = field("const float*", "Partial sums of split-K: [split_k, elements].")
     elements = field("i64", "Number of elements of the filter's gradient.")
     h = field(AxisParams, "Vertical axis.")
