@@ -65,8 +65,10 @@ class AxisParams(KernelParams):
     def of(cls, axis: Axis, size: int) -> AxisParams:
         shift = 31 + (axis.results - 1).bit_length()
         multiplier = -(-(1 << shift) // axis.results)  # times less than 2^31, shifted: the quotient
-        walk = axis.lower, axis.stride, axis.start, axis.step, axis.divide
-        return cls(*walk, axis.results, size, multiplier, shift)
+        walk = {
+            name: getattr(axis, name) for name in ("lower", "stride", "start", "step", "divide", "results")
+        }
+        return cls(**walk, size=size, multiplier=multiplier, shift=shift)
 
 
 @kernel_params("blocksparse/params/conv_wgmma.cuh")

@@ -53,25 +53,36 @@ def field(cxx: str | type[KernelParams], about: str, length: int = 0) -> Any:
 
 
 class KernelParams(ctypes.Structure):
-    """A struct that the host passes to a kernel by value. The C++ struct has the name of the class."""
+    """A struct that the host passes to a kernel by value. The C++ struct has the name of the class.
 
+    Values are given by name; a name that is not declared raises AttributeError.
+    """
+
+    __slots__ = ()
     header: ClassVar[str]
     """File below kernels_cu/ that declares the struct to the kernel."""
     declared: ClassVar[dict[str, Field]]
     """The fields by their names, in the order of their offsets."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
 
 
 def kernel_params(header: str) -> Callable[[type[Params]], type[Params]]:
     """Decorate a class of fields: it becomes a ctypes structure, which ``header`` declares to the kernel."""
 
     def declare(struct: type[Params]) -> type[Params]:
-        struct.header = header
-        struct.declared = {name: one for name, one in vars(struct).items() if isinstance(one, Field)}
-        fields = [(name, one.ctype) for name, one in struct.declared.items()]
-        if any(one.cxx == "TensorMap" for one in struct.declared.values()):
+        declared = {name: one for name, one in vars(struct).items() if isinstance(one, Field)}
+        fields = [(name, one.ctype) for name, one in declared.items()]
+        if any(one.cxx == "TensorMap" for one in declared.values()):
             unpadded = type("unpadded", (ctypes.Structure,), {"_fields_": fields})
             fields.append(("padding", ctypes.c_char * (-ctypes.sizeof(unpadded) % _MAP_ALIGNMENT)))
-        struct._fields_ = fields
-        return struct
+        # Only a new class can have slots, which make assignments to other names fail.
+        left_out = {*declared, "__dict__", "__weakref__"}
+        rest = {name: value for name, value in vars(struct).items() if name not in left_out}
+        rest |= {"__slots__": (), "_fields_": fields, "header": header, "declared": declared}
+        copy: Any = type(struct)
+        made: type[Params] = copy(struct.__name__, struct.__bases__, rest)
+        return made
 
     return declare
