@@ -5,9 +5,8 @@ The workspace holds the parts of X, then what blocks hand over, then sums of gro
 
 from __future__ import annotations
 
-import ctypes
-
 from ..device.jit.launcher import load
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..plan.kernel import Choice, launch_in_order
 from ..plan.operands import Alignment, Views
@@ -16,10 +15,9 @@ from .arithmetic import names
 from .kernel import GemmKernel
 from .limits import BF16, SPLIT_BLOCK
 from .schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule
-from .schedules.wgmma_sp import OperandLayouts, Schedule
+from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from .wgmma import (
     SOURCE,
-    Parameters,
     defines,
     fixed_parameters,
     grid_size,
@@ -34,16 +32,15 @@ _THREADS = 256
 """Of a block of the pass over X."""
 
 
-class _SplitParameters(ctypes.Structure):
-    """F32SplitParams of the kernel."""
+@kernel_params("gemm/params/f32_split.cuh")
+class F32SplitParams(KernelParams):
+    """Parameters of ``gemm/f32_split.cu``."""
 
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-    ]
+    x = field("const float*", "X[n, k].")
+    terms = field("u16*", "The bf16 terms of X: [terms][n][k].")
+    n = field("i64", "Number of tokens.")
+    k = field("i64", "Number of columns of X.")
+    x_stride = field("i64", "Elements from one row of X to the next.")
 
 
 class Kernel(GemmKernel):
@@ -63,7 +60,7 @@ class Kernel(GemmKernel):
         self._regions = Regions.of(schedule, desc, self.entry.parts, self._blocks)
         self.workspace_size = self._regions.end
         lines, parts = OperandLayouts.of(desc, layout_called(self.entry.layout)), self.entry.parts
-        self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": parts}, _SplitParameters)
+        self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": parts})
         stages = schedule.stages(lines, parts)
         self._function = load(
             SOURCE,
@@ -71,7 +68,6 @@ class Kernel(GemmKernel):
             128 * (schedule.warpgroups + 1),
             device,
             defines(desc, schedule, lines, False, parts, after_pass=True),
-            Parameters,
             shared_bytes=schedule.shared_bytes(lines, parts),
         )
         self.details = (
@@ -96,10 +92,10 @@ class Kernel(GemmKernel):
         parameters = launch_parameters(
             self._fixed, desc, self._schedule, views, source_maps, self._result_box, handed
         )
-        parameters.groups = workspace + self._regions.groups
+        parameters.blocked_sums = workspace + self._regions.groups
         split = self._split.bind(
             self._split_blocks,
-            _SplitParameters(source.address, workspace, desc.n, desc.k, source.strides[0]),
+            F32SplitParams(x=source.address, terms=workspace, n=desc.n, k=desc.k, x_stride=source.strides[0]),
             overlapping=True,
         )
         return launch_in_order(split, self._function.bind(self._blocks, parameters, overlapping=True))
@@ -109,6 +105,6 @@ class Kernel(GemmKernel):
         return names.split(choice.descriptor, choice.entry.parts, _schedule_of(choice).split_k)
 
 
-def _schedule_of(choice: Choice) -> Schedule:
+def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     wish = choice.preference
     return best_schedule(choice.descriptor, choice.entry, wish.whole_m, wish.max_workspace_bytes)

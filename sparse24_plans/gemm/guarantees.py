@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..plan.arithmetic import PROMOTED_EVERY, SPLIT_SUM, in_order
+from ..plan.arithmetic import PROMOTED_EVERY, in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic import names
+from .arithmetic.split import SPLIT_SUM
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32

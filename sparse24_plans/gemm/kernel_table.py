@@ -17,7 +17,6 @@ from ..vocab import (
     TILE64X128_LAYOUT,
     TILE64X256_LAYOUT,
     ArchSku,
-    BackendKind,
     ElementKind,
     EpilogueKind,
     GemmOp,
@@ -78,7 +77,7 @@ class GemmEntry(KernelEntry):
 # Any n: chosen where there is no wgmma and batch invariance is required.
 _MMA_SP_MANY = GemmEntry(
     name="mma_sp_many",
-    backend=BackendKind.MMA_SP,
+    backend="mma_sp",
     tier=Tier.SPARSE_TENSOR_CORE,
     arch=ArchSku.SM80,
     guarantee=guarantees.mma_sp,
@@ -92,7 +91,7 @@ _MMA_SP_MANY = GemmEntry(
 _WGMMA_SP = replace(
     with_wgmma(_MMA_SP_MANY),
     name="wgmma_sp",
-    backend=BackendKind.WGMMA_SP,
+    backend="wgmma_sp",
     guarantee=guarantees.wgmma_sp,
     limits=limits.wgmma_sp,
     min_workspace=limits.wgmma_sp_workspace,
@@ -101,7 +100,7 @@ _WGMMA_SP = replace(
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
 
 
-def _split_row(name: str, backend: BackendKind, parts: int) -> GemmEntry:
+def _split_row(name: str, backend: str, parts: int) -> GemmEntry:
     """float32 in so many parts of bf16."""
     return replace(
         _WGMMA_SP,
@@ -124,14 +123,14 @@ def _invariant(row: GemmEntry) -> GemmEntry:
     return replace(row, name=f"{row.name}_invariant", guarantee=guarantee)
 
 
-_F32_SPLIT3 = _split_row("f32_split3", BackendKind.F32_SPLIT3, 2)
-_F32_SPLIT6 = _split_row("f32_split6", BackendKind.F32_SPLIT6, MOST_PARTS)
+_F32_SPLIT3 = _split_row("f32_split3", "f32_split3", 2)
+_F32_SPLIT6 = _split_row("f32_split6", "f32_split6", MOST_PARTS)
 
 _HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
 
 _CUSPARSELT = GemmEntry(
     name="cusparselt",
-    backend=BackendKind.CUSPARSELT,
+    backend="cusparselt",
     tier=Tier.SPARSE_TENSOR_CORE,
     arch=ArchSku.SM80,
     guarantee=guarantees.cusparselt,
@@ -179,7 +178,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     replace(_MMA_SP_MANY, name="mma_sp", limits=limits.mma_sp_few),
     GemmEntry(
         name="inflate_cublas",
-        backend=BackendKind.INFLATE_CUBLAS,
+        backend="inflate_cublas",
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
         epilogues=EXACT_UNGATED,
@@ -191,7 +190,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     _MMA_SP_MANY,
     GemmEntry(
         name="inflate_strict",
-        backend=BackendKind.INFLATE_STRICT,
+        backend="inflate_strict",
         tier=Tier.INFLATE,
         guarantee=guarantees.strict,
         limits=limits.strict,
@@ -202,7 +201,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=(8, 9), elements=(FP8,)),
     GemmEntry(
         name="host_blas",
-        backend=BackendKind.HOST,
+        backend="host",
         tier=Tier.HOST,
         guarantee=guarantees.host_blas,
         layout=DENSE_F32_LAYOUT,
@@ -215,7 +214,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     GemmEntry(
         name="host_strict",
         strict=True,
-        backend=BackendKind.HOST,
+        backend="host",
         tier=Tier.HOST,
         guarantee=guarantees.strict,
         elements=_HOST_ELEMENTS,
@@ -225,7 +224,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     # The tensor cores' bits, for audits: chosen where their arithmetic is required by name.
     GemmEntry(
         name="host_tensor_core",
-        backend=BackendKind.HOST_TENSOR_CORE,
+        backend="host_tensor_core",
         tier=Tier.HOST,
         guarantee=guarantees.host_tensor_core,
         elements=(F32, F16, BF16, FP8),

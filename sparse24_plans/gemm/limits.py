@@ -6,12 +6,14 @@ import re
 
 from .._vendor import cusparselt_abi as abi
 from ..device.install import install_advice
-from ..plan.arithmetic import SPLIT_GROUP
+from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
+from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
+from .arithmetic.split import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
@@ -25,8 +27,6 @@ _GROUP_SUMS = 132 * 128 * 128 * 4
 DIRECT_TOKENS, _SECTOR = 64, 32
 """Up to so many, X in columns is multiplied as it lies; of more where columns begin at multiples of so many
 bytes, which memory gives at a time."""
-TURNED_TILE = 64
-"""Columns, and tokens, of X in columns that a block turns into rows."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
 
@@ -48,8 +48,9 @@ def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
-    """mma_sp's limits, and a preference for so few tokens that it beats inflating, as measured on an H200."""
-    most = 256 if problem.m * problem.k >= 1 << 26 else 128
+    """mma_sp's limits, and a preference for so few tokens that it beats inflating."""
+    limits = constants("mma_sp_max_n")
+    most = limits["large" if problem.m * problem.k >= limits["large_weight"] else "small"]
     return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
 
 
@@ -92,7 +93,7 @@ def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
 
 
 def _turned_blocks(problem: GemmSparse24Descriptor) -> int:
-    return -(-problem.k // TURNED_TILE) * -(-problem.n // TURNED_TILE)
+    return Matrices(problem.k, problem.n, problem.element.itemsize).ctas
 
 
 def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:

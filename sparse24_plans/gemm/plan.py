@@ -8,13 +8,13 @@ from typing_extensions import Self
 
 from ..device.devices import DeviceLike, resolve
 from ..device.jit.cache import CompiledKernel
+from ..device.streams import on_stream
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..vocab import DeviceProperties, GemmOp
-from ..weights.on_device import on_stream
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
 from .arithmetic.results import Results

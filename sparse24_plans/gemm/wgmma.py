@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import secrets
 from collections.abc import Callable
@@ -11,58 +10,70 @@ from typing import NamedTuple
 from .._vendor import cuda_driver_abi
 from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import put_maps
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
-from ..plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..plan.kernel import align_up
 from ..plan.operands import Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M
+from .arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import address
 from .schedules.mma_sp import H200_MULTIPROCESSORS
-from .schedules.wgmma_sp import OperandLayouts, Schedule, pitch_of
+from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
-_marks = itertools.count(secrets.randbits(63) | 1)
-"""One for each bound launch, which no workspace holds by chance. After a run no flag holds it any longer."""
+_launch_ids = itertools.count(secrets.randbits(63) | 1)
+"""One for each bound launch. No workspace holds it by chance, and after a run no flag holds it any longer."""
 
 
-class Parameters(ctypes.Structure):
-    """WgmmaSpParams of the kernel."""
+@kernel_params("gemm/params/wgmma_sp.cuh")
+class WgmmaSpParams(KernelParams):
+    """Parameters of ``gemm/wgmma_sp.cu``."""
 
-    _fields_ = [
-        ("x_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("x_tail_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("x_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("x_tail_rest_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("y_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("x", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("scale_x", ctypes.c_void_p),
-        ("scale_w", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("flags", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("groups", ctypes.c_void_p),
-        ("mark", ctypes.c_uint64),
-        ("n", ctypes.c_int64),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("y_stride", ctypes.c_int64),
-        ("row_tiles", ctypes.c_int64),
-        ("k_tiles", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("token_blocks", ctypes.c_uint32),
-        ("items", ctypes.c_uint32),
-        ("aligned", ctypes.c_uint32),
-        ("tail_rows", ctypes.c_uint32),
-        ("whole", ctypes.c_uint32),
-        ("range", ctypes.c_uint32),
-        ("longer", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 24),  # a tensor map's alignment is the struct's
-    ]
+    x_map = field(
+        "TensorMap",
+        "X in boxes of 128 bytes of each row that a CTA loads, swizzled. Column-major X: the whole groups of "
+        "tokens of a token tile, as [group, column, token].",
+    )
+    x_tail_map = field("TensorMap", "Like x_map, in boxes for the last token tile.")
+    x_remainder_map = field("TensorMap", "Column-major X: the partial group of tokens that ends a tile.")
+    x_tail_remainder_map = field("TensorMap", "Column-major X: the partial group that ends the last tile.")
+    y_map = field("TensorMap", "Y in boxes of one step of the staged store. Used if TMA stores Y.")
+    x = field("const void*", "X[n, k]. For float32 the original X: x_map reads its bf16 terms.")
+    packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
+    bias = field("const void*", "Bias [m], or null.")
+    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
+    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
+    y = field("void*", "Y[n, m], or Y[n, m / 2] if the epilogue is gated.")
+    flags = field("u64*", "Stream-K: [CTAs][warpgroups], set to launch_id once the partial sums are stored.")
+    partials = field(
+        "float*",
+        "Workspace [CTAs][row tiles][accumulators / 4][128][4]. Holds partial sums for stream-K, or "
+        "accumulators that wait while another K chunk is multiplied.",
+    )
+    blocked_sums = field(
+        "float*",
+        "Workspace for sums over earlier groups of K tiles, or over earlier K chunks. It has the shape of "
+        "partials twice: for work tiles that are not split, and for one that is.",
+    )
+    launch_id = field("u64", "Value of flags that no other launch uses.")
+    n = field("i64", "Number of tokens.")
+    m = field("i64", "Number of rows of W.")
+    k = field("i64", "Number of columns of X.")
+    x_stride = field("i64", "Elements from one row of X to the next, or column if X is column-major.")
+    y_stride = field("i64", "Elements from one row of Y to the next, or column if Y is column-major.")
+    row_tiles = field("i64", "Number of packed tiles along the rows of W.")
+    k_tiles = field("i64", "Number of packed tiles along K.")
+    alpha = field("float", "Factor of the product.")
+    n_tiles = field("u32", "Number of token tiles that cover n.")
+    work_tiles = field("u32", "Number of work tiles; each is one cluster's tile of Y.")
+    y_aligned = field("u32", "1 if rows (columns) of Y begin, and for TMA also end, at 16-byte multiples.")
+    x_tail_tokens = field("u32", "Number of tokens of X that a CTA loads for the last token tile.")
+    data_parallel_tiles = field("u32", "Number of work tiles that no cluster shares; they come first.")
+    units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
+    big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
+    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -70,7 +81,7 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 def defines(
     desc: GemmSparse24Descriptor,
-    schedule: Schedule,
+    schedule: WgmmaSpSchedule,
     lines: OperandLayouts,
     promote: bool,
     parts: int = 0,
@@ -109,7 +120,7 @@ def defines(
     }
 
 
-def grid_size(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
     """Of a launch. With one slice they stay and take tile after tile; with ranges there is one for each."""
     items = schedule.items(n, m)
     # What is parked has room in the workspace of an H200's blocks.
@@ -120,24 +131,24 @@ def grid_size(schedule: Schedule, n: int, m: int, device: DeviceProperties) -> i
 
 
 def fixed_parameters(
-    desc: GemmSparse24Descriptor, schedule: Schedule, lines: OperandLayouts, tiles_of_range: int = 1
-) -> Parameters:
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, lines: OperandLayouts, tiles_of_range: int = 1
+) -> WgmmaSpParams:
     """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
     k_tiles = -(-desc.k // lines.layout.tile_k)
     whole, range_units, longer = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_of_range))
-    return Parameters(
+    return WgmmaSpParams(
         n=desc.n,
         m=desc.m,
         k=desc.k,
         row_tiles=-(-desc.m // TILE_M),
         k_tiles=k_tiles,
         alpha=desc.alpha,
-        token_blocks=-(-desc.n // schedule.tokens),
-        items=schedule.items(desc.n, desc.m),
-        tail_rows=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
-        whole=whole,
-        range=range_units,
-        longer=longer,
+        n_tiles=-(-desc.n // schedule.tokens),
+        work_tiles=schedule.items(desc.n, desc.m),
+        x_tail_tokens=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
+        data_parallel_tiles=whole,
+        units_per_cluster=range_units,
+        big_units=longer,
     )
 
 
@@ -155,7 +166,9 @@ class Box(NamedTuple):
     """Of so many elements, one after the other in a line: first all lines of one, then those of the next."""
 
 
-def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) -> tuple[Box, Box, Box, Box]:
+def source_boxes(
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, size: int
+) -> tuple[Box, Box, Box, Box]:
     """Of X: of all blocks of tokens; of the last block; in columns: what is left past their whole groups.
 
     ``size``: bytes of an element as it is copied. What lies past the last token is not copied, not even as
@@ -179,7 +192,7 @@ def source_boxes(desc: GemmSparse24Descriptor, schedule: Schedule, size: int) ->
     return whole, tail, rest, tail_rest
 
 
-def result_box(desc: GemmSparse24Descriptor, schedule: Schedule) -> Box:
+def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
     """Of Y: at most what a row tile of W makes."""
     size = desc.out_element.itemsize
     tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
@@ -205,26 +218,26 @@ def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
 
 
 def launch_parameters(
-    fixed: Parameters,
+    fixed: WgmmaSpParams,
     desc: GemmSparse24Descriptor,
-    schedule: Schedule,
+    schedule: WgmmaSpSchedule,
     views: Views,
     source_maps: Callable[[], list[bytes]],
     y_box: Box,
     handed: int,
-) -> Parameters:
+) -> WgmmaSpParams:
     """Of a launch. ``source_maps``: makes X's four; ``handed``: where what blocks hand over may lie."""
-    parameters = Parameters.from_buffer_copy(fixed)
+    parameters = WgmmaSpParams.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, result_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
     # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
     copied = schedule.split_k == 1
     ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
-    parameters.aligned = (result.address | result_stride * size | ends) % 16 == 0
+    parameters.y_aligned = (result.address | result_stride * size | ends) % 16 == 0
 
     def maps() -> bytes:
         found = b"".join(source_maps())
-        return found + view_map(result, desc.y_order, y_box) if parameters.aligned and copied else found
+        return found + view_map(result, desc.y_order, y_box) if parameters.y_aligned and copied else found
 
     put_maps(parameters, maps)
     parameters.x = source.address
@@ -236,7 +249,8 @@ def launch_parameters(
     parameters.y = result.address
     parameters.y_stride = result_stride
     if schedule.workspace_bytes():
-        sums = handed + schedule.flags_bytes()
-        parameters.flags, parameters.sums, parameters.groups = handed, sums, sums + schedule.sums_bytes()
-        parameters.mark = next(_marks)
+        parameters.flags = handed
+        parameters.partials = partials = handed + schedule.flags_bytes()
+        parameters.blocked_sums = partials + schedule.sums_bytes()
+        parameters.launch_id = next(_launch_ids)
     return parameters

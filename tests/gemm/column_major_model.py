@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, Schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from sparse24_plans.gemm.wgmma import Box, source_boxes
 
 BOX_COLUMNS, STEP_COLUMNS = 64, 32
@@ -75,7 +75,7 @@ def read_b(shared: np.ndarray, at: int, tokens: int) -> np.ndarray:
     return shared[table].astype(np.uint16) | shared[table + 1].astype(np.uint16) << 8
 
 
-def copy_lines(shared: np.ndarray, schedule: Schedule, x: np.ndarray, token0: int, box: int) -> None:
+def copy_lines(shared: np.ndarray, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int) -> None:
     """What copy_lines of kernels_cu/gemm/wgmma_sp/producer.cuh does in one stage. x: [n, k] as bits."""
     chunks, group, filled = schedule.tokens // 8, schedule.group(2), []
     swapped, threads = group // 8, 32 if schedule.stream_k else 64
@@ -102,7 +102,7 @@ def copy_lines(shared: np.ndarray, schedule: Schedule, x: np.ndarray, token0: in
 
 
 def stage(
-    desc: GemmSparse24Descriptor, schedule: Schedule, x: np.ndarray, token0: int, box: int
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int
 ) -> tuple[np.ndarray, int, int]:
     """Shared memory after one stage of X was copied for the tokens from ``token0``, the bytes that the engine
     moved there, and those that copy_columns of gemm/wgmma_sp/producer.cuh announces. x: [n, k] as bits.

@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
 from sparse24_plans.gemm import f32_split, limits
-from sparse24_plans.gemm.arithmetic.split import MOST_PARTS, pairs, parts_of
+from sparse24_plans.gemm.arithmetic.split import (
+    MOST_PARTS,
+    SPLIT_GROUP,
+    SPLIT_SUM,
+    SPLIT_TILE,
+    pairs,
+    parts_of,
+)
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts
 from sparse24_plans.gemm.wgmma import grid_size
-from sparse24_plans.plan.arithmetic import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
+from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import sys
@@ -24,12 +23,12 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.blocksparse import kernel_table as blocks_table
-from sparse24_plans.blocksparse import transpose
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.gemm import f32_split, transpose_x
+from sparse24_plans.device import transpose
+from sparse24_plans.gemm import f32_split
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
@@ -138,12 +137,11 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
     """What the backend would compile and load in the block."""
     found: list[Request] = []
 
-    def record(source, name, threads, device, defines, parameters, shared_bytes=0):
-        macros = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
-        found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, transpose_x, transpose):
+        for module in (sys.modules[kernel.__module__], inflate, transpose):
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found

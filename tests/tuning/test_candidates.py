@@ -10,7 +10,7 @@ from sparse24_plans import GemmSparse24Descriptor, PlanPreference, UnsupportedEr
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
-from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.search import tunable
 
@@ -51,7 +51,7 @@ def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch
             wgmma_sp.Kernel(Choice(desc, H200, row, PlanPreference(), configuration))
         except UnsupportedError:
             continue
-        kept.append(Schedule(**configuration))
+        kept.append(WgmmaSpSchedule(**configuration))
     assert kept
     if row.guarantee(desc).batch_invariant:
         assert {one.split_k * one.k_chunks for one in kept} == {1}  # of 8192 out features

@@ -12,6 +12,12 @@ from ...weights import bf16_terms as in_memory
 Array = np.ndarray[Any, Any]
 
 MOST_PARTS = 3
+SPLIT_TILE = 64
+"""Columns of K whose products of split terms are added consecutively, small products first."""
+SPLIT_SUM = {2: 4 * SPLIT_TILE, 3: SPLIT_TILE}
+"""Columns of K whose products form one tensor-core sum, by the number of split terms of a float32."""
+SPLIT_GROUP = {2: 0, 3: 64 * SPLIT_TILE}
+"""Columns of K of one blocked sum, by the number of split terms of a float32; 0: a whole slice is one sum."""
 _BF16 = ElementKind.BF16.dtype
 
 

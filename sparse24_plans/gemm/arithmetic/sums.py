@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arithmetic.fma32 import fma_f32
-from ...plan.arithmetic import EXACT_SUM, SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE, Arithmetic
+from ...plan.arithmetic import EXACT_SUM, Arithmetic
 from ...plan.operands import Views
 from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
 from ...weights.packed_layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
 from . import split, tensor_core
+from .split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 
 Array = np.ndarray[Any, Any]
 AfterStep = Callable[[int, Array], Array]

@@ -1,30 +1,28 @@
 """Launches ``gemm/wgmma_sp.cu``: packed weights, wgmma.sp fed by the copy engine.
 
 Its workspace is for sums that blocks hand over, and flags: one that holds the launch's own mark is set; then
-for X in rows, where it lies in columns and ``gemm/transpose_x.cu`` turns it first.
+for row-major X, if X is column-major and ``common/transpose.cu`` transposes it first.
 """
 
 from __future__ import annotations
 
+from ...device import transpose
 from ...device.jit.compiler import digest
 from ...device.jit.launcher import load
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
 from ...plan.kernel import Choice, launch_in_order
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel
 from ..limits import should_turn, turned_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
-from ..schedules.wgmma_sp import OperandLayouts, Schedule
-from ..transpose_x import SOURCE as TURN_SOURCE
-from ..transpose_x import Turning
+from ..schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from ..wgmma import (
     SOURCE,
-    Parameters,
     defines,
     fixed_parameters,
     grid_size,
@@ -37,7 +35,7 @@ from ..wgmma import (
 
 class Kernel(GemmKernel):
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
-    sources = (SOURCE, TURN_SOURCE)
+    sources = (SOURCE, transpose.SOURCE)
     tunable = True
     workspace_alignment = 256
 
@@ -45,14 +43,14 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._schedule = schedule = _schedule_of(choice)
-        self._turning = None
-        if _turns(choice, schedule):
-            self._turning, self.launches = Turning(desc, device), 2
+        self._transpose = None
+        if _transposes(choice, schedule):
+            self._transpose, self.launches = transpose.Transpose(desc.element.itemsize, device), 2
             self.alignments = {"weight": Alignment(16)}
             desc = desc.model_copy(update={"x_order": MatrixOrder.ROW})
         self._multiplied = desc
         self._blocks = grid_size(schedule, desc.n, desc.m, device)
-        self.workspace_size = schedule.workspace_bytes() + (self._turning.nbytes if self._turning else 0)
+        self.workspace_size = schedule.workspace_bytes() + (turned_bytes(desc) if self._transpose else 0)
         lines = OperandLayouts.of(desc)
         weight_stages, source_stages = schedule.stages(lines)
         self.details = (
@@ -61,15 +59,14 @@ class Kernel(GemmKernel):
             f"{' in equal shares' if schedule.stream_k else ''}"
             f", K in {schedule.split_k * schedule.k_chunks} slices, clusters of "
             f"{schedule.cluster}, {weight_stages} + {source_stages} stages"
-            f"{', X turned into rows first' if self._turning else ''}"
+            f"{', X transposed first' if self._transpose else ''}"
         )
         self._function = load(
             SOURCE,
             "gemm_wgmma_sp",
             128 * (schedule.warpgroups + 1),
             device,
-            defines(desc, schedule, lines, self.entry.promoted, after_pass=self._turning is not None),
-            Parameters,
+            defines(desc, schedule, lines, self.entry.promoted, after_pass=self._transpose is not None),
             shared_bytes=schedule.shared_bytes(lines),
         )
         self._source_boxes = source_boxes(desc, schedule, desc.element.itemsize)
@@ -92,12 +89,15 @@ class Kernel(GemmKernel):
 
     def _source(self, source: TensorView, workspace: int) -> tuple[TensorView, Launch | None]:
         """X as it is multiplied, and what makes it so."""
-        if self._turning is None:
+        if self._transpose is None:
             return source, None
         # Whether it can run is asked without a workspace.
         space = workspace + self._schedule.workspace_bytes() if workspace else source.address & -256
         rows = TensorView(space, source.shape, source.element, source.device)
-        return rows, self._turning.launcher(source, space)
+        n, k = source.shape
+        matrices = transpose.Matrices(k, n, source.element.itemsize)
+        stride = leading_dimension(source, MatrixOrder.COLUMN)
+        return rows, self._transpose.bind(matrices, source.address, space, stride)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
@@ -115,14 +115,14 @@ class Kernel(GemmKernel):
         return f"sources {digest(SOURCE)}"
 
 
-def _schedule_of(choice: Choice) -> Schedule:
+def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     desc, row, preference = choice.descriptor, choice.entry, choice.preference
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if most is not None:
         most -= wgmma_sp_workspace(desc)
     if whole_m is not None or not choice.configuration:  # which knows nothing of whole_m
         return best_schedule(desc, row, whole_m, most)
-    schedule = Schedule(**choice.configuration)
+    schedule = WgmmaSpSchedule(**choice.configuration)
     if schedule not in allowed_schedules(desc, row):
         raise UnsupportedError(f"configuration: {row.name} can't keep its promises with {schedule}")
     if most is not None and schedule.workspace_bytes() > most:
@@ -130,8 +130,8 @@ def _schedule_of(choice: Choice) -> Schedule:
     return schedule
 
 
-def _turns(choice: Choice, schedule: Schedule) -> bool:
-    """Whether X is turned into rows first."""
+def _transposes(choice: Choice, schedule: WgmmaSpSchedule) -> bool:
+    """Return whether column-major X is transposed first."""
     desc, most = choice.descriptor, choice.preference.max_workspace_bytes
     has_space = most is None or schedule.workspace_bytes() + turned_bytes(desc) <= most
     return should_turn(desc) and has_space
