@@ -148,8 +148,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the bias and the scales if there are
-        any."""
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias and scales."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, f32 = self.n, ElementKind.F32
         found = [

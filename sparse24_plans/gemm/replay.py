@@ -62,8 +62,7 @@ class Replay(Model):
 
 
 def chosen_results(samples: Any, seed: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
-    """Tokens and outputs of the requested results in the fastest order: all for None, a number, or given
-    pairs."""
+    """Tokens and outputs of the requested results (all, some random ones, or pairs) in the fastest order."""
     total, number, start = desc.n * desc.outputs, integer(samples), integer(seed)
     if start is None or not 0 <= start <= INT64_MAX:
         raise InvalidProblemError(f"seed: expected an integer from 0 to 2^63 - 1, got {shown(seed)}")

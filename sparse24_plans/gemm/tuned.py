@@ -128,8 +128,7 @@ class TuningTable:
     def promises(
         self, descriptor: GemmSparse24Descriptor, kernels: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
-        """Kernel -> flags that its configuration's self-test confirmed, for entries that apply on the
-        device."""
+        """Kernel -> flags that its configuration's self-test confirmed, for entries that apply."""
         return {name: entry.promises for name, entry in self._applicable(descriptor, kernels, device).items()}
 
     def configurations(
@@ -153,8 +152,7 @@ class TuningTable:
     def configuration(
         self, descriptor: GemmSparse24Descriptor, kernel: GemmEntry, device: DeviceProperties
     ) -> Mapping[str, int]:
-        """The kernel's configuration. It is empty without an entry, or with a TuningWarning if the entry
-        can't apply."""
+        """The kernel's configuration; empty without an entry, or with a TuningWarning if it can't apply."""
         entry = self.find(descriptor).get(kernel.name)
         if entry is None:
             return {}

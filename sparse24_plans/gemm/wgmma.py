@@ -25,8 +25,7 @@ from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
 _launch_ids = itertools.count(secrets.randbits(63) | 1)
-"""A number for each bound launch. No workspace holds it by chance, and after a run no flag holds it any
-more."""
+"""A number for each bound launch. No workspace holds it by chance, and a run leaves no flag with it."""
 
 
 class WgmmaSpParams(KernelParams):
@@ -95,8 +94,7 @@ _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 class WgmmaKernel(GemmKernel):
-    """Base of the backends that multiply by ``gemm/wgmma_sp.cu``, some of them after a pre-pass kernel over
-    X."""
+    """Base of the backends that launch ``gemm/wgmma_sp.cu``, possibly after a pre-pass kernel over X."""
 
     alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
     workspace_alignment = 256
@@ -197,8 +195,7 @@ def defines(
 
 
 def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
-    """CTAs of a launch: persistent without split-K, one cluster per range with stream-K, else one per
-    tile."""
+    """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
     items = schedule.items(n, m)
     # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
@@ -210,8 +207,7 @@ def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DevicePropertie
 def fixed_parameters(
     desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts, tiles_per_unit: int = 1
 ) -> WgmmaSpParams:
-    """The parameters that don't depend on the operands' addresses. A stream-K unit has ``tiles_per_unit`` K
-    tiles."""
+    """The parameters that don't depend on addresses. A stream-K unit has ``tiles_per_unit`` K tiles."""
     k_tiles = -(-desc.k // layouts.layout.tile_k)
     data_parallel, units, big_units = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_per_unit))
     return WgmmaSpParams(
@@ -234,16 +230,14 @@ def fixed_parameters(
 
 
 class Box(NamedTuple):
-    """The box of one TMA instruction: some lines, which are contiguous rows or columns, and elements of
-    each."""
+    """The box of one TMA instruction: some elements of some lines, which are contiguous rows or columns."""
 
     lines: int
     elements: int
     pitch: int
     """Bytes from one line to the next in shared memory."""
     groups: int = 0
-    """Number of groups of ``elements`` in each line. The box has all lines of a group before the next
-    group."""
+    """Number of groups of ``elements`` in each line. The box holds all lines of one group after the other."""
 
 
 def source_boxes(
@@ -306,8 +300,7 @@ def launch_parameters(
     y_box: Box,
     partials: int,
 ) -> WgmmaSpParams:
-    """The parameters of a launch. ``x_maps`` makes X's four tensor maps; ``partials`` is workspace for
-    stream-K."""
+    """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``partials`` is stream-K's workspace."""
     parameters = WgmmaSpParams.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)

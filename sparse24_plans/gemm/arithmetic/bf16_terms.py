@@ -1,5 +1,4 @@
-"""float32 as a sum of bf16 terms: high, middle and low, each the bf16 nearest to what the terms before it
-leave."""
+"""float32 as a sum of bf16 terms (high, middle, low), each the bf16 nearest to what is left."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def terms_of(values: Array) -> tuple[Array, ...]:
 
 
 def weight_terms(values: Array, count: int) -> tuple[Array, ...]:
-    """The terms of a weight. If it has two, they are those of the packed weight, finite for all finite
-    values."""
+    """The terms of a weight. Two terms are those of the packed weight, finite for all finite values."""
     if count != in_memory.COUNT:
         return terms_of(values)[:count]
     found = in_memory.of(values.view(np.uint32))

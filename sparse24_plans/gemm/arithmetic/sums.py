@@ -32,7 +32,7 @@ from .bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 
 Array = np.ndarray[Any, Any]
 AfterStep = Callable[[int, Array], Array]
-"""Callback from a step's number and the accumulator after it, in float64, to the accumulator to go on with."""
+"""Callback from a step's number and the float64 accumulator after it to the accumulator to go on with."""
 
 _COLUMNS = 512
 """Dense columns that are decoded at a time: a multiple of every instruction's step."""

@@ -93,8 +93,7 @@ def add_products(products: Float64s, exponents: Array, accumulator: Float64s, st
 
 
 def cut(values: Float64s, fraction_bits: int) -> Float64s:
-    """Round ``values`` toward zero to float32's range with ``fraction_bits`` bits; zeros become +0;
-    float64."""
+    """Round ``values`` toward zero to ``fraction_bits`` bits and float32's range; zeros become +0."""
     bits = values.view(np.int64) & ~((1 << (_FRACTION - fraction_bits)) - 1)
     found: Float64s = bits.view(np.float64)
     small = np.abs(values) < 2.0**_LEAST_EXPONENT

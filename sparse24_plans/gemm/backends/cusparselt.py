@@ -119,8 +119,7 @@ class Kernel(GemmKernel):
         )
 
     def _make_matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
-        """The library's plan for these strides. It is made at select for contiguous operands, else at first
-        use."""
+        """The library's plan for these strides, made at select for contiguous operands, else at first use."""
         return _make(self.descriptor, self._ordinal, self._configuration, source_stride, result_stride)
 
     @classmethod

@@ -31,8 +31,7 @@ Product = Callable[[Array], Array]
 """Function from the source [tokens, reduction] in float32 to the sums in float32, or in float64 for s8."""
 
 _CELLS, _STRICT_CELLS = 1 << 24, 1 << 20
-"""Cells of a block of tokens (its source or its result, whichever is larger): for BLAS, and for strict
-sums."""
+"""Cells of a block of tokens (source or result, whichever is larger) for BLAS and for strict sums."""
 _LEAST_TOKENS = 128
 """Tokens of a block for BLAS at least. With fewer, BLAS would spend its time reading the weight."""
 _INFLATED_CELLS = 1 << 22
