@@ -68,7 +68,7 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def must_transpose_x(problem: GemmSparse24Descriptor) -> bool:
-    """Return whether X has contiguous columns that begin between multiples of 16 bytes: no load reads them."""
+    """Return whether X has contiguous columns that begin between multiples of 16 bytes: no load reads it."""
     return problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16 != 0
 
 
