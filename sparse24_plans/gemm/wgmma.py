@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._vendor import cuda_driver_abi
 from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import load, put_maps
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import align_up
@@ -28,25 +28,19 @@ _launch_ids = itertools.count(secrets.randbits(63) | 1)
 """A number for each bound launch. No workspace holds it by chance, and a run leaves no flag with it."""
 
 
+@kernel_params("gemm/params/wgmma_sp.cuh")
 class WgmmaSpParams(KernelParams):
     """Parameters of ``gemm/wgmma_sp.cu``."""
 
-    header = "gemm/params/wgmma_sp.cuh"
     x_map = field(
         "TensorMap",
         "X in boxes of 128 bytes of each row that a CTA loads, swizzled. Column-major X: the whole groups of "
         "tokens of a token tile, as [group, column, token].",
     )
     x_tail_map = field("TensorMap", "Like x_map, in boxes for the last token tile.")
-    x_remainder_map = field(
-        "TensorMap", "Column-major X: the partial group of tokens that ends a token tile."
-    )
+    x_remainder_map = field("TensorMap", "Column-major X: the partial group of tokens that ends a tile.")
     x_tail_remainder_map = field("TensorMap", "Column-major X: the partial group that ends the last tile.")
-    y_map = field(
-        "TensorMap",
-        "Y in boxes of one step of the staged store, swizzled. Used if y_aligned is 1 and K is not split "
-        "over CTAs.",
-    )
+    y_map = field("TensorMap", "Y in boxes of one step of the staged store. Used if TMA stores Y.")
     x = field("const void*", "X[n, k]. For float32 the original X: x_map reads its bf16 terms.")
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
     bias = field("const void*", "Bias [m], or null.")
@@ -75,19 +69,12 @@ class WgmmaSpParams(KernelParams):
     alpha = field("float", "Factor of the product.")
     n_tiles = field("u32", "Number of token tiles that cover n.")
     work_tiles = field("u32", "Number of work tiles; each is one cluster's tile of Y.")
-    y_aligned = field(
-        "u32",
-        "1 if all rows (columns) of Y begin, and where TMA stores them also end, at multiples of 16 bytes; "
-        "else 0.",
-    )
+    y_aligned = field("u32", "1 if rows (columns) of Y begin, and for TMA also end, at 16-byte multiples.")
     x_tail_tokens = field("u32", "Number of tokens of X that a CTA loads for the last token tile.")
     data_parallel_tiles = field("u32", "Number of work tiles that no cluster shares; they come first.")
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
-    opaque_zero = field(
-        "u32",
-        "Always 0. The compiler cannot know that, so a value combined with it is not moved or folded away.",
-    )
+    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}

@@ -6,7 +6,7 @@ The workspace holds the bf16 terms of X, then the flags and partial sums of stre
 from __future__ import annotations
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
@@ -23,10 +23,10 @@ _THREADS = 256
 """Threads of a CTA of the pre-pass kernel."""
 
 
+@kernel_params("gemm/params/f32_split.cuh")
 class F32SplitParams(KernelParams):
     """Parameters of ``gemm/f32_split.cu``."""
 
-    header = "gemm/params/f32_split.cuh"
     x = field("const float*", "X[n, k].")
     terms = field("u16*", "The bf16 terms of X: [terms][n][k].")
     n = field("i64", "Number of tokens.")

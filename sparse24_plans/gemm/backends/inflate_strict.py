@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
@@ -22,10 +22,10 @@ _TILES = {
 }
 
 
+@kernel_params("gemm/params/inflate_strict.cuh")
 class StrictParams(KernelParams):
     """Parameters of ``gemm/inflate_strict.cu``."""
 
-    header = "gemm/params/inflate_strict.cuh"
     values = field("const void*", "Kept values of W: [m, k / 2].")
     metadata = field("const u16*", "Positions of the kept values: [m, k / 8].")
     x = field("const void*", "X[n, k]; dY[n, m] for dgrad.")

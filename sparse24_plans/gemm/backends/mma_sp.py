@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...device.jit.compiler import digest
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
@@ -23,10 +23,10 @@ _SOURCE = "gemm/mma_sp.cu"
 _THREADS = 256
 
 
+@kernel_params("gemm/params/mma_sp.cuh")
 class MmaSpParams(KernelParams):
     """Parameters of ``gemm/mma_sp.cu``."""
 
-    header = "gemm/params/mma_sp.cuh"
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
     x = field("const u16*", "X[n, k]; its rows, or columns, begin at multiples of 16 bytes.")
     bias = field("const void*", "Bias [m], or null.")
