@@ -1,4 +1,4 @@
-// Transposes matrices [count][rows][columns] of 1- or 2-byte elements: a pre-pass for kernels that need an operand in
+// Transposes matrices [batch][rows][columns] of 1- or 2-byte elements: a pre-pass for kernels that need an operand in
 // its other major order. Memory bound.
 //
 // threads    work

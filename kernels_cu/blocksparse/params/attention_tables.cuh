@@ -10,7 +10,7 @@ struct AttentionTables {
   const int* pointers;
   // Block column of each kept block, or block row: [blocks].
   const int* entries;
-  // Number of work tiles claimed beyond the first of each channel; 0 before the launch.
+  // Number of work tiles claimed beyond the first of each pipeline group; 0 before the launch.
   u32* claimed;
   // Valid rows of Q in each batch element: [Z], or null.
   const int* q_lengths;
