@@ -38,8 +38,8 @@ def strict_convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarant
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
-    # A row's sum is reduced in float32, in an order that its number of blocks determines. The exponential is
-    # the GPU's instruction, which another GPU may round differently. Its error is below 2^-20.8: more than the
+    # A row's sum is reduced in float32, in an order that its number of blocks gives. The exponential is the
+    # GPU's instruction, which another GPU may round differently. Its error is below 2^-20.8: more than the
     # rounding of one step, but less than that of the at least 16 steps of a row.
     return strict(problem).model_copy(
         update={"bit_stable_across_hardware": False, "unit_roundoff": 2 * ElementKind.F32.unit_roundoff}

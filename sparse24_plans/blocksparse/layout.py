@@ -124,9 +124,11 @@ class BlockSparseLayout:
         pointers = pointers.astype(np.int64)
         counts = np.diff(pointers, axis=1)
         if (pointers[:, 0] != 0).any() or (counts < 0).any():
-            raise InvalidProblemError("crow_indices: expected each head's to start at 0 and never to fall")
+            raise InvalidProblemError(
+                "crow_indices: expected values that start at 0 and never decrease in each head"
+            )
         heads, rows = counts.shape
-        columns = _integers("col_indices", col_indices).reshape(-1)
+        columns = _integers("col_indices", col_indices).reshape(-1).astype(np.int64)
         total = sum(map(int, pointers[:, -1]))
         if columns.size != total:
             raise InvalidProblemError(
@@ -181,10 +183,11 @@ class BlockSparseLayout:
 
     @classmethod
     def from_coo(cls, indices: Any, shape: tuple[int, int, int], block: int) -> BlockSparseLayout:
-        """Make a layout of places. ``indices`` [3, blocks] are heads, rows and columns of blocks.
+        """Make a layout of places: ``indices`` [3, blocks] are heads, block rows and block columns.
 
-        ``shape``: (heads, rows, cols), the last two in cells. Blocks come into the order of the layout's
-        values by ``np.lexsort(indices[::-1])``. Raises InvalidProblemError naming argument and block.
+        ``shape``: (heads, rows, cols), the last two in cells. Blocks may be in any order, and come into the
+        order of the layout's values by ``np.lexsort(indices[::-1])``. Raises InvalidProblemError naming
+        argument and block.
         """
         at = _integers("indices", indices)
         if at.ndim != 2 or at.shape[0] != 3:
