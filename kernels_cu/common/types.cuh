@@ -1,4 +1,4 @@
-// Integers by their bits, and TMA's tensor maps. No CUDA headers: NVRTC needs none.
+// Integer types named by their bits, and TMA's tensor maps. NVRTC needs no CUDA headers for them.
 #pragma once
 
 using u8 = unsigned char;

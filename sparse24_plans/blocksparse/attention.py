@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import import_cupy
 from ..plan.operands import Views
@@ -26,23 +26,19 @@ _SIDE = 128
 """Rows of a CTA: one block of 128, or two of 64 with a pipeline group each."""
 _BAND_BYTES = 16 << 20
 """Most bytes that the work tiles of a raster group share, so that L2 holds two raster groups."""
-_OF_COLUMNS = "columns_by_length", "column_pointers", "column_rows"
-_OF_ROWS = "rows_by_length", "row_pointers", "columns"
-"""Tables of a walk: the order of its work tiles, where each one's entries begin, the entries."""
+_OF_COLUMNS = {"order": "columns_by_length", "pointers": "column_pointers", "entries": "column_rows"}
+_OF_ROWS = {"order": "rows_by_length", "pointers": "row_pointers", "entries": "columns"}
+"""Look-up tables of a walk, by the fields of AttentionTables."""
 
 
+@kernel_params("blocksparse/params/attention_tables.cuh")
 class AttentionTables(KernelParams):
     """Lookup tables and lengths that attention kernels walk by."""
 
-    header = "blocksparse/params/attention_tables.cuh"
-    order = field(
-        "const int*", "Block rows of each head, or block columns, those with the most blocks first."
-    )
+    order = field("const int*", "Block rows, or columns, of each head: those with the most blocks first.")
     pointers = field("const int*", "Index in entries where each block row, or block column, begins.")
     entries = field("const int*", "Block column of each kept block, or block row: [blocks].")
-    claimed = field(
-        "u32*", "Number of work tiles claimed beyond the first of each pipeline group; 0 before the launch."
-    )
+    claimed = field("u32*", "Work tiles claimed beyond each pipeline group's first; 0 before the launch.")
     q_lengths = field("const int*", "Valid rows of Q in each batch element: [Z], or null.")
     kv_lengths = field("const int*", "Valid rows of K and V in each batch element: [Z], or null.")
 
@@ -107,9 +103,10 @@ class Walk(NamedTuple):
         """
         desc = self.problem
         tables = addresses(views["layout"].address, desc.layout)
-        found = [tables[name] for name in (_OF_COLUMNS if self.columns else _OF_ROWS)]
-        lengths = [views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths]
-        parameters.tables = AttentionTables(*found, taken, *lengths)
+        names = _OF_COLUMNS if self.columns else _OF_ROWS
+        found = {parameter: tables[name] for parameter, name in names.items()}
+        found |= {name: views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths}
+        parameters.tables = AttentionTables(claimed=taken, **found)
         if desc.layout.blocks:  # else nothing is read
             put_maps(parameters, _maps, views, boxes)
 

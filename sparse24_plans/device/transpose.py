@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from ..vocab import DeviceProperties
 from .jit.launcher import load
-from .jit.structs import KernelParams, field
+from .jit.structs import KernelParams, field, kernel_params
 from .streams import Launch
 
 SOURCE = "common/transpose.cu"
 _THREADS, _TILE_COLUMNS, _TILE_ROW_BYTES, _VECTOR_BYTES = 256, 64, 128, 16
 
 
+@kernel_params("common/params/transpose.cuh")
 class TransposeParams(KernelParams):
     """Parameters of ``common/transpose.cu``."""
 
-    header = "common/params/transpose.cuh"
     matrices = field("const void*", "Matrices [batch, rows, columns], one behind the other.")
     out = field("void*", "Their transposes [batch, columns, rows], contiguous.")
     rows = field("i64", "Rows of a matrix.")
@@ -24,10 +24,8 @@ class TransposeParams(KernelParams):
     row_stride = field("i64", "Elements from one row of a matrix to the next.")
     row_tiles = field("u32", "Number of tiles that cover the rows.")
     column_tiles = field("u32", "Number of tiles that cover the columns.")
-    rows_aligned = field("u32", "1 if every row of the matrices begins at a multiple of 16 bytes, else 0.")
-    columns_aligned = field(
-        "u32", "1 if every row of the transposes begins at a multiple of 16 bytes, else 0."
-    )
+    rows_aligned = field("u32", "1 if every row of the matrices begins at a multiple of 16 bytes.")
+    columns_aligned = field("u32", "1 if every row of the transposes begins at a multiple of 16 bytes.")
 
 
 class Matrices(NamedTuple):

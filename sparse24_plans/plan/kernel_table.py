@@ -72,12 +72,17 @@ class KernelEntry:
         return self.tier is Tier.HOST
 
     @property
+    def module(self) -> str:
+        """The module of ``backends/`` that has the kernel."""
+        return self.backend
+
+    @property
     def kernel(self) -> type[Kernel[Any]]:
-        """The kernel's class: ``Kernel`` of the backend's module, imported when it is first asked for."""
+        """The kernel's class: ``Kernel`` of its module, imported when it is first asked for."""
         if self.kernel_type is not None:
             return self.kernel_type
         family = sys.modules[type(self).__module__].__package__
-        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.backend}").Kernel
+        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.module}").Kernel
         return found
 
     def refusal(self, descriptor: Any) -> str | None:

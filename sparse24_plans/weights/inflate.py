@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..device.jit.launcher import load
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind
 
@@ -20,10 +20,10 @@ BLOCK_BYTES = 16384
 _THREADS = 256
 
 
+@kernel_params("weights/params/inflate.cuh")
 class InflateParams(KernelParams):
     """Parameters of ``weights/inflate.cu``."""
 
-    header = "weights/params/inflate.cuh"
     values = field("const uint2*", "Kept values: 8 bytes for each vector of the dense matrix.")
     metadata = field("const void*", "Positions of the kept values: one byte for each group of four.")
     dense = field("uint4*", "Dense matrix, in vectors of 16 bytes.")

@@ -41,9 +41,9 @@ struct ConvWgmmaParams {
   TensorMap right_map;
   // Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.
   TensorMap out_map;
-  // Forward: row panels, longest first. wgrad: block row of each group; negative: no group.
+  // Row panels, longest first. For wgrad: block row of each group, or -1.
   const int* work_rows;
-  // Forward: block columns in which each panel keeps a block. wgrad: first block of each group.
+  // Block columns of each panel. For wgrad: first block of each group.
   const int* work_blocks;
   // Bit c % 32 of word c / 32 is set where the block row keeps column c.
   const u32* kept;
@@ -55,7 +55,7 @@ struct ConvWgmmaParams {
   const int* value_index;
   // Bias [rows], or null.
   const void* bias;
-  // Results [images, h, w, rows] with phases; the filter's gradient when split-K is reduced.
+  // Results [images, h, w, rows] of phases, or the reduced gradient of the filter.
   void* out;
   // Partial sums of split-K: [split_k, elements].
   const float* partials;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, align_up, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -39,10 +39,10 @@ _STAGE_BYTES, _GROUP_BYTES = 20, 96
 """
 
 
+@kernel_params("blocksparse/params/attention_backward_wgmma.cuh")
 class AttentionBackwardWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/attention_backward_wgmma.cu``."""
 
-    header = "blocksparse/params/attention_backward_wgmma.cuh"
     stationary_maps = field("TensorMap", "K and V, or Q and dO, in boxes of 64 rows x 128 bytes.", 2)
     streamed_maps = field("TensorMap", "Q and dO, or K and V, in boxes of a tile's rows x 128 bytes.", 2)
     gradients = field("void*", "dK and dV, or dQ alone: [.., rows, head_size].", 2)

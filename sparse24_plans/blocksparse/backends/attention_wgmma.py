@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -31,10 +31,10 @@ _TILE = 128
 """Keys of a pipeline stage."""
 
 
+@kernel_params("blocksparse/params/attention_wgmma.cuh")
 class AttentionWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/attention_wgmma.cu``."""
 
-    header = "blocksparse/params/attention_wgmma.cuh"
     q_map = field("TensorMap", "Q [Z * H, queries, head_size] in boxes of 64 rows x 128 bytes.")
     k_map = field("TensorMap", "K [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
     v_map = field("TensorMap", "V [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")

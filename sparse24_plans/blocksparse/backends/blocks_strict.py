@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -17,10 +17,10 @@ from ..schedules.blocks_strict import BlocksStrictSchedule
 _SOURCE = "blocksparse/blocks_strict.cu"
 
 
+@kernel_params("blocksparse/params/blocks_strict.cuh")
 class BlocksStrictParams(KernelParams):
     """Parameters of ``blocksparse/blocks_strict.cu``."""
 
-    header = "blocksparse/params/blocks_strict.cuh"
     left = field("const void*", "Values [Z, blocks, b, b]; A [Z, H, ..] for sdd.")
     right = field("const void*", "Dense operand [Z, H, ..].")
     bias = field("const void*", "Bias [H, rows], or null.")

@@ -6,7 +6,7 @@ from ..._vendor import cuda_driver_abi
 from ...device import transpose
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
@@ -25,17 +25,15 @@ _TILE = 64
 """Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
 
 
+@kernel_params("blocksparse/params/blocks_wgmma.cuh")
 class BlocksWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/blocks_wgmma.cu``."""
 
-    header = "blocksparse/params/blocks_wgmma.cuh"
     left_map = field("TensorMap", "Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.")
     right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field(
-        "const int*", "Number of block columns in which each panel keeps a block: [panels]."
-    )
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
     columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")

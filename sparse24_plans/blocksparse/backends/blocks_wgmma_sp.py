@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -21,18 +21,16 @@ _STEP, _LINE_BYTES = 64, 128
 """Elements of k in a stage of X; bytes of a box's row."""
 
 
+@kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
 class BlocksWgmmaSpParams(KernelParams):
     """Parameters of ``blocksparse/blocks_wgmma_sp.cu``."""
 
-    header = "blocksparse/params/blocks_wgmma_sp.cuh"
     values_map = field("TensorMap", "Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.")
     right_map = field("TensorMap", "X [Z * H, ..] in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
     metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field(
-        "const int*", "Number of block columns in which each panel keeps a block: [panels]."
-    )
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     value_index = field("const int*", "Index of each block in the values, or null if they are in order.")

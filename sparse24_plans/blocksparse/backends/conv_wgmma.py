@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -45,10 +45,10 @@ _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
 """Threads, elements of a thread's vector, and most CTAs of reduce_split_k."""
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class AxisParams(KernelParams):
     """One axis of the pixels, as ``blocksparse/conv_wgmma.cu`` walks it: see :class:`Axis`."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
     lower = field("int", "Pixel that result 0 of a phase reads at offset 0.")
     stride = field("int", "Pixels from one result's pixel to the next.")
     start = field("int", "Numerator of the offset of phase 0 and tap 0.")
@@ -63,33 +63,27 @@ class AxisParams(KernelParams):
     def of(cls, axis: Axis, size: int) -> AxisParams:
         shift = 31 + (axis.results - 1).bit_length()
         multiplier = -(-(1 << shift) // axis.results)  # times less than 2^31, shifted: the quotient
-        walk = axis.lower, axis.stride, axis.start, axis.step, axis.divide
-        return cls(*walk, axis.results, size, multiplier, shift)
+        walk = {
+            name: getattr(axis, name) for name in ("lower", "stride", "start", "step", "divide", "results")
+        }
+        return cls(**walk, size=size, multiplier=multiplier, shift=shift)
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class ConvWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/conv_wgmma.cu``."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
     left_map = field("TensorMap", "Values of the filter [blocks * b, b], or dY [pixels, K] for wgrad.")
     right_map = field("TensorMap", "Pixels of X, or of dY for dgrad.")
     out_map = field("TensorMap", "Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.")
-    work_rows = field(
-        "const int*",
-        "Forward: row panels, longest first. wgrad: block row of each group; negative: no group.",
-    )
-    work_blocks = field(
-        "const int*",
-        "Forward: block columns in which each panel keeps a block. wgrad: first block of each group.",
-    )
+    work_rows = field("const int*", "Row panels, longest first. For wgrad: block row of each group, or -1.")
+    work_blocks = field("const int*", "Block columns of each panel. For wgrad: first block of each group.")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin; of each tap, for dgrad.")
     columns = field("const int*", "Block column of each block: [blocks], for wgrad.")
     value_index = field("const int*", "Index of each block in the values: [blocks], for dgrad.")
     bias = field("const void*", "Bias [rows], or null.")
-    out = field(
-        "void*", "Results [images, h, w, rows] with phases; the filter's gradient when split-K is reduced."
-    )
+    out = field("void*", "Results [images, h, w, rows] of phases, or the reduced gradient of the filter.")
     partials = field("const float*", "Partial sums of split-K: [split_k, elements].")
     elements = field("i64", "Number of elements of the filter's gradient.")
     h = field(AxisParams, "Vertical axis.")

@@ -1,6 +1,6 @@
 """The host tier in NumPy: ``host_blas`` calls BLAS, ``host_strict`` is the oracle.
 
-docs/blocksparse.md defines what the strict mode computes, bit for bit.
+The modules in ``blocksparse/arithmetic/`` define the bits of the strict mode.
 """
 
 from __future__ import annotations

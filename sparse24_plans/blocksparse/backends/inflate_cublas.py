@@ -11,7 +11,7 @@ from typing import ClassVar
 from ..._vendor.cublaslt_abi import Matmul
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -27,10 +27,10 @@ _VECTOR_BYTES = 16
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
+@kernel_params("blocksparse/params/inflate_cublas.cuh")
 class InflateBlocksParams(KernelParams):
     """Parameters of the kernels of ``blocksparse/inflate_cublas.cu``."""
 
-    header = "blocksparse/params/inflate_cublas.cuh"
     kept = field("const int*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin: [block_rows + 1].")
     rows = field("const int*", "Block row of each block: [blocks].")

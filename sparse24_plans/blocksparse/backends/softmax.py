@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -19,10 +19,10 @@ _OVERLAPS = (9, 0)
 """Compute capability from which a kernel can wait for its predecessors by itself."""
 
 
+@kernel_params("blocksparse/params/softmax.cuh")
 class SoftmaxParams(KernelParams):
     """Parameters of ``blocksparse/softmax.cu``."""
 
-    header = "blocksparse/params/softmax.cuh"
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     columns = field("const int*", "Block column of each block: [blocks].")
     x = field("const void*", "Values [Z, blocks, b, b] of the input; of the result y, for the backward pass.")

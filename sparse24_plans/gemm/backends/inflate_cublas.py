@@ -12,7 +12,7 @@ from typing import ClassVar
 from ..._vendor.cublaslt_abi import Matmul
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -27,10 +27,10 @@ _EPILOGUE = "gemm/inflate_cublas.cu"
 _THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
 
 
+@kernel_params("gemm/params/inflate_cublas.cuh")
 class EpilogueParams(KernelParams):
     """Parameters of ``gemm/inflate_cublas.cu``."""
 
-    header = "gemm/params/inflate_cublas.cuh"
     accumulators = field("const float*", "Sums [outer, inner], contiguous; null if all of them are 0.")
     bias = field("const void*", "Bias [m], or null.")
     out = field("void*", "Y[outer, inner].")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -31,10 +31,10 @@ _FLOATS = {
 }
 
 
+@kernel_params("prepare/params/tile_prune.cuh")
 class TilePruneParams(KernelParams):
     """Parameters of ``prepare/tile_prune.cu``."""
 
-    header = "prepare/params/tile_prune.cuh"
     dense = field("const u8*", "Dense W[m, k].")
     values = field("u8*", "Kept values of W: [m, k / 2].")
     metadata = field("u16*", "Positions of the kept values of W: [m, k / 8].")
