@@ -22,9 +22,7 @@ from .tensors import (
     READ_OF_TYPE,
     Adapter,
     Device,
-    Read,
     TensorView,
-    Workspace,
     checked_view,
     contiguous_strides,
     element_of,
@@ -232,50 +230,40 @@ _is_cupy_array, _is_torch_tensor = (
     _has("data_ptr", "storage_offset"),
 )
 
+
+def _location_of_cupy(array: Any) -> object:
+    memory = array.data
+    return memory.ptr, array.shape, array.strides, array.dtype, memory.device_id
+
+
+def _location_of_torch(tensor: Any) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
+
+
+def _location_of_data_ptr(tensor: Any) -> object:
+    home = tensor.device
+    form = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), home.type, home.index
+    return tensor.data_ptr(), form
+
+
 READ_OF_TYPE[np.ndarray] = _from_numpy
 register(
     (
         Adapter(_is_masked, _from_masked, lasting=True),
         Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
-        Adapter(lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, lasting=True),
-        Adapter(lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj), _from_torch, lasting=True),
+        Adapter(
+            lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, True, _location_of_cupy
+        ),
+        Adapter(
+            lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj),
+            _from_torch,
+            True,
+            _location_of_torch,
+        ),
         Adapter(lambda obj: _comes_from(obj, "jax") or _comes_from(obj, "jaxlib"), _from_jax, lasting=False),
-        Adapter(_has("data_ptr"), _from_data_ptr, lasting=True),
+        Adapter(_has("data_ptr"), _from_data_ptr, True, _location_of_data_ptr),
         Adapter(_has("__cuda_array_interface__"), _from_cuda_array_interface, lasting=False),
         Adapter(_has("__dlpack__"), _from_dlpack, lasting=False),
         Adapter(_has("__array_interface__"), _from_array_interface, lasting=False),
     )
 )
-
-Location = Callable[[Any], object]
-
-
-def _location_of_data_ptr(tensor: Any) -> object:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-_LOCATION_OF_TYPE: dict[type, Location] = {
-    type(None): lambda none: None,
-    TensorView: lambda view: (view.address, view.shape, view.strides, view.device),
-    Workspace: lambda space: (space.address, space.nbytes, space.device),
-}
-_LOCATION_OF_READ: dict[Read | None, Location] = {
-    _from_cupy: lambda array: (array.data.ptr, array.shape, array.strides),
-    _from_torch: _location_of_data_ptr,
-    _from_data_ptr: _location_of_data_ptr,
-}
-
-
-def addresses_of(tensors: tuple[Any, ...]) -> list[object] | None:
-    """Where the tensors lie, to be compared with where they lay. None where one doesn't say it cheaply."""
-    addresses: list[object] = []
-    for tensor in tensors:
-        kind = type(tensor)
-        location = _LOCATION_OF_TYPE.get(kind) or _LOCATION_OF_READ.get(READ_OF_TYPE.get(kind))
-        if location is None:
-            return None
-        try:
-            addresses.append(location(tensor))
-        except Exception:  # noqa: BLE001 - to be told by the checks, which name the argument
-            return None
-    return addresses

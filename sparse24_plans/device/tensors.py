@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -363,6 +364,8 @@ _new = object.__new__
 
 Read = Callable[[Any, "ElementKind | None", str], TensorView]
 """(tensor, element to reinterpret as, name of the argument) -> view."""
+Location = Callable[[Any], object]
+"""Gives an operand's address and all else that checks look at, as a hashable value that holds no memory."""
 
 
 class Adapter(NamedTuple):
@@ -371,11 +374,15 @@ class Adapter(NamedTuple):
     applies: Callable[[Any], bool]
     read: Read
     lasting: bool
-    """Whether every object of the type takes it. Not so for a JAX array: its protocol hangs on its device."""
+    """Whether it reads every object of a type. A JAX array's protocol depends on the array's device."""
+    location: Location | None = None
+    """Says cheaply where such a tensor lies; only for adapters that are lasting."""
 
 
 READ_OF_TYPE: dict[type, Read] = {}
 """What ``TensorView.of`` has found out about types."""
+LOCATION_OF_TYPE: dict[type, Location] = {type(None): lambda none: None}
+"""Says where an operand of a type lies, for types that can say it cheaply."""
 _adapters: list[Adapter] = []
 
 
@@ -389,6 +396,8 @@ def _find(obj: Any, argument: str) -> Read:
         if adapter.applies(obj):
             if adapter.lasting:
                 READ_OF_TYPE[type(obj)] = adapter.read
+                if adapter.location is not None:
+                    LOCATION_OF_TYPE[type(obj)] = adapter.location
             return adapter.read
     raise InvalidProblemError(
         f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "
@@ -489,3 +498,7 @@ def _extent(obj: Any, device: Device) -> tuple[int, int, Device]:
     if not view.is_contiguous or view.readonly:
         raise InvalidProblemError(f"workspace: expected writable contiguous memory, got {view!r}")
     return view.address, view.nbytes_spanned, view.device
+
+
+LOCATION_OF_TYPE[TensorView] = attrgetter("address", "shape", "strides", "element", "device", "readonly")
+LOCATION_OF_TYPE[Workspace] = attrgetter("address", "nbytes", "device")

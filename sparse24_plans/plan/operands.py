@@ -7,17 +7,15 @@ run only compares.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from ..device.streams import Launch
 from ..device.tensors import Device, TensorView, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.weight import PackedWeight, Sparse24Weight
-from .overlap import lines_of, overlap
+from .overlap import overlap, span_of
 
 Views: TypeAlias = dict[str, TensorView]
 """Checked operands by their names to the kernel; of a weight ``values`` and ``metadata``, or ``packed``."""
@@ -69,22 +67,6 @@ class Operand:
             object.__setattr__(self, "argument", self.name)
 
 
-class CachedLaunch:
-    """What a plan made of the same arguments the last time. No part of their value: a copy starts without.
-
-    ``last`` is the plan, where everything lay (None after a first run: arguments that are used once need not
-    pay for it), and the launcher.
-    """
-
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: tuple[object, list[object] | None, Launch] | None = None
-
-    def __reduce__(self) -> tuple[type[CachedLaunch], tuple[()]]:
-        return CachedLaunch, ()
-
-
 @dataclass(frozen=True, slots=True)
 class Args:
     """Base of every family's arguments: operands in fields, under the names that the descriptor gives them.
@@ -92,24 +74,11 @@ class Args:
     Subclasses are frozen dataclasses with slots.
     """
 
-    _remembered: CachedLaunch = field(default_factory=CachedLaunch, init=False, repr=False, compare=False)
-
 
 def fields_of(args_type: type[Args]) -> tuple[str, ...]:
     """The names of the operands' fields."""
     names: tuple[str, ...] = args_type.__match_args__
     return names
-
-
-def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable[[Args], tuple[Any, ...]]:
-    """A function that takes out of arguments what may lie elsewhere the next time."""
-    fixed = {operand.argument for operand in operands if operand.role in (Role.WEIGHT, Role.TABLES)}
-    names = [name for name in fields_of(args_type) if name not in fixed]
-    if len(names) == 1:
-        one = attrgetter(names[0])
-        return lambda args: (one(args),)
-    found: Callable[[Args], tuple[Any, ...]] = attrgetter(*names)
-    return found
 
 
 class OperandChecks:
@@ -135,6 +104,8 @@ class OperandChecks:
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
         self._pairs = _pairs(operands, layouts)
+        self._alignments = {one.name: _address_alignment(one, alignment_of(one.name)) for one in operands}
+        self._weight_alignment = alignment_of("weight").address
 
     def __call__(self, args: Args) -> Views:
         if type(args) is not self._args_type:
@@ -150,9 +121,17 @@ class OperandChecks:
         if self._needs_a_result and not any(result.name in views for result in self._results):
             names = " or ".join(result.argument for result in self._results)
             raise InvalidProblemError(f"{names}: expected at least one result, got None")
+        self.check_apart(views)
+        return views
+
+    def check_apart(self, views: Views) -> None:
+        """Raise InvalidProblemError where a result shares memory with another operand."""
         for pair in self._pairs:
             pair.check(views)
-        return views
+
+    def alignment(self, view: str) -> int:
+        """Bytes that the address of a view must be a multiple of."""
+        return self._alignments.get(view, self._weight_alignment)
 
 
 def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
@@ -166,10 +145,13 @@ def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
 def _check_for(
     operand: Operand, needed: Alignment, layouts: tuple[str, ...], home: Device
 ) -> Callable[[Args, Views], None]:
-    address = max(needed.address, operand.alignment, operand.element.itemsize)
     if operand.role is Role.WEIGHT:
         return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
-    return _TensorCheck(operand, Alignment(address, needed.line), home)
+    return _TensorCheck(operand, Alignment(_address_alignment(operand, needed), needed.line), home)
+
+
+def _address_alignment(operand: Operand, needed: Alignment) -> int:
+    return max(needed.address, operand.alignment, operand.element.itemsize)
 
 
 class _TensorCheck:
@@ -355,5 +337,5 @@ def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView)
     """Refuse a result that shares memory with another operand."""
     if out.address >= other.end or other.address >= out.end:  # nearly always
         return
-    if overlap(lines_of(out), lines_of(other)):
+    if overlap(span_of(out), span_of(other)):
         raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from typing_extensions import Self
 
-from ..device.adapters import addresses_of
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
@@ -21,15 +21,14 @@ from ..device.tensors import Device, Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
-from .caller import Caller
 from .descriptor import Descriptor, ProductDescriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
-from .operands import Args, CachedLaunch, OperandChecks, Views, check_alignment, tensors_of
-from .overlap import lines_of, overlap, piece
+from .launches import Caller, LaunchCache
+from .operands import Args, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
@@ -86,7 +85,8 @@ class Plan:
         self._check = OperandChecks(
             args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
         )
-        self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
+        self._args_type, self._operands_in = args_type, attrgetter(*fields_of(args_type))
+        self._launches = LaunchCache(self._kernel)
         self._tuning: Tuning | None = None
 
     @classmethod
@@ -266,8 +266,7 @@ class Plan:
     def run(self, args: Any, *, workspace: Any = None, stream: Any = None) -> None:
         """Check the operands and enqueue the kernel on ``stream``. Writes the results and the workspace only.
 
-        From the third run on, the same ``args`` and workspace, all where they lay in the last run, are only
-        launched.
+        Operands and a workspace that lie where those of an earlier run lay are only launched, not checked.
 
         Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
         must stay alive until the stream has run the kernel. A host plan runs before it returns.
@@ -298,22 +297,15 @@ class Plan:
         ``args`` stand for all that are like them in shapes, strides, elements and devices. Raises what
         :meth:`run` raises.
         """
-        needed = self._kernel.workspace_size
-        return Caller(self._kernel, self._operands, self._home, self._check(args), needed)
+        return Caller(self._launches, self._check, self._home, self._check(args))
 
     def _launcher(self, args: Any, workspace: Any) -> Launch:
         if type(args) is not self._args_type:
             self._check(args)  # which refuses it
-        remembered: CachedLaunch = args._remembered
-        last = remembered.last
-        places = None
-        if last is not None and last[0] is self:
-            places = addresses_of((*self._tensors(args), workspace))
-            if places is not None and last[1] == places:
-                return last[2]
-        views = self._check(args)
-        launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
-        remembered.last = self, places, launch
+        key, launch = self._launches.find_located((*self._operands_in(args), workspace))
+        if launch is None:
+            views = self._check(args)
+            launch = self._launches.add(key, views, self._check_workspace(workspace, views))
         return launch
 
     def _check_workspace(self, workspace: Any, views: Views) -> int:
@@ -329,10 +321,7 @@ class Plan:
             raise InvalidProblemError(f"workspace: expected memory on {self._home}, got {space.device}")
         if space.nbytes < needed:
             raise WorkspaceTooSmallError(needed, space.nbytes)
-        check_alignment("workspace", space.address, self._kernel.workspace_alignment)
-        for name, view in views.items():
-            if overlap(piece(space.address, needed), lines_of(view)):
-                raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
+        self._launches.check_workspace(space.address, views)
         return space.address
 
 
