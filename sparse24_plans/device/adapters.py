@@ -1,7 +1,7 @@
-"""Zero-copy views of any framework's tensors: what ``TensorView.of`` tries, and where operands lie.
+"""Zero-copy views of any framework's tensors, and the locations that key caches of launches.
 
-No framework is imported here. A tensor is read through the first of these that it has: NumPy or CuPy
-array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, ``__array_interface__``.
+This module imports no framework. It reads a tensor through the first interface that the tensor has: NumPy or
+CuPy array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, ``__array_interface__``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _from_torch(obj: Any, element: ElementKind | None, argument: str) -> TensorV
         address = obj.data_ptr()
     except RuntimeError as error:
         raise InvalidProblemError(f"{argument}: expected a tensor with storage: {error}") from error
-    if address == obj.storage_offset() * kind.itemsize:  # of storage that was resized to nothing
+    if address == obj.storage_offset() * kind.itemsize:  # its storage was resized to nothing
         address = 0
     return honest_view(address, tuple(obj.shape), kind, device, obj.stride(), False, obj, argument)
 
@@ -145,7 +145,7 @@ def _from_array_interface(obj: Any, element: ElementKind | None, argument: str) 
 
 
 def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner: object) -> TensorView:
-    """A view, on the host for now, from the dictionary that both array interfaces give."""
+    """A view from an array interface's dictionary. It is on the host until the caller says otherwise."""
     try:
         dtype, shape = np.dtype(about["typestr"]), about["shape"]
         address, readonly = about["data"]
@@ -157,7 +157,7 @@ def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner
         raise InvalidProblemError(f"{argument}: expected a tensor without a mask")
     kind = element_of(dtype, element, argument)
     view = checked_view(address, shape, kind, HOST, about.get("strides"), bool(readonly), owner, argument)
-    # They were bytes.
+    # The interface counts strides in bytes.
     view.strides = _element_strides(view.shape, about.get("strides"), kind.itemsize, argument)
     return view
 
@@ -172,7 +172,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
     try:
         try:
             capsule = obj.__dlpack__(max_version=dlpack_abi.VERSION, **order)
-        except TypeError:  # a producer of before DLPack 1
+        except TypeError:  # the producer is older than DLPack 1
             capsule = obj.__dlpack__(**order)
     except Exception as error:
         raise InvalidProblemError(f"{argument}: the producer refused DLPack export: {error}") from error
@@ -204,7 +204,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
 
 
 def _from_jax(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
-    """JAX's arrays never change, and its compiler relies on it; their protocols don't say so."""
+    """A read-only view, because JAX's compiler relies on arrays that never change."""
     on_gpu = hasattr(obj, "__cuda_array_interface__")
     view = (_from_cuda_array_interface if on_gpu else _from_dlpack)(obj, element, argument)
     view.readonly = True
@@ -212,12 +212,12 @@ def _from_jax(obj: Any, element: ElementKind | None, argument: str) -> TensorVie
 
 
 def _comes_from(obj: Any, framework: str) -> bool:
-    """Whether the object's class, or one that it extends, is the framework's own."""
+    """Whether the framework defines the object's class or one of its bases."""
     return any(kind.__module__.partition(".")[0] == framework for kind in type(obj).__mro__)
 
 
 def _is_masked(obj: Any) -> bool:
-    masked = sys.modules.get("numpy.ma")  # it is imported when first needed
+    masked = sys.modules.get("numpy.ma")  # NumPy imports it when first needed
     return masked is not None and isinstance(obj, masked.MaskedArray)
 
 

@@ -1,4 +1,4 @@
-"""What every family that inflates asks of cuBLASLt."""
+"""Limits of cuBLASLt, for every family that inflates and then multiplies with it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from ..device.install import install_advice
 from ..vocab import DeviceProperties, ElementKind
 
 SPLIT_K_BYTES = 32 << 20
-"""Of scratch at most: what NVIDIA's documentation advises on Hopper; smaller devices use less of it."""
+"""Largest scratch in bytes. NVIDIA's documentation advises it on Hopper; smaller devices use less."""
 TYPES = {
     ElementKind.F32: cublaslt_abi.R_32F,
     ElementKind.F16: cublaslt_abi.R_16F,
     ElementKind.BF16: cublaslt_abi.R_16BF,
 }
-"""The library's words for what it multiplies here."""
+"""The library's codes of the elements that are multiplied with it."""
 
 _LARGEST_ALPHA = 2.0**20
 
 
 def beyond_alpha(alpha: float) -> str | None:
-    """Why the library isn't trusted with such an alpha, or None.
+    """A refusal of alphas that the library may mishandle, or None.
 
     Some of its kernels multiply an operand by alpha before they add: with 1e37 that gave inf * 0 = NaN.
     """
@@ -29,5 +29,5 @@ def beyond_alpha(alpha: float) -> str | None:
 
 
 def needs_cublaslt(device: DeviceProperties) -> str | None:
-    """Why the library can't be used, or None."""
+    """A message that says why the library can't be used, or None."""
     return None if device.cublaslt else f"cuBLASLt doesn't load; {install_advice('cuda')}"

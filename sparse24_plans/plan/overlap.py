@@ -1,4 +1,4 @@
-"""Whether two operands share memory. Rows that lie apart leave gaps, in which others may lie."""
+"""Whether two operands share memory. Another operand may lie in the gaps between a matrix's rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StridedSpan(NamedTuple):
 
 
 def piece(address: int, nbytes: int) -> StridedSpan:
-    """Memory without gaps."""
+    """A span without gaps."""
     return StridedSpan(address, 1, max(nbytes, 1), nbytes)
 
 

@@ -1,7 +1,4 @@
-"""Launches ``weights/inflate.cu``: a canonical weight to a dense matrix, at memory speed.
-
-Serves the inflate tier of products and the plan that decompresses.
-"""
+"""Launches ``weights/inflate.cu``, which expands a canonical weight to a dense matrix."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from ..vocab import DeviceProperties, ElementKind
 
 SOURCE = "weights/inflate.cu"
 ALIGNMENT = 16
-"""Bytes that every address is a multiple of."""
+"""Bytes that must divide every address."""
 BLOCK_BYTES = 16384
-"""Dense bytes that a block of the kernel writes."""
+"""Dense bytes that a CTA writes."""
 _THREADS = 256
 
 
@@ -39,14 +36,14 @@ class Inflate:
         self._function = load(SOURCE, "inflate", _THREADS, device, _defines(element), _Parameters)
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
-        """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
+        """A launch that writes [M, K], row-major, to address ``dense``. The weight must not be empty."""
         nbytes = 2 * values.shape[0] * values.shape[1] * values.element.itemsize
         blocks = -(-nbytes // BLOCK_BYTES)
         return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, nbytes))
 
 
 def _defines(element: ElementKind) -> dict[str, int]:
-    """Bytes are moved: of 8-bit elements, not all of which have a code, the width is enough."""
+    """Macros of the kernel. 8-bit elements are told by their width, because not all of them have a code."""
     if element.itemsize == 1:
         return {"WIDTH": 1}
     return {"ELEMENT": ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
