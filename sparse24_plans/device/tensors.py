@@ -176,7 +176,7 @@ class TensorView:
             ) from error
 
     def _as(self, element: ElementLike, argument: str) -> TensorView:
-        """The same memory as another element, under the rule of ``of``."""
+        """A view of the memory as another element, under the rule of ``of``."""
         kind = element_of(self.element.dtype, element_kind(element), argument)
         return honest_view(
             self.address, self.shape, kind, self.device, self.strides, self.readonly, self, argument
@@ -243,7 +243,7 @@ class TensorView:
         )
 
     def bits(self) -> Any:
-        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU."""
+        """The memory as an array of unsigned integers, of NumPy on the host, of CuPy on a GPU."""
         dtype = self.element.bits_dtype
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
         if self.device.kind == "host":
@@ -255,7 +255,7 @@ class TensorView:
         return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
     def array(self) -> Any:
-        """The same memory as a NumPy or CuPy array of the element's type (where CuPy lacks it: its bits)."""
+        """The memory as a NumPy or CuPy array of the element's type; as bits if CuPy lacks the type."""
         bits = self.bits()
         try:
             return bits.view(self.element.dtype)
@@ -471,7 +471,7 @@ class Workspace:
 
 def _extent(obj: Any, device: Device) -> tuple[int, int, Device]:
     """Address, bytes and device of an object that is used as a workspace."""
-    address = getattr(obj, "ptr", None)
+    address = None if type(obj) in READ_OF_TYPE else getattr(obj, "ptr", None)
     if type(address) is int:
         memory = getattr(obj, "mem", None)
         size = None if memory is None else memory.size - (address - memory.ptr)

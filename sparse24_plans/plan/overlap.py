@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..device.tensors import TensorView
 
 _MOST_LINES = 1 << 16
-"""Beyond this number, lines with different pitches count as one piece: comparing all would take too long."""
+"""Most lines that are compared one by one. More lines of different pitches count as one piece."""
 
 
 class StridedSpan(NamedTuple):

@@ -180,7 +180,7 @@ class Plan:
             cuts = tuning.configurations(descriptor, cls.table, device)
         return consider(cls.table, descriptor, preference, device, tested, cuts)
 
-    # What it is -------------------------------------------------------------------------------------
+    # Identity ---------------------------------------------------------------------------------------
 
     @property
     def guarantee(self) -> PrecisionGuarantee:
