@@ -6,13 +6,14 @@ column by column.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device.devices import current_on
 from ..device.streams import stream_handle
-from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy
+from ..device.tensors import HOST, LOCATION_OF_TYPE, Device, TensorView, check_device, import_cupy
 from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .shape import BlockSparseShape
@@ -207,7 +208,7 @@ class BlockSparseTables:
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
+    __slots__ = ("_memory", "_there", "_view", "device", "identity", "lookup", "shape")
 
     shape: BlockSparseShape
     """Shape of the layouts that the tables can describe."""
@@ -228,6 +229,7 @@ class BlockSparseTables:
 
     def _set(self, shape: BlockSparseShape, memory: Array, device: Device) -> None:
         self.shape, self._memory, self.device = shape, memory, device
+        self.identity = object()
         shown = memory.view()
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
@@ -270,6 +272,9 @@ class BlockSparseTables:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.shape, self._memory, self.device)
+
+
+LOCATION_OF_TYPE[BlockSparseTables] = attrgetter("identity")
 
 
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
