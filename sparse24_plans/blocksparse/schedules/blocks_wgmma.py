@@ -99,9 +99,8 @@ class BlocksWgmmaSchedule(NamedTuple):
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
         tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        most = constants("blocks_tiles")[
-            "band_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "band_bytes_small"
-        ]
+        small = desc.layout.block < NARROW_PANEL_ROWS
+        most: int = constants("blocks_tiles")["band_bytes_small" if small else "band_bytes"]
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 

@@ -103,7 +103,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         )
 
     def _find_for_strides(self, source_stride: int, result_stride: int) -> Matmul:
-        """The pinned product for these strides, found at select if operands are contiguous, else at first use.
+        """The pinned product for these strides, found at select for contiguous operands, else at first use.
 
         A row-major matrix is a column-major transpose. For a row-major Y the library therefore computes
         Y^T = op(W) @ X^T, and for a column-major one Y = X @ op(W)^T.
