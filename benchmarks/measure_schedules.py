@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from ctypes import sizeof
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,8 +44,7 @@ from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.device.jit.cache import cubin
-from sparse24_plans.gemm import f32_split
-from sparse24_plans.gemm.backends import wgmma_sp
+from sparse24_plans.gemm.backends import f32_split, wgmma_sp
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
@@ -59,7 +57,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
     schedules_in,
     widths,
 )
-from sparse24_plans.gemm.wgmma import SOURCE, Parameters, defines
+from sparse24_plans.gemm.wgmma import SOURCE, defines
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
@@ -131,11 +129,7 @@ def tried(desc: GemmSparse24Descriptor) -> list[WgmmaSpSchedule]:
 
 
 def compile_kernel(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> None:
-    macros = {
-        **defines(desc, schedule, OperandLayouts.of(desc), False),
-        "PARAMETER_BYTES": sizeof(Parameters),
-    }
-    cubin(SOURCE, "sm_90a", macros)
+    cubin(SOURCE, "sm_90a", defines(desc, schedule, OperandLayouts.of(desc), False))
 
 
 def compile_all(matrices: Sequence[Drawn]) -> None:

@@ -1,4 +1,4 @@
-"""The public names, for type checkers; __init__.py loads each when it is first used."""
+"""The public names, for type checkers and for __init__.py, which loads a name when it is first used."""
 
 from ._version import __version__ as __version__
 from .blocksparse.args import BlockSparseAttentionArgs as BlockSparseAttentionArgs
@@ -90,7 +90,6 @@ from .prepare.plan import TilePruneSparse24Plan as TilePruneSparse24Plan
 from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku
 from .vocab import AttentionMask as AttentionMask
-from .vocab import BackendKind as BackendKind
 from .vocab import BlockSparseConvOp as BlockSparseConvOp
 from .vocab import BlockSparseOp as BlockSparseOp
 from .vocab import BlockSparsePass as BlockSparsePass

@@ -1,4 +1,4 @@
-"""The table of kernels of block-sparse matrices: what each serves and what it promises."""
+"""The kernel table of block-sparse problems: what each kernel serves and what it guarantees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
-    BackendKind,
     BlockSparseOp,
     ElementKind,
     EpilogueKind,
@@ -25,21 +24,22 @@ from .descriptor import (
     PATTERNED_BLOCKS,
     BlockSparseMatmulDescriptor,
 )
+from .schedules.conv_wgmma import conv_workspace
 from .shape import BLOCK_SIZES
 
 
 @dataclass(frozen=True)
 class BlockSparseEntry(KernelEntry):
-    """A row of the family."""
+    """A kernel entry of the family."""
 
     layout: str = BLOCKS_LAYOUT
     strict: bool = False
-    """Of the host: every step in a defined order; else BLAS multiplies."""
+    """Whether the host computes every step in a defined order; otherwise BLAS multiplies."""
 
 
 @dataclass(frozen=True)
 class MatmulEntry(BlockSparseEntry):
-    """A row of products."""
+    """A kernel entry of products."""
 
     blocks: tuple[int, ...] = BLOCK_SIZES
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
@@ -63,23 +63,23 @@ class MatmulEntry(BlockSparseEntry):
         return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
 
 
-_HOST = (BackendKind.HOST, Tier.HOST)
+_HOST = ("host", Tier.HOST)
 _BLOCKS_WGMMA = with_wgmma(
     MatmulEntry(
         "blocks_wgmma",
-        BackendKind.BLOCKS_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
+        "blocks_wgmma",
+        Tier.TENSOR_CORE,
         guarantees.blocks_wgmma,
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
-        min_workspace=limits.turned,
+        min_workspace=limits.transpose_workspace,
         epilogues=EXACT_UNGATED,
     )
 )
 _BLOCKS_WGMMA_SP = with_wgmma(
     MatmulEntry(
         "blocks_wgmma_sp",
-        BackendKind.BLOCKS_WGMMA_SP,
+        "blocks_wgmma_sp",
         Tier.SPARSE_TENSOR_CORE,
         guarantees.sparse_tensor_cores,
         PATTERNED,
@@ -92,7 +92,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
 )
 _BLOCKS_STRICT = MatmulEntry(
     "blocks_strict",
-    BackendKind.BLOCKS_STRICT,
+    "blocks_strict",
     Tier.INFLATE,
     guarantees.strict_matmul,
     (ElementKind.F32,),
@@ -105,7 +105,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA_SP,
     MatmulEntry(
         "inflate_cublas",
-        BackendKind.INFLATE_CUBLAS,
+        "inflate_cublas",
         Tier.INFLATE,
         guarantees.cublas,
         FLOATS,
@@ -114,9 +114,9 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         missing=needs_cublaslt,
         epilogues=EXACT_UNGATED,
     ),
-    # For what inflating doesn't promise.
+    # This entry serves requirements that inflating does not meet.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
-    # And for what neither serves.
+    # This entry serves what neither of them serves.
     replace(
         _BLOCKS_STRICT,
         name="blocks_strict_any",
@@ -139,8 +139,8 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
 SOFTMAX_ENTRIES: tuple[BlockSparseEntry, ...] = (
     BlockSparseEntry(
         "softmax",
-        BackendKind.SOFTMAX,
-        Tier.SPARSE_TENSOR_CORE,
+        "softmax",
+        Tier.MEMORY,
         guarantees.fixed_order,
         FLOATS,
         limits=limits.softmax,
@@ -150,8 +150,8 @@ SOFTMAX_ENTRIES: tuple[BlockSparseEntry, ...] = (
 _ATTENTION_WGMMA = with_wgmma(
     BlockSparseEntry(
         "attention_wgmma",
-        BackendKind.ATTENTION_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
+        "attention_wgmma",
+        Tier.TENSOR_CORE,
         guarantees.fused_attention,
         HALVES,
         limits=limits.attention_wgmma,
@@ -163,7 +163,7 @@ ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
     replace(
         _ATTENTION_WGMMA,
         name="attention_backward_wgmma",
-        backend=BackendKind.ATTENTION_BACKWARD_WGMMA,
+        backend="attention_backward_wgmma",
         limits=limits.attention_backward_wgmma,
         min_workspace=limits.backward_workspace,
     ),
@@ -174,12 +174,12 @@ CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
     with_wgmma(
         BlockSparseEntry(
             "conv_wgmma",
-            BackendKind.CONV_WGMMA,
-            Tier.SPARSE_TENSOR_CORE,
+            "conv_wgmma",
+            Tier.TENSOR_CORE,
             guarantees.convolution,
             HALVES,
             limits=limits.conv_wgmma,
-            min_workspace=limits.conv_workspace,
+            min_workspace=conv_workspace,
         )
     ),
     BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),

@@ -1,4 +1,4 @@
-"""The table of kernels that prepare weights: what each serves. All promise the same: nothing rounds."""
+"""The kernel table of plans that prepare weights. All entries give one guarantee: nothing rounds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import partial
 
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.kernel_table import KernelEntry, grid_limit_refusal
-from ..vocab import BackendKind, ElementKind, MathPrecision, PrepareOp, Tier
+from ..vocab import ElementKind, MathPrecision, PrepareOp, Tier
 from ..weights import inflate
 from .descriptor import ELEMENTS, PrepareDescriptor
 
 PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
-"""The elements that weights/packing.py has a layout for."""
+"""Elements that weights/packing.py has a layout for."""
 BLOCK_BYTES = 16384
-"""Dense bytes that a block of prune.cu works on."""
+"""Dense bytes that a CTA of prune.cu processes."""
 SQUARE_SIDE = 128
-"""Rows, and columns, of a block of tile_prune.cu."""
+"""Rows, and columns, that a CTA of tile_prune.cu processes."""
 _TILE_SIDES = (64, 128)
-"""Rows and columns of a block of pack.cu, at least."""
+"""Fewest rows and columns that a CTA of pack.cu moves."""
 
 
 def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
-    """Of every row: bits are compared and moved, so nothing rounds, and host and GPU give the same bits."""
+    """Guarantee of every entry: bits are compared and moved, so nothing rounds, and host and GPU agree."""
     return PrecisionGuarantee(
         math_precision=MathPrecision.of(descriptor.element),
         accumulator=descriptor.element,
@@ -40,7 +40,7 @@ def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
 
 @dataclass(frozen=True)
 class PrepareEntry(KernelEntry):
-    """A row of the family."""
+    """A kernel entry of the family."""
 
     guarantee: Callable[[PrepareDescriptor], PrecisionGuarantee] = guarantee
     elements: tuple[ElementKind, ...] = ELEMENTS
@@ -69,21 +69,19 @@ _PACK_OPS = (PrepareOp.PACK, PrepareOp.UNPACK)
 
 
 def _device_row(
-    backend: BackendKind,
+    backend: str,
     limits: Callable[[PrepareDescriptor], str | None],
     *ops: PrepareOp,
     elements: tuple[ElementKind, ...] = ELEMENTS,
 ) -> PrepareEntry:
-    return PrepareEntry(backend.value, backend, Tier.INFLATE, elements=elements, ops=ops, limits=limits)
+    return PrepareEntry(backend, backend, Tier.MEMORY, elements=elements, ops=ops, limits=limits)
 
 
 ENTRIES: tuple[PrepareEntry, ...] = (
-    _device_row(BackendKind.PRUNE, partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
-    _device_row(BackendKind.DECOMPRESS, partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
-    _device_row(BackendKind.PACK, _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
-    _device_row(BackendKind.TILE_PRUNE, _square_limits, PrepareOp.TILE_PRUNE),
-    PrepareEntry(
-        "host", BackendKind.HOST, Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)
-    ),
-    PrepareEntry("host_pack", BackendKind.HOST, Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
+    _device_row("prune", partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
+    _device_row("decompress", partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
+    _device_row("pack", _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
+    _device_row("tile_prune", _square_limits, PrepareOp.TILE_PRUNE),
+    PrepareEntry("host", "host", Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)),
+    PrepareEntry("host_pack", "host", Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
 )

@@ -55,7 +55,7 @@ def copied_out(shared: np.ndarray, at: int, dtype: np.dtype, box: Box) -> np.nda
 
 
 def descriptor(address: int, line_bytes: int, group_bytes: int) -> int:
-    """matrix_descriptor_of_lines of kernels_cu/ptx/wgmma.cuh."""
+    """matrix_descriptor_n_major of kernels_cu/ptx/wgmma.cuh."""
     swizzle, eight_lines = _SWIZZLES[line_bytes], 8 * line_bytes
     leading, stride = (group_bytes, eight_lines) if swizzle else (eight_lines, group_bytes)
     return swizzle << 62 | (stride >> 4) << 32 | (leading >> 4) << 16 | (address & 0x3FFFF) >> 4
@@ -76,7 +76,7 @@ def read_b(shared: np.ndarray, at: int, tokens: int) -> np.ndarray:
 
 
 def copy_lines(shared: np.ndarray, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int) -> None:
-    """What copy_lines of kernels_cu/gemm/wgmma_sp/producer.cuh does in one stage. x: [n, k] as bits."""
+    """What load_x_cp_async of kernels_cu/gemm/wgmma_sp/producer.cuh does in one stage. x: [n, k] as bits."""
     chunks, group, filled = schedule.tokens // 8, schedule.group(2), []
     swapped, threads = group // 8, 32 if schedule.stream_k else 64
     lanes = next(most for most in (1, 2, 4, 8) if chunks <= most)
@@ -105,7 +105,8 @@ def stage(
     desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int
 ) -> tuple[np.ndarray, int, int]:
     """Shared memory after one stage of X was copied for the tokens from ``token0``, the bytes that the engine
-    moved there, and those that copy_columns of gemm/wgmma_sp/producer.cuh announces. x: [n, k] as bits.
+    moved there, and those that load_x_column_major of gemm/wgmma_sp/producer.cuh announces. x: [n, k] as
+    bits.
     """
     group = schedule.group(2)
     _, stage_bytes = schedule._stage_bytes(OperandLayouts.of(desc))

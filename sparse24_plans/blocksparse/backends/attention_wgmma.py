@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
-from ..._vendor import cuda_driver_abi
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
+from ..attention import (
+    BOX,
+    MAX_STAGES,
+    THREADS,
+    AttentionTables,
+    Walk,
+    from_zero,
+    pipeline_groups,
+    problem_defines,
+)
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
 from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
-"""Of a channel: barriers, and what its item is."""
+"""Bytes of a pipeline group's barriers and description of a work tile."""
 _TILE = 128
-"""Keys of a slot."""
+"""Keys of a pipeline stage."""
 
 
-class _Parameters(ctypes.Structure):
-    """AttentionWgmmaParams of the kernel."""
+@kernel_params("blocksparse/params/attention_wgmma.cuh")
+class AttentionWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/attention_wgmma.cu``."""
 
-    _fields_ = [
-        ("q_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("k_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("v_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("o", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("items", Items),
-        ("scale", ctypes.c_float),
-        ("matrices", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-        ("rows", ctypes.c_uint32),
-        ("keys", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
-    ]
+    q_map = field("TensorMap", "Q [Z * H, queries, head_size] in boxes of 64 rows x 128 bytes.")
+    k_map = field("TensorMap", "K [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
+    v_map = field("TensorMap", "V [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
+    o = field("void*", "Result [Z * H, queries, head_size].")
+    lse = field("float*", "Logarithm of each row's sum of exponentials: [Z * H, queries].")
+    tables = field(AttentionTables, "Tables of block rows.")
+    scale = field("float", "|scale| * log2(e).")
+    matrices = field("u32", "Number of matrices Q: Z * H.")
+    heads = field("u32", "Number of heads of Q, H.")
+    heads_per_kv = field("u32", "Number of heads of Q that share one head of K and V.")
+    queries = field("u32", "Number of rows of Q in a head.")
+    keys = field("u32", "Number of rows of K in a head.")
+    matrix_tiles = field("u32", "Number of work tiles of a matrix: its block rows.")
+    raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
 
 
 class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
@@ -55,24 +61,25 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         self._walk = Walk(desc, columns=False)
         self._blocks = self._walk.blocks(device)
         self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
-        slots = channels(desc) * _slots(desc)
-        self.details = self._walk.details(device, f"{slots} slots of {_TILE} keys")
+        stages = pipeline_groups(desc) * _stages(desc)
+        self.details = self._walk.details(device, f"{stages} stages of {_TILE} keys")
         self._function = load(
             _SOURCE,
             "attention_wgmma",
             THREADS,
             device,
             defines(desc),
-            _Parameters,
-            shared_bytes=_fixed_bytes(desc) + slots * _tile_bytes(desc),
+            shared_bytes=_fixed_bytes(desc) + stages * _tile_bytes(desc),
         )
-        self._parameters = _Parameters(scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes())
+        self._parameters = AttentionWgmmaParams(
+            scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes()
+        )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc = self.descriptor
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
+        parameters = AttentionWgmmaParams.from_buffer_copy(self._parameters)
         parameters.o, parameters.lse = views["o"].address, views["lse"].address
         block = desc.layout.block
         self._walk.fill(parameters, views, {"q": BOX, "k": block, "v": block}, workspace)
@@ -84,14 +91,14 @@ def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:
 
 
 def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
-    """Of shared memory, beside the slots: Q of both warpgroups, barriers."""
-    return _tile_bytes(desc) + channels(desc) * _BARRIER_BYTES
+    """Shared memory apart from stages: Q of both warpgroups, barriers."""
+    return _tile_bytes(desc) + pipeline_groups(desc) * _BARRIER_BYTES
 
 
-def _slots(desc: BlockSparseAttentionDescriptor) -> int:
-    """Of a channel."""
-    space = (SHARED_BYTES - _fixed_bytes(desc)) // channels(desc)
-    return min(space // _tile_bytes(desc), MOST_SLOTS)
+def _stages(desc: BlockSparseAttentionDescriptor) -> int:
+    """Pipeline stages of a pipeline group."""
+    space = (SHARED_BYTES - _fixed_bytes(desc)) // pipeline_groups(desc)
+    return min(space // _tile_bytes(desc), MAX_STAGES)
 
 
 def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
@@ -100,5 +107,5 @@ def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
         **problem_defines(desc),
         "SIGN": -1 if desc.scale < 0 else 1,
         "PING_PONG": int(desc.layout.block == _TILE),
-        "PIPELINE_STAGES": _slots(desc),
+        "PIPELINE_STAGES": _stages(desc),
     }

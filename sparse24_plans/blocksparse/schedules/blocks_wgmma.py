@@ -16,7 +16,14 @@ import numpy as np
 from ...plan.schedule_choice import constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..lookup_tables import STRIP, TILE, head_strips, met_share, tile_lines, tile_size
+from ..lookup_tables import (
+    NARROW_PANEL_ROWS,
+    PANEL_ROWS,
+    expected_occupancy,
+    head_panels,
+    narrow_panel_block_rows,
+    narrow_panel_rows,
+)
 from ..shape import BlockSparseShape
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
@@ -33,7 +40,7 @@ _SDD_COLUMNS = (64, 128, 192, 256)
 """Columns of a warpgroup that are tried for ``sdd``."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
-_SHARES_MET = (0.97, 1.0, 1.03)
+_RELATIVE_MEANS = (0.97, 1.0, 1.03)
 """Relative means of the layouts that a schedule of ``sdd`` is judged by."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
 """With fewer stages than the first ``sdd`` isn't tried; with fewer than the second its model adds a cost."""
@@ -65,10 +72,10 @@ class BlocksWgmmaSchedule(NamedTuple):
         return (self.rows + self.tokens) * _ROW_BYTES
 
     def shared_bytes(self) -> int:
-        staging = self.warpgroups * self.buffers * TILE * _ROW_BYTES
+        staging = self.warpgroups * self.buffers * NARROW_PANEL_ROWS * _ROW_BYTES
         return self.stages * self.stage_bytes + staging + _BARRIER_BYTES
 
-    def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def cluster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of clusters that cover all columns of a result; not for ``sdd``."""
         return -(-desc.n // (self.tokens * self.share))
 
@@ -83,8 +90,8 @@ class BlocksWgmmaSchedule(NamedTuple):
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles, one a cluster; for ``sdd`` the most there can be."""
         if desc.op is BlockSparseOp.SDD:
-            return strips_of(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
-        return strips_of(desc, self.rows) * self.token_clusters(desc)
+            return panel_count(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
+        return panel_count(desc, self.rows) * self.cluster_tiles(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -92,10 +99,10 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def band(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
-        tiles = desc.batch * self.token_clusters(desc)
+        tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
         most: int = constants("blocks_tiles")[
-            "band_bytes" if desc.layout.block >= TILE else "band_bytes_small"
+            "band_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "band_bytes_small"
         ]
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
@@ -110,11 +117,11 @@ def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> BlocksWgmmaS
 def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
     """The fastest schedule by the model of the problem's op and block."""
     block = desc.layout.block
-    if desc.op is not BlockSparseOp.SDD and block >= TILE:
-        tokens, wide = busy_tokens(strips_of(desc), desc.n, multiprocessors)
+    if desc.op is not BlockSparseOp.SDD and block >= NARROW_PANEL_ROWS:
+        tokens, wide = busy_tokens(panel_count(desc), desc.n, multiprocessors)
         # Multicast of S's values is worth it where they are much of what is loaded.
-        sharing = wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
-        return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+        sharing = wide != (block == PANEL_ROWS) and -(-desc.n // tokens) % 2 == 0
+        return fitting(PANEL_ROWS, tokens, 2, 2 if sharing else 1)
     time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
     fit = constants(model_of(desc))
     return fastest(schedules_by_density(desc), lambda tried: time(tried, desc, multiprocessors, fit))
@@ -125,10 +132,10 @@ def model_of(desc: BlockSparseMatmulDescriptor) -> str:
     return f"blocks_wgmma_{desc.op}_{desc.layout.block}"
 
 
-def busy_tokens(strips: int, n: int, multiprocessors: int) -> tuple[int, bool]:
+def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     """The widest tile with which enough SMs have work, and whether it is the widest of all."""
     enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
-    tokens = next((one for one in _TOKENS if strips * -(-n // one) >= enough), _TOKENS[-1])
+    tokens = next((one for one in _TOKENS if panels * -(-n // one) >= enough), _TOKENS[-1])
     return tokens, tokens == _TOKENS[0]
 
 
@@ -145,7 +152,7 @@ def small_time(
         waves, part = one.items(desc) / multiprocessors, fit["partial_wave"]
         waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
         step = fit["step"][f"{one.rows}x{one.tokens}"]
-        found.append(waves * met_share(desc.layout, one.rows // desc.layout.block) * step)
+        found.append(waves * expected_occupancy(desc.layout, one.rows // desc.layout.block) * step)
     return found
 
 
@@ -153,19 +160,19 @@ def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaS
     """The candidates where the density decides: for ``sdd``, and for the other ops with small blocks."""
     if desc.op is BlockSparseOp.SDD:
         return sampled_schedules(desc.layout)
-    return [fitting(*sizes, 2, 1) for sizes in SIZES] if desc.layout.block < TILE else []
+    return [fitting(*sizes, 2, 1) for sizes in SIZES] if desc.layout.block < NARROW_PANEL_ROWS else []
 
 
-def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
+def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
     """Row panels of op(S), or for ``dds`` of its transpose, in all batches and heads."""
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * head_strips(side, rows)
+    return desc.batch * desc.layout.heads * head_panels(side, rows)
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:
     """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
-    rows, block = tile_size(layout.block), layout.block
-    tokens = [2 * one * TILE // rows for one in _SDD_COLUMNS]
+    rows, block = narrow_panel_rows(layout.block), layout.block
+    tokens = [2 * one * NARROW_PANEL_ROWS // rows for one in _SDD_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
     found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
     return [one for one in found if one.stages >= _MIN_SDD_STAGES]
@@ -188,22 +195,22 @@ def sdd_loads(
 ) -> list[Columns]:
     """For each schedule ``cluster_loads`` in the layouts that its time is summed over, on a middle axis."""
     block = desc.layout.block
-    panels = min(strips_of(desc, tile_size(block)), _MAX_PANELS)
-    layouts = [_met_columns(desc.layout, panels, share) for share in _SHARES_MET]
+    panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
+    layouts = [_kept_columns(desc.layout, panels, share) for share in _RELATIVE_MEANS]
     return [
         np.stack([cluster_loads(one, columns, block, multiprocessors) for columns in layouts], axis=1)
         for one in tried
     ]
 
 
-def _met_columns(layout: BlockSparseShape, strips: int, share: float = 1.0) -> Columns:
+def _kept_columns(layout: BlockSparseShape, panels: int, share: float = 1.0) -> Columns:
     """Columns of blocks that so many row panels keep: the quantiles of random layouts, the largest first.
 
     ``share`` scales their mean.
     """
-    kept = met_share(layout, tile_lines(layout))
+    kept = expected_occupancy(layout, narrow_panel_block_rows(layout))
     mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
-    met = np.rint(mean + deviation * _normal_quantiles(strips))
+    met = np.rint(mean + deviation * _normal_quantiles(panels))
     found: Columns = np.clip(met, 0, layout.block_cols).astype(np.int64)
     return found
 
@@ -222,12 +229,12 @@ def cluster_loads(one: BlocksWgmmaSchedule, columns: Columns, block: int, multip
     part = min(block, one.tokens)
     parts = columns * (block // part)
     groups = -(-parts // (one.parts(block) * one.share))
-    _, strip = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
+    _, panel = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
-    turn, cluster = np.divmod(np.arange(len(strip)), clusters)
+    turn, cluster = np.divmod(np.arange(len(panel)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
-    loaded = np.bincount(cluster, mine[strip], minlength=clusters).astype(np.int64)
+    loaded = np.bincount(cluster, mine[panel], minlength=clusters).astype(np.int64)
     return np.array([np.bincount(cluster, minlength=clusters), loaded])
 
 
