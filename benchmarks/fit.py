@@ -71,6 +71,8 @@ BOUNDS = {
     "pipeline_refill": (0.1, 6), "overlap_exponent": (1.5, 12), "bottleneck_exponent": (1.5, 8),
 }  # fmt: skip
 """The least and the most of each constant of wgmma_sp's model."""
+DESCENTS = {"wgmma_sp_16bit_some": 3, "wgmma_sp_8bit_many": 3}
+"""Descents of wgmma_sp's models where a single one ends in a poor minimum."""
 NAMES = [field.name for field in fields(CostConstants)]
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
@@ -194,7 +196,7 @@ def gemm_fit(model: str, gpu: str) -> Fit:
     found = [one for one in gemm_problems(gpu) if model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
-    return Fit(found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 7000, 1)
+    return Fit(found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 7000, DESCENTS.get(model, 1))
 
 
 def stream_k_entry(gpu: str) -> Constants:
@@ -288,7 +290,7 @@ def small_choices(problems: Sequence[Any]) -> Choices:
     return block_choices(problems, predict)
 
 
-def small_bounds(block: int) -> dict[str, tuple[float, float]]:
+def small_bounds(block: int) -> Mapping[str, tuple[float, float]]:
     """Bounds of the steps, of which the first is given as 50, and the last is relative to SIZES[1].
 
     Few large products of few blocks were measured. Where 5% are kept, the largest tile must win there.
@@ -327,10 +329,10 @@ def sdd_choices(problems: Sequence[Any]) -> Choices:
 def block_fit(model: str, gpu: str) -> Fit:
     _, _, op, block = model.split("_")
     found = block_problems(op, int(block), gpu)
-    choices, bounds, steps, descents = small_choices, small_bounds(int(block)), 3000, 8
+    fit = Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), sdd_choices, SDD_BOUNDS, 300, 24)
     if op == "sdd":
-        choices, bounds, steps, descents = sdd_choices, SDD_BOUNDS, 300, 24
-    return Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), choices, bounds, steps, descents)
+        return fit
+    return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
 
 
 # The data file -------------------------------------------------------------------------------------

@@ -181,10 +181,10 @@ def gemm_rows(cell: Cell) -> Iterator[Row]:
 def f32_rows(cell: Cell) -> Iterator[Row]:
     for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.parts):
         plans = {}
-        for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.parts):
+        for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.split_terms):
             with choosing(f32_split, schedule):
                 plans[name_of(schedule)] = plan_of(cell, entry)
-        yield {"terms": entry.parts, **timed(cell, plans)}
+        yield {"terms": entry.split_terms, **timed(cell, plans)}
 
 
 def measure_gemm(family: str, rng: random.Random, elements: Sequence[str], end: float) -> Iterator[Row]:
