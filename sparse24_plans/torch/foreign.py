@@ -17,7 +17,7 @@ from ..vocab import ElementKind
 from .elements import canonical_weight, element_of, tensor_of, weight_sizes
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
-from .preparing import empty_canonical
+from .prepare_ops import empty_canonical
 
 _BLOBS = {8: "cusparselt_sm80", 9: "cusparselt_sm90"}
 

@@ -16,7 +16,7 @@ from ..errors import InvalidProblemError, UnsupportedError
 from .activations import check_activation
 from .elements import in_dtype
 from .foreign import is_canonical
-from .preparing import kept_values
+from .prepare_ops import kept_values
 from .tensor import tile_rule
 
 _ops: Any = torch.ops.sparse24

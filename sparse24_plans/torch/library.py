@@ -16,8 +16,8 @@ import torch
 from torch import _C
 from torch.autograd import forward_ad
 
+from ..device.log import COMPILE
 from ..errors import UnsupportedError
-from .compiled import report_unknown
 
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -119,6 +119,11 @@ def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
         return fake(*args, **kwargs)
 
     return announced
+
+
+def report_unknown(op: Any, error: Exception) -> None:
+    """Log that compiled code calls the op through the dispatcher, since Inductor's internals are unknown."""
+    COMPILE.warning("%s goes through PyTorch's dispatcher in compiled code: %r", op.name(), error)
 
 
 def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: Kernel | None) -> Kernel:

@@ -18,7 +18,7 @@ from sparse24_plans.torch import (
     fuse_gated,
     to_sparse24,
 )
-from sparse24_plans.torch.preparing import kept_values
+from sparse24_plans.torch.prepare_ops import kept_values
 
 from .cases import DEVICE, close, pruned, randn
 

@@ -18,8 +18,8 @@ from ...blocksparse.plan import BlockSparseConv2dPlan
 from ...errors import InvalidProblemError, UnsupportedError
 from ..activations import epilogue_of
 from ..elements import element_of
+from ..gemm_ops import autocast_tensor
 from ..library import define
-from ..ops import autocast_tensor
 from .dense import kept_blocks, to_dense
 from .plan_dispatch import Operands, Problem, check_dims, fake_results, run
 

@@ -19,8 +19,8 @@ from ...errors import InvalidProblemError, UnsupportedError
 from ...vocab import ElementKind, InnerPattern
 from ..activations import GRADIENTS, epilogue_of
 from ..elements import element_of
+from ..gemm_ops import autocast_tensor
 from ..library import define
-from ..ops import autocast_tensor
 from .attending import Attention, Unfused
 from .dense import to_dense
 from .plan_dispatch import Operands, Problem, check_dims, fake_results, run
