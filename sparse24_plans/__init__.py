@@ -24,7 +24,7 @@ _HOME = {
     "blocksparse.shape": "BlockSparseShape",
     "blocksparse.lookup_tables": "BlockSparseTables",
     "checkpoints.compress": "compress_checkpoint",
-    "checkpoints.convert": "convert_checkpoint",
+    "checkpoints.conversion": "convert_checkpoint",
     "checkpoints.recorded_run": "RecordedRun load_run save_run",
     "checkpoints.verify": "verify_checkpoint",
     "checkpoints.weights_file": "iter_weights load_weight save_weights",

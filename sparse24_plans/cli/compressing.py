@@ -16,7 +16,7 @@ import typer
 
 from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
 from ..checkpoints.compress import TensorReport, compress_checkpoint
-from ..checkpoints.convert import ConversionReport, convert_checkpoint
+from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import ModelReader, stored_bytes
 from ..checkpoints.layers import compressed_names
 from ..checkpoints.verify import verify_checkpoint

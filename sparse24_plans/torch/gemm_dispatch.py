@@ -278,7 +278,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
     found = checked(call, out)
-    y = found.run(call[0], call[1], call[2], call[3:6], out)
+    y: Tensor | None = found.run(call[0], call[1], call[2], call[3:6], out)
     if y is not None:
         return y
     if out is not None:

@@ -7,7 +7,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..elements import DTYPE_OF, allocation, plan_device
 from ..plan_cache import MOST_FORMS, CheckedCall, Refusal, descriptor, plans, preference_of
 
 PlanType = Any  # a class of plans; mypy takes none for hashable
-Operands = dict[str, Tensor]
+Operands = Mapping[str, Tensor | None]
 
 _SIZES: dict[PlanType, tuple[str, ...]] = {
     BlockSparseMatmulPlan: ("batch", "n"),
@@ -55,15 +55,19 @@ class Wanted(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem as an op states it: the plan's class and the fields of its descriptor."""
+    """A problem as an op states it, and its operands."""
 
     plan: PlanType
     shape: tuple[int, ...]
+    """The integers of the layout's shape."""
     sizes: dict[str, Any]
-    """The fields in ``_SIZES``: integers, or symbols."""
+    """The descriptor's fields in ``_SIZES``: integers, or symbols."""
     fields: dict[str, Any]
-    """All other fields."""
+    """The descriptor's other fields."""
     preference: str
+    operands: Operands
+    """The given tensors. None stands for an optional operand that is absent."""
+    layout: Tensor
 
     def wanted(self) -> tuple[Wanted, ...]:
         """All operands. Raises InvalidProblemError naming the field that is wrong."""
@@ -110,11 +114,12 @@ def check_dims(tensor: Tensor, argument: str, dims: str) -> None:
         raise InvalidProblemError(f"{argument}: expected [{dims}], got {list(tensor.shape)}")
 
 
-def check(problem: Problem, operands: Operands, layout: Tensor) -> None:
+def check(problem: Problem) -> None:
     """Raise InvalidProblemError naming an operand that the problem doesn't allow. Reads no memory."""
+    layout, operands = problem.layout, problem.operands
     known = {one.name for one in problem.wanted() if one.role is Role.IN}
-    for name in operands:
-        if name not in known:
+    for name, given in operands.items():
+        if name not in known and given is not None:
             raise InvalidProblemError(f"{name}: expected None, as the other arguments have it, got a tensor")
     for one in problem.wanted():
         if one.role is Role.OUT:
@@ -135,12 +140,12 @@ def check(problem: Problem, operands: Operands, layout: Tensor) -> None:
         raise InvalidProblemError(f"layout: expected a contiguous tensor, got strides {layout.stride()}")
 
 
-def fake_results(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
+def fake_results(problem: Problem) -> tuple[Tensor, ...]:
     """The results' shapes, dtypes and strides, without values; sizes may be symbols."""
     preference_of(problem.preference)
-    check(problem, operands, layout)
+    check(problem)
     return tuple(
-        layout.new_empty(one.sized(problem.sizes), dtype=DTYPE_OF[one.element])
+        problem.layout.new_empty(one.sized(problem.sizes), dtype=DTYPE_OF[one.element])
         for one in problem.wanted()
         if one.role is Role.OUT
     )
@@ -152,8 +157,9 @@ def fake_results(problem: Problem, operands: Operands, layout: Tensor) -> tuple[
 class _CheckedProblem(CheckedCall):
     """The plan of one form of a problem's operands."""
 
-    def __init__(self, problem: Problem, operands: Operands, layout: Tensor) -> None:
-        check(problem, operands, layout)
+    def __init__(self, problem: Problem, operands: dict[str, Tensor]) -> None:
+        check(problem)
+        layout = problem.layout
         desc = descriptor(problem.plan, layout=shape_of(problem.shape), **problem.sizes, **problem.fields)
         plan: Any = problem.plan.select(
             desc, preference=preference_of(problem.preference), device=plan_device(layout)
@@ -168,7 +174,7 @@ class _CheckedProblem(CheckedCall):
         self._order = self._caller.operands
         self._alignments = {name: self._caller.alignment(name) for name in operands}
 
-    def run(self, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
+    def run(self, operands: dict[str, Tensor], layout: Tensor) -> tuple[Tensor, ...]:
         at = {"layout": layout.data_ptr()}
         kept = []  # copies that must live until the launch
         for name, tensor in operands.items():
@@ -183,7 +189,7 @@ class _CheckedProblem(CheckedCall):
         return tuple(results.values())
 
 
-def _caller(plan: Any, operands: Operands) -> Any:
+def _caller(plan: Any, operands: dict[str, Tensor]) -> Any:
     """The plan's caller, for which the first call's operands are checked in full."""
     kind, tables = plan.args_type(plan.descriptor), plan.pack(_any_layout(plan.descriptor.layout))
     try:
@@ -200,12 +206,13 @@ def _any_layout(shape: BlockSparseShape) -> BlockSparseLayout:
     return BlockSparseLayout(kept.reshape(sides), shape.block)
 
 
-def run(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
+def run(problem: Problem) -> tuple[Tensor, ...]:
     """The results, on the device of the operands. Operands that aren't contiguous are copied.
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
-    operands = {name: tensor.contiguous() for name, tensor in operands.items()}
+    layout = problem.layout
+    operands = {name: tensor.contiguous() for name, tensor in problem.operands.items() if tensor is not None}
     form = (
         *problem[:2],
         *problem.sizes.values(),
@@ -217,12 +224,30 @@ def run(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, .
     found = plans.get(form)
     if found is None:
         try:
-            found = _CheckedProblem(problem, operands, layout)
+            found = _CheckedProblem(problem, operands)
         except UnsupportedError as error:  # kept, because other ops may stand in at every call
             found = Refusal(error)
         plans.keep(form, found)
     results: tuple[Tensor, ...] = found.run(operands, layout)
     return results
+
+
+def kernel_of(describe: Callable[..., Problem]) -> Callable[..., Tensor]:
+    """The kernel of an op with one result, whose arguments ``describe`` turns into a Problem."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        return run(describe(*args, **kwargs))[0]
+
+    return kernel
+
+
+def fake_of(describe: Callable[..., Problem]) -> Callable[..., Tensor]:
+    """The fake kernel of such an op."""
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        return fake_results(describe(*args, **kwargs))[0]
+
+    return fake
 
 
 # Tables -------------------------------------------------------------------------------------------
