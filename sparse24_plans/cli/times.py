@@ -1,4 +1,4 @@
-"""What a person sees of measured times: benchmarks and searches for configurations."""
+"""Tables of measured times: benchmarks and searches for configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _matrix(row: Json) -> str:
 
 
 def show_benchmark(record: Json) -> None:
-    """What the record holds: products, preparation of weights, the host's times."""
+    """Show a record's products, preparation of weights, and host times."""
     _show_products(record["gemm"])
     _show_preparation(record["prepare"], record.get("prepare_peers", []))
     rows = [{"call": name, "time": value} for name, value in record["host"].items()]
@@ -23,7 +23,7 @@ def show_benchmark(record: Json) -> None:
 
 
 def show_random(record: Json) -> None:
-    """What the record says by element and number of tokens: means and the worst cell, then that cell."""
+    """Show means and worst cells by element and number of tokens."""
     columns = (
         Column("element", "element"),
         Column("N", "tokens"),
@@ -39,7 +39,7 @@ def show_random(record: Json) -> None:
 
 
 def show_torch(record: Json) -> None:
-    """What the record says of the decoder, over the dense one, and of the host's time a call."""
+    """Show the decoder's times beside the dense one's, and the host's time a call."""
     columns = (
         Column("", lambda row: f"{row['kind']} of {row['n'] if row['tokens'] == 1 else row['tokens']}"),
         Column("GPUs", "gpus", right=True),
@@ -57,7 +57,7 @@ def show_torch(record: Json) -> None:
 
 
 def show_blocks(record: Json) -> None:
-    """Microseconds of each product, and the speed over dense cuBLAS and over PyTorch's BSR."""
+    """Show each product's microseconds, and its speed over dense cuBLAS and PyTorch's BSR."""
 
     def over(peer: str, row: Json) -> str:
         return f"{row[peer] / row['us']:.2f}x" if row[peer] else "-"
@@ -125,11 +125,11 @@ def _time(key: str, row: Json) -> str:
 
 
 _FIRST = ("auto", "invariant")
-"""What selection chose: shown whatever the width. Single backends are where there is room."""
+"""Columns of selected kernels, which are always shown. A narrow terminal omits other backends."""
 
 
 def _show_products(rows: list[Json]) -> None:
-    """Microseconds by shape and n: the peers, then every backend."""
+    """Show microseconds of the peers and of every backend, by shape and n."""
     names = dict.fromkeys(row["backend"] for row in rows)
     backends = sorted(names, key=lambda name: name not in _FIRST)
     cells: dict[tuple[Any, ...], Json] = {}
@@ -158,7 +158,7 @@ def _show_products(rows: list[Json]) -> None:
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
-    """Microseconds beside a device copy that moves the same bytes, and beside peers."""
+    """Show microseconds beside a device copy of the same bytes, and beside peers."""
 
     def beside(row: Json) -> str:
         where = ("op", "m", "k", "element")
