@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 
+from sparse24_plans import BackendUnavailableError
+from sparse24_plans.device.jit.compiler import load_nvrtc
+
 from .support import HAS_GPU
+
+FOR_GPUS = pytest.StashKey[int]()
+"""The number of tests that were left out because they need a GPU."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """Kernels are compiled without a GPU too, so the compiler has to be there."""
+    try:
+        load_nvrtc()
+    except BackendUnavailableError as error:
+        pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A suite that is cut off has still said what failed."""
     if report.failed and any(word.startswith("--share") for word in sys.argv):
@@ -38,10 +54,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if crc32(item.nodeid.encode()) % count == index - 1]
     if not HAS_GPU:
-        skip = pytest.mark.skip(reason="no CUDA device that CuPy can use")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+        for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=for_gpus)
+        config.stash[FOR_GPUS] = len(for_gpus)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """The whole suite runs on every core; a part of it, or tests that share a GPU, in one process."""
+    asked_for_all = config.args == config.getini("testpaths")
+    return None if asked_for_all and not HAS_GPU else 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the process that reports how many tests need a GPU."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["for_gpus"] = session.config.stash.get(FOR_GPUS, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects all tests, so any worker's number is the number of all."""
+    node.config.stash[FOR_GPUS] = getattr(node, "workeroutput", {}).get("for_gpus", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """One line for each reason why tests were not run."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    if count := config.stash.get(FOR_GPUS, 0):
+        reasons["They need a CUDA device that CuPy can use."] = count
+    if reasons:
+        terminalreporter.section("tests that were not run")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:6,}  {reason}")
 
 
 def pytest_collection_finish() -> None:

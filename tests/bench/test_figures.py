@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sparse24_plans.bench import figures
+from benchmarks import figures
 
 from .records import RESULTS, ROOT, record
 
@@ -19,7 +19,7 @@ TYPED = re.compile(r"\b\d[\d.]*(?: (?:[num]s|[GT]B/s|T?FLOPS|tokens/s)\b|x? (?:a
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_agree_with_the_record(path):
     text = path.read_text()
-    assert figures.rendered(text, figures.everything(ROOT)) == text, "python -m sparse24_plans.bench.figures"
+    assert figures.rendered(text, figures.everything(ROOT)) == text, "python -m benchmarks.figures"
 
 
 def test_every_table_stands_in_a_document():
@@ -40,9 +40,9 @@ def test_a_table_is_replaced_and_nothing_else():
     new = figures.rendered(old, {"host": {"launch_us": 4.56, "import_s": 0.25}})
     lines = new.splitlines()
     assert (lines[:2], lines[-2:]) == (["before", "<!-- figures: host -->"], ["<!-- end -->", "after"])
-    assert "| `launch` | 4.6 us |" in lines
-    assert "| `import sparse24_plans` | 250.0 ms |" in lines
-    assert "| `run`, new arguments | - |" in lines, "what is not measured"
+    assert "|`launch`|4.6 us|" in lines
+    assert "|`import sparse24_plans`|250.0 ms|" in lines
+    assert "|`run`, new arguments|-|" in lines, "what is not measured"
     assert figures.rendered(new, {"host": {"launch_us": 4.56, "import_s": 0.25}}) == new
 
 

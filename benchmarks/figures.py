@@ -1,6 +1,6 @@
 """Writes the tables of figures in README.md and docs/ from the records in benchmarks/results/.
 
-From a checkout's root: ``python -m sparse24_plans.bench.figures`` writes them, ``--check`` only says which
+From a checkout's root: ``python -m benchmarks.figures`` writes them, ``--check`` only says which
 differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from sparse24_plans.bench.record import Record, load
+from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
+
 from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
-from .record import Record, load
-from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
@@ -338,24 +339,29 @@ def everything(root: Path) -> Record:
     return {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
 
 
+def _compact(line: str) -> str:
+    """A row of a table without spaces beside its bars."""
+    return "|".join(cell.strip() or " " for cell in line.split("|")).strip()
+
+
 def rendered(text: str, record: Record) -> str:
     """``text`` with its tables as the record has them. Raises KeyError for a table that there isn't."""
 
     def table(found: re.Match[str]) -> str:
-        return "\n".join((found[1].rstrip(), *TABLES[found[2]](record), found[3]))
+        return "\n".join((found[1].rstrip(), *map(_compact, TABLES[found[2]](record)), found[3]))
 
     return _BLOCK.sub(table, text)
 
 
 def documents(root: Path) -> list[Path]:
     """Those that have tables."""
-    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")), *root.glob("benchmarks/results/*.md"))
     return [path for path in paths if _BLOCK.search(path.read_text())]
 
 
 def main(*arguments: str) -> int:
     if arguments not in ((), ("--check",)) or not Path(RECORD).is_file():
-        raise SystemExit("usage, from a checkout's root: python -m sparse24_plans.bench.figures [--check]")
+        raise SystemExit("usage, from a checkout's root: python -m benchmarks.figures [--check]")
     record = everything(Path())
     stale = 0
     for path in documents(Path()):
