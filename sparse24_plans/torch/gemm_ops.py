@@ -140,6 +140,19 @@ def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor.to(dtype) if is_float else tensor
 
 
+def autocast_rule(bias_at: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """An autocast rule for two operands and a bias, the op's argument at ``bias_at``."""
+
+    def rule(wanted: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cast = (0, 1, bias_at)
+        args = tuple(autocast_tensor(one, wanted) if at in cast else one for at, one in enumerate(args))
+        if "bias" in kwargs:
+            kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
+        return args, kwargs
+
+    return rule
+
+
 def _to_one_dtype(
     wanted: torch.dtype, x: Tensor, weight: Tensor, meta: Tensor | None
 ) -> tuple[Tensor, Tensor]:

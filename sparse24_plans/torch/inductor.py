@@ -18,7 +18,6 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
 from .gemm_dispatch import OPERANDS, Call, CallSite
-from .library import report_unknown
 
 _NAME = "Sparse24CallSite"
 _IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"
@@ -42,15 +41,18 @@ class _Product(ir.ExternKernelOut):  # type: ignore[misc]
         super().codegen(wrapper)
 
 
-def lower(op: Any, call: Callable[..., Call]) -> None:
-    """Make Inductor call the op's product directly. ``call`` turns the op's arguments into a Call."""
+def lower(op: Any, call: Callable[..., Call], report: Callable[[Any, Exception], None]) -> None:
+    """Make Inductor call the op's product directly. ``call`` turns the op's arguments into a Call.
+
+    ``report`` is told of an error that says that Inductor has changed; the op then stays an op.
+    """
     as_op = fallback_handler(op, add_to_fallback_set=False)
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         try:
             product = _product(op, call(*args, **kwargs))
         except (AttributeError, TypeError) as error:
-            report_unknown(op, error)
+            report(op, error)
             product = None
         return as_op(*args, **kwargs) if product is None else product
 

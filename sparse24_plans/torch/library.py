@@ -110,7 +110,7 @@ def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
         try:
             from . import inductor
 
-            inductor.lower(op, call)
+            inductor.lower(op, call, report_unknown)
         except (ImportError, AttributeError, TypeError) as error:
             report_unknown(op, error)
 

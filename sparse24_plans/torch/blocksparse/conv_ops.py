@@ -18,7 +18,7 @@ from ...blocksparse.plan import BlockSparseConv2dPlan
 from ...errors import InvalidProblemError, UnsupportedError
 from ..activations import epilogue_of
 from ..elements import element_of
-from ..gemm_ops import autocast_tensor
+from ..gemm_ops import autocast_rule
 from ..library import define
 from .layout_buffers import kept_blocks, to_dense
 from .plan_dispatch import Operands, Problem, check_dims, fake_of, run
@@ -233,17 +233,6 @@ def _filter_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
     return dx, ddy, *[None] * 7
 
 
-def _autocast(
-    wanted: torch.dtype, x: Tensor, filter: Tensor, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at = 6  # position of the bias, behind x and filter
-    if len(args) > at:
-        args = (*args[:at], autocast_tensor(args[at], wanted), *args[at + 1 :])
-    elif "bias" in kwargs:
-        kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
-    return (autocast_tensor(x, wanted), autocast_tensor(filter, wanted), *args), kwargs
-
-
 _SCHEMA = ", ".join(f"int[] {name}" for name in _WALK)
 
 define(
@@ -253,7 +242,7 @@ define(
     fake_of(_forward),
     backward=_forward_backward,
     setup_context=_forward_context,
-    autocast=_autocast,
+    autocast=autocast_rule(8),
 )
 define(
     f"blocksparse_conv2d_input(Tensor dy, Tensor filter, Tensor layout, int[] shape, int[] size, {_SCHEMA}, "

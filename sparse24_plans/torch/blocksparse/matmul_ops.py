@@ -19,7 +19,7 @@ from ...errors import InvalidProblemError, UnsupportedError
 from ...vocab import ElementKind, InnerPattern
 from ..activations import GRADIENTS, epilogue_of
 from ..elements import element_of
-from ..gemm_ops import autocast_tensor
+from ..gemm_ops import autocast_rule
 from ..library import define
 from .layout_buffers import to_dense
 from .plan_dispatch import Problem, check_dims, fake_of, kernel_of
@@ -141,17 +141,6 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
     return da, db, None, None, None, None, None, d_bias, None, None, None, None, None
 
 
-def _matmul_autocast(
-    wanted: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at = 5  # position of the bias, behind a and b
-    if len(args) > at:
-        args = (*args[:at], autocast_tensor(args[at], wanted), *args[at + 1 :])
-    elif "bias" in kwargs:
-        kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
-    return (autocast_tensor(a, wanted), autocast_tensor(b, wanted), *args), kwargs
-
-
 # Softmax ------------------------------------------------------------------------------------------
 
 
@@ -257,7 +246,7 @@ define(
     _fake_matmul,
     backward=_matmul_backward,
     setup_context=_matmul_context,
-    autocast=_matmul_autocast,
+    autocast=autocast_rule(7),
 )
 define(
     "blocksparse_softmax(Tensor x, Tensor layout, int[] shape, float scale=1.0, Tensor? rpe=None, "
