@@ -67,7 +67,7 @@ def load_weight(path: StrPath, name: str) -> Sparse24Weight:
 def iter_weights(path: StrPath) -> Iterator[tuple[str, Sparse24Weight]]:
     """Every compressed tensor of a file or folder with its name, loaded one at a time.
 
-    Each step may raise the errors of :func:`load_weight`.
+    Raises the errors of :func:`load_weight`, each when its tensor is reached.
     """
     with ModelReader(path_of("path", path)) as model:
         for name, shard in compressed_names(model).items():
