@@ -24,7 +24,7 @@ from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
-from sparse24_plans.gemm.wgmma import result_box
+from sparse24_plans.gemm.wgmma import defines, result_box
 from sparse24_plans.plan.kernel import Choice
 
 from ..kernels.requests import recorded_loads
@@ -76,7 +76,7 @@ def test_x_is_turned_where_no_copy_reads_it_or_slowly(n, turned):
     """And it is read as it lies where there is no workspace for more, of many tokens too."""
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", **BOTH)
     kernel = built(desc, PlanPreference())
-    assert (kernel.launches, "turned" in kernel.details) == (1 + turned, turned)
+    assert (kernel.launches, "transposed" in kernel.details) == (1 + turned, turned)
     needed = 2 * n * 4096 if turned else 0
     assert kernel.workspace_size == kernel._schedule.workspace_bytes() + needed
     if turned and n % 8 == 0:
@@ -351,7 +351,7 @@ def test_the_macros_of_both_kernels_say_how_x_and_y_lie():
     for order in ORDERS:
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [
-            wgmma_sp.defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
+            defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
             mma_sp.defines(desc, mma_schedules.best_schedule(64, 4096, 132)),
         ]
         want = tuple(int(order[name] == "column") for name in ("x_order", "y_order"))
