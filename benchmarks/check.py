@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse24_plans.bench.record import GRID, Lists, Record, is_current, kernel_files
-from sparse24_plans.vocab import BackendKind
+from sparse24_plans.plan.families import backends
 
 from .bounds import BOUNDS, Verdict, judged
 from .kinds import kind_of
@@ -112,7 +112,7 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
     "tests": {},
 }
 """The fields that rows have to have: kind -> list -> field -> what its values are."""
-_BACKENDS = {"auto", "invariant", "wgmma_sp_invariant", *(kind.value for kind in BackendKind)}
+_BACKENDS = {"auto", "invariant", "wgmma_sp_invariant", *backends()}
 _KEYS: dict[str, Lists] = {"grid": GRID}
 _TEST_COUNTS = "passed failed skipped fuzz_cases fuzz_seed fuzz_failures replayed replay_mismatches"
 

@@ -23,7 +23,7 @@ from sparse24_plans.gemm.plan import GemmSparse24Plan
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.preference import PlanPreference
 from sparse24_plans.tuning.timing import Contender, time_contenders
-from sparse24_plans.vocab import BackendKind, ElementKind
+from sparse24_plans.vocab import ElementKind
 
 from .models import MODELS
 
@@ -119,14 +119,14 @@ def _schedules(cell: Cell) -> list[Contender]:
     """Our kernel of the tensor cores with every configuration that it may be given."""
     return [
         cell.contender(f"{row} {configuration}", plan)
-        for row, configuration, plan in _configured(cell, BackendKind.WGMMA_SP)
+        for row, configuration, plan in _configured(cell, "wgmma_sp")
     ]
 
 
 def _algorithms(cell: Cell) -> list[Contender]:
     """cuSPARSELt's algorithms that are right, without split-K."""
     found = []
-    for _, configuration, plan in _configured(cell, BackendKind.CUSPARSELT):
+    for _, configuration, plan in _configured(cell, "cusparselt"):
         if set(configuration) == {"algorithm"}:
             one = cell.contender(f"cusparselt {configuration['algorithm']}", plan)
             if cell.rel_error(one.launches[0]) <= _RIGHT:
@@ -134,7 +134,7 @@ def _algorithms(cell: Cell) -> list[Contender]:
     return found
 
 
-def _configured(cell: Cell, backend: BackendKind) -> Iterator[tuple[str, dict[str, int], GemmSparse24Plan]]:
+def _configured(cell: Cell, backend: str) -> Iterator[tuple[str, dict[str, int], GemmSparse24Plan]]:
     device = cuda_properties(0)
     if cell.plan(PlanPreference(prefer_backend=backend)) is None:
         return

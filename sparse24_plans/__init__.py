@@ -9,6 +9,11 @@ Names are loaded when first used (PEP 562), so the import itself costs milliseco
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
+from .weights import device_code as _device_code
+
+# The kernels of prepare/ stand above weights/, so weights/ gets them from here.
+_device_code.short_forms = lambda: _import_module(".prepare.short_forms", __name__)
+
 _HOME = {
     "_version": "__version__",
     "blocksparse.args": "BlockSparseAttentionArgs BlockSparseAttentionBackwardArgs BlockSparseConv2dArgs "
@@ -52,7 +57,7 @@ _HOME = {
     "prepare.plan": "CompressSparse24Plan DecompressSparse24Plan MaskSparse24Plan PackSparse24Plan "
     "PruneCompressSparse24Plan PruneSparse24Plan TilePruneSparse24Plan",
     "tuning.search": "tune",
-    "vocab": "ArchSku AttentionMask BackendKind BlockSparseConvOp BlockSparseOp BlockSparsePass "
+    "vocab": "ArchSku AttentionMask BlockSparseConvOp BlockSparseOp BlockSparsePass "
     "DeviceProperties ElementKind EpilogueKind GemmOp InnerPattern MaskLayout MathPrecision MatrixOrder "
     "OpCategory PrepareOp ScaleKind Tier TileRule",
     "weights.cutting": "concat_weights slice_weight split_weight",

@@ -90,7 +90,6 @@ from .prepare.plan import TilePruneSparse24Plan as TilePruneSparse24Plan
 from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku
 from .vocab import AttentionMask as AttentionMask
-from .vocab import BackendKind as BackendKind
 from .vocab import BlockSparseConvOp as BlockSparseConvOp
 from .vocab import BlockSparseOp as BlockSparseOp
 from .vocab import BlockSparsePass as BlockSparsePass

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from sparse24_plans import (
     AttentionMask,
-    BackendKind,
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,
     BlockSparseConvOp,
@@ -37,6 +36,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TileRule,
 )
+from sparse24_plans.plan.families import backends
 
 UNGATED = st.sampled_from([kind for kind in EpilogueKind if not kind.is_gated])
 RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
@@ -203,7 +203,7 @@ preferences = st.builds(
     PlanPreference,
     max_workspace_bytes=st.none() | st.integers(0, 2**64),
     allow_sm90a=st.booleans(),
-    prefer_backend=st.none() | st.sampled_from(BackendKind),
+    prefer_backend=st.none() | st.sampled_from(backends()),
     tier=st.none() | st.sampled_from(Tier),
     require=st.just(GuaranteeRequirement()) | requirements,
     whole_m=st.none() | st.integers(1, 2**63 - 1),

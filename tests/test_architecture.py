@@ -97,7 +97,7 @@ def test_the_root_holds_few_modules():
     assert len(at_the_root) <= 5, at_the_root
 
 
-LOADERS = {"__init__.py", "plan/plan.py", "plan/kernel_table.py", "weights/on_device.py"}
+LOADERS = {"__init__.py", "plan/families.py", "plan/kernel_table.py"}
 """They load public names, families' plans and backends, and kernels, by names relative to the package."""
 
 

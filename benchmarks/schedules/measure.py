@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from ctypes import sizeof
 from multiprocessing import get_context
 
 from sparse24_plans import ElementKind, GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference
@@ -33,7 +32,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
     schedules_in,
     widths,
 )
-from sparse24_plans.gemm.wgmma import SOURCE, Parameters, defines
+from sparse24_plans.gemm.wgmma import SOURCE, defines
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
@@ -87,11 +86,7 @@ def tried(desc: GemmSparse24Descriptor) -> list[Schedule]:
 
 
 def compile_kernel(desc: GemmSparse24Descriptor, schedule: Schedule) -> None:
-    cubin(
-        SOURCE,
-        "sm_90a",
-        {**defines(desc, schedule, OperandLayouts.of(desc), False), "PARAMETER_BYTES": sizeof(Parameters)},
-    )
+    cubin(SOURCE, "sm_90a", defines(desc, schedule, OperandLayouts.of(desc), False))
 
 
 def times_of(matrix: Matrix, n: int) -> dict[str, float]:

@@ -1,118 +1,116 @@
-// What the kernels of attention share: what they are compiled for, channels, the order of items, copies, and a
-// warpgroup's products and results.
+// Shared by the attention kernels: their compile-time constants, pipeline groups, the order of work tiles, TMA loads,
+// and a warpgroup's products and results.
 //
-// A channel is what copies and the warpgroups that it feeds, each of which has 64 rows: two that share the tiles of a
-// block of 128, or one with a block of 64 of its own. A channel takes item after item: rows of its own that stay, and
-// tiles of others that pass through its slots.
+// A pipeline group is a producer and the consumer warpgroups that it feeds. Each of these has 64 rows: two share the
+// tiles of a block of 128, or one has a block of 64 of its own. A pipeline group computes work tile after work tile:
+// stationary rows of its own, and tiles of other rows that stream through its stages.
 #pragma once
+#include "blocksparse/params/attention_tables.cuh"
 #include "common/pipeline_state.cuh"
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_registers.cuh"
 
-// Of a Config: kTileRows of what passes, kSlotCount of a channel.
+// Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group.
 template <int kElementCode, int kBlockRows, int kHeadSize, bool kIsCausal, bool kOfLengths, int kTileRows,
-          int kSlotCount>
+          int kStageCount>
 struct AttentionType {
   static constexpr ElementKind kElement = ElementKind(kElementCode);
   static constexpr int kBlock = kBlockRows, kHead = kHeadSize;
   static constexpr bool kCausal = kIsCausal, kLengths = kOfLengths;
-  static constexpr int kTile = kTileRows, kSlots = kSlotCount;
+  static constexpr int kTile = kTileRows, kPipelineStages = kStageCount;
   using In = Element<kElement>;
 
-  static constexpr int kChannels = 128 / kBlock, kGroups = 2 / kChannels;    // warpgroups of a channel
-  static constexpr int kBoxes = kHead / 64;                                  // of 128 bytes that a row has
-  static constexpr int kOwnBytes = 64 * kHead * 2, kOwnBoxBytes = 64 * 128;  // of an operand of a warpgroup's rows
+  static constexpr int kPipelineGroups = 128 / kBlock,
+                       kGroupWarpgroups = 2 / kPipelineGroups;  // warpgroups of a pipeline group
+  static constexpr int kBoxes = kHead / 64;                     // boxes of 128 bytes in a row
+  static constexpr int kStationaryBytes = 64 * kHead * 2,
+                       kStationaryBoxBytes = 64 * 128;  // bytes of a stationary operand of one warpgroup
   static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128;
-  static constexpr int kSums = kHead / 2, kCells = kTile / 2;  // numbers of a thread: of 64 rows of results, of scores
-  static constexpr int kThreads = 384;                         // two warpgroups that multiply and one that copies
+  static constexpr int kAccumulators = kHead / 2,
+                       kCells =
+                           kTile / 2;   // accumulators of a thread for 64 rows of results, and for 64 rows of scores
+  static constexpr int kThreads = 384;  // two consumer warpgroups and a producer warpgroup
 };
 
-// Items ----------------------------------------------------------------------------------------------
+// Work tiles ----------------------------------------------------------------------------------------------
 
-// Of a kernel's parameters, what its items are made of. Lines: rows of blocks, or columns.
-struct AttentionItems {
-  const int* order;       // [H * lines]: of each head its lines, the longest first
-  const int* pointers;    // [H * lines + 1]: where each one's entries begin
-  const int* entries;     // [blocks]: of its blocks the column, or row
-  u32* taken;             // items that were taken beyond every channel's first; 0 before the launch
-  const int* q_lengths;   // [Z], or null
-  const int* kv_lengths;  // [Z], or null
-};
+template <class Params> __device__ __forceinline__ u32 work_tile_count(const Params& p) {
+  return p.matrices * p.matrix_tiles;
+}
+template <class Config> __device__ __forceinline__ u32 pipeline_groups() { return gridDim.x * Config::kPipelineGroups; }
 
-template <class Params> __device__ __forceinline__ u32 items_of(const Params& p) { return p.matrices * p.head_lines; }
-template <class Config> __device__ __forceinline__ u32 channels() { return gridDim.x * Config::kChannels; }
+// Position of work tile `index`: matrices run in raster groups whose shared operands stay in L2. Within a raster group
+// every head's longest line comes first, then the next. A line is a block row, or a block column.
+struct RasterPosition {
+  u32 matrix, line;  // index of the line in the order
 
-// Item `index`: matrices in bands of which L2 keeps what they share, and of a band every head's longest line, then the
-// next.
-struct Place {
-  u32 matrix, line;  // the latter in the order
-
-  template <class Params> __device__ __forceinline__ Place(const Params& p, u32 index) {
-    const u32 in_band = p.band * p.head_lines, band = index / in_band, rest = index % in_band;
-    const u32 wide = min(p.band, p.matrices - band * p.band);
-    matrix = band * p.band + rest % wide, line = rest / wide;
+  template <class Params> __device__ __forceinline__ RasterPosition(const Params& p, u32 index) {
+    const u32 per_group = p.raster_matrices * p.matrix_tiles, raster_group = index / per_group,
+              rest = index % per_group;
+    const u32 group_width = min(p.raster_matrices, p.matrices - raster_group * p.raster_matrices);
+    matrix = raster_group * p.raster_matrices + rest % group_width, line = rest / group_width;
   }
 };
 
-// Of a batch's `cells` of a head, rows or keys, those that count.
-template <class Config> __device__ __forceinline__ int counted(u32 cells, const int* lengths, u32 batch) {
+// Number of a batch's `cells` of a head, rows or keys, that are valid.
+template <class Config> __device__ __forceinline__ int valid_cells(u32 cells, const int* lengths, u32 batch) {
   if constexpr (!Config::kLengths) return (int)cells;
   else return max(0, min((int)cells, lengths[batch]));
 }
 
-// Channels -------------------------------------------------------------------------------------------
+// Pipeline groups -------------------------------------------------------------------------------------------
 
-// Their barriers. Channel derives from it and has barriers(): where they begin; and free(slot), behind the full ones,
-// in the form that suits its registers.
-template <class Config, class Channel> struct ChannelBarriers {
-  static constexpr int kBarrierBytes = 16 * Config::kSlots + 16;
+// The barriers of a pipeline group. PipelineGroup derives from it and has barriers(), the address of the first one, and
+// empty(stage), whose form suits its registers; the empty barriers lie behind the full ones.
+template <class Config, class PipelineGroup> struct PipelineBarriers {
+  static constexpr int kBarrierBytes = 16 * Config::kPipelineStages + 16;
 
-  __device__ __forceinline__ const Channel& self() const { return static_cast<const Channel&>(*this); }
-  __device__ __forceinline__ u32 full(u32 slot) const {
-    return static_cast<const Channel*>(this)->barriers() + 8 * slot;
+  __device__ __forceinline__ const PipelineGroup& self() const { return static_cast<const PipelineGroup&>(*this); }
+  __device__ __forceinline__ u32 full(u32 stage) const {
+    return static_cast<const PipelineGroup*>(this)->barriers() + 8 * stage;
   }
-  __device__ __forceinline__ u32 item_full() const { return full(2 * Config::kSlots); }
-  __device__ __forceinline__ u32 item_free() const { return full(2 * Config::kSlots + 1); }
+  __device__ __forceinline__ u32 work_full() const { return full(2 * Config::kPipelineStages); }
+  __device__ __forceinline__ u32 work_empty() const { return full(2 * Config::kPipelineStages + 1); }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < Config::kSlots; ++i) {
+    for (int i = 0; i < Config::kPipelineStages; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(self().free(i), 4 * Config::kGroups);
+      barrier_init(self().empty(i), 4 * Config::kGroupWarpgroups);
     }
-    barrier_init(item_full(), 1);
-    barrier_init(item_free(), 4 * Config::kGroups);
+    barrier_init(work_full(), 1);
+    barrier_init(work_empty(), 4 * Config::kGroupWarpgroups);
   }
 };
 
-// For a warp: it has no more use of what the barrier guards.
+// Arrives at an empty barrier for a warp that no longer reads what the barrier guards.
 __device__ __forceinline__ void release(u32 barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Copies ---------------------------------------------------------------------------------------------
+// Loads ---------------------------------------------------------------------------------------------
 
-// A box of a 3-D tensor, of which L2 keeps what it likes: items beside each other share what they read.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier) {
+// Loads a box of a 3-D tensor with L2's default policy: concurrent work tiles share what they read.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
                "%4}], [%5];"
                :
                : "r"(to), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
                : "memory");
 }
-// Whole rows, in boxes that lie kBoxBytes apart.
+// Loads whole rows, in boxes that lie kBoxBytes apart.
 template <class Config, int kBoxBytes>
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 row, u32 matrix, u32 barrier) {
+__device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 row, u32 matrix, u32 barrier) {
 #pragma unroll
-  for (int box = 0; box < Config::kBoxes; ++box) copy_box(to + box * kBoxBytes, map, box * 64, row, matrix, barrier);
+  for (int box = 0; box < Config::kBoxes; ++box) load_box(to + box * kBoxBytes, map, box * 64, row, matrix, barrier);
 }
 
 // Shared memory --------------------------------------------------------------------------------------
 
-// A word that is the same for all of a warp, which the shuffle tells the compiler.
+// Loads a word that is uniform in a warp; the shuffle tells the compiler so.
 __device__ __forceinline__ u32 uniform(u32 at) { return __shfl_sync(~0u, load_shared_as<u32>(at), 0); }
 
-// Zeros for the 16-bit elements of rows `from` to kRows of a tile in boxes of 64 columns, by one warpgroup, which meets
-// at the named barrier: what lies there may be NaN.
+// Zeroes rows `from` to kRows of a tile of 16-bit elements in boxes of 64 columns, because they may hold NaN. One
+// warpgroup calls it and syncs at the named barrier.
 template <int kRows, int kBoxes> __device__ __forceinline__ void clear_rows(u32 tile, int from, int barrier) {
   for (int chunk = from * 8 + threadIdx.x % 128; chunk < kRows * 8; chunk += 128)
 #pragma unroll
@@ -123,7 +121,7 @@ template <int kRows, int kBoxes> __device__ __forceinline__ void clear_rows(u32 
   named_barrier_sync(barrier, 128);
 }
 
-// Sums -----------------------------------------------------------------------------------------------
+// Products -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
@@ -133,17 +131,17 @@ __device__ __forceinline__ float power_of_2(float x) {
   return y;
 }
 
-// Of a warpgroup's 64 rows, which begin at `start`, a thread has two: this one and that 8 further. Of 8 columns it has
-// two, from first_column on.
+// First of the two rows that a thread has of a warpgroup's 64 rows from `start` on; its other row is 8 further. Of
+// every 8 columns a thread has two, from first_column on.
 __device__ __forceinline__ int first_row(u32 start) {
   return (int)(start + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
 }
 __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
 
-// A warpgroup's products, of what lies in shared memory: descriptors of its own rows and of a tile.
+// A warpgroup's products of operands in shared memory: descriptors of its stationary rows and of a streamed tile.
 template <class Config> struct WarpgroupProducts {
   static constexpr int kCells = Config::kCells;
-  using Own = DenseOperand<Major::K, 128, Config::kOwnBoxBytes>;
+  using Stationary = DenseOperand<Major::K, 128, Config::kStationaryBoxBytes>;
   using Tile = DenseOperand<Major::K, 128, Config::kBoxBytes>;
   using Summed = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
 
@@ -152,7 +150,7 @@ template <class Config> struct WarpgroupProducts {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kHead / 16; ++k) {
-      const u64 left = own + k / 4 * (Config::kOwnBoxBytes >> 4) + k % 4 * Own::kStep;
+      const u64 left = own + k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep;
       const u64 right = tile + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep;
       if (k == 0) wgmma_signed<Config::kElement, 0, kSign>(cells, left, right);
       else wgmma_signed<Config::kElement, 1, kSign>(cells, left, right);
@@ -167,8 +165,9 @@ template <class Config> struct WarpgroupProducts {
 
 // Results --------------------------------------------------------------------------------------------
 
-// A row's 32 columns from `words`, one of each 8: lane t of a quad gets the t-th 8 of them whole.
-__device__ __forceinline__ void turn_quad(u32 (&words)[4]) {
+// Transposes within a quad of lanes. Lane t holds columns 2t and 2t + 1 of each 8 of a row's 32 columns, and gets the
+// t-th 8 columns whole.
+__device__ __forceinline__ void transpose_quad(u32 (&words)[4]) {
   const u32 t = threadIdx.x % 4;
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2)
@@ -181,11 +180,11 @@ __device__ __forceinline__ void turn_quad(u32 (&words)[4]) {
     }
 }
 
-// The sums of the first (0) or second (1) of the thread's rows, times `factor`, as row `line` of the results: zeros
-// where it doesn't count. By a whole quad.
+// Writes the accumulators of the thread's first (0) or second (1) row, times `factor`, as row `line` of the results;
+// zeros if the row is not valid. A whole quad calls it.
 template <class Config> __device__ __forceinline__ void write_row(void* results, i64 line, int half,
-                                                                  const float (&sums)[Config::kSums], float factor,
-                                                                  bool counts) {
+                                                                  const float (&sums)[Config::kAccumulators],
+                                                                  float factor, bool counts) {
   u16* to = (u16*)results + line * Config::kHead + threadIdx.x % 4 * 8;
 #pragma unroll
   for (int j = 0; j < Config::kHead / 32; ++j) {
@@ -195,7 +194,7 @@ template <class Config> __device__ __forceinline__ void write_row(void* results,
       const int from = 16 * j + 4 * i + 2 * half;
       words[i] = counts ? Config::In::pair(sums[from] * factor, sums[from + 1] * factor) : 0;
     }
-    turn_quad(words);
+    transpose_quad(words);
     *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

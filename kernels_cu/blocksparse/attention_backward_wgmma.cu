@@ -1,105 +1,107 @@
-// dQ, dK and dV of O = softmax(scale * Q K^T) V over kept blocks, from dO and what the forward pass gave.
+// dQ, dK and dV of O = softmax(scale * Q K^T) V over kept blocks, from dO and the results of the forward pass.
 //
-// Three launches. `attention_backward_rows`: of every row of Q the base of its exponents, from the logarithm of its
-// sum, and delta = sum(dO * O). Then, twice, `attention_backward_wgmma`, compiled for what it walks:
+// There are three launches. `attention_backward_rows` computes for every row of Q the base of its exponents, from the
+// logarithm of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs twice, compiled for what is
+// stationary:
 //
-//   S24_STATIONARY_KV  an item                     stays   passes, of its kept blocks                       gives
-//   1         a column of blocks, of K's  K, V    Q, dO, of each head of Q that shares K, in turn  dK, dV
-//   0         a row of blocks, of Q's     Q, dO   K, V                                             dQ
+//   S24_STATIONARY_KV  a work tile               stationary  streamed, of its kept blocks           result
+//   1                  a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
+//   0                  a block row, of Q's       Q, dO       K, V                                    dQ
 //
-// With the first and the second of either pair, a warpgroup's 64 rows of what stays and a tile of kTile rows of what
-// passes (for 1 all of it is transposed), in registers:
+// Let first and second be the members of either pair. A warpgroup has 64 rows of the stationary operands, and a tile
+// has kTile rows of the streamed ones. It computes in registers (for 1 everything is transposed):
 //
 //   S = first first^T    P = exp(scale * S - base)    G = second second^T    dS = P * (G - delta)
 //   sums[0] += dS first    sums[1] += P second, for 1 alone
 //
-// P and dS are rounded to the element, of which P makes dS.
+// P and dS are rounded to the element; dS is computed from the rounded P.
 //
-// A channel is a thread that copies and the warpgroups that it feeds: two that share the tiles of a block of 128, or
-// one with a block of 64 of its own. A slot has a tile of the first and of the second that pass.
+// A pipeline group is a producer thread and the consumer warpgroups that it feeds: two that share the tiles of a block
+// of 128, or one with a block of 64 of its own. A stage holds a tile of the first and of the second streamed operand.
 //
-//   role      who                                 what
-//   copy      last warpgroup, a thread of warp c  channel c: what stays, an item; slots; finds the next item
-//   multiply  the first two warpgroups            the products above, and what is between them
+//   role      warps                               work
+//   producer  last warpgroup, a thread of warp c  pipeline group c: the stationary operands of each work tile; stages;
+//                                                 looks up the next work tile
+//   consumer  the first two warpgroups            the products above, and what is between them
 //
-//   tensor cores  | S G |   | P second | dS first | next S | next G |          | next P second |
-//   registers         | P | dS |                            | next P | next dS |
+//   tensor cores  | S G |        | P second | dS first | next S | next G |          | next P second |
+//   registers           | P | dS |                              | next P | next dS |
 //
-//   barriers  full, free: of a slot. item_full: the item's own operands and what it is have come; item_free: its
-//             warpgroups have no more use of them. Named 1, 2: the threads of a warpgroup.
-//   registers sums 128, S 32, G 32, P 16, dS 16 a thread, of 240: what copies has 24.
+//   barriers  full, empty: of a stage. work_full: the stationary operands and the description of the work tile have
+//             arrived. work_empty: its warpgroups no longer need them. Named barriers 1 and 2: a warpgroup's threads.
+//   registers sums 128, S 32, G 32, P 16, dS 16 for each thread, of 240; a producer thread has 24.
 //
-// Each sum is in the order of its tables, by one warpgroup: no atomics touch it, and the bits of a result depend on its
-// row or column of blocks alone. Items are dealt as in attention_wgmma.cu.
+// One warpgroup computes each sum in the order of its tables, without atomics, so the bits of a result depend on its
+// block row or block column alone. Work tiles are scheduled as in attention_wgmma.cu.
 #include "blocksparse/attention_backward_wgmma/rows.cuh"
 
-// Keeps what is computed from `v` out of registers until here: the compiler may not move it in front of a loop.
+// Keeps what is computed from `v` out of registers until here: the compiler may not hoist it out of a loop.
 __device__ __forceinline__ u32 made_here(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
 
-using Ring = PipelineState<Config::kSlots>;
+using Ring = PipelineState<Config::kPipelineStages>;
 using Products = WarpgroupProducts<Config>;
 
-// A channel's part of shared memory.
-struct Channel : ChannelBarriers<Config, Channel> {
+// A pipeline group's part of shared memory.
+struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
   u32 base;
-  __device__ __forceinline__ Channel(u32 base) : base(base) {}
+  __device__ __forceinline__ PipelineGroup(u32 base) : base(base) {}
   __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt; }
-  __device__ __forceinline__ u32 free(u32 slot) const { return full(slot) + 8 * Config::kSlots; }
-  __device__ __forceinline__ u32 item(u32 count) const {  // words
+  __device__ __forceinline__ u32 empty(u32 stage) const { return full(stage) + 8 * Config::kPipelineStages; }
+  __device__ __forceinline__ u32 work(u32 count) const {  // address of a work tile's description
     return base + Config::kItemsAt + count % Config::kItems * Config::kItemBytes;
   }
-  __device__ __forceinline__ u32 start(u32 slot) const { return base + Config::kStartsAt + 4 * slot; }
-  __device__ __forceinline__ u32 tile(u32 slot, u32 which) const {
-    return base + Config::kSlotsAt + (slot * 2 + which) * Config::kTileBytes;
+  __device__ __forceinline__ u32 start(u32 stage) const { return base + Config::kStartsAt + 4 * stage; }
+  __device__ __forceinline__ u32 tile(u32 stage, u32 which) const {
+    return base + Config::kStagesAt + (stage * 2 + which) * Config::kTileBytes;
   }
-  __device__ __forceinline__ u32 line(u32 slot, u32 which) const {
-    return base + Config::kLinesAt + (slot * 2 + which) * Config::kLineBytes;
+  __device__ __forceinline__ u32 line(u32 stage, u32 which) const {
+    return base + Config::kRowStatsAt + (stage * 2 + which) * Config::kRowStatBytes;
   }
-  __device__ __forceinline__ u32 stay(u32 group, u32 which) const {
-    return base + (group * 2 + which) * Config::kOwnBytes;
+  __device__ __forceinline__ u32 stationary(u32 group, u32 which) const {
+    return base + (group * 2 + which) * Config::kStationaryBytes;
   }
 };
 
-// Work -----------------------------------------------------------------------------------------------
+// Work tiles -----------------------------------------------------------------------------------------------
 
-// What a channel works on, as it lies in shared memory.
-struct Item {
-  u32 matrix, line;  // of what stays; the row or column of blocks in it
-  int tiles;         // that pass, -1: there is no item
-  int rows, keys;    // cells of the batch that count
+// The description of a pipeline group's work tile, as it lies in shared memory.
+struct WorkTile {
+  u32 matrix, line;  // matrix of the stationary operands; block row or block column in it
+  int tiles;         // streamed tiles, -1: no work tile
+  int rows, keys;    // valid cells of the batch
 
-  static constexpr u32 kLineAt = 4, kTilesAt = 8, kRowsAt = 12, kKeysAt = 16;
+  static constexpr u32 kBlockLineAt = 4, kTilesAt = 8, kRowsAt = 12, kKeysAt = 16;
 
-  // By a whole warp.
+  // Loads the description. A whole warp calls it.
   __device__ __forceinline__ void load(u32 at) {
-    matrix = uniform(at), line = uniform(at + kLineAt), tiles = (int)uniform(at + kTilesAt);
+    matrix = uniform(at), line = uniform(at + kBlockLineAt), tiles = (int)uniform(at + kTilesAt);
     rows = (int)uniform(at + kRowsAt), keys = (int)uniform(at + kKeysAt);
   }
 };
 
-// The tables' entries of an item that count, of its `one`-th head of Q: they increase. What copies has few registers,
-// so all is loaded where it is needed.
+// The valid table entries of a work tile, for its `one`-th head of Q; they increase. The producer has few registers, so
+// everything is loaded where it is needed.
 struct Entries {
   const int* first;
   int count;
 
-  static __device__ __forceinline__ u32 batch(const AttentionBackwardWgmmaParams& p, u32 item) {
-    return load_shared_as<u32>(item) / (Config::kKeys ? p.kv_heads : p.heads);
+  static __device__ __forceinline__ u32 batch(const AttentionBackwardWgmmaParams& p, u32 work) {
+    return load_shared_as<u32>(work) / (Config::kStationaryKv ? p.kv_heads : p.heads);
   }
-  static __device__ __forceinline__ u32 head(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
-    const u32 matrix = load_shared_as<u32>(item);
-    return Config::kKeys ? matrix % p.kv_heads * p.group + one : matrix % p.heads;
+  static __device__ __forceinline__ u32 head(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
+    const u32 matrix = load_shared_as<u32>(work);
+    return Config::kStationaryKv ? matrix % p.kv_heads * p.heads_per_kv + one : matrix % p.heads;
   }
-  // Matrix of what passes.
-  static __device__ __forceinline__ u32 matrix(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
-    const u32 from = batch(p, item), of_head = head(p, item, one);
-    return Config::kKeys ? from * p.heads + of_head : from * p.kv_heads + of_head / p.group;
+  // Returns the matrix of the streamed operands.
+  static __device__ __forceinline__ u32 matrix(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
+    const u32 from = batch(p, work), of_head = head(p, work, one);
+    return Config::kStationaryKv ? from * p.heads + of_head : from * p.kv_heads + of_head / p.heads_per_kv;
   }
 
-  // How many of them are below `limit`.
+  // Returns how many entries are below `limit`.
   __device__ __forceinline__ int below(int limit) const {
     int found = 0;
     for (int end = count; found < end;) {
@@ -110,154 +112,159 @@ struct Entries {
     return found;
   }
 
-  __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 item, u32 one) {
-    const int line = load_shared_as<int>(item + Item::kLineAt);
-    const int* from = p.items.pointers + (head(p, item, one) * p.head_lines + line);
-    first = p.items.entries + from[0];
+  __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
+    const int line = load_shared_as<int>(work + WorkTile::kBlockLineAt);
+    const int* from = p.tables.pointers + (head(p, work, one) * p.matrix_tiles + line);
+    first = p.tables.entries + from[0];
     count = from[1] - from[0];
     if constexpr (Config::kLengths) {
-      const int own = load_shared_as<int>(item + (Config::kKeys ? Item::kKeysAt : Item::kRowsAt));
-      const int other = load_shared_as<int>(item + (Config::kKeys ? Item::kRowsAt : Item::kKeysAt));
+      const int own = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kKeysAt : WorkTile::kRowsAt));
+      const int other = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kRowsAt : WorkTile::kKeysAt));
       count = line * Config::kBlock < own ? below((other + Config::kBlock - 1) / Config::kBlock) : 0;
     }
-    if constexpr (Config::kCausal && !Config::kKeys) count = below(line + 1);
-    if constexpr (Config::kCausal && Config::kKeys) {
+    if constexpr (Config::kCausal && !Config::kStationaryKv) count = below(line + 1);
+    if constexpr (Config::kCausal && Config::kStationaryKv) {
       const int hidden = below(line);
       first += hidden, count -= hidden;
     }
   }
 };
 
-// Copies ---------------------------------------------------------------------------------------------
+// Producer ---------------------------------------------------------------------------------------------
 
-// The thread that feeds a channel.
-struct Copier {
+// The producer thread of a pipeline group.
+struct Producer {
   const AttentionBackwardWgmmaParams& p;
-  const Channel channel;
-  u32 items = 0, tiles = 0;  // so far
+  const PipelineGroup pipeline;
+  u32 sequence = 0, tiles = 0;  // so far
 
-  // Rows `start` and on of what passes, and of Q's what belongs to them.
-  __device__ __forceinline__ void copy_tiles(u32 matrix, u32 start) {
-    const Channel channel{Config::kChannels == 1 ? this->channel.base : made_here(this->channel.base)};
-    const u32 slot = made_here(tiles % Config::kSlots), full = channel.full(slot);
+  // Loads the streamed rows from `start` on, and for rows of Q their bases and deltas.
+  __device__ __forceinline__ void load_tiles(u32 matrix, u32 start) {
+    const PipelineGroup pipeline{Config::kPipelineGroups == 1 ? this->pipeline.base : made_here(this->pipeline.base)};
+    const u32 stage = made_here(tiles % Config::kPipelineStages), full = pipeline.full(stage);
     matrix = made_here(matrix);
-    barrier_wait(channel.free(slot), ~(tiles / Config::kSlots) & 1);
-    store_shared(channel.start(slot), start);
-    barrier_arrive_expect_tx(full, 2 * (Config::kTileBytes + Config::kLineBytes));
+    barrier_wait(pipeline.empty(stage), ~(tiles / Config::kPipelineStages) & 1);
+    store_shared(pipeline.start(stage), start);
+    barrier_arrive_expect_tx(full, 2 * (Config::kTileBytes + Config::kRowStatBytes));
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
 #pragma unroll
       for (int box = 0; box < Config::kBoxes; ++box)
-        copy_box(channel.tile(slot, which) + box * Config::kBoxBytes, &p.passes[which], box * 64, start, matrix, full);
-      if constexpr (Config::kKeys)
-        bulk_load(channel.line(slot, which), (which ? p.deltas : p.bases) + (i64)matrix * p.rows + start,
-                  Config::kLineBytes, full);
+        load_box(pipeline.tile(stage, which) + box * Config::kBoxBytes, &p.streamed_maps[which], box * 64, start,
+                 matrix, full);
+      if constexpr (Config::kStationaryKv)
+        bulk_load(pipeline.line(stage, which), (which ? p.deltas : p.bases) + (i64)matrix * p.queries + start,
+                  Config::kRowStatBytes, full);
     }
     ++tiles;
   }
 
-  __device__ __forceinline__ u32 heads() const { return Config::kKeys ? p.group : 1; }  // of Q, of an item
+  __device__ __forceinline__ u32 heads() const {
+    return Config::kStationaryKv ? p.heads_per_kv : 1;
+  }  // heads of Q of a work tile
 
   __device__ __forceinline__ void find(u32 index) const {
-    const u32 item = channel.item(items);
-    const Place place(p, index);
-    store_shared(item, place.matrix);
-    const u32 head = Entries::head(p, item, 0) * p.head_lines;
-    store_shared(item + Item::kLineAt, (u32)p.items.order[head + place.line] - head);
-    const u32 batch = Config::kLengths ? Entries::batch(p, item) : 0;
-    const int rows = counted<Config>(p.rows, p.items.q_lengths, batch);
-    const int keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
-    store_shared(item + Item::kRowsAt, (u32)rows), store_shared(item + Item::kKeysAt, (u32)keys);
+    const u32 work = pipeline.work(sequence);
+    const RasterPosition place(p, index);
+    store_shared(work, place.matrix);
+    const u32 head = Entries::head(p, work, 0) * p.matrix_tiles;
+    store_shared(work + WorkTile::kBlockLineAt, (u32)p.tables.order[head + place.line] - head);
+    const u32 batch = Config::kLengths ? Entries::batch(p, work) : 0;
+    const int rows = valid_cells<Config>(p.queries, p.tables.q_lengths, batch);
+    const int keys = valid_cells<Config>(p.keys, p.tables.kv_lengths, batch);
+    store_shared(work + WorkTile::kRowsAt, (u32)rows), store_shared(work + WorkTile::kKeysAt, (u32)keys);
     int tiles = 0;
 #pragma unroll 1
-    for (u32 one = 0; one < heads(); ++one) tiles += Config::kPieces * Entries(p, item, one).count;
-    store_shared(item + Item::kTilesAt, (u32)tiles);
+    for (u32 one = 0; one < heads(); ++one) tiles += Config::kPieces * Entries(p, work, one).count;
+    store_shared(work + WorkTile::kTilesAt, (u32)tiles);
   }
 
-  // What stays, once its warpgroups are done with that of the last item.
+  // Publishes the description and loads the stationary operands, once the consumers are done with those of the last
+  // work tile.
   __device__ __forceinline__ void publish() {
-    const u32 item = channel.item(items), full = channel.item_full();
-    const int tiles = load_shared_as<int>(item + Item::kTilesAt);
-    barrier_wait(channel.item_free(), ~items & 1);
-    barrier_arrive_expect_tx(full, tiles > 0 ? Config::kGroups * 2 * Config::kOwnBytes : 0);
+    const u32 work = pipeline.work(sequence), full = pipeline.work_full();
+    const int tiles = load_shared_as<int>(work + WorkTile::kTilesAt);
+    barrier_wait(pipeline.work_empty(), ~sequence & 1);
+    barrier_arrive_expect_tx(full, tiles > 0 ? Config::kGroupWarpgroups * 2 * Config::kStationaryBytes : 0);
     if (tiles > 0) {
-      const u32 matrix = load_shared_as<u32>(item), line = load_shared_as<u32>(item + Item::kLineAt);
+      const u32 matrix = load_shared_as<u32>(work), line = load_shared_as<u32>(work + WorkTile::kBlockLineAt);
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
-        for (u32 group = 0; group < Config::kGroups; ++group)
-          copy_rows<Config, Config::kOwnBoxBytes>(channel.stay(group, which), &p.stays[which],
-                                                  line * Config::kBlock + group * 64, matrix, full);
+        for (u32 group = 0; group < Config::kGroupWarpgroups; ++group)
+          load_rows<Config, Config::kStationaryBoxBytes>(pipeline.stationary(group, which), &p.stationary_maps[which],
+                                                         line * Config::kBlock + group * 64, matrix, full);
     }
   }
 
-  __device__ __forceinline__ void copy_item() {
+  __device__ __forceinline__ void load_work() {
 #pragma unroll 1
     for (u32 one = 0; one < heads(); ++one) {
-      const Entries entries(p, channel.item(items), one);
-      const u32 matrix = Entries::matrix(p, channel.item(items), one);
+      const Entries entries(p, pipeline.work(sequence), one);
+      const u32 matrix = Entries::matrix(p, pipeline.work(sequence), one);
       const int* from = entries.first;
       int entry = entries.count > 0 ? *from : 0;
 #pragma unroll 1
       for (int left = entries.count; left > 0; --left) {
         const u32 start = (u32)entry * Config::kBlock;
-        if (left > 1) entry = *++from;  // comes while slots are waited for
+        if (left > 1) entry = *++from;  // loads while the producer waits for a stage
 #pragma unroll 1
-        for (u32 piece = 0; piece < Config::kPieces; ++piece) copy_tiles(matrix, start + piece * Config::kTile);
+        for (u32 piece = 0; piece < Config::kPieces; ++piece) load_tiles(matrix, start + piece * Config::kTile);
       }
     }
   }
 
-  // From item `index` on.
-  __device__ __forceinline__ void copy_all(u32 index) {
-    for (; index < items_of(p); ++items) {
+  // Loads all work tiles from `index` on.
+  __device__ __forceinline__ void produce(u32 index) {
+    for (; index < work_tile_count(p); ++sequence) {
       find(index);
       publish();
-      copy_item();
-      index = channels<Config>() + atomicAdd(p.items.taken, 1);
+      load_work();
+      index = pipeline_groups<Config>() + atomicAdd(p.tables.claimed, 1);
     }
-    store_shared(channel.item(items) + Item::kTilesAt, ~0u);
+    store_shared(pipeline.work(sequence) + WorkTile::kTilesAt, ~0u);
     publish();
   }
 };
 
-// Sums -----------------------------------------------------------------------------------------------
+// Consumers -----------------------------------------------------------------------------------------------
 
-// A warpgroup: 64 rows of an item at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is the first.
-struct Multiplier {
+// A consumer warpgroup: 64 rows of a work tile at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is
+// the first.
+struct ConsumerMainloop {
   const AttentionBackwardWgmmaParams& p;
-  const Channel channel;
-  const u32 group;  // of its channel
+  const PipelineGroup pipeline;
+  const u32 group;  // of its pipeline
   Ring at;
-  u32 items = 0;              // so far
-  float bases[2], deltas[2];  // of the thread's rows, where rows of Q stay
+  u32 sequence = 0;           // so far
+  float bases[2], deltas[2];  // bases and deltas of the thread's rows, if rows of Q are stationary
 
-  // The thread's first row.
-  __device__ __forceinline__ int row(const Item& item) const {
-    return first_row(item.line * Config::kBlock + group * 64);
+  // Returns the thread's first row.
+  __device__ __forceinline__ int row(const WorkTile& work) const {
+    return first_row(work.line * Config::kBlock + group * 64);
   }
 
-  // Waits for a slot; rows that don't count become zeros. Returns which row is its first, where it matters.
-  __device__ __forceinline__ int take(const Item& item, const Ring& one) const {
-    barrier_wait(channel.full(one.slot), one.parity);
+  // Waits for a stage and zeroes rows that are not valid. Returns the stage's first row if that matters.
+  __device__ __forceinline__ int take(const WorkTile& work, const Ring& one) const {
+    barrier_wait(pipeline.full(one.stage), one.parity);
     if constexpr (!Config::kCausal && !Config::kLengths) return 0;
-    const int start = (int)uniform(channel.start(one.slot));
+    const int start = (int)uniform(pipeline.start(one.stage));
     if constexpr (Config::kLengths) {
-      const int end = (Config::kKeys ? item.rows : item.keys) - start;
+      const int end = (Config::kStationaryKv ? work.rows : work.keys) - start;
       if (end < Config::kTile)  // two tiles, in boxes that lie behind one another
-        clear_rows<Config::kTile, 2 * Config::kBoxes>(channel.tile(one.slot, 0), max(end, 0), 1 + threadIdx.x / 128);
+        clear_rows<Config::kTile, 2 * Config::kBoxes>(pipeline.tile(one.stage, 0), max(end, 0), 1 + threadIdx.x / 128);
     }
     return start;
   }
 
-  // The product of the warpgroup's rows of one of the two that stay and the tile's of what passes.
-  __device__ __forceinline__ void issue_cells(float (&cells)[Config::kCells], u32 which, u32 slot) const {
-    const u64 own = Products::Own::descriptor(made_here(channel.stay(group, which)));
-    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(channel.tile(slot, which)));
+  // Issues the product of a stationary operand's rows and the tile of the streamed one.
+  __device__ __forceinline__ void issue_cells(float (&cells)[Config::kCells], u32 which, u32 stage) const {
+    const u64 own = Products::Stationary::descriptor(made_here(pipeline.stationary(group, which)));
+    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(pipeline.tile(stage, which)));
   }
-  __device__ __forceinline__ void issue_sums(float (&sums)[Config::kSums], const u32 (&factors)[Config::kCells / 2],
-                                             u32 which, u32 slot) const {
-    const u64 b = Products::Summed::descriptor(channel.tile(slot, which));
+  __device__ __forceinline__ void issue_sums(float (&sums)[Config::kAccumulators],
+                                             const u32 (&factors)[Config::kCells / 2], u32 which, u32 stage) const {
+    const u64 b = Products::Summed::descriptor(pipeline.tile(stage, which));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
@@ -267,8 +274,8 @@ struct Multiplier {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void load_rows(const Item& item) {
-    const i64 line = (i64)item.matrix * p.rows + row(item);
+  __device__ __forceinline__ void load_rows(const WorkTile& work) {
+    const i64 line = (i64)work.matrix * p.queries + row(work);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       bases[half] = p.bases[line + 8 * half], deltas[half] = p.deltas[line + 8 * half];
@@ -278,42 +285,42 @@ struct Multiplier {
 #pragma unroll
     for (int i = 0; i < Config::kCells / 2; ++i) asm volatile("" : "+r"(words[i])::"memory");
   }
-  // What belongs to the thread's columns of 8 j and on.
-  __device__ __forceinline__ void of_columns(float (&found)[2], u32 slot, u32 which, int j) const {
+  // Loads the bases or deltas of the thread's columns 8 j and on.
+  __device__ __forceinline__ void of_columns(float (&found)[2], u32 stage, u32 which, int j) const {
     u32 words[2];
-    load_shared_words(words, channel.line(slot, which) + (8 * j + first_column()) * 4);
+    load_shared_words(words, pipeline.line(stage, which) + (8 * j + first_column()) * 4);
     found[0] = __uint_as_float(words[0]), found[1] = __uint_as_float(words[1]);
   }
 
-  // Scores become exponentials.
-  __device__ __forceinline__ void exponentiate(float (&scores)[Config::kCells], u32 slot) const {
+  // Turns scores into exponentials.
+  __device__ __forceinline__ void exponentiate(float (&scores)[Config::kCells], u32 stage) const {
 #pragma unroll
     for (int j = 0; j < Config::kTile / 8; ++j) {
       float base[2];
-      if constexpr (Config::kKeys) of_columns(base, slot, 0, j);
+      if constexpr (Config::kStationaryKv) of_columns(base, stage, 0, j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& score = scores[4 * j + i];
-        score = power_of_2(__fmaf_rn(score, p.exponent_scale, -(Config::kKeys ? base[i % 2] : bases[i / 2])));
+        score = power_of_2(__fmaf_rn(score, p.exponent_scale, -(Config::kStationaryKv ? base[i % 2] : bases[i / 2])));
       }
     }
   }
-  // Whether cells of the tile are dropped.
-  __device__ __forceinline__ bool hides(const Item& item, int start) const {
-    const int first = (int)(item.line * Config::kBlock + group * 64);
-    if constexpr (Config::kKeys) return Config::kCausal && start < first + 63;
-    return (Config::kLengths && start + Config::kTile > item.keys) ||
+  // Returns whether cells of the tile are hidden by the mask or the lengths.
+  __device__ __forceinline__ bool hides(const WorkTile& work, int start) const {
+    const int first = (int)(work.line * Config::kBlock + group * 64);
+    if constexpr (Config::kStationaryKv) return Config::kCausal && start < first + 63;
+    return (Config::kLengths && start + Config::kTile > work.keys) ||
            (Config::kCausal && start + Config::kTile > first + 1);
   }
-  // Zeros for them.
-  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const Item& item, int start) const {
+  // Zeroes the hidden cells.
+  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work, int start) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row(item) + 8 * half;
-      int begin = 0, end = Config::kTile;  // of the columns that stay
-      if constexpr (Config::kKeys) begin = own - start - first_column();
+      const int own = row(work) + 8 * half;
+      int begin = 0, end = Config::kTile;  // of the columns that stationary
+      if constexpr (Config::kStationaryKv) begin = own - start - first_column();
       else {
-        end = item.keys;
+        end = work.keys;
         if constexpr (Config::kCausal) end = min(end, own + 1);
         end -= start + first_column();
       }
@@ -324,113 +331,116 @@ struct Multiplier {
           if (8 * j + i < begin || 8 * j + i >= end) scores[4 * j + 2 * half + i] = 0.0f;
     }
   }
-  // P and G become dS, in place of G.
+  // Computes dS from P and G, in place of G.
   __device__ __forceinline__ void differentiate(float (&cells)[Config::kCells],
-                                                const u32 (&factors)[Config::kCells / 2], u32 slot) const {
+                                                const u32 (&factors)[Config::kCells / 2], u32 stage) const {
 #pragma unroll
     for (int j = 0; j < Config::kTile / 8; ++j) {
       float delta[2];
-      if constexpr (Config::kKeys) of_columns(delta, slot, 1, j);
+      if constexpr (Config::kStationaryKv) of_columns(delta, stage, 1, j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& cell = cells[4 * j + i];
         const float factor = Config::In::to_float((u16)(factors[2 * j + i / 2] >> (i % 2 * 16)));
-        cell = factor * (cell - (Config::kKeys ? delta[i % 2] : deltas[i / 2]));
+        cell = factor * (cell - (Config::kStationaryKv ? delta[i % 2] : deltas[i / 2]));
       }
     }
   }
 
-  // Of a tile whose P and G are there: its products and, where there is a next one, S of that.
-  template <bool kMore>
-  __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kSums], float (&scores)[Config::kCells],
-                                       float (&cells)[Config::kCells], u32 (&factors)[Config::kCells / 2]) {
+  // Adds the products of a tile whose P and G are in registers, and with kMore issues S of the next tile.
+  template <bool kMore> __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kAccumulators],
+                                                             float (&scores)[Config::kCells],
+                                                             float (&cells)[Config::kCells],
+                                                             u32 (&factors)[Config::kCells / 2]) {
     u32 changes[Config::kCells / 2];
-    if constexpr (Config::kKeys) issue_sums(sums[1], factors, 1, at.slot);
-    differentiate(cells, factors, at.slot);
+    if constexpr (Config::kStationaryKv) issue_sums(sums[1], factors, 1, at.stage);
+    differentiate(cells, factors, at.stage);
     Products::round(changes, cells);
-    issue_sums(sums[0], changes, 0, at.slot);
-    const u32 free = channel.free(at.slot);
+    issue_sums(sums[0], changes, 0, at.stage);
+    const u32 free = pipeline.empty(at.stage);
     at.next();
     if constexpr (kMore) {
-      issue_cells(scores, 0, at.slot);
+      issue_cells(scores, 0, at.stage);
       wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
     wgmma_fence_operand(sums[0]);
-    if constexpr (Config::kKeys) wgmma_fence_operand(sums[1]);
+    if constexpr (Config::kStationaryKv) wgmma_fence_operand(sums[1]);
     release(free);
   }
-  // P and G of a tile whose S is in flight. Waits for the next one where there is one, of which `start` is the first
-  // row then.
+  // Computes P and G of a tile whose S is in flight. Waits for the next tile if there is one, and sets `start` to its
+  // first row.
   __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells],
-                                         u32 (&factors)[Config::kCells / 2], int& start, bool more, const Item& item) {
-    issue_cells(cells, 1, at.slot);
+                                         u32 (&factors)[Config::kCells / 2], int& start, bool more,
+                                         const WorkTile& work) {
+    issue_cells(cells, 1, at.stage);
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
-    exponentiate(scores, at.slot);
-    if (hides(item, start)) hide(scores, item, start);
+    exponentiate(scores, at.stage);
+    if (hides(work, start)) hide(scores, work, start);
     Products::round(factors, scores);
     settle(factors);
-    if (more) {  // a branch, which keeps what is above it there
+    if (more) {  // the branch keeps what is above it in place
       Ring next = at;
       next.next();
-      start = take(item, next);
+      start = take(work, next);
     }
     wgmma_wait<0>();
     wgmma_fence_operand(cells);
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[Config::kResults][Config::kSums], const Item& item) {
+  __device__ __forceinline__ void multiply(float (&sums)[Config::kResults][Config::kAccumulators],
+                                           const WorkTile& work) {
     float scores[Config::kCells], cells[Config::kCells];
     u32 factors[Config::kCells / 2];
-    int start = take(item, at);
-    issue_cells(scores, 0, at.slot);
+    int start = take(work, at);
+    issue_cells(scores, 0, at.stage);
 #pragma unroll
     for (int which = 0; which < Config::kResults; ++which) {
 #pragma unroll
-      for (int i = 0; i < Config::kSums; ++i) sums[which][i] = 0.0f;
+      for (int i = 0; i < Config::kAccumulators; ++i) sums[which][i] = 0.0f;
       wgmma_fence_operand(sums[which]);
     }
-    int left = item.tiles;
+    int left = work.tiles;
     while (true) {
-      finish(scores, cells, factors, start, left > 1, item);
+      finish(scores, cells, factors, start, left > 1, work);
       if (--left == 0) break;
       step<true>(sums, scores, cells, factors);
     }
-    release(channel.item_free());
+    release(pipeline.work_empty());
     step<false>(sums, scores, cells, factors);
   }
 
-  __device__ __forceinline__ void write(void* results, const float (&sums)[Config::kSums], float factor,
-                                        const Item& item) const {
-    const int counted = Config::kKeys ? item.keys : item.rows;
+  __device__ __forceinline__ void write(void* results, const float (&sums)[Config::kAccumulators], float factor,
+                                        const WorkTile& work) const {
+    const int valid_cells = Config::kStationaryKv ? work.keys : work.rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row(item) + 8 * half;
-      const bool counts = own < counted && item.tiles > 0;
-      const i64 line = (i64)item.matrix * (Config::kKeys ? p.keys : p.rows) + own;
+      const int own = row(work) + 8 * half;
+      const bool counts = own < valid_cells && work.tiles > 0;
+      const i64 line = (i64)work.matrix * (Config::kStationaryKv ? p.keys : p.queries) + own;
       write_row<Config>(results, line, half, sums, factor, counts);
     }
   }
 
   __device__ __forceinline__ void work() {
-    float sums[Config::kResults][Config::kSums];
-    for (;; ++items) {
-      const u32 place = channel.item(items);
-      barrier_wait(channel.item_full(), items & 1);
-      Item item;
-      item.load(place);
-      if (item.tiles < 0) break;
-      if (item.tiles > 0) {
-        if constexpr (!Config::kKeys) load_rows(item);
-        multiply(sums, item);
-        item.load(place);  // no register had to keep it
+    float sums[Config::kResults][Config::kAccumulators];
+    for (;; ++sequence) {
+      const u32 place = pipeline.work(sequence);
+      barrier_wait(pipeline.work_full(), sequence & 1);
+      WorkTile work;
+      work.load(place);
+      if (work.tiles < 0) break;
+      if (work.tiles > 0) {
+        if constexpr (!Config::kStationaryKv) load_rows(work);
+        multiply(sums, work);
+        work.load(place);  // reloaded, so that no register had to keep it
       } else {
-        release(channel.item_free());
+        release(pipeline.work_empty());
       }
-      write(p.results[0], sums[0], p.scale, item);
-      if constexpr (Config::kKeys) write(p.results[1], sums[1], 1.0f, item);
+      write(p.gradients[0], sums[0], p.scale, work);
+      if constexpr (Config::kStationaryKv) write(p.gradients[1], sums[1], 1.0f, work);
     }
   }
 };
@@ -440,8 +450,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
-    for (u32 index = 0; index < Config::kChannels; ++index) {
-      Channel(base + index * Config::kChannelBytes).init();
+    for (u32 index = 0; index < Config::kPipelineGroups; ++index) {
+      PipelineGroup(base + index * Config::kPipelineBytes).init();
     }
     barrier_init_fence();
   }
@@ -449,13 +459,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   launch_dependents_and_wait();
 
   if (warpgroup == 2) {
-    warpgroup_reg_dealloc<Config::kCopyRegisters>();
-    const u32 warp = threadIdx.x % 128 / 32, index = Config::kChannels == 1 ? 0 : warp;
-    if (warp < Config::kChannels && threadIdx.x % 32 == 0)
-      Copier{p, {base + index * Config::kChannelBytes}}.copy_all(blockIdx.x * Config::kChannels + index);
+    warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const u32 warp = threadIdx.x % 128 / 32, index = Config::kPipelineGroups == 1 ? 0 : warp;
+    if (warp < Config::kPipelineGroups && threadIdx.x % 32 == 0)
+      Producer{p, {base + index * Config::kPipelineBytes}}.produce(blockIdx.x * Config::kPipelineGroups + index);
   } else {
-    warpgroup_reg_alloc<Config::kSumRegisters>();
-    if constexpr (Config::kChannels == 1) Multiplier{p, {base}, warpgroup}.work();
-    else Multiplier{p, {base + warpgroup * Config::kChannelBytes}, 0}.work();
+    warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    if constexpr (Config::kPipelineGroups == 1) ConsumerMainloop{p, {base}, warpgroup}.work();
+    else ConsumerMainloop{p, {base + warpgroup * Config::kPipelineBytes}, 0}.work();
   }
 }

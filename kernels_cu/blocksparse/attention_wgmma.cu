@@ -1,110 +1,106 @@
 // O = softmax(scale * Q K^T) V over kept blocks, and the logarithm of each row's sum of exponentials.
 //
-// An item is a row of blocks of one head of one batch; a tile is 128 keys: a kept block of 128, or two of 64, in
-// increasing columns. A channel is a warp that copies and the warpgroups that it feeds, each of which has 64 rows: two
-// that share the tiles of a row of blocks of 128, or one with a row of blocks of 64 of its own.
+// A work tile is a block row of one head of one batch. A tile of K or V is 128 keys: a kept block of 128, or two of 64,
+// in increasing columns. A pipeline group is a producer warp and the consumer warpgroups that it feeds, each of which
+// has 64 rows: two that share the tiles of a block row of 128, or one with a block row of 64 of its own.
 //
-//   role      who                          what
-//   copy      last warpgroup, warp c       channel c: Q an item; K and V, a slot a tile each, also of the next item
-//   multiply  the first two warpgroups     S = Q K^T, softmax in registers, O += P V with P from registers
+//   role      warps                       work
+//   producer  last warpgroup, warp c      pipeline group c: Q of each work tile; K and V, one stage for each tile, also
+//                                         of the next work tile
+//   consumer  the first two warpgroups    S = Q K^T, softmax in registers, O += P V with P from registers
 //
-//   barriers  full, free: of a slot. item_full: the item's Q and what it is have come; item_free: its warpgroups have
-//             no more use of them. Named 1, 2: a warpgroup's turn to multiply; 3, 4: the threads of a warpgroup.
-//   registers S 64, P 32, O head_size / 2 a thread; the threads that copy hand theirs over.
+//   barriers  full, empty: of a stage. work_full: Q and the description of the work tile have arrived. work_empty: its
+//             warpgroups no longer need them. Named barriers 1 and 2: ping-pong of the warpgroups' products; 3
+//             and 4: the threads of one warpgroup.
+//   registers S 64, P 32, O head_size / 2 for each thread; producers release registers to the consumers.
 //
 //   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
-//   softmax            | 0      |     | 1             |     | 2             a tile's runs while P V of the last does
+//   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile
 //
-// Slots are filled in the order in which they are read: K0 K1 V0 K2 V1 ... Each row's sums are in increasing columns of
-// kept tiles, by one thread block, so the bits of a result depend on its row of blocks alone.
+// Stages are filled in the order in which they are read: K0 K1 V0 K2 V1 ... One CTA sums each row over its kept tiles
+// in increasing columns, so the bits of a result depend on its block row alone.
 //
-// Items: matrices in bands whose K and V stay in L2, and of a band every head's longest row, then the next. A channel
-// takes the first that none has, by a counter in memory: who works on an item changes nothing in it.
+// The kernel is persistent. Work tiles: matrices in raster groups whose K and V stay in L2, and within a raster group
+// every head's longest block row, then the next. A pipeline group takes the next work tile from a counter in memory,
+// which does not influence any result.
 #include "blocksparse/attention.cuh"
+#include "blocksparse/params/attention_wgmma.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */,
                               S24_PIPELINE_STAGES> {
-  static constexpr int kSign = S24_SIGN;         // of the scale
-  static constexpr bool kTurns = S24_PING_PONG;  // whether the warpgroups take turns to multiply
+  static constexpr int kSign = S24_SIGN;            // sign of the scale
+  static constexpr bool kPingPong = S24_PING_PONG;  // whether the warpgroups alternate on the tensor cores
 
-  static constexpr int kBeside = kTile / kBlock, kPartBytes = kBlock * 128;  // blocks of a tile; of a box of each
+  static constexpr int kBlocksPerStep = kTile / kBlock,
+                       kPartBytes = kBlock * 128;  // blocks of a tile; bytes of one block in a box
 
-  // Shared memory: Q of each warpgroup, slots of each channel, of each its barriers and what its item is.
-  static constexpr int kSlotsAt = 2 * kOwnBytes, kBarrierAt = kSlotsAt + kChannels * kSlots * kTileBytes;
-  static constexpr int kChannelBytes = 256;
-  static_assert(16 * kSlots + 48 <= kChannelBytes, "barriers, then what the item is");
+  // Shared memory: Q of each warpgroup; stages of each pipeline group; for each pipeline group its barriers and the
+  // description of its work tile.
+  static constexpr int kStagesAt = 2 * kStationaryBytes,
+                       kBarrierAt = kStagesAt + kPipelineGroups * kPipelineStages * kTileBytes;
+  static constexpr int kPipelineBytes = 256;
+  static_assert(16 * kPipelineStages + 48 <= kPipelineBytes, "barriers, then what the work is");
 
-  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
-struct AttentionWgmmaParams {
-  TensorMap q_map, k_map, v_map;  // [Z * heads, rows, head_size]: boxes of 128 bytes x 64 rows, x a block's
-  void* o;                        // [Z * H, rows, head_size]
-  float* lse;                     // [Z * H, rows]
-  AttentionItems items;           // whose lines are rows of blocks
-  float scale;                    // |scale| * log2(e)
-  u32 matrices, heads, group;     // Z * H, H, heads of Q that share one of K and V
-  u32 rows, keys;                 // cells of a head
-  u32 head_lines;                 // rows of blocks of a head
-  u32 band;                       // matrices
-};
-static_assert(matches_host<AttentionWgmmaParams>(), "the host has another AttentionWgmmaParams");
-
-using Ring = PipelineState<Config::kSlots>;
+using Ring = PipelineState<Config::kPipelineStages>;
 using Products = WarpgroupProducts<Config>;
 
-// A channel's part of shared memory.
-struct Channel : ChannelBarriers<Config, Channel> {
+// A pipeline group's part of shared memory.
+struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
   u32 base, index;
-  __device__ __forceinline__ Channel(u32 base, u32 index) : base(base), index(index) {}
-  __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt + index * Config::kChannelBytes; }
-  __device__ __forceinline__ u32 free(u32 slot) const { return full(Config::kSlots + slot); }
-  __device__ __forceinline__ u32 item() const { return barriers() + kBarrierBytes; }  // words
-  __device__ __forceinline__ u32 slot(u32 slot) const {
-    return base + Config::kSlotsAt + (index * Config::kSlots + slot) * Config::kTileBytes;
+  __device__ __forceinline__ PipelineGroup(u32 base, u32 index) : base(base), index(index) {}
+  __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt + index * Config::kPipelineBytes; }
+  __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kPipelineStages + stage); }
+  __device__ __forceinline__ u32 work() const {
+    return barriers() + kBarrierBytes;
+  }  // address of the description of its work tile
+  __device__ __forceinline__ u32 tile(u32 stage) const {
+    return base + Config::kStagesAt + (index * Config::kPipelineStages + stage) * Config::kTileBytes;
   }
   __device__ __forceinline__ u32 query(u32 group) const {
-    return base + (index * Config::kGroups + group) * Config::kOwnBytes;
+    return base + (index * Config::kGroupWarpgroups + group) * Config::kStationaryBytes;
   }
 };
 
-// Work -----------------------------------------------------------------------------------------------
+// Work tiles -----------------------------------------------------------------------------------------------
 
-// What a channel works on.
-struct Item {
-  u32 matrix, row;  // the row of blocks, in its head
-  int count, last;  // kept blocks that count, -1: there is no item; and the column of the last
-  int rows, keys;   // cells of the batch that count
-  int begin;        // its first entry of the tables: of the warp that copies alone
+// The work tile of a pipeline group.
+struct WorkTile {
+  u32 matrix, row;  // block row, in its head
+  int count, last;  // kept blocks that are valid, -1: no work tile; column of the last block
+  int rows, keys;   // valid cells of the batch
+  int begin;        // first entry of the tables, known to the producer alone
 
-  // By a whole warp.
+  // Looks up work tile `index`. A whole warp calls it.
   __device__ __forceinline__ void find(const AttentionWgmmaParams& p, u32 index, u32 lane) {
-    const Place place(p, index);
+    const RasterPosition place(p, index);
     matrix = place.matrix;
     const u32 head = matrix % p.heads, batch = matrix / p.heads;
-    const u32 line = (u32)p.items.order[head * p.head_lines + place.line];
-    row = line - head * p.head_lines;
-    begin = p.items.pointers[line];
-    count = p.items.pointers[line + 1] - begin;
-    rows = counted<Config>(p.rows, p.items.q_lengths, batch);
-    keys = counted<Config>(p.keys, p.items.kv_lengths, batch);
+    const u32 line = (u32)p.tables.order[head * p.matrix_tiles + place.line];
+    row = line - head * p.matrix_tiles;
+    begin = p.tables.pointers[line];
+    count = p.tables.pointers[line + 1] - begin;
+    rows = valid_cells<Config>(p.queries, p.tables.q_lengths, batch);
+    keys = valid_cells<Config>(p.keys, p.tables.kv_lengths, batch);
     if (Config::kLengths && (int)(row * Config::kBlock) >= rows) count = 0;
     if constexpr (Config::kLengths || Config::kCausal) {
       int limit = (keys + Config::kBlock - 1) / Config::kBlock;
       if constexpr (Config::kCausal) limit = min(limit, (int)row + 1);
       int found = 0;
       for (int at = 0; at < count; at += 32) {
-        const bool counts = at + (int)lane < count && p.items.entries[begin + at + lane] < limit;
+        const bool counts = at + (int)lane < count && p.tables.entries[begin + at + lane] < limit;
         const u32 those = __ballot_sync(~0u, counts);
         found += __popc(those);
         if (those != ~0u) break;  // columns increase
       }
       count = found;
     }
-    last = count > 0 ? p.items.entries[begin + count - 1] : 0;
+    last = count > 0 ? p.tables.entries[begin + count - 1] : 0;
   }
-  __device__ __forceinline__ int tiles() const { return (count + Config::kBeside - 1) / Config::kBeside; }
+  __device__ __forceinline__ int tiles() const { return (count + Config::kBlocksPerStep - 1) / Config::kBlocksPerStep; }
 
   __device__ __forceinline__ void store(u32 at) const {
     store_shared(at, matrix), store_shared(at + 4, row), store_shared(at + 8, (u32)count);
@@ -116,86 +112,86 @@ struct Item {
   }
 };
 
-// Copies ---------------------------------------------------------------------------------------------
+// Producer ---------------------------------------------------------------------------------------------
 
-// The warp that feeds a channel.
-struct Copier {
+// The producer warp of a pipeline group.
+struct Producer {
   const AttentionWgmmaParams& p;
-  const Channel channel;
+  const PipelineGroup pipeline;
   const u32 lane;
   Ring at;
-  u32 item_parity = 1;
+  u32 work_parity = 1;
 
-  // Keys' rows of up to kBeside blocks.
-  __device__ __forceinline__ void copy_tile(const TensorMap* map, u32 matrix, const int (&columns)[Config::kBeside],
-                                            int blocks) {
+  // Loads the rows of up to kBlocksPerStep blocks of keys.
+  __device__ __forceinline__ void load_tile(const TensorMap* map, u32 matrix,
+                                            const int (&columns)[Config::kBlocksPerStep], int blocks) {
     if (lane == 0) {
-      const u32 full = channel.full(at.slot), to = channel.slot(at.slot);
-      barrier_wait(channel.free(at.slot), at.parity ^ 1);
-      barrier_arrive_expect_tx(full, min(blocks, Config::kBeside) * Config::kBlock * Config::kHead * 2);
+      const u32 full = pipeline.full(at.stage), to = pipeline.stage(at.stage);
+      barrier_wait(pipeline.empty(at.stage), at.parity ^ 1);
+      barrier_arrive_expect_tx(full, min(blocks, Config::kBlocksPerStep) * Config::kBlock * Config::kHead * 2);
 #pragma unroll
-      for (int beside = 0; beside < Config::kBeside; ++beside)
+      for (int beside = 0; beside < Config::kBlocksPerStep; ++beside)
         if (beside < blocks)
-          copy_rows<Config, Config::kBoxBytes>(to + beside * Config::kPartBytes, map,
+          load_rows<Config, Config::kBoxBytes>(to + beside * Config::kPartBytes, map,
                                                (u32)columns[beside] * Config::kBlock, matrix, full);
     }
     __syncwarp();
     at.next();
   }
 
-  __device__ __forceinline__ void publish(const Item& item) {
+  __device__ __forceinline__ void publish(const WorkTile& work) {
     if (lane == 0) {
-      const u32 full = channel.item_full();
-      barrier_wait(channel.item_free(), item_parity);
-      item.store(channel.item());
-      barrier_arrive_expect_tx(full, item.count > 0 ? Config::kGroups * Config::kOwnBytes : 0);
-      if (item.count > 0) {
+      const u32 full = pipeline.work_full();
+      barrier_wait(pipeline.work_empty(), work_parity);
+      work.store(pipeline.work());
+      barrier_arrive_expect_tx(full, work.count > 0 ? Config::kGroupWarpgroups * Config::kStationaryBytes : 0);
+      if (work.count > 0) {
 #pragma unroll
-        for (int group = 0; group < Config::kGroups; ++group)
-          copy_rows<Config, Config::kOwnBoxBytes>(channel.query(group), &p.q_map,
-                                                  item.row * Config::kBlock + group * 64, item.matrix, full);
+        for (int group = 0; group < Config::kGroupWarpgroups; ++group)
+          load_rows<Config, Config::kStationaryBoxBytes>(pipeline.query(group), &p.q_map,
+                                                         work.row * Config::kBlock + group * 64, work.matrix, full);
       }
     }
     __syncwarp();
-    item_parity ^= 1;
+    work_parity ^= 1;
   }
 
-  // One item; finds the next meanwhile, which lane 0 knows.
-  __device__ __forceinline__ void copy_item(Item& item, u32 next) {
-    const u32 matrix = item.matrix / p.heads * (p.heads / p.group) + item.matrix % p.heads / p.group;
-    const int tiles = item.tiles(), count = item.count;
-    int columns[Config::kBeside], before[Config::kBeside], window = 0;
-    const int* entries = p.items.entries + item.begin;
-    if (count == 0) publish(item);
+  // Loads one work tile and looks up the next one, whose index lane 0 knows.
+  __device__ __forceinline__ void load_work(WorkTile& work, u32 next) {
+    const u32 matrix = work.matrix / p.heads * (p.heads / p.heads_per_kv) + work.matrix % p.heads / p.heads_per_kv;
+    const int tiles = work.tiles(), count = work.count;
+    int columns[Config::kBlocksPerStep], before[Config::kBlocksPerStep], window = 0;
+    const int* entries = p.tables.entries + work.begin;
+    if (count == 0) publish(work);
     for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
-      for (int beside = 0; beside < Config::kBeside; ++beside) {
-        const int entry = tile * Config::kBeside + beside;
+      for (int beside = 0; beside < Config::kBlocksPerStep; ++beside) {
+        const int entry = tile * Config::kBlocksPerStep + beside;
         if (entry % 32 == 0) window = entry + (int)lane < count ? entries[entry + lane] : 0;
         before[beside] = columns[beside];
         columns[beside] = __shfl_sync(~0u, window, entry % 32);
       }
-      copy_tile(&p.k_map, matrix, columns, count - tile * Config::kBeside);
-      if (tile == 0) publish(item);
-      else copy_tile(&p.v_map, matrix, before, Config::kBeside);
+      load_tile(&p.k_map, matrix, columns, count - tile * Config::kBlocksPerStep);
+      if (tile == 0) publish(work);
+      else load_tile(&p.v_map, matrix, before, Config::kBlocksPerStep);
     }
     next = __shfl_sync(~0u, next, 0);
-    if (next < items_of(p)) item.find(p, next, lane);
-    else item.count = -1;
-    if (tiles > 0) copy_tile(&p.v_map, matrix, columns, count - (tiles - 1) * Config::kBeside);
+    if (next < work_tile_count(p)) work.find(p, next, lane);
+    else work.count = -1;
+    if (tiles > 0) load_tile(&p.v_map, matrix, columns, count - (tiles - 1) * Config::kBlocksPerStep);
   }
 
-  __device__ __forceinline__ void copy_all() {
-    Item item;
-    const u32 first = blockIdx.x + channel.index * gridDim.x;
-    item.count = -1;
-    if (first < items_of(p)) item.find(p, first, lane);
-    while (item.count >= 0) copy_item(item, lane == 0 ? channels<Config>() + atomicAdd(p.items.taken, 1) : 0);
-    publish(item);
+  __device__ __forceinline__ void produce() {
+    WorkTile work;
+    const u32 first = blockIdx.x + pipeline.index * gridDim.x;
+    work.count = -1;
+    if (first < work_tile_count(p)) work.find(p, first, lane);
+    while (work.count >= 0) load_work(work, lane == 0 ? pipeline_groups<Config>() + atomicAdd(p.tables.claimed, 1) : 0);
+    publish(work);
   }
 };
 
-// Sums -----------------------------------------------------------------------------------------------
+// Consumers -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -206,34 +202,35 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// A warpgroup: 64 rows of an item at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is the first.
-struct Multiplier {
+// A consumer warpgroup: 64 rows of a work tile at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is
+// the first.
+struct ConsumerMainloop {
   const AttentionWgmmaParams& p;
-  const Channel channel;
+  const PipelineGroup pipeline;
   const u32 group, warpgroup;
   Ring at;
-  u32 item_parity = 0;
-  float most[2], sum[2];  // the largest score so far, before the scale; this thread's share of the exponentials
+  u32 work_parity = 0;
+  float most[2], sum[2];  // largest score so far, before the scale; this thread's part of the sum of exponentials
   u32 weights[Config::kCells / 2];  // P, rounded
 
-  // The thread's first row.
-  __device__ __forceinline__ int row(const Item& item) const {
-    return first_row(item.row * Config::kBlock + group * 64);
+  // Returns the thread's first row.
+  __device__ __forceinline__ int row(const WorkTile& work) const {
+    return first_row(work.row * Config::kBlock + group * 64);
   }
-  // Of those who multiply, the one whose turn it is.
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (Config::kTurns) named_barrier_sync(1 + warpgroup, 256);
+  // The two warpgroups alternate on the tensor cores: each waits until the other passes.
+  __device__ __forceinline__ void ping_pong_wait() const {
+    if constexpr (Config::kPingPong) named_barrier_sync(1 + warpgroup, 256);
   }
-  __device__ __forceinline__ void give_turn() const {
-    if constexpr (Config::kTurns) named_barrier_arrive(2 - warpgroup, 256);
+  __device__ __forceinline__ void ping_pong_pass() const {
+    if constexpr (Config::kPingPong) named_barrier_arrive(2 - warpgroup, 256);
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
-    const u64 own = Products::Own::descriptor(channel.query(group));
-    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(channel.slot(at.slot)));
+    const u64 own = Products::Stationary::descriptor(pipeline.query(group));
+    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(pipeline.stage(at.stage)));
   }
-  __device__ __forceinline__ void issue_values(float (&out)[Config::kSums], u32 slot) const {
-    const u64 b = Products::Summed::descriptor(channel.slot(slot));
+  __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
+    const u64 b = Products::Summed::descriptor(pipeline.stage(stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
@@ -243,13 +240,13 @@ struct Multiplier {
     wgmma_commit();
   }
 
-  // Of the last tile: its last block may have keys that don't count, and others lie behind it.
-  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const Item& item) const {
-    const int first = (item.count - 1) % Config::kBeside * Config::kBlock, key = item.last * Config::kBlock;
-    const int query = row(item);
+  // Hides scores of the last tile: its last block may have keys that are not valid, and stale keys may lie behind it.
+  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work) const {
+    const int first = (work.count - 1) % Config::kBlocksPerStep * Config::kBlock, key = work.last * Config::kBlock;
+    const int query = row(work);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int end = min(Config::kBlock, item.keys - key);
+      int end = min(Config::kBlock, work.keys - key);
       if constexpr (Config::kCausal) end = min(end, query + 8 * half + 1 - key);
       end += first - first_column();
 #pragma unroll
@@ -259,13 +256,13 @@ struct Multiplier {
       }
     }
   }
-  __device__ __forceinline__ static bool hides(const Item& item) {
-    const bool part = Config::kBeside > 1 && item.count % Config::kBeside;
-    return part || (Config::kCausal && item.last == (int)item.row) ||
-           (Config::kLengths && item.keys < (item.last + 1) * Config::kBlock);
+  __device__ __forceinline__ static bool hides(const WorkTile& work) {
+    const bool part = Config::kBlocksPerStep > 1 && work.count % Config::kBlocksPerStep;
+    return part || (Config::kCausal && work.last == (int)work.row) ||
+           (Config::kLengths && work.keys < (work.last + 1) * Config::kBlock);
   }
 
-  // Scores become exponentials; returns by what the sums so far are multiplied.
+  // Turns scores into exponentials, and returns in `factor` what the sums so far are multiplied by.
   template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[Config::kCells], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,67 +288,67 @@ struct Multiplier {
     }
   }
 
-  // Zeros for the rows of V in the last tile that don't count: what lies there may be NaN.
-  __device__ __forceinline__ void clear_values(const Item& item) const {
-    const int first = (item.count - 1) % Config::kBeside * Config::kBlock;
-    const int end = first + min(Config::kBlock, item.keys - item.last * Config::kBlock);
-    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(channel.slot(at.slot), end, 3 + warpgroup);
+  // Zeroes the rows of V in the last tile that are not valid, because they may hold NaN.
+  __device__ __forceinline__ void clear_values(const WorkTile& work) const {
+    const int first = (work.count - 1) % Config::kBlocksPerStep * Config::kBlock;
+    const int end = first + min(Config::kBlock, work.keys - work.last * Config::kBlock);
+    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(pipeline.stage(at.stage), end, 3 + warpgroup);
   }
 
-  __device__ __forceinline__ void multiply(float (&out)[Config::kSums], const Item& item) {
+  __device__ __forceinline__ void multiply(float (&out)[Config::kAccumulators], const WorkTile& work) {
     float scores[Config::kCells], factor[2];
-    const int tiles = item.tiles();
+    const int tiles = work.tiles();
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) out[i] = 0.0f;
-    barrier_wait(channel.full(at.slot), at.parity);
-    take_turn();
+    for (int i = 0; i < Config::kAccumulators; ++i) out[i] = 0.0f;
+    barrier_wait(pipeline.full(at.stage), at.parity);
+    ping_pong_wait();
     issue_scores(scores);
-    give_turn();
+    ping_pong_pass();
     wgmma_wait<0>();
     wgmma_fence_operand(scores);
-    release(channel.free(at.slot));
+    release(pipeline.empty(at.stage));
     at.next();
-    if (tiles == 1 && hides(item)) hide(scores, item);
+    if (tiles == 1 && hides(work)) hide(scores, work);
     softmax<true>(scores, factor);
     Products::round(weights, scores);
     for (int tile = 1; tile < tiles; ++tile) {
-      const u32 keys = at.slot;
-      barrier_wait(channel.full(at.slot), at.parity);
-      take_turn();
+      const u32 keys = at.stage;
+      barrier_wait(pipeline.full(at.stage), at.parity);
+      ping_pong_wait();
       issue_scores(scores);
       at.next();
-      barrier_wait(channel.full(at.slot), at.parity);
-      issue_values(out, at.slot);
-      give_turn();
+      barrier_wait(pipeline.full(at.stage), at.parity);
+      issue_values(out, at.stage);
+      ping_pong_pass();
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
-      release(channel.free(keys));
-      if (tile == tiles - 1 && hides(item)) hide(scores, item);
+      release(pipeline.empty(keys));
+      if (tile == tiles - 1 && hides(work)) hide(scores, work);
       softmax<false>(scores, factor);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
-      release(channel.free(at.slot));
+      release(pipeline.empty(at.stage));
       at.next();
       Products::round(weights, scores);
 #pragma unroll
-      for (int i = 0; i < Config::kSums; ++i) out[i] *= factor[i / 2 % 2];
+      for (int i = 0; i < Config::kAccumulators; ++i) out[i] *= factor[i / 2 % 2];
     }
-    release(channel.item_free());
-    barrier_wait(channel.full(at.slot), at.parity);
-    clear_values(item);
-    issue_values(out, at.slot);
+    release(pipeline.work_empty());
+    barrier_wait(pipeline.full(at.stage), at.parity);
+    clear_values(work);
+    issue_values(out, at.stage);
     wgmma_wait<0>();
     wgmma_fence_operand(out);
-    release(channel.free(at.slot));
+    release(pipeline.empty(at.stage));
     at.next();
   }
 
-  __device__ __forceinline__ void write(const float (&out)[Config::kSums], const Item& item) const {
+  __device__ __forceinline__ void write(const float (&out)[Config::kAccumulators], const WorkTile& work) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row(item) + 8 * half;
-      const i64 line = (i64)item.matrix * p.rows + own;
-      const bool counts = own < item.rows && item.count > 0;
+      const int own = row(work) + 8 * half;
+      const i64 line = (i64)work.matrix * p.queries + own;
+      const bool counts = own < work.rows && work.count > 0;
       const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
       if (threadIdx.x % 4 == 0)
         p.lse[line] =
@@ -366,30 +363,30 @@ struct Multiplier {
           const int from = 16 * j + 4 * i + 2 * half;
           words[i] = counts ? Config::In::pair(out[from] * part, out[from + 1] * part) : 0;
         }
-        turn_quad(words);
+        transpose_quad(words);
         *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }
 
   __device__ __forceinline__ void work() {
-    if (Config::kTurns && warpgroup == 1) give_turn();
-    float out[Config::kSums];
+    if (Config::kPingPong && warpgroup == 1) ping_pong_pass();
+    float out[Config::kAccumulators];
     while (true) {
-      Item item;
-      barrier_wait(channel.item_full(), item_parity);
-      item_parity ^= 1;
-      item.load(channel.item());
-      if (item.count < 0) break;
-      if (item.count > 0) {
-        multiply(out, item);
+      WorkTile work;
+      barrier_wait(pipeline.work_full(), work_parity);
+      work_parity ^= 1;
+      work.load(pipeline.work());
+      if (work.count < 0) break;
+      if (work.count > 0) {
+        multiply(out, work);
       } else {
-        release(channel.item_free());
+        release(pipeline.work_empty());
         sum[0] = sum[1] = 0.0f;
       }
-      write(out, item);
+      write(out, work);
     }
-    if (Config::kTurns && warpgroup == 0) take_turn();  // the other's last
+    if (Config::kPingPong && warpgroup == 0) ping_pong_wait();  // matches the other warpgroup's last pass
   }
 };
 
@@ -399,18 +396,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
-    for (u32 index = 0; index < Config::kChannels; ++index) Channel(base, index).init();
+    for (u32 index = 0; index < Config::kPipelineGroups; ++index) PipelineGroup(base, index).init();
     barrier_init_fence();
   }
   __syncthreads();
   launch_dependents_and_wait();
 
   if (warpgroup == 2) {
-    warpgroup_reg_dealloc<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 warp = threadIdx.x % 128 / 32;
-    if (warp < Config::kChannels) Copier{p, {base, warp}, threadIdx.x % 32}.copy_all();
+    if (warp < Config::kPipelineGroups) Producer{p, {base, warp}, threadIdx.x % 32}.produce();
   } else {
-    warpgroup_reg_alloc<Config::kSumRegisters>();
-    Multiplier{p, {base, warpgroup / Config::kGroups}, warpgroup % Config::kGroups, warpgroup}.work();
+    warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    ConsumerMainloop{p, {base, warpgroup / Config::kGroupWarpgroups}, warpgroup % Config::kGroupWarpgroups, warpgroup}
+        .work();
   }
 }

@@ -1,159 +1,148 @@
-// C = epilogue(alpha * op(S) @ X) for a block-sparse S, operands fed by the copy engine: dsd as it stands, dds as
-// C^T = op(S)^T @ op(A)^T. Rows are those of op(S) here and tokens the columns of X, whichever way C lies in memory.
+// C = epilogue(alpha * op(S) @ X) for a block-sparse S, with operands loaded by TMA. dsd is computed as it stands, dds
+// as C^T = op(S)^T @ op(A)^T. Here rows are rows of op(S), and tokens are columns of X, whichever way C lies in memory.
 //
-// A row of blocks of op(S) is a line, 128 rows are a strip, of small blocks and few tokens 64: one line, or several
-// that share the columns of X that more than one of them keeps. A cluster takes one strip with kTokens tokens for each
-// of its blocks, which share the values of S: each copies a part of them to all. A step is 128 bytes of columns of
-// which the strip keeps any, and the rows of X that they meet. Steps are summed in increasing columns, so the bits of a
-// result depend on its line and token alone.
+// A row panel has 128 rows of op(S), or 64 for small blocks and few tokens: one block row, or several that share the
+// columns of X that more than one of them keeps. A cluster computes one row panel times kTileN tokens for each of its
+// CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k in
+// which the panel keeps any block, and the rows of X at that k. Steps are summed in increasing k, so the bits of a
+// result depend on its block row and token alone.
 //
-// Of sdd a strip is a line, or 64 rows of small blocks, an item some of the columns of blocks that it keeps any of, and
-// a step 128 bytes of k of op(A)'s rows, which a cluster shares, and of op(B)'s columns. The columns of a strip go to
-// as few items as can be, in equal parts. 8-bit elements are multiplied where all operands lie with k contiguous.
+// For sdd a row panel is one block row, or 64 rows of small blocks. A work tile is some of the block columns in which
+// the panel keeps a block. A step is 128 bytes of k of op(A)'s rows, which the cluster shares, and of op(B)'s columns.
+// The columns of a panel are divided evenly among the fewest work tiles. 8-bit elements require that k is contiguous in
+// all operands.
 //
-//   role        who                          what
-//   copy        last warpgroup, two warps    S, and the other two X, a stage a step, up to kStages ahead, also of
-//               each                         the next items. Of small blocks each warp a column of blocks of S and X:
-//                                            S by its lanes, as a copy of the engine costs more than such a block's
-//   multiply    each of kWarpgroups          64 rows x kColumns tokens; passes over steps without its lines
-//   write       the same                     its results, staged for the copy engine, while the next are copied in
+// role       warps                        work
+// producer   last warpgroup, 2 warps      S; the other two warps X: a stage a step, up to kStages ahead, also into the
+//            each                         next work tiles. With small blocks each warp loads a block column of S and X,
+//                                         S by cp.async, because a TMA request costs more than such a block
+// consumer   each of kWarpgroups          64 rows x kWarpgroupN tokens by wgmma; skips steps without its blocks;
+//                                         stages its results and stores them by TMA while the next stages are loaded
 //
-//   barriers    full: a stage's bytes have come; free: all warps of the cluster that read it are done. Named 1 ..: a
-//               warpgroup's staging area.
-//   registers   kColumns / 2 accumulators; threads that copy hand theirs over.
+// barriers   full: a stage's bytes have arrived. empty: all warps of the cluster that read the stage are done.
+//            Named barriers from 1 on guard a warpgroup's staging area.
+// registers  kWarpgroupN / 2 accumulators; producer warps release registers to the consumers.
 //
-//   copy     | step 0 | step 1 | step 2 | ..
-//   multiply          | wgmma 0 | 1 | 2 | ..                     one step in flight, the stage before it freed
-//                                                                meanwhile
-//   write                                    | fill | copy |
+// producer | step 0 | step 1 | step 2 | ..
+// mainloop          | wgmma 0 | 1 | 2 | ..                     one step in flight; the previous stage is released
+//                                                              meanwhile
+// epilogue                                  | fill | store |
 //
-// Items: strips from the longest to the shortest with every token tile of a band, then the next band. Of sdd the first
-// one of every strip, of all batches, then the second of those that have one, and so on. Cluster c of G takes item c,
-// then 2G - 1 - c, then 2G + c: in turns, so that none has only the longer ones.
-#include "blocksparse/multiplier.cuh"
-#include "blocksparse/writer.cuh"
+// The kernel is persistent. Work tiles: row panels from the longest to the shortest with every token tile of a raster
+// group, then the next raster group. For sdd the first work tile of every panel and batch, then the second of each
+// panel that has one, and so on. Cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c, so that no cluster
+// gets only long panels.
+#include "blocksparse/block_mainloop.cuh"
+#include "blocksparse/params/blocks_wgmma.cuh"
+#include "blocksparse/tile_epilogue.cuh"
 #include "ptx/stmatrix.cuh"
 
 #define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTokens = S24_TILE_N;          // of a block of threads
-  static constexpr int kWarpgroups = S24_WARPGROUPS;  // that multiply
-  static constexpr int kShare = S24_CLUSTER_N;        // blocks of a cluster
+  static constexpr int kTileN = S24_TILE_N;           // tokens of a CTA's tile
+  static constexpr int kWarpgroups = S24_WARPGROUPS;  // consumer warpgroups
+  static constexpr int kClusterN = S24_CLUSTER_N;     // CTAs of a cluster, along N
   static constexpr int kStages = S24_STAGES;
-  static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
+  static constexpr int kBuffers = S24_BUFFERS;                      // buffers of a staging area
   static constexpr bool kSampled = S24_SAMPLED;                     // sdd
-  static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // how op(S) lies in its blocks
-  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X does; MN: tokens are contiguous
-  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
+  static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // major dimension of op(S) within a block
+  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
+  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kRaw = S24_RAW;                             // results are the integer sums themselves
 
-  // A step has kDepth k: half of a large block, or small ones side by side.
+  // A step has kDepth k: half of a large block, or several small blocks side by side.
   static constexpr int kBytes = kElement == ElementKind::F16 || kElement == ElementKind::BF16 ? 2 : 1;
   static constexpr int kDepth = 128 / kBytes, kHalves = kBlock > kDepth ? kBlock / kDepth : 1;
-  static constexpr int kBeside = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
-  static constexpr int kBox = kDepth / kBeside, kBoxBytes = kBytes * kBox;  // k of a box of S or X
+  static constexpr int kBlocksPerStep = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
+  static constexpr int kBox = kDepth / kBlocksPerStep, kBoxBytes = kBytes * kBox;  // k of one TMA box of S or X
   static constexpr bool kSmall = kBlock < 64;
-  static constexpr int kRows = S24_TILE_M, kRowGroups = kRows / 64, kLines = kRows / kBlock;  // of a strip
-  static constexpr int kLineGroups = kBlock > 64 ? kBlock / 64 : 1;                           // row tiles of a line
-  static constexpr int kTileLines = kBlock < 64 ? 64 / kBlock : 1;                            // lines of a row tile
-  static constexpr int kColumns = kTokens * kRowGroups / kWarpgroups;                         // tokens of a warpgroup
-  // Of sdd: columns of blocks of an item, and what it has of each. A narrow item has part of one.
-  static constexpr int kGroup = kTokens > kBlock ? kTokens / kBlock : 1, kPart = kTokens < kBlock ? kTokens : kBlock;
-  static constexpr int kParts = kBlock / kPart;
-  static constexpr int kSums = kColumns / 2;
-  static constexpr bool kMixed = kLines > 1 && !kSampled;  // whether a stage may lack some lines
-  static constexpr int kMultiplying = 128 * kWarpgroups;
-  static constexpr bool kByLanes = kSmall && !kSampled;     // whether S is copied by them
-  static constexpr int kFullArrivals = kByLanes ? 132 : 1;  // of a full barrier: with bytes, and of lanes that copy
-  // X is read by every line that keeps a block of its rows, C is not read at all.
+  static constexpr int kTileM = S24_TILE_M, kWarpgroupsM = kTileM / 64,
+                       kPanelBlockRows = kTileM / kBlock;                  // block rows of a row panel
+  static constexpr int kM64PerBlock = kBlock > 64 ? kBlock / 64 : 1;       // 64-row tiles of a block row
+  static constexpr int kBlockRowsPerM64 = kBlock < 64 ? 64 / kBlock : 1;   // block rows of a 64-row tile
+  static constexpr int kWarpgroupN = kTileN * kWarpgroupsM / kWarpgroups;  // tokens of a warpgroup
+  // For sdd: block columns of a CTA's tile, and cells that it has of each. A narrow tile has a piece of one block.
+  static constexpr int kBlocksPerTile = kTileN > kBlock ? kTileN / kBlock : 1,
+                       kPieceN = kTileN < kBlock ? kTileN : kBlock;
+  static constexpr int kPiecesPerBlock = kBlock / kPieceN;
+  static constexpr int kAccumulators = kWarpgroupN / 2;
+  static constexpr bool kMayLackBlocks =
+      kPanelBlockRows > 1 && !kSampled;  // whether a stage may lack blocks of some block rows
+  static constexpr int kConsumerThreads = 128 * kWarpgroups;
+  static constexpr bool kSCpAsync = kSmall && !kSampled;  // cp.async loads S, instead of TMA
+  static constexpr int kFullArrivals =
+      kSCpAsync ? 132 : 1;  // arrivals of a full barrier: 4 with bytes, 128 of cp.async
+  // X is read by every block row that keeps a block at its rows. The kernel never reads C.
   static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
-  static constexpr int kThreads = kMultiplying + 128;
-  static constexpr int kGroupBytes = 64 * 128;           // 64 lines of 128 bytes
-  static constexpr int kLineBytes = kBlock * kBoxBytes;  // a line's block, or half of one
-  static constexpr int kSparseBytes = kRowGroups * kGroupBytes, kDenseBytes = kTokens * 128;
+  static constexpr int kThreads = kConsumerThreads + 128;
+  static constexpr int kBox64Bytes = 64 * 128;            // 64 rows of 128 bytes
+  static constexpr int kBlockBytes = kBlock * kBoxBytes;  // the k of a step in one block
+  static constexpr int kSparseBytes = kWarpgroupsM * kBox64Bytes, kDenseBytes = kTileN * 128;
   static constexpr int kStageBytes = kSparseBytes + kDenseBytes;
 
-  // Shared memory: stages, a staging area a warpgroup, barriers, which lines each stage has.
+  // Shared memory: stages, a staging area for each warpgroup, barriers, a word for each stage that says which blocks it
+  // has.
   static constexpr int kOutBytes = sizeof(Out::Bits);
   static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
-  static_assert(kRowGroups <= kWarpgroups && kColumns % 64 == 0, "a warpgroup has 64 rows and whole groups of tokens");
-  static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K), "16-bit elements alone lie so");
-  static_assert(kBoxBytes >= 32, "a block has a step of the instruction at least");
+  static_assert(kWarpgroupsM <= kWarpgroups && kWarpgroupN % 64 == 0,
+                "a warpgroup has 64 rows and whole groups of tokens");
+  static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K),
+                "only 16-bit elements may be MN-major");
+  static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 
-  // Registers of a thread that copies and of one that multiplies, once they part.
-  static constexpr int kCopyRegisters = kByLanes ? 56 : 40, kSumRegisters = kByLanes ? 224 : 232;
+  // Registers of a producer and of a consumer thread after reallocation.
+  static constexpr int kProducerRegisters = kSCpAsync ? 56 : 40, kConsumerRegisters = kSCpAsync ? 224 : 232;
 };
-constexpr int kSparseGroup = Config::kByLanes ? Config::kLineBytes : Config::kGroupBytes;
+constexpr int kSparseGroup = Config::kSCpAsync ? Config::kBlockBytes : Config::kBox64Bytes;
 using SparseOperand = DenseOperand<Config::kSparseMajor, Config::kBoxBytes, kSparseGroup>;
-// A line of X has one token's k; else 64 tokens, of sdd at most those of a column of blocks. A group: all k of those.
+// A shared-memory row of X holds one token's k. Otherwise it holds 64 tokens, for sdd at most those of one block
+// column, and a group holds all k of these tokens.
 constexpr int kTokensBeside = Config::kSampled && Config::kSmall ? Config::kBlock : 64;
 constexpr int kDenseLine = Config::kDenseMajor == Major::K ? Config::kBoxBytes : Config::kBytes * kTokensBeside;
-constexpr int kDenseGroup = Config::kSmall ? Config::kBox * kDenseLine : Config::kGroupBytes;
-constexpr int kTokenBytes = Config::kSmall ? Config::kBoxBytes : kDenseLine;  // from a token to the next, on average
+constexpr int kDenseGroup = Config::kSmall ? Config::kBox * kDenseLine : Config::kBox64Bytes;
+constexpr int kTokenBytes = Config::kSmall ? Config::kBoxBytes : kDenseLine;  // average distance between tokens
 using XOperand = DenseOperand<Config::kDenseMajor, kDenseLine, kDenseGroup>;
-template <bool kInteger> struct SumOf {
+template <bool kInteger> struct AccumulatorOf {
   using Type = float;
 };
-template <> struct SumOf<true> {
+template <> struct AccumulatorOf<true> {
   using Type = int;
 };
-using Sums = SumOf<Config::kElement == ElementKind::S8>::Type[Config::kSums];  // a thread's, of 64 rows x kColumns
-
-struct BlocksWgmmaParams {
-  TensorMap left_map;   // values [Z * blocks * b, b], of sdd op(A) [Z * H, ..]: boxes of 128 bytes
-  TensorMap right_map;  // X, of sdd op(B) [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;    // C [Z * H, ..], of sdd values: boxes of 128 bytes x kStepColumns or 64
-  const int* order;     // [strips]: from the longest to the shortest
-  const int* counts;    // [strips]: columns of blocks that each keeps any of
-  const u32* kept;      // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c; not of sdd
-  const int* pointers;  // [lines + 1]: where each line's entries begin; of small blocks and of sdd [strips + 1]
-  const int* columns;   // of sdd [blocks]: of a line's blocks; of small blocks [entries]: columns of a strip
-  const int* places;    // [blocks]: a line's blocks among the values; null: as they are counted; of small blocks
-                        // [entries][kLines]: of each line of a strip, below 0: it has none
-  void* values;         // of small blocks
-  const void* bias;     // [H, rows], or null
-  int blocks;           // kept, of a batch
-  float alpha;
-  u32 strips, head_strips, head_lines;  // of all heads, of one
-  u32 words;                            // of a line's bits
-  u32 heads, batch;
-  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix; not of sdd
-  u32 band;                    // of token tiles of all batches, before the next band; not of sdd
-  u32 groups, steps;           // of sdd: items of a strip at most, steps of its sums
-  u32 whole;                   // of small blocks: whether right_map's boxes hold all kTokens tokens
-};
-static_assert(matches_host<BlocksWgmmaParams>(), "the host has another BlocksWgmmaParams");
+using AccumulatorTile =
+    AccumulatorOf<Config::kElement ==
+                  ElementKind::S8>::Type[Config::kAccumulators];  // one thread's part of 64 rows x kWarpgroupN
 
 using Ring = PipelineState<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
 
-// Of all clusters; of sdd at most.
-__device__ __forceinline__ u32 items_of(const BlocksWgmmaParams& p) {
-  return p.batch * p.strips * (Config::kSampled ? p.groups : p.token_clusters);
+// Number of work tiles of all clusters; for sdd an upper bound.
+__device__ __forceinline__ u32 work_tile_count(const BlocksWgmmaParams& p) {
+  return p.batch * p.panels * (Config::kSampled ? p.panel_groups : p.cluster_tiles);
 }
 
-// Of sdd: which items there are. The first of every strip, from the longest on, then the second of those that have one,
-// and so on. All lanes of a warp ask.
-struct Dealer {
-  static constexpr int kMost = Config::kGroup * Config::kShare;  // parts of columns of blocks of an item
+// Enumerates the work tiles of sdd: the first one of every panel, longest panels first, then the second of each panel
+// that has one, and so on. All lanes of a warp call it together.
+struct TileScheduler {
+  static constexpr int kMost =
+      Config::kBlocksPerTile * Config::kClusterN;  // pieces of block columns that a cluster computes
 
-  u32 group = 0, before = 0, strips;  // whose items are being dealt out; items before those; strips that have one
+  u32 group = 0, before = 0, panels;  // round; work tiles of earlier rounds; panels with a work tile in this round
 
-  __device__ __forceinline__ explicit Dealer(const BlocksWgmmaParams& p) : strips(having(p, 0)) {}
+  __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p) : panels(having(p, 0)) {}
 
-  // Strips with an item of the group: they are the first ones.
+  // Number of panels that have a work tile in round `group`: these are the first ones of the order.
   static __device__ __forceinline__ u32 having(const BlocksWgmmaParams& p, u32 group) {
-    u32 low = 0, high = Config::kSampled ? p.strips : 0;
+    u32 low = 0, high = Config::kSampled ? p.panels : 0;
     while (low < high) {
       const u32 step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
-      const bool has = at < high && p.counts[p.order[at]] * Config::kParts > (int)group * kMost;
+      const bool has = at < high && p.panel_columns[p.panel_order[at]] * Config::kPiecesPerBlock > (int)group * kMost;
       const u32 having = __popc(__ballot_sync(~0u, has));
       high = min(high, low + having * step);
       if (having) low += (having - 1) * step + 1;
@@ -161,400 +150,428 @@ struct Dealer {
     return low;
   }
 
-  // Whether there is an item of this index. Indices rise.
+  // Returns whether work tile `index` exists. Calls must use increasing indices.
   __device__ __forceinline__ bool find(const BlocksWgmmaParams& p, u32 index) {
     if constexpr (Config::kSampled) {
-      while (strips && index - before >= strips * p.batch) {
-        before += strips * p.batch;
-        strips = having(p, ++group);
+      while (panels && index - before >= panels * p.batch) {
+        before += panels * p.batch;
+        panels = having(p, ++group);
       }
-      return strips > 0;
+      return panels > 0;
     } else {
-      return index < items_of(p);
+      return index < work_tile_count(p);
     }
   }
 };
 
-// What a block of threads works on.
-struct Item {
-  u32 head, line, batch, token;  // line: the first, in its head; token: of sdd, in the first block
-  int count;                     // columns of blocks; of sdd of this block of threads
-  int first;                     // of sdd: the first of them among all strips'
+// The work tile of a CTA.
+struct WorkTile {
+  u32 head, block_row, batch, token;  // block_row: the panel's first, in its head; token: for sdd, in the first block
+  int count;                          // block columns; for sdd those of this CTA
+  int first;                          // for sdd: index of the first block column in the tables
 
-  __device__ __forceinline__ Item(const BlocksWgmmaParams& p, const Dealer& dealer, u32 index, u32 share) {
+  __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const TileScheduler& scheduler, u32 index,
+                                      u32 cta_rank) {
     if constexpr (Config::kSampled) {
-      const u32 in_group = index - dealer.before, strip = (u32)p.order[in_group / p.batch];
-      batch = in_group % p.batch, head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-      const int parts = p.counts[strip] * Config::kParts;
-      const int groups = (parts + Dealer::kMost - 1) / Dealer::kMost;
-      const int pieces = groups * Config::kShare, each = (parts + pieces - 1) / pieces;
-      const int before = ((int)dealer.group * Config::kShare + (int)share) * each;
+      const u32 in_round = index - scheduler.before, panel = (u32)p.panel_order[in_round / p.batch];
+      batch = in_round % p.batch, head = panel / p.head_panels,
+      block_row = panel % p.head_panels * Config::kPanelBlockRows;
+      const int parts = p.panel_columns[panel] * Config::kPiecesPerBlock;
+      const int groups = (parts + TileScheduler::kMost - 1) / TileScheduler::kMost;
+      const int pieces = groups * Config::kClusterN, each = (parts + pieces - 1) / pieces;
+      const int before = ((int)scheduler.group * Config::kClusterN + (int)cta_rank) * each;
       count = max(0, min(each, parts - before));
-      token = before % Config::kParts * Config::kPart, first = p.pointers[strip] + before / Config::kParts;
+      token = before % Config::kPiecesPerBlock * Config::kPieceN,
+      first = p.pointers[panel] + before / Config::kPiecesPerBlock;
       return;
     }
-    const u32 tiles = p.batch * p.token_clusters, in_band = p.band * p.strips, band = index / in_band;
-    const u32 rest = index % in_band, wide = min(p.band, tiles - band * p.band), tile = band * p.band + rest % wide;
-    const u32 strip = (u32)p.order[rest / wide];
-    head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-    batch = tile / p.token_clusters;
-    token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    first = 0, count = p.counts[strip];
+    const u32 tiles = p.batch * p.cluster_tiles, per_group = p.raster_tiles * p.panels,
+              raster_group = index / per_group;
+    const u32 rest = index % per_group, group_width = min(p.raster_tiles, tiles - raster_group * p.raster_tiles),
+              tile = raster_group * p.raster_tiles + rest % group_width;
+    const u32 panel = (u32)p.panel_order[rest / group_width];
+    head = panel / p.head_panels, block_row = panel % p.head_panels * Config::kPanelBlockRows;
+    batch = tile / p.cluster_tiles;
+    token = (tile % p.cluster_tiles * Config::kClusterN + cta_rank) * Config::kTileN;
+    first = 0, count = p.panel_columns[panel];
   }
   __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
-    return Config::kSampled ? (int)p.steps : (count + Config::kBeside - 1) / Config::kBeside * Config::kHalves;
+    return Config::kSampled ? (int)p.k_steps
+                            : (count + Config::kBlocksPerStep - 1) / Config::kBlocksPerStep * Config::kHalves;
   }
-  __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }  // its first, in its head
+  __device__ __forceinline__ u32 row() const {
+    return block_row * Config::kBlock;
+  }  // first row of the panel, in its head
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
 };
 
-// Copies ---------------------------------------------------------------------------------------------
+// Producer ---------------------------------------------------------------------------------------------
 
-// This block's part of the columns of a kept block that a step has, to every block of the cluster.
-__device__ __forceinline__ void copy_sparse(const BlocksWgmmaParams& p, u32 to, i64 place, u32 half, u32 share,
+// Loads this CTA's part of one step of a kept block, and multicasts it to the cluster.
+__device__ __forceinline__ void load_sparse(const BlocksWgmmaParams& p, u32 to, i64 place, u32 half, u32 cta_rank,
                                             u32 full) {
-  constexpr u32 kAll = (1 << Config::kShare) - 1;
-  constexpr u32 kLines = (Config::kSparseMajor == Major::K ? Config::kBlock : Config::kBox) / Config::kShare;
-  const u32 row = (u32)place * Config::kBlock + share * kLines;
+  constexpr u32 kAll = (1 << Config::kClusterN) - 1;
+  constexpr u32 kPartRows = (Config::kSparseMajor == Major::K ? Config::kBlock : Config::kBox) / Config::kClusterN;
+  const u32 row = (u32)place * Config::kBlock + cta_rank * kPartRows;
   if constexpr (Config::kSparseMajor == Major::K) {
-    const u32 at = to + share * kLines * Config::kBoxBytes;
-    if constexpr (Config::kShare == 1) tma_load(at, &p.left_map, half * Config::kDepth, row, full);
+    const u32 at = to + cta_rank * kPartRows * Config::kBoxBytes;
+    if constexpr (Config::kClusterN == 1) tma_load(at, &p.left_map, half * Config::kDepth, row, full);
     else tma_load_multicast(at, &p.left_map, half * Config::kDepth, row, full, (u16)kAll);
   } else {
 #pragma unroll
-    for (int group = 0; group < Config::kLineGroups; ++group) {
-      const u32 at = to + group * Config::kGroupBytes + share * kLines * Config::kBoxBytes;
-      if constexpr (Config::kShare == 1) tma_load(at, &p.left_map, group * 64, row + half * 64, full);
+    for (int group = 0; group < Config::kM64PerBlock; ++group) {
+      const u32 at = to + group * Config::kBox64Bytes + cta_rank * kPartRows * Config::kBoxBytes;
+      if constexpr (Config::kClusterN == 1) tma_load(at, &p.left_map, group * 64, row + half * 64, full);
       else tma_load_multicast(at, &p.left_map, group * 64, row + half * 64, full, (u16)kAll);
     }
   }
 }
 
-// kBox k of kLines rows (tokens) of a dense operand: box `turn`, then every `step`-th.
-template <Major kMajor, int kLines, int kBox>
-__device__ __forceinline__ void copy_dense(const TensorMap* map, u32 to, u32 k, u32 line, u32 matrix, u32 full,
-                                           u32 turn = 0, u32 step = 1) {
-  constexpr int kWide = kLines < 64 ? kLines : 64, kAcross = kMajor != Major::K ? kWide
-                                                             : kLines <= 256    ? kLines
-                                                                                : kLines / 2;
+// Loads kBox k of kExtent rows or tokens of a dense operand: box `first`, then every `step`-th box.
+template <Major kMajor, int kExtent, int kBox>
+__device__ __forceinline__ void load_dense(const TensorMap* map, u32 to, u32 k, u32 start, u32 matrix, u32 full,
+                                           u32 first = 0, u32 step = 1) {
+  constexpr int kWide = kExtent < 64 ? kExtent : 64, kAcross = kMajor != Major::K ? kWide
+                                                               : kExtent <= 256   ? kExtent
+                                                                                  : kExtent / 2;
 #pragma unroll
-  for (u32 at = turn * kAcross; at < kLines; at += step * kAcross) {
+  for (u32 at = first * kAcross; at < kExtent; at += step * kAcross) {
     if constexpr (kMajor == Major::K)
-      tma_load(to + at * kBox * Config::kBytes, map, k, line + at, matrix, full, Config::kDensePolicy);
-    else tma_load(to + at * 128, map, line + at, k, matrix, full, Config::kDensePolicy);
+      tma_load(to + at * kBox * Config::kBytes, map, k, start + at, matrix, full, Config::kDensePolicy);
+    else tma_load(to + at * 128, map, start + at, k, matrix, full, Config::kDensePolicy);
   }
 }
 
-// A warp that copies: the left operand, and all that is to say of a stage, or the right one. Two of each take stages in
-// turn. Lane l has line l % 8 and, of the columns of blocks that a stage has, the l / 8-th.
-template <bool kLeft> struct Copier {
-  // A stage has one box of S, or of X: an elected lane requests it, since for a lane that is chosen by its number the
-  // compiler makes a loop over all lanes. Every lane then looks up the same line.
-  static constexpr bool kOneLine = Config::kLines == 1 && Config::kBeside == 1;
-  static constexpr bool kOneBox = kOneLine && Config::kDenseMajor == Major::K && Config::kTokens <= 256;
+// A producer warp. kLeft: it loads the left operand and announces a stage's bytes and blocks; otherwise it loads the
+// right operand. Two warps of each kind alternate between stages. Lane l handles block row l % 8 of the panel and the
+// (l / 8)-th block column of a stage.
+template <bool kLeft> struct Producer {
+  // A stage has one box of S, and one of X. An elected lane requests it, because the compiler makes a loop over all
+  // lanes for a lane that is chosen by its number. Every lane then looks up the same block row.
+  static constexpr bool kOneBlockRow = Config::kPanelBlockRows == 1 && Config::kBlocksPerStep == 1;
+  static constexpr bool kOneBox = kOneBlockRow && Config::kDenseMajor == Major::K && Config::kTileN <= 256;
 
   const BlocksWgmmaParams& p;
-  u32 base, share, lane, mine;  // the last: of the two
+  u32 base, cta_rank, lane, warp;  // warp: 0 or 1, of the two that load this operand
   Barriers barriers;
   Ring at;
-  u32 number = 0;  // of the stage
-  // What the next stage has: columns of blocks; this lane's; its line's block among all values, if it keeps one.
-  u32 beside = 0, column = 0, place = 0;
+  u32 number = 0;  // sequence number of the stage
+  // The next stage so far: its block columns; this lane's block column; the place of this lane's block among all
+  // values, valid if `here`.
+  u32 filled = 0, column = 0, place = 0;
   bool here = false;
 
-  __device__ __forceinline__ u32 stage() const { return base + at.slot * Config::kStageBytes; }
+  __device__ __forceinline__ u32 stage() const { return base + at.stage * Config::kStageBytes; }
 
-  // Until the stage is free, if it is this warp's turn.
-  __device__ __forceinline__ bool take_stage() const {
-    if (number % 2 != mine) return false;
-    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+  // Returns whether this warp fills the stage, after waiting until the stage is empty.
+  __device__ __forceinline__ bool acquire_stage() const {
+    if (number % 2 != warp) return false;
+    barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
     return true;
   }
-  __device__ __forceinline__ void next_stage() {
+  __device__ __forceinline__ void advance() {
     ++number;
     at.next();
   }
 
-  // X's rows: a lane each box of its column of blocks.
-  __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 half) const {
+  // Loads the rows of X: each lane requests one box of its block column.
+  __device__ __forceinline__ void load_x(const WorkTile& work, u32 matrix, u32 half) const {
     if constexpr (kOneBox) {
       if (elect_one())
         tma_load(stage() + Config::kSparseBytes, &p.right_map, column * Config::kBlock + half * Config::kDepth,
-                 item.token, matrix, barriers.full(at.slot), Config::kDensePolicy);
+                 work.token, matrix, barriers.full(at.stage), Config::kDensePolicy);
       return;
     }
     const u32 to =
         stage() + Config::kSparseBytes +
-        lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128);
-    if (lane / 8 < beside)
-      copy_dense<Config::kDenseMajor, Config::kTokens, Config::kBox>(
-          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, item.token, matrix, barriers.full(at.slot),
-          lane % 8, 8);
+        lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTileN * Config::kBoxBytes : Config::kBox * 128);
+    if (lane / 8 < filled)
+      load_dense<Config::kDenseMajor, Config::kTileN, Config::kBox>(
+          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, work.token, matrix,
+          barriers.full(at.stage), lane % 8, 8);
   }
 
-  __device__ __forceinline__ void copy_lines(u32 half) const {
-    const u32 full = barriers.full(at.slot);
-    if constexpr (kOneLine) {
+  __device__ __forceinline__ void load_panel_blocks(u32 half) const {
+    const u32 full = barriers.full(at.stage);
+    if constexpr (kOneBlockRow) {
       if (elect_one()) {
-        barrier_arrive_expect_tx(full, Config::kLineBytes + Config::kTokens * Config::kBoxBytes);
-        copy_sparse(p, stage(), place, half, share, full);
+        barrier_arrive_expect_tx(full, Config::kBlockBytes + Config::kTileN * Config::kBoxBytes);
+        load_sparse(p, stage(), place, half, cta_rank, full);
       }
       return;
     }
     const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
-      if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+      if constexpr (Config::kPanelBlockRows > 1) store_shared(barriers.present(at.stage), present);
       barrier_arrive_expect_tx(full,
-                               __popc(present) * Config::kLineBytes + beside * (Config::kTokens * Config::kBoxBytes));
+                               __popc(present) * Config::kBlockBytes + filled * (Config::kTileN * Config::kBoxBytes));
     }
     __syncwarp();
     if (here) {
-      const u32 to = stage() + lane / 8 * (128 * Config::kBoxBytes) + lane % 8 * Config::kLineBytes;
-      copy_sparse(p, to, place, half, share, full);
+      const u32 to = stage() + lane / 8 * (128 * Config::kBoxBytes) + lane % 8 * Config::kBlockBytes;
+      load_sparse(p, to, place, half, cta_rank, full);
     }
   }
 
-  __device__ __forceinline__ void copy_columns(const Item& item, u32 matrix) {
-    for (u32 half = 0; half < Config::kHalves; ++half, next_stage()) {
-      if (!take_stage()) continue;
-      if constexpr (kLeft) copy_lines(half);
-      else copy_x(item, matrix, half);
+  __device__ __forceinline__ void load_step(const WorkTile& work, u32 matrix) {
+    for (u32 half = 0; half < Config::kHalves; ++half, advance()) {
+      if (!acquire_stage()) continue;
+      if constexpr (kLeft) load_panel_blocks(half);
+      else load_x(work, matrix, half);
       __syncwarp();
     }
-    beside = 0, here = false;
+    filled = 0, here = false;
   }
 
-  // A strip's columns of blocks, in increasing order.
-  __device__ __forceinline__ void copy_strip(const Item& item) {
-    const u32 matrix = item.matrix(p), of = kOneLine ? 0 : lane % 8;
-    const i64 line = (i64)item.head * p.head_lines + item.line + of;
-    const bool mine = of < Config::kLines && item.line + of < p.head_lines;
-    const u32* kept = p.kept + line * p.words;
-    int next = kLeft && mine ? p.pointers[line] : p.blocks, entry = entry_at(next);
-    u32 ahead = mine && p.words ? kept[0] : 0;
-    for (u32 word = 0; word < p.words; ++word) {
+  // Loads the panel's block columns in increasing order.
+  __device__ __forceinline__ void load_panel(const WorkTile& work) {
+    const u32 matrix = work.matrix(p), of = kOneBlockRow ? 0 : lane % 8;
+    const i64 block_row = (i64)work.head * p.head_block_rows + work.block_row + of;
+    const bool mine = of < Config::kPanelBlockRows && work.block_row + of < p.head_block_rows;
+    const u32* kept = p.kept + block_row * p.bit_words;
+    int next = kLeft && mine ? p.pointers[block_row] : p.blocks, entry = entry_at(next);
+    u32 ahead = mine && p.bit_words ? kept[0] : 0;
+    for (u32 word = 0; word < p.bit_words; ++word) {
       const u32 bits = ahead;
-      ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+      ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
       for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
-        if (kOneLine || lane / 8 == beside)
-          column = word * 32 + bit, here = keeps, place = item.batch * p.blocks + entry;
+        if (kOneBlockRow || lane / 8 == filled)
+          column = word * 32 + bit, here = keeps, place = work.batch * p.blocks + entry;
         if (kLeft && keeps) entry = entry_at(++next);
-        if (++beside == Config::kBeside) copy_columns(item, matrix);
+        if (++filled == Config::kBlocksPerStep) load_step(work, matrix);
       }
     }
-    if (beside > 0) copy_columns(item, matrix);
+    if (filled > 0) load_step(work, matrix);
   }
-  // Where the tables say that an entry has its values; past the end there is none.
+  // Place of an entry's values. Past the last entry there is none, and `next` itself is returned.
   __device__ __forceinline__ int entry_at(int next) const {
-    return p.places && next < p.blocks ? p.places[next] : next;
+    return p.value_index && next < p.blocks ? p.value_index[next] : next;
   }
 
-  // This block's part of the strip's rows of op(A), to every block of the cluster.
-  __device__ __forceinline__ void copy_rows(const Item& item, u32 k, u32 matrix, u32 full) const {
+  // Loads this CTA's part of the panel's rows of op(A), and multicasts it to the cluster.
+  __device__ __forceinline__ void load_rows(const WorkTile& work, u32 k, u32 matrix, u32 full) const {
     constexpr bool kAlongK = Config::kSparseMajor == Major::K;
-    constexpr u32 kLines = (kAlongK ? Config::kRows : Config::kBox) / Config::kShare;
-    const u32 row = item.row() + (kAlongK ? share * kLines : 0), from = k + (kAlongK ? 0 : share * kLines);
+    constexpr u32 kPartRows = (kAlongK ? Config::kTileM : Config::kBox) / Config::kClusterN;
+    const u32 row = work.row() + (kAlongK ? cta_rank * kPartRows : 0), from = k + (kAlongK ? 0 : cta_rank * kPartRows);
 #pragma unroll
-    for (u32 at = 0; at < (kAlongK ? 1 : Config::kRows); at += 64) {
-      const u32 to = stage() + at * 128 + share * kLines * 128;
+    for (u32 at = 0; at < (kAlongK ? 1 : Config::kTileM); at += 64) {
+      const u32 to = stage() + at * 128 + cta_rank * kPartRows * 128;
       const u32 across = kAlongK ? from : row + at, down = kAlongK ? row : from;
-      if constexpr (Config::kShare == 1) tma_load(to, &p.left_map, across, down, matrix, full, Config::kDensePolicy);
-      else tma_load_multicast(to, &p.left_map, across, down, matrix, full, (u16)((1 << Config::kShare) - 1));
+      if constexpr (Config::kClusterN == 1) tma_load(to, &p.left_map, across, down, matrix, full, Config::kDensePolicy);
+      else tma_load_multicast(to, &p.left_map, across, down, matrix, full, (u16)((1 << Config::kClusterN) - 1));
     }
   }
 
-  // Of sdd: the strip's rows of op(A), or op(B)'s columns of every block of the item, a lane each.
-  __device__ __forceinline__ void copy_item(const Item& item) {
-    const u32 matrix = item.matrix(p);
-    const int column = lane < item.count ? p.columns[item.first + lane] : 0;
-    for (u32 step = 0; step < p.steps; ++step, next_stage()) {
-      if (!take_stage()) continue;
-      const u32 full = barriers.full(at.slot), right = stage() + Config::kSparseBytes;
+  // For sdd: loads the panel's rows of op(A), or op(B)'s columns of every block of the work tile, one lane for each
+  // block.
+  __device__ __forceinline__ void load_work(const WorkTile& work) {
+    const u32 matrix = work.matrix(p);
+    const int column = lane < work.count ? p.columns[work.first + lane] : 0;
+    for (u32 step = 0; step < p.k_steps; ++step, advance()) {
+      if (!acquire_stage()) continue;
+      const u32 full = barriers.full(at.stage), right = stage() + Config::kSparseBytes;
       if (kLeft && lane == 0) {
-        barrier_arrive_expect_tx(full, Config::kSparseBytes + item.count * Config::kPart * 128);
-        copy_rows(item, step * Config::kDepth, matrix, full);
+        barrier_arrive_expect_tx(full, Config::kSparseBytes + work.count * Config::kPieceN * 128);
+        load_rows(work, step * Config::kDepth, matrix, full);
       }
-      if (!kLeft && lane < item.count)
-        copy_dense<Config::kDenseMajor, Config::kPart, Config::kBox>(
-            &p.right_map, right + lane * Config::kPart * 128, step * Config::kDepth,
-            column * Config::kBlock + item.token, matrix, full);
+      if (!kLeft && lane < work.count)
+        load_dense<Config::kDenseMajor, Config::kPieceN, Config::kBox>(
+            &p.right_map, right + lane * Config::kPieceN * 128, step * Config::kDepth,
+            column * Config::kBlock + work.token, matrix, full);
       __syncwarp();
     }
   }
 
-  __device__ __forceinline__ void copy_all() {
-    Dealer dealer(p);
-    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn) {
-      const Item item(p, dealer, item_of<Config>(turn), share);
-      if constexpr (Config::kSampled) copy_item(item);
-      else copy_strip(item);
+  __device__ __forceinline__ void produce() {
+    TileScheduler scheduler(p);
+    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round) {
+      const WorkTile work(p, scheduler, work_tile_of<Config>(round), cta_rank);
+      if constexpr (Config::kSampled) load_work(work);
+      else load_panel(work);
     }
-    // Nobody leaves while others may still report to its barriers.
-    if constexpr (kLeft && Config::kShare > 1)
-      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.free(at.slot), at.parity ^ 1);
+    // No CTA exits while another CTA may still arrive at its barriers.
+    if constexpr (kLeft && Config::kClusterN > 1)
+      for (int i = 0; i < Config::kStages; ++i, at.next()) barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
   }
 };
 
-// Of small blocks: a warp that copies of every step one column of blocks, or some lines of it.
-struct SmallCopier {
-  // Warps of a column of blocks. Each has lines of its own, whole row tiles of them; else a part of every line.
-  static constexpr int kShared = 4 / Config::kBeside;
-  static constexpr bool kOwnLines = Config::kLines / kShared % Config::kTileLines == 0 && Config::kLines >= kShared;
-  static constexpr int kOwn = kOwnLines ? Config::kLines / kShared : Config::kLines;
-  static constexpr int kAhead = 32 / Config::kLines;  // steps that are looked up at a time
-  static constexpr int kBlockBytes = Config::kBlock * Config::kBoxBytes, kChunks = Config::kBoxBytes / 16;  // of a row
-  static constexpr int kPasses = kBlockBytes / 512 / (kOwnLines ? 1 : kShared);  // of 512 bytes, of a block
-  static_assert(!Config::kByLanes || (kOwn <= 8 && Config::kStages <= 8), "bits of a u64");
-  static_assert(!Config::kByLanes || kPasses > 0, "a warp copies 512 bytes at a time");
+// A producer warp for small blocks: in every step it loads one block column, or a part of its block rows.
+struct CpAsyncProducer {
+  // Warps that share one block column. Each has block rows of its own if these form whole 64-row tiles; otherwise each
+  // loads a part of every block row.
+  static constexpr int kWarpsPerColumn = 4 / Config::kBlocksPerStep;
+  static constexpr bool kOwnBlockRows = Config::kPanelBlockRows / kWarpsPerColumn % Config::kBlockRowsPerM64 == 0 &&
+                                        Config::kPanelBlockRows >= kWarpsPerColumn;
+  static constexpr int kOwnRows = kOwnBlockRows ? Config::kPanelBlockRows / kWarpsPerColumn : Config::kPanelBlockRows;
+  static constexpr int kAhead = 32 / Config::kPanelBlockRows;  // steps that one table lookup covers
+  static constexpr int kBlockBytes = Config::kBlock * Config::kBoxBytes,
+                       kChunks = Config::kBoxBytes / 16;  // of a block's row
+  static constexpr int kPasses =
+      kBlockBytes / 512 / (kOwnBlockRows ? 1 : kWarpsPerColumn);  // passes of 512 bytes over a block
+  static_assert(!Config::kSCpAsync || (kOwnRows <= 8 && Config::kStages <= 8), "bits of a u64");
+  static_assert(!Config::kSCpAsync || kPasses > 0, "a warp copies 512 bytes at a time");
 
   const BlocksWgmmaParams& p;
-  u32 base, lane, column, part;  // which column of blocks of a step, and which of its warps
+  u32 base, lane, column, warp_of_column;  // block column of a step, and warp of this block column
   Barriers barriers;
   Ring at;
-  u64 dirty = ~0ull;  // bit l of a stage's byte: whether line l of this warp's holds other than zeros
+  u64 dirty = ~0ull;  // bit l of a stage's byte: block row l of this warp holds other values than zeros
 
-  // Of step l / kLines and line l % kLines: the column, below 0: none; the line's block, below 0: none.
+  // Looks up step l / kPanelBlockRows and block row l % kPanelBlockRows for lane l. `column` is negative past the last
+  // column, `place` is negative where the block row keeps no block.
   struct Found {
     int column, place;
   };
   __device__ __forceinline__ Found look_up(int first, int count, int step) const {
-    const int index = (step + (int)lane / Config::kLines) * Config::kBeside + (int)column;
+    const int index = (step + (int)lane / Config::kPanelBlockRows) * Config::kBlocksPerStep + (int)column;
     if (index >= count) return {-1, -1};
-    return {p.columns[first + index], p.places[(i64)(first + index) * Config::kLines + lane % Config::kLines]};
+    return {p.columns[first + index],
+            p.value_index[(i64)(first + index) * Config::kPanelBlockRows + lane % Config::kPanelBlockRows]};
   }
 
-  // Which of the lines beside those in `present`, in their row tiles, have to become zeros.
+  // Block rows that must be zeroed: they share a 64-row tile with a block in `present`, have no block themselves, and
+  // hold old values.
   static __device__ __forceinline__ u32 stale(u32 present, u32 dirty) {
-    constexpr int kOf = Config::kTileLines;
+    constexpr int kOf = Config::kBlockRowsPerM64;
     u32 tiles = present | present >> 1;
     if constexpr (kOf == 4) tiles |= tiles >> 2;
     tiles &= kOf == 4 ? 0x11 : 0x55;
     return dirty & tiles * ((1 << kOf) - 1) & ~present;
   }
 
-  __device__ __forceinline__ void copy_x(const Item& item, u32 matrix, u32 k, u32 to, u32 full) const {
+  __device__ __forceinline__ void load_x(const WorkTile& work, u32 matrix, u32 k, u32 to, u32 full) const {
     if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) tma_load(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
-    } else if (p.whole) {
-      if (lane == 0) tma_load(to, &p.right_map, 0, k, item.token / 64, matrix, full, Config::kDensePolicy);
-    } else if (lane < Config::kTokens / 64) {
-      tma_load(to + lane * (Config::kBox * 128), &p.right_map, item.token + lane * 64, k, 0, matrix, full,
+      if (lane == 0) tma_load(to, &p.right_map, k, work.token, matrix, full, Config::kDensePolicy);
+    } else if (p.full_boxes) {
+      if (lane == 0) tma_load(to, &p.right_map, 0, k, work.token / 64, matrix, full, Config::kDensePolicy);
+    } else if (lane < Config::kTileN / 64) {
+      tma_load(to + lane * (Config::kBox * 128), &p.right_map, work.token + lane * 64, k, 0, matrix, full,
                Config::kDensePolicy);
     }
   }
 
-  // A block in kOwn places at most, from `to` on, or zeros.
-  __device__ __forceinline__ void copy_blocks(const Item& item, u32 to, int place, u32 from, u32 present,
+  // Copies at most kOwnRows blocks, or zeros, to `to` and on.
+  __device__ __forceinline__ void copy_blocks(const WorkTile& work, u32 to, int place, u32 from, u32 present,
                                               u32 zeros) const {
-    const u8* const values = (const u8*)p.values + (i64)item.batch * p.blocks * kBlockBytes + lane * 16;
+    const u8* const values = (const u8*)p.values + (i64)work.batch * p.blocks * kBlockBytes + lane * 16;
 #pragma unroll
-    for (int line = 0; line < kOwn; ++line) {  // without branches, so that one needn't wait for the other
-      const bool keep = present >> line & 1, copies = (present | zeros) >> line & 1;
-      const i64 which = max(__shfl_sync(~0u, place, from + line), 0);
+    for (int block_row = 0; block_row < kOwnRows;
+         ++block_row) {  // no branches, so that one copy need not wait for another
+      const bool keep = present >> block_row & 1, copies = (present | zeros) >> block_row & 1;
+      const i64 which = max(__shfl_sync(~0u, place, from + block_row), 0);
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        const u32 at = kOwnLines ? i : part * kPasses + i, row = (lane + 32 * at) / kChunks, chunk = lane % kChunks;
-        const u32 turned = Config::kBoxBytes == 64 ? row / 2 % 4 : row / 4 % 2;  // the swizzle
-        cp_async_16_if(copies, to + line * kBlockBytes + row * Config::kBoxBytes + (chunk ^ turned) * 16,
+        const u32 at = kOwnBlockRows ? i : warp_of_column * kPasses + i, row = (lane + 32 * at) / kChunks,
+                  chunk = lane % kChunks;
+        const u32 swizzled = Config::kBoxBytes == 64 ? row / 2 % 4 : row / 4 % 2;  // TMA's swizzle
+        cp_async_16_if(copies, to + block_row * kBlockBytes + row * Config::kBoxBytes + (chunk ^ swizzled) * 16,
                        values + which * kBlockBytes + at * 512, keep);
       }
     }
   }
 
-  // The step whose column and places lanes `from` on have found; kept: which of its lines keep the column.
-  __device__ __forceinline__ void copy_step(const Item& item, u32 matrix, const Found& found, u32 from, u32 kept) {
-    const u32 to = base + at.slot * Config::kStageBytes, full = barriers.full(at.slot);
-    const u32 line = kOwnLines ? part * kOwn : 0, present = kept >> line & ((1 << kOwn) - 1);  // its first
-    const int met = __shfl_sync(~0u, found.column, from);
-    const u32 held = (u32)(dirty >> 8 * at.slot) & 0xff, zeros = stale(present, held);
-    dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.slot;
-    barrier_wait(barriers.free(at.slot), at.parity ^ 1);
-    const bool copies = part == 0 && met >= 0;
-    constexpr u32 kColumnBytes = Config::kTokens * Config::kBoxBytes;
+  // Loads one step. Lanes `from` and on hold its block column and places in `found`; `kept` tells which block rows keep
+  // the column.
+  __device__ __forceinline__ void load_step(const WorkTile& work, u32 matrix, const Found& found, u32 from, u32 kept) {
+    const u32 to = base + at.stage * Config::kStageBytes, full = barriers.full(at.stage);
+    const u32 block_row = kOwnBlockRows ? warp_of_column * kOwnRows : 0,
+              present = kept >> block_row & ((1 << kOwnRows) - 1);  // first block row of this warp
+    const int kept_column = __shfl_sync(~0u, found.column, from);
+    const u32 held = (u32)(dirty >> 8 * at.stage) & 0xff, zeros = stale(present, held);
+    dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.stage;
+    barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
+    const bool copies = warp_of_column == 0 && kept_column >= 0;
+    constexpr u32 kColumnBytes = Config::kTileN * Config::kBoxBytes;
     if (lane == 0) {
-      if (part == 0) store_shared(barriers.present(at.slot) + column, (u8)kept);
+      if (warp_of_column == 0) store_shared(barriers.present(at.stage) + column, (u8)kept);
       barrier_arrive_expect_tx(full, copies ? kColumnBytes : 0);
     }
     __syncwarp();
-    if (copies) copy_x(item, matrix, met * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
+    if (copies)
+      load_x(work, matrix, kept_column * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
     __syncwarp();
-    copy_blocks(item, to + column * (Config::kRows * Config::kBoxBytes) + line * kBlockBytes, found.place, from + line,
-                present, zeros);
+    copy_blocks(work, to + column * (Config::kTileM * Config::kBoxBytes) + block_row * kBlockBytes, found.place,
+                from + block_row, present, zeros);
     cp_async_mbarrier_arrive(full);
   }
 
-  __device__ __forceinline__ void copy_strip(const Item& item) {
-    const int first = p.pointers[item.head * p.head_strips + item.line / Config::kLines], steps = item.steps(p);
-    const u32 matrix = item.matrix(p);
-    Found next = look_up(first, item.count, 0);
+  __device__ __forceinline__ void load_panel(const WorkTile& work) {
+    const int first = p.pointers[work.head * p.head_panels + work.block_row / Config::kPanelBlockRows],
+              steps = work.steps(p);
+    const u32 matrix = work.matrix(p);
+    Found next = look_up(first, work.count, 0);
     for (int begin = 0; begin < steps; begin += kAhead) {
       const Found found = next;
-      next = look_up(first, item.count, begin + kAhead);
+      next = look_up(first, work.count, begin + kAhead);
       const u32 kept = __ballot_sync(~0u, found.place >= 0);
       for (int i = 0; i < min(kAhead, steps - begin); ++i, at.next())
-        copy_step(item, matrix, found, i * Config::kLines, kept >> i * Config::kLines & ((1 << Config::kLines) - 1));
+        load_step(work, matrix, found, i * Config::kPanelBlockRows,
+                  kept >> i * Config::kPanelBlockRows & ((1 << Config::kPanelBlockRows) - 1));
     }
   }
 
-  __device__ __forceinline__ void copy_all() {
-    Dealer dealer(p);
-    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn)
-      copy_strip(Item(p, dealer, item_of<Config>(turn), 0));
+  __device__ __forceinline__ void produce() {
+    TileScheduler scheduler(p);
+    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round)
+      load_panel(WorkTile(p, scheduler, work_tile_of<Config>(round), 0));
   }
 };
 
-// Sums -----------------------------------------------------------------------------------------------
+// Mainloop -----------------------------------------------------------------------------------------------
 
-// 64 rows x kColumns tokens of one warpgroup.
-struct Multiplier : StepMultiplier<Config, Multiplier> {
-  __device__ __forceinline__ void issue(Sums& sums, u32 lines) const {
-    const u64 a = SparseOperand::descriptor(stage() + row_group * 64 * Config::kBoxBytes);
-    const u64 b = XOperand::descriptor(stage() + Config::kSparseBytes + column_group * Config::kColumns * kTokenBytes);
-    constexpr u32 kBesideB =
-        Config::kDenseMajor == Major::K || Config::kSmall ? Config::kTokens * Config::kBoxBytes : Config::kBox * 128;
+// The mainloop of one consumer warpgroup: 64 rows x kWarpgroupN tokens.
+struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop> {
+  __device__ __forceinline__ void issue(AccumulatorTile& sums, u32 present) const {
+    const u64 a = SparseOperand::descriptor(stage() + warpgroup_m * 64 * Config::kBoxBytes);
+    const u64 b =
+        XOperand::descriptor(stage() + Config::kSparseBytes + warpgroup_n * Config::kWarpgroupN * kTokenBytes);
+    constexpr u32 kBlockStrideB =
+        Config::kDenseMajor == Major::K || Config::kSmall ? Config::kTileN * Config::kBoxBytes : Config::kBox * 128;
     wgmma_fence();
 #pragma unroll
-    for (int beside = 0; beside < Config::kBeside; ++beside) {  // the columns of blocks that it has, in order
-      if (Config::kBeside > 1 && !(lines >> 8 * beside & 0xff)) continue;
+    for (int block = 0; block < Config::kBlocksPerStep; ++block) {  // the block columns of the stage, in order
+      if (Config::kBlocksPerStep > 1 && !(present >> 8 * block & 0xff)) continue;
 #pragma unroll
       for (int k = 0; k < Config::kBoxBytes / 32; ++k)
         wgmma_dense<Config::kElement, Config::kSparseMajor, Config::kDenseMajor>(
-            sums, a + (beside * (Config::kRows * Config::kBoxBytes) >> 4) + k * SparseOperand::kStep,
-            b + (beside * kBesideB >> 4) + k * XOperand::kStep);
+            sums, a + (block * (Config::kTileM * Config::kBoxBytes) >> 4) + k * SparseOperand::kStep,
+            b + (block * kBlockStrideB >> 4) + k * XOperand::kStep);
     }
     wgmma_commit();
   }
 };
 
-// Results --------------------------------------------------------------------------------------------
+// Epilogue --------------------------------------------------------------------------------------------
 
-// 64 rows x kColumns tokens of one warpgroup; of sdd with small blocks, threads copy what is kept.
-struct Writer
-    : TileWriter<Writer, Config, BlocksWgmmaParams, Config::kTokensContiguous, Config::kSampled && Config::kSmall> {
-  __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group, u32 token_group) {
-    const u32 row0 = item.row() + row_group * 64, token0 = item.token + token_group * Config::kColumns;
-    const u32 tokens = Config::kSampled ? item.token + item.count * Config::kPart : p.tokens;
-    const u32 rows = p.head_lines * Config::kBlock;
-    write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, token0, tokens);
+// Stores the results of one warpgroup: 64 rows x kWarpgroupN tokens. For sdd with small blocks threads store the kept
+// blocks.
+struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Config::kTokensContiguous,
+                                    Config::kSampled && Config::kSmall> {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m,
+                                        u32 warpgroup_n) {
+    const u32 row0 = work.row() + warpgroup_m * 64, token0 = work.token + warpgroup_n * Config::kWarpgroupN;
+    const u32 tokens = Config::kSampled ? work.token + work.count * Config::kPieceN : p.tokens;
+    const u32 rows = p.head_block_rows * Config::kBlock;
+    write_tile(sums, work, row0, rows, (i64)work.head * rows + row0, token0, tokens);
   }
 
-  __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {
-    const u32 row_group = (row - item.row()) / 64;
+  __device__ __forceinline__ void store(u32 buffer, const WorkTile& work, u32 row, u32 token) const {
+    const u32 warpgroup_m = (row - work.row()) / 64;
     if constexpr (Config::kSampled && Config::kSmall) {
-      copy_blocks<Config::kBlock>(buffer, item, row_group, token);
+      copy_blocks<Config::kBlock>(buffer, work, warpgroup_m, token);
     } else if constexpr (Config::kSampled) {
-      const i64 place = item.first + token / Config::kBlock + (i64)item.batch * p.blocks;
-      tma_store(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + row_group * 64, buffer);
+      const i64 place = work.first + token / Config::kBlock + (i64)work.batch * p.blocks;
+      tma_store(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + warpgroup_m * 64, buffer);
       tma_store_commit();
     } else {
-      copy_out(buffer, row, token, item.matrix(p));
+      store_boxes(buffer, row, token, work.matrix(p));
     }
   }
 
-  // A step's sums: they may be integers, and results of 8 bits or the sums themselves. A template of Out, so that what
-  // a kind of results hasn't got isn't looked for.
+  // Converts the accumulators of one step, which may be integers; results may have 8 bits or be the sums themselves. It
+  // is a template of Out so that functions that a result type lacks are never looked up.
   template <class Sum, class Out = Config::Out>
   __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, const float (&bias)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
@@ -577,17 +594,19 @@ struct Writer
     }
   }
 
-  // A warp each kept block of the buffer's lines and columns. A template: larger blocks have no such code.
+  // Stores the buffer's kept blocks, one warp for each block. It is a template so that larger blocks never instantiate
+  // it.
   template <int kBlock>
-  __device__ __forceinline__ void copy_blocks(u32 buffer, const Item& item, u32 row_group, u32 token) const {
+  __device__ __forceinline__ void copy_blocks(u32 buffer, const WorkTile& work, u32 warpgroup_m, u32 token) const {
     constexpr int kBytes = Config::kOutBytes, kAcross = Config::kStepColumns / kBlock, kDown = 64 / kBlock;
     constexpr int kRowChunks = kBlock * kBytes / 16, kChunks = kBlock * kRowChunks;
     for (int at = threadIdx.x % 128 / 32; at < kAcross * kDown; at += 4) {
       const int across = at % kAcross, down = at / kAcross, column = (int)token / kBlock + across;
-      if (column >= item.count) continue;
-      const int place = p.places[(i64)(item.first + column) * Config::kLines + row_group * kDown + down];
+      if (column >= work.count) continue;
+      const int place =
+          p.value_index[(i64)(work.first + column) * Config::kPanelBlockRows + warpgroup_m * kDown + down];
       if (place < 0) continue;
-      u8* const to = (u8*)p.values + ((i64)item.batch * p.blocks + place) * (kChunks * 16);
+      u8* const to = (u8*)p.values + ((i64)work.batch * p.blocks + place) * (kChunks * 16);
       for (int chunk = threadIdx.x % 32; chunk < kChunks; chunk += 32) {
         const int row = down * kBlock + chunk / kRowChunks, cell = across * kBlock + chunk % kRowChunks * (16 / kBytes);
         float v[4];
@@ -603,43 +622,46 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
-  const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
+  const u32 cta_rank = blockIdx.x % Config::kClusterN, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       store_shared(barriers.present(i), 0u);
       barrier_init(barriers.full(i), Config::kFullArrivals);
-      barrier_init(barriers.free(i), 4 * Config::kWarpgroups * Config::kShare);
+      barrier_init(barriers.empty(i), 4 * Config::kWarpgroups * Config::kClusterN);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Config::kShare > 1) cluster_sync_relaxed();
-  if constexpr (Config::kByLanes) launch_dependent_grids();
+  if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();
+  if constexpr (Config::kSCpAsync) launch_dependent_grids();
   grid_dependency_wait();
 
   if (warpgroup == Config::kWarpgroups) {
-    warpgroup_reg_dealloc<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    if constexpr (Config::kByLanes)
-      SmallCopier{p, base, lane, warp / SmallCopier::kShared, warp % SmallCopier::kShared, barriers}.copy_all();
-    else if (warp < 2) Copier<true>{p, base, share, lane, warp, barriers}.copy_all();
-    else Copier<false>{p, base, share, lane, warp - 2, barriers}.copy_all();
+    if constexpr (Config::kSCpAsync)
+      CpAsyncProducer{
+          p, base, lane, warp / CpAsyncProducer::kWarpsPerColumn, warp % CpAsyncProducer::kWarpsPerColumn, barriers}
+          .produce();
+    else if (warp < 2) Producer<true>{p, base, cta_rank, lane, warp, barriers}.produce();
+    else Producer<false>{p, base, cta_rank, lane, warp - 2, barriers}.produce();
     // The next kernel starts only now: earlier, its requests would compete for memory with those of this kernel. With
     // small blocks that made no difference.
-    if (!Config::kByLanes && warp == 3 && lane == 0) launch_dependent_grids();
+    if (!Config::kSCpAsync && warp == 3 && lane == 0) launch_dependent_grids();
   } else {
-    warpgroup_reg_alloc<Config::kSumRegisters>();
-    const u32 row_group = warpgroup % Config::kRowGroups, token_group = warpgroup / Config::kRowGroups;
-    Multiplier multiplier{{{}, base, row_group, token_group, Reporter<Config>(barriers.free(0)), barriers}};
+    warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    const u32 warpgroup_m = warpgroup % Config::kWarpgroupsM, warpgroup_n = warpgroup / Config::kWarpgroupsM;
+    ConsumerMainloop mainloop{
+        {{}, base, warpgroup_m, warpgroup_n, ConsumerRelease<Config>(barriers.empty(0)), barriers}};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
-    Writer writer{{p, staging, 1 + (int)warpgroup}};
-    Sums sums;
-    Dealer dealer(p);
-    for (u32 turn = 0; turn < turns_of<Config>(p) && dealer.find(p, item_of<Config>(turn)); ++turn) {
-      const Item item(p, dealer, item_of<Config>(turn), share);
-      multiplier.multiply(sums, item.steps(p));
-      writer.write(sums, item, row_group, token_group);
+    EpilogueStore epilogue{{p, staging, 1 + (int)warpgroup}};
+    AccumulatorTile sums;
+    TileScheduler scheduler(p);
+    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round) {
+      const WorkTile work(p, scheduler, work_tile_of<Config>(round), cta_rank);
+      mainloop.multiply(sums, work.steps(p));
+      epilogue.write(sums, work, warpgroup_m, warpgroup_n);
     }
-    if (writer.is_copier()) tma_store_wait_read<0>();
+    if (epilogue.is_storing_thread()) tma_store_wait_read<0>();
   }
 }

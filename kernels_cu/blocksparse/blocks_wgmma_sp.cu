@@ -1,338 +1,332 @@
-// C = epilogue(alpha * op(S) @ X) for a block-sparse S whose kept blocks are 2:4 along the sums, operands fed by the
-// copy engine: dsd as it stands, dds as C^T = op(S)^T @ op(A)^T. Rows are those of op(S) here and tokens the columns of
+// C = epilogue(alpha * op(S) @ X) for a block-sparse S whose kept blocks are 2:4 along k, with operands loaded by TMA.
+// dsd is computed as it stands, dds as C^T = op(S)^T @ op(A)^T. Here rows are rows of op(S), and tokens are columns of
 // X, whichever way C lies in memory.
 //
-// A row of blocks of op(S) is a line, 128 rows are a strip: one line of blocks of 128, or two of 64 that share the
-// columns of X that both keep. A cluster takes one strip with kTokens tokens for each of its blocks of threads, which
-// share the values of S and their metadata: each copies a part of them to all. S is the sparse A operand of wgmma.sp, a
-// stage a column of blocks; X is B, a stage 64 rows of it. Columns are summed in increasing order, so the bits of a
-// result depend on its line and token alone.
+// A row panel has 128 rows of op(S): one block row of blocks of 128, or two of 64 that share the columns of X that both
+// keep. A cluster computes one row panel times kTileN tokens for each of its CTAs. The CTAs share the values of S and
+// their metadata: each loads a part of them and multicasts it. S is the sparse A operand of wgmma.sp, and one of its
+// stages is one block column. X is the B operand, and one of its stages is 64 rows. Block columns are summed in
+// increasing order, so the bits of a result depend on its block row and token alone.
 //
-//   role        who                          what
-//   copy S      last warpgroup, warp 0       values and metadata of the strip's lines, kSparseStages ahead, also of the
-//                                            next items
-//   copy X      last warpgroup, warps 1, 2   in turns, kDenseStages ahead
-//   multiply    each of two warpgroups       64 rows x kTokens; passes over columns that its line lacks
-//   write       the same                     its results, staged for the copy engine, while the next are copied in
+// role        warps                        work
+// producer S  last warpgroup, warp 0       values and metadata of the panel's block rows, up to kSparseStages ahead,
+//                                          also into the next work tiles
+// producer X  last warpgroup, warps 1, 2   alternate stages of X, up to kDenseStages ahead
+// consumer    each of two warpgroups       64 rows x kTileN by wgmma.sp; skips block columns without its block;
+//                                          stages its results and stores them by TMA while the next stages are loaded
 //
-//   barriers    sparse_full, dense_full: a stage's bytes have come; sparse_free, dense_free: all warps that read it are
-//               done: of S those of the whole cluster. Named 1, 2: a warpgroup's staging area.
-//   registers   kTokens / 2 accumulators; threads that copy hand theirs over.
+// barriers   sparse_full, dense_full: a stage's bytes have arrived. sparse_empty, dense_empty: all warps that read the
+//            stage are done, for S those of the whole cluster. Named barriers 1 and 2 guard a warpgroup's staging area.
+// registers  kTileN / 2 accumulators; producer warps release registers to the consumers.
 //
-//   copy     | S, X X | S, X X | ..
-//   multiply          | wgmma 0 | 1 | 2 | 3 | ..                 one step in flight, the stages before it freed
-//                                                                meanwhile
-//   write                                   | fill | copy |
+// producer | S, X X | S, X X | ..
+// mainloop          | wgmma 0 | 1 | 2 | 3 | ..                one step in flight; the previous stages are released
+//                                                             meanwhile
+// epilogue                                 | fill | store |
 //
-// Items: strips from the longest to the shortest with every token tile of a band, then the next band: items that run at
-// once read the same part of X. Cluster c of G takes a band's item c, then 2G - 1 - c, then 2G + c: in turns, so that
-// none has only the longer ones; every other band the other way round, for at its end some have one item less.
-#include "blocksparse/multiplier.cuh"
-#include "blocksparse/writer.cuh"
+// The kernel is persistent. Work tiles: row panels from the longest to the shortest with every token tile of a raster
+// group, then the next raster group, so that concurrent work tiles read the same part of X. Cluster c of G takes work
+// tile c of a raster group, then 2G - 1 - c, then 2G + c, so that no cluster gets only long panels. Every other raster
+// group runs the other way round, because at its end some clusters have one work tile less.
+#include "blocksparse/block_mainloop.cuh"
+#include "blocksparse/params/blocks_wgmma_sp.cuh"
+#include "blocksparse/tile_epilogue.cuh"
 #include "ptx/multicast.cuh"
 
 #define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTokens = S24_TILE_N;    // of a block of threads
-  static constexpr int kShare = S24_CLUSTER_N;  // blocks of a cluster
+  static constexpr int kTileN = S24_TILE_N;        // tokens of a CTA's tile
+  static constexpr int kClusterN = S24_CLUSTER_N;  // CTAs of a cluster, along N
   static constexpr int kSparseStages = S24_SPARSE_STAGES, kDenseStages = S24_DENSE_STAGES;
-  static constexpr int kBuffers = S24_BUFFERS;                      // of a staging area
-  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // how X lies; MN: tokens are contiguous
-  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; else its rows of op(S) are
+  static constexpr int kBuffers = S24_BUFFERS;                      // buffers of a staging area
+  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
+  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
 
-  static constexpr int kWarpgroups = 2, kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
-  static constexpr int kHalves = kBlock / 64;                 // stages of X that meet a block
-  static constexpr int kLines = 128 / kBlock;                 // of a strip
-  static constexpr int kLineBytes = kBlock;                   // of a row of a block: half as many values of 2 bytes
-  static constexpr int kValueBytes = kBlock * kLineBytes;     // of a block
-  static constexpr int kMetadataBytes = kBlock * kBlock / 8;  // of a block: 4 bits for each group of four
-  static constexpr int kMetadataAt = kLines * kValueBytes;    // in a stage
-  static constexpr int kSparseBytes = kLines * (kValueBytes + kMetadataBytes), kDenseBytes = kTokens * 128;
-  static constexpr int kColumns = kTokens, kSums = kColumns / 2;  // of a warpgroup
-  // X is read by every line that keeps a block of its rows, C is not read at all.
+  static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups, kThreads = kConsumerThreads + 128;
+  static constexpr int kHalves = kBlock / 64;                  // stages of X for one block
+  static constexpr int kPanelBlockRows = 128 / kBlock;         // block rows of a row panel
+  static constexpr int kValueRowBytes = kBlock;                // bytes of a block's row: half as many values of 2 bytes
+  static constexpr int kValueBytes = kBlock * kValueRowBytes;  // of a block
+  static constexpr int kMetadataBytes = kBlock * kBlock / 8;   // bytes for a block: 4 bits for each group of four
+  static constexpr int kMetadataAt = kPanelBlockRows * kValueBytes;  // offset in a stage
+  static constexpr int kSparseBytes = kPanelBlockRows * (kValueBytes + kMetadataBytes), kDenseBytes = kTileN * 128;
+  static constexpr int kWarpgroupN = kTileN,
+                       kAccumulators = kWarpgroupN / 2;  // tokens of a warpgroup, accumulators of a thread
+  // X is read by every block row that keeps a block at its rows. The kernel never reads C.
   static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
 
-  // Shared memory: stages of X and of S, a staging area a warpgroup, barriers, which lines each stage of S has.
+  // Shared memory: stages of X and of S, a staging area for each warpgroup, barriers, a word for each stage of S that
+  // says which block rows it has.
   static constexpr int kOutBytes = sizeof(Out::Bits);
   static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
   static constexpr int kSparseAt = kDenseStages * kDenseBytes;
   static constexpr int kStagingAt = kSparseAt + kSparseStages * kSparseBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
-  static_assert(kBlock == 64 || kBlock == 128, "a row tile is of one line");
-  static_assert(kTokens % 64 == 0 && kTokens <= 256, "a warpgroup has whole groups of tokens");
+  static_assert(kBlock == 64 || kBlock == 128, "a row tile is of one block_row");
+  static_assert(kTileN % 64 == 0 && kTileN <= 256, "a warpgroup has whole groups of tokens");
 
-  // Registers of a thread that copies and of one that multiplies, once they part.
-  static constexpr int kCopyRegisters = 40, kSumRegisters = 232;
+  // Registers of a producer and of a consumer thread after reallocation.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
-constexpr int kGroupBytes = 64 * 128;  // 64 lines of 128 bytes
-using SparseOperand = DenseOperand<Major::K, Config::kLineBytes, 0>;
-using XOperand = DenseOperand<Config::kDenseMajor, 128, kGroupBytes>;
-using Sums = float[Config::kSums];  // a thread's share of 64 rows x kTokens
-
-struct BlocksWgmmaSpParams {
-  TensorMap values_map;  // [Z * blocks * b, b / 2]: boxes of b / kShare rows
-  TensorMap right_map;   // X [Z * H, ..]: boxes of 128 bytes
-  TensorMap out_map;     // C [Z * H, ..]: boxes of 128 bytes x kStepColumns or 64
-  const u8* metadata;    // [Z * blocks][kMetadataBytes]
-  const int* order;      // [strips]: from the longest to the shortest
-  const int* counts;     // [strips]: columns of blocks that each keeps any of
-  const u32* kept;       // [lines][words]: bit c % 32 of word c / 32: whether the line keeps column c
-  const int* pointers;   // [lines + 1]: where each line's entries begin
-  const int* places;     // [blocks]: a line's blocks among the values; null: as they are counted
-  const void* bias;      // [H, rows], or null
-  int blocks;            // kept, of a batch
-  float alpha;
-  u32 strips, head_strips, head_lines;  // of all heads, of one
-  u32 words;                            // of a line's bits
-  u32 heads, batch;
-  u32 tokens, token_clusters;  // clusters' token tiles that cover a matrix
-  u32 band, bands;             // token tiles of all batches in a band; how many bands
-};
-static_assert(matches_host<BlocksWgmmaSpParams>(), "the host has another BlocksWgmmaSpParams");
+constexpr int kBox64Bytes = 64 * 128;  // 64 rows of 128 bytes
+using SparseOperand = DenseOperand<Major::K, Config::kValueRowBytes, 0>;
+using XOperand = DenseOperand<Config::kDenseMajor, 128, kBox64Bytes>;
+using AccumulatorTile = float[Config::kAccumulators];  // one thread's part of 64 rows x kTileN
 
 using SparseRing = PipelineState<Config::kSparseStages>;
 using DenseRing = PipelineState<Config::kDenseStages>;
 
 struct Barriers {
   u32 at;
-  __device__ __forceinline__ u32 sparse_full(u32 slot) const { return at + 8 * slot; }
-  __device__ __forceinline__ u32 sparse_free(u32 slot) const { return at + 8 * (Config::kSparseStages + slot); }
-  __device__ __forceinline__ u32 dense_full(u32 slot) const { return at + 8 * (2 * Config::kSparseStages + slot); }
-  __device__ __forceinline__ u32 dense_free(u32 slot) const {
-    return at + 8 * (2 * Config::kSparseStages + Config::kDenseStages + slot);
+  __device__ __forceinline__ u32 sparse_full(u32 stage) const { return at + 8 * stage; }
+  __device__ __forceinline__ u32 sparse_empty(u32 stage) const { return at + 8 * (Config::kSparseStages + stage); }
+  __device__ __forceinline__ u32 dense_full(u32 stage) const { return at + 8 * (2 * Config::kSparseStages + stage); }
+  __device__ __forceinline__ u32 dense_empty(u32 stage) const {
+    return at + 8 * (2 * Config::kSparseStages + Config::kDenseStages + stage);
   }
-  // A word: which lines a stage of S has.
-  __device__ __forceinline__ u32 present(u32 slot) const {
-    return at + 16 * (Config::kSparseStages + Config::kDenseStages) + 4 * slot;
+  // A word that tells which block rows a stage of S has.
+  __device__ __forceinline__ u32 present(u32 stage) const {
+    return at + 16 * (Config::kSparseStages + Config::kDenseStages) + 4 * stage;
   }
 };
 
-// What a block of threads works on.
-struct Item {
-  u32 head, line, batch, token;  // line: the first, in its head
-  int count;                     // columns of blocks
+// The work tile of a CTA.
+struct WorkTile {
+  u32 head, block_row, batch, token;  // block_row: the panel's first, in its head
+  int count;                          // columns of blocks
 
-  // tile: of tokens, in all batches.
-  __device__ __forceinline__ Item(const BlocksWgmmaSpParams& p, u32 strip, u32 tile, u32 share) {
-    head = strip / p.head_strips, line = strip % p.head_strips * Config::kLines;
-    batch = tile / p.token_clusters;
-    token = (tile % p.token_clusters * Config::kShare + share) * Config::kTokens;
-    count = p.counts[strip];
+  // `tile` counts token tiles of all batches.
+  __device__ __forceinline__ WorkTile(const BlocksWgmmaSpParams& p, u32 panel, u32 tile, u32 cta_rank) {
+    head = panel / p.head_panels, block_row = panel % p.head_panels * Config::kPanelBlockRows;
+    batch = tile / p.cluster_tiles;
+    token = (tile % p.cluster_tiles * Config::kClusterN + cta_rank) * Config::kTileN;
+    count = p.panel_columns[panel];
   }
-  __device__ __forceinline__ u32 row() const { return line * Config::kBlock; }  // its first, in its head
+  __device__ __forceinline__ u32 row() const {
+    return block_row * Config::kBlock;
+  }  // first row of the panel, in its head
   __device__ __forceinline__ u32 matrix(const BlocksWgmmaSpParams& p) const { return batch * p.heads + head; }
 };
 
-// A cluster's turns: those of each band, one band after the other. In a band's last turn it may have no item.
-struct Turns {
+// Persistent tile scheduler of a cluster: the rounds of each raster group, one raster group after the other. In the
+// last round of a raster group a cluster may have no work tile.
+struct TileScheduler {
   const BlocksWgmmaSpParams& p;
-  u32 band = 0, turn = 0;
+  u32 raster_group = 0, round = 0;
 
-  __device__ __forceinline__ bool more() const { return band < p.bands; }
+  __device__ __forceinline__ bool more() const { return raster_group < p.raster_groups; }
   __device__ __forceinline__ void next() {
-    if (++turn * clusters() >= items()) turn = 0, ++band;
+    if (++round * clusters() >= items()) round = 0, ++raster_group;
   }
   __device__ __forceinline__ bool has_item() const { return index() < items(); }
-  __device__ __forceinline__ Item item(u32 share) const {
-    return {p, (u32)p.order[index() / wide()], band * p.band + index() % wide(), share};
+  __device__ __forceinline__ WorkTile work(u32 cta_rank) const {
+    return {p, (u32)p.panel_order[index() / group_width()], raster_group * p.raster_tiles + index() % group_width(),
+            cta_rank};
   }
 
  private:
-  static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kShare; }
-  // Token tiles of the band; its items; this turn's.
-  __device__ __forceinline__ u32 wide() const { return min(p.band, p.batch * p.token_clusters - band * p.band); }
-  __device__ __forceinline__ u32 items() const { return p.strips * wide(); }
+  static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kClusterN; }
+  // Token tiles of the raster group; its work tiles; the work tile of this round.
+  __device__ __forceinline__ u32 group_width() const {
+    return min(p.raster_tiles, p.batch * p.cluster_tiles - raster_group * p.raster_tiles);
+  }
+  __device__ __forceinline__ u32 items() const { return p.panels * group_width(); }
   __device__ __forceinline__ u32 index() const {
-    const u32 mine = blockIdx.x / Config::kShare;
-    return turn * clusters() + ((turn + band) % 2 ? clusters() - 1 - mine : mine);
+    const u32 mine = blockIdx.x / Config::kClusterN;
+    return round * clusters() + ((round + raster_group) % 2 ? clusters() - 1 - mine : mine);
   }
 };
 
-// Copies ---------------------------------------------------------------------------------------------
+// Producers ---------------------------------------------------------------------------------------------
 
-// A strip's columns of blocks, in increasing order. `visit` is told, by all lanes of a warp: the column, whether the
-// lane's line keeps it, and its block's place among all values then. Places are looked up for kPlaces alone.
-template <bool kPlaces, class Visit>
-__device__ __forceinline__ void for_columns(const BlocksWgmmaSpParams& p, const Item& item, u32 lane, Visit visit) {
-  const i64 line = (i64)item.head * p.head_lines + item.line + lane;
-  const bool mine = lane < Config::kLines && item.line + lane < p.head_lines;
-  const u32* kept = p.kept + line * p.words;
-  int next = kPlaces && mine ? p.pointers[line] : p.blocks;
-  auto entry = [&]() { return p.places && next < p.blocks ? p.places[next] : next; };  // past the end there is none
+// Visits the block columns in which the panel keeps a block, in increasing order. All lanes of a warp call `visit`
+// together with the column, whether the lane's block row keeps it, and then the block's place among all values. Places
+// are looked up only with kPlaces.
+template <bool kPlaces, class Visit> __device__ __forceinline__ void for_block_columns(const BlocksWgmmaSpParams& p,
+                                                                                       const WorkTile& work, u32 lane,
+                                                                                       Visit visit) {
+  const i64 block_row = (i64)work.head * p.head_block_rows + work.block_row + lane;
+  const bool mine = lane < Config::kPanelBlockRows && work.block_row + lane < p.head_block_rows;
+  const u32* kept = p.kept + block_row * p.bit_words;
+  int next = kPlaces && mine ? p.pointers[block_row] : p.blocks;
+  auto entry = [&]() {
+    return p.value_index && next < p.blocks ? p.value_index[next] : next;
+  };  // past the last entry there is none
   int place = entry();
-  u32 ahead = mine && p.words ? kept[0] : 0;
-  for (u32 word = 0; word < p.words; ++word) {
+  u32 ahead = mine && p.bit_words ? kept[0] : 0;
+  for (u32 word = 0; word < p.bit_words; ++word) {
     const u32 bits = ahead;
-    ahead = mine && word + 1 < p.words ? kept[word + 1] : 0;
+    ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
     for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
       const u32 bit = __ffs(any) - 1;
       const bool keeps = bits >> bit & 1;
-      visit(word * 32 + bit, keeps, item.batch * p.blocks + place);
+      visit(word * 32 + bit, keeps, work.batch * p.blocks + place);
       if (kPlaces && keeps) ++next, place = entry();
     }
   }
 }
 
-// The warp that copies S: lane l has line l of the strip.
-struct SparseCopier {
+// The producer warp of S: lane l handles block row l of the panel.
+struct SparseProducer {
   const BlocksWgmmaSpParams& p;
-  u32 base, share, lane;
+  u32 base, cta_rank, lane;
   Barriers barriers;
   SparseRing at;
 
-  // This block's part of a kept block, to every block of the cluster.
-  __device__ __forceinline__ void copy_block(u32 stage, u32 place, u32 full) const {
-    constexpr u32 kRows = Config::kBlock / Config::kShare, kWords = Config::kMetadataBytes / Config::kShare;
-    const u32 to = stage + lane * Config::kValueBytes + share * kRows * Config::kLineBytes;
-    const u32 metadata_to = stage + Config::kMetadataAt + lane * Config::kMetadataBytes + share * kWords;
-    const u32 row = place * Config::kBlock + share * kRows;
-    const u8* metadata = p.metadata + (i64)place * Config::kMetadataBytes + share * kWords;
-    if constexpr (Config::kShare == 1) {
+  // Loads this CTA's part of a kept block and its metadata, and multicasts it to the cluster.
+  __device__ __forceinline__ void load_block(u32 stage, u32 place, u32 full) const {
+    constexpr u32 kRows = Config::kBlock / Config::kClusterN, kWords = Config::kMetadataBytes / Config::kClusterN;
+    const u32 to = stage + lane * Config::kValueBytes + cta_rank * kRows * Config::kValueRowBytes;
+    const u32 metadata_to = stage + Config::kMetadataAt + lane * Config::kMetadataBytes + cta_rank * kWords;
+    const u32 row = place * Config::kBlock + cta_rank * kRows;
+    const u8* metadata = p.metadata + (i64)place * Config::kMetadataBytes + cta_rank * kWords;
+    if constexpr (Config::kClusterN == 1) {
       tma_load(to, &p.values_map, 0, row, full);
       bulk_load(metadata_to, metadata, kWords, full);
     } else {
-      constexpr u16 kAll = (1 << Config::kShare) - 1;
+      constexpr u16 kAll = (1 << Config::kClusterN) - 1;
       tma_load_multicast(to, &p.values_map, 0, row, full, kAll);
       bulk_load_multicast(metadata_to, metadata, kWords, full, kAll);
     }
   }
 
-  __device__ __forceinline__ void copy_all() {
-    for (Turns turns{p}; turns.more(); turns.next()) {
-      if (!turns.has_item()) continue;
-      for_columns<true>(p, turns.item(share), lane, [&](u32, bool keeps, u32 place) {
-        barrier_wait(barriers.sparse_free(at.slot), at.parity ^ 1);
-        const u32 full = barriers.sparse_full(at.slot), present = __ballot_sync(~0u, keeps);
+  __device__ __forceinline__ void produce() {
+    for (TileScheduler scheduler{p}; scheduler.more(); scheduler.next()) {
+      if (!scheduler.has_item()) continue;
+      for_block_columns<true>(p, scheduler.work(cta_rank), lane, [&](u32, bool keeps, u32 place) {
+        barrier_wait(barriers.sparse_empty(at.stage), at.parity ^ 1);
+        const u32 full = barriers.sparse_full(at.stage), present = __ballot_sync(~0u, keeps);
         if (lane == 0) {
-          if constexpr (Config::kLines > 1) store_shared(barriers.present(at.slot), present);
+          if constexpr (Config::kPanelBlockRows > 1) store_shared(barriers.present(at.stage), present);
           barrier_arrive_expect_tx(full, __popc(present) * (Config::kValueBytes + Config::kMetadataBytes));
         }
         __syncwarp();
-        if (keeps) copy_block(base + Config::kSparseAt + at.slot * Config::kSparseBytes, place, full);
+        if (keeps) load_block(base + Config::kSparseAt + at.stage * Config::kSparseBytes, place, full);
         __syncwarp();
         at.next();
       });
     }
-    // Nobody leaves while others may still report to its barriers.
-    if constexpr (Config::kShare > 1)
+    // No CTA exits while another CTA may still arrive at its barriers.
+    if constexpr (Config::kClusterN > 1)
       for (int i = 0; i < Config::kSparseStages; ++i, at.next())
-        barrier_wait(barriers.sparse_free(at.slot), at.parity ^ 1);
+        barrier_wait(barriers.sparse_empty(at.stage), at.parity ^ 1);
   }
 };
 
-// A warp that copies X; two take stages in turn.
-struct DenseCopier {
+// A producer warp of X; two of them alternate between stages.
+struct DenseProducer {
   const BlocksWgmmaSpParams& p;
-  u32 base, share, lane, mine;  // the last: of the two
+  u32 base, cta_rank, lane, warp;  // warp: 0 or 1, of the two
   Barriers barriers;
   DenseRing at;
-  u32 number = 0;  // of the stage
+  u32 number = 0;  // sequence number of the stage
 
-  __device__ __forceinline__ void copy_stage(const Item& item, u32 k, u32 matrix) const {
-    const u32 full = barriers.dense_full(at.slot), to = base + at.slot * Config::kDenseBytes;
+  __device__ __forceinline__ void load_stage(const WorkTile& work, u32 k, u32 matrix) const {
+    const u32 full = barriers.dense_full(at.stage), to = base + at.stage * Config::kDenseBytes;
     if (lane == 0) barrier_arrive_expect_tx(full, Config::kDenseBytes);
     __syncwarp();
     if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) tma_load(to, &p.right_map, k, item.token, matrix, full, Config::kDensePolicy);
+      if (lane == 0) tma_load(to, &p.right_map, k, work.token, matrix, full, Config::kDensePolicy);
     } else {
-      if (lane < Config::kTokens / 64)
-        tma_load(to + lane * kGroupBytes, &p.right_map, item.token + lane * 64, k, matrix, full, Config::kDensePolicy);
+      if (lane < Config::kTileN / 64)
+        tma_load(to + lane * kBox64Bytes, &p.right_map, work.token + lane * 64, k, matrix, full, Config::kDensePolicy);
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void copy_all() {
-    for (Turns turns{p}; turns.more(); turns.next()) {
-      if (!turns.has_item()) continue;
-      const Item item = turns.item(share);
-      const u32 matrix = item.matrix(p);
-      for_columns<false>(p, item, lane, [&](u32 column, bool, u32) {
+  __device__ __forceinline__ void produce() {
+    for (TileScheduler scheduler{p}; scheduler.more(); scheduler.next()) {
+      if (!scheduler.has_item()) continue;
+      const WorkTile work = scheduler.work(cta_rank);
+      const u32 matrix = work.matrix(p);
+      for_block_columns<false>(p, work, lane, [&](u32 column, bool, u32) {
 #pragma unroll
         for (u32 half = 0; half < Config::kHalves; ++half, ++number, at.next()) {
-          if (number % 2 != mine) continue;
-          barrier_wait(barriers.dense_free(at.slot), at.parity ^ 1);
-          copy_stage(item, column * Config::kBlock + half * 64, matrix);
+          if (number % 2 != warp) continue;
+          barrier_wait(barriers.dense_empty(at.stage), at.parity ^ 1);
+          load_stage(work, column * Config::kBlock + half * 64, matrix);
         }
       });
     }
   }
 };
 
-// Sums -----------------------------------------------------------------------------------------------
+// Mainloop -----------------------------------------------------------------------------------------------
 
-using SparseReporter = Reporter<Config, true>;  // threads read metadata
+using SparseRelease = ConsumerRelease<Config, true>;  // threads read metadata
 
-struct Multiplier {
-  u32 base, row_group;
-  SparseReporter sparse_reporter;
+struct ConsumerMainloop {
+  u32 base, warpgroup_m;
+  SparseRelease sparse_release;
   Barriers barriers;
   SparseRing sparse;
   DenseRing dense;
-  bool flying = false;  // a step, of these stages
-  u32 flying_sparse = 0, flying_dense = 0;
+  bool in_flight = false;  // whether a step that reads the stages below is in flight
+  u32 in_flight_sparse = 0, in_flight_dense = 0;
 
-  __device__ __forceinline__ void free_dense(u32 slot) const {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.dense_free(slot));
+  __device__ __forceinline__ void release_dense(u32 stage) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.dense_empty(stage));
   }
 
-  // Whether the stage of S has this warpgroup's line.
-  __device__ __forceinline__ bool has_line() const {
-    if constexpr (Config::kLines == 1) return true;
-    return lines_of<1>(barriers.present(sparse.slot), row_group);
+  // Returns whether the stage of S has this warpgroup's block row.
+  __device__ __forceinline__ bool has_block_row() const {
+    if constexpr (Config::kPanelBlockRows == 1) return true;
+    return present_blocks<1>(barriers.present(sparse.stage), warpgroup_m);
   }
 
-  // Two steps of wgmma: 64 k of the block with one stage of X. Its metadata stay in their register while these run,
-  // which read it whenever they like; the next half has another one.
-  template <int kHalf> __device__ __forceinline__ void multiply_half(Sums& sums, u32& metadata) {
-    const u32 stage = base + Config::kSparseAt + sparse.slot * Config::kSparseBytes;
+  // Issues two wgmma steps: 64 k of the block with one stage of X. The instructions read their metadata register at any
+  // time until they complete, so the other half uses another register.
+  template <int kHalf> __device__ __forceinline__ void multiply_half(AccumulatorTile& sums, u32& metadata) {
+    const u32 stage = base + Config::kSparseAt + sparse.stage * Config::kSparseBytes;
     metadata = load_shared_as<u32>(stage + Config::kMetadataAt +
-                                   ((row_group * 128 + threadIdx.x % 128) * Config::kHalves + kHalf) * 4);
-    barrier_wait(barriers.dense_full(dense.slot), dense.parity);
-    const u64 a = SparseOperand::descriptor(stage + row_group * 64 * Config::kLineBytes) + kHalf * 4;
-    const u64 b = XOperand::descriptor(base + dense.slot * Config::kDenseBytes);
-    constexpr bool kLines = Config::kDenseMajor == Major::MN;
+                                   ((warpgroup_m * 128 + threadIdx.x % 128) * Config::kHalves + kHalf) * 4);
+    barrier_wait(barriers.dense_full(dense.stage), dense.parity);
+    const u64 a = SparseOperand::descriptor(stage + warpgroup_m * 64 * Config::kValueRowBytes) + kHalf * 4;
+    const u64 b = XOperand::descriptor(base + dense.stage * Config::kDenseBytes);
+    constexpr bool kTokensContiguousInX = Config::kDenseMajor == Major::MN;
     wgmma_fence();
-    wgmma_sp<Config::kElement, 0, 1, kLines>(sums, a, b, metadata);
-    wgmma_sp<Config::kElement, 1, 1, kLines>(sums, a + 2, b + 2 * XOperand::kStep, metadata);
+    wgmma_sp<Config::kElement, 0, 1, kTokensContiguousInX>(sums, a, b, metadata);
+    wgmma_sp<Config::kElement, 1, 1, kTokensContiguousInX>(sums, a + 2, b + 2 * XOperand::kStep, metadata);
     wgmma_commit();
     wgmma_wait<1>();  // all but the half just issued
-    __syncwarp();     // metadata that other lanes have read is freed by this one's report
-    if (flying) {
-      free_dense(flying_dense);
-      if (kHalf == 0 || Config::kHalves == 1) sparse_reporter.release(flying_sparse);
+    __syncwarp();     // all lanes have read metadata before one lane releases the stage
+    if (in_flight) {
+      release_dense(in_flight_dense);
+      if (kHalf == 0 || Config::kHalves == 1) sparse_release.release(in_flight_sparse);
     }
-    flying = true, flying_dense = dense.slot, flying_sparse = sparse.slot;
+    in_flight = true, in_flight_dense = dense.stage, in_flight_sparse = sparse.stage;
     dense.next();
   }
 
   __device__ __forceinline__ void pass_over() {
     finish();
-    barrier_wait(barriers.dense_full(dense.slot), dense.parity);  // or its next stage would be taken for this one
-    sparse_reporter.release(sparse.slot), free_dense(dense.slot);
+    barrier_wait(barriers.dense_full(dense.stage),
+                 dense.parity);  // without this wait the barrier's next phase could be mistaken for this one
+    sparse_release.release(sparse.stage), release_dense(dense.stage);
     dense.next();
   }
 
   __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
-    if (flying) free_dense(flying_dense), sparse_reporter.release(flying_sparse);
-    flying = false;
+    if (in_flight) release_dense(in_flight_dense), sparse_release.release(in_flight_sparse);
+    in_flight = false;
   }
 
-  __device__ __forceinline__ void multiply(Sums& sums, int columns) {
+  __device__ __forceinline__ void multiply(AccumulatorTile& sums, int columns) {
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < Config::kAccumulators; ++i) sums[i] = 0.0f;
     u32 first = 0, second = 0;
     for (int at = 0; at < columns; ++at, sparse.next()) {
-      barrier_wait(barriers.sparse_full(sparse.slot), sparse.parity);
+      barrier_wait(barriers.sparse_full(sparse.stage), sparse.parity);
       if constexpr (Config::kHalves == 2) {
         multiply_half<0>(sums, first);
         multiply_half<1>(sums, second);
       } else {
-        if (!has_line()) pass_over();
+        if (!has_block_row()) pass_over();
         else if (at % 2) multiply_half<0>(sums, second);
         else multiply_half<0>(sums, first);
       }
@@ -342,16 +336,16 @@ struct Multiplier {
   }
 };
 
-// Results --------------------------------------------------------------------------------------------
+// Epilogue --------------------------------------------------------------------------------------------
 
-// 64 rows x kTokens of one warpgroup.
-struct Writer : TileWriter<Writer, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, false> {
-  __device__ __forceinline__ void write(const Sums& sums, const Item& item, u32 row_group) {
-    const u32 row0 = item.row() + row_group * 64, rows = p.head_lines * Config::kBlock;
-    write_tile(sums, item, row0, rows, (i64)item.head * rows + row0, item.token, p.tokens);
+// Stores the results of one warpgroup: 64 rows x kTileN.
+struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, false> {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m) {
+    const u32 row0 = work.row() + warpgroup_m * 64, rows = p.head_block_rows * Config::kBlock;
+    write_tile(sums, work, row0, rows, (i64)work.head * rows + row0, work.token, p.tokens);
   }
-  __device__ __forceinline__ void store(u32 buffer, const Item& item, u32 row, u32 token) const {
-    copy_out(buffer, row, token, item.matrix(p));
+  __device__ __forceinline__ void store(u32 buffer, const WorkTile& work, u32 row, u32 token) const {
+    store_boxes(buffer, row, token, work.matrix(p));
   }
 };
 
@@ -359,11 +353,11 @@ __device__ __forceinline__ void init_barriers(const Barriers& barriers) {
   constexpr int kWarps = 4 * Config::kWarpgroups;
   for (int i = 0; i < Config::kSparseStages; ++i) {
     barrier_init(barriers.sparse_full(i), 1);
-    barrier_init(barriers.sparse_free(i), kWarps * Config::kShare);
+    barrier_init(barriers.sparse_empty(i), kWarps * Config::kClusterN);
   }
   for (int i = 0; i < Config::kDenseStages; ++i) {
     barrier_init(barriers.dense_full(i), 1);
-    barrier_init(barriers.dense_free(i), kWarps);
+    barrier_init(barriers.dense_empty(i), kWarps);
   }
   barrier_init_fence();
 }
@@ -373,32 +367,32 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
-  const u32 share = blockIdx.x % Config::kShare, warpgroup = threadIdx.x / 128;
+  const u32 cta_rank = blockIdx.x % Config::kClusterN, warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) init_barriers(barriers);
-  if (threadIdx.x == Config::kMultiplying && p.blocks) {  // else there are no maps but C's
+  if (threadIdx.x == Config::kConsumerThreads && p.blocks) {  // without blocks only C has a tensor map
     prefetch_tensor_map(&p.values_map), prefetch_tensor_map(&p.right_map), prefetch_tensor_map(&p.out_map);
   }
   __syncthreads();
-  if constexpr (Config::kShare > 1) cluster_sync_relaxed();
+  if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();
   launch_dependents_and_wait();
 
   if (warpgroup == Config::kWarpgroups) {
-    warpgroup_reg_dealloc<Config::kCopyRegisters>();
+    warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    if (warp == 0) SparseCopier{p, base, share, lane, barriers}.copy_all();
-    else if (warp < 3) DenseCopier{p, base, share, lane, warp - 1, barriers}.copy_all();
+    if (warp == 0) SparseProducer{p, base, cta_rank, lane, barriers}.produce();
+    else if (warp < 3) DenseProducer{p, base, cta_rank, lane, warp - 1, barriers}.produce();
   } else {
-    warpgroup_reg_alloc<Config::kSumRegisters>();
-    Multiplier multiplier{base, warpgroup, SparseReporter(barriers.sparse_free(0)), barriers};
+    warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    ConsumerMainloop mainloop{base, warpgroup, SparseRelease(barriers.sparse_empty(0)), barriers};
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
-    Writer writer{{p, staging, 1 + (int)warpgroup}};
-    Sums sums;
-    for (Turns turns{p}; turns.more(); turns.next()) {
-      if (!turns.has_item()) continue;
-      const Item item = turns.item(share);
-      multiplier.multiply(sums, item.count);
-      writer.write(sums, item, warpgroup);
+    EpilogueStore epilogue{{p, staging, 1 + (int)warpgroup}};
+    AccumulatorTile sums;
+    for (TileScheduler scheduler{p}; scheduler.more(); scheduler.next()) {
+      if (!scheduler.has_item()) continue;
+      const WorkTile work = scheduler.work(cta_rank);
+      mainloop.multiply(sums, work.count);
+      epilogue.write(sums, work, warpgroup);
     }
-    if (writer.is_copier()) tma_store_wait_read<0>();
+    if (epilogue.is_storing_thread()) tma_store_wait_read<0>();
   }
 }

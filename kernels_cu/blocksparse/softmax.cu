@@ -1,72 +1,56 @@
-// The softmax of each row of a block-sparse matrix over its kept cells, or its gradient. Memory bound: what a row keeps
-// is read once, held in registers and written once; of a row beyond the registers all but the first tile is read twice.
+// The softmax of each row of a block-sparse matrix over its kept cells, or its gradient. Memory bound: the kept cells
+// of a row are read once, held in registers and written once. If a row exceeds the registers, all but its first tile is
+// read twice.
 //
 //   forward    v = x * scale + rpe + key mask + attention mask, y = exp(v - max v) / sum exp(v - max v)
 //   backward   dx = y * (dy - sum y * dy) * scale
 //
-//   role         who              what
-//   every team   kWarps warps     the kRows rows of a line that 512 contiguous bytes of a block hold: an item
-//   every warp   32 threads       of a tile of kWarps * kChunks blocks every kWarps-th, 512 bytes each
-//   every thread                  16 bytes of a row in each of them
+//   role         threads          work
+//   team         kWarps warps     a work tile: the kRows rows of a block row that 512 contiguous bytes of a block hold
+//   warp         32 threads       every kWarps-th block of a tile of kWarps * kChunks blocks, 512 bytes of each
+//   thread                        16 bytes of a row in each of these blocks
 //
-//   barriers: a team's own, after the rows' maxima and after their sums; none where it is a warp
+//   barriers: one for each team, after the rows' maxima and after their sums; none if a team is one warp
 //   registers: kChunks vectors of 16 bytes as float32 (backward: two as they are), 128 at most
 //
-//   forward    a team stays for many items; while it works on one, the first tile of the next comes to shared memory
-//     copies   | item 1 .. | item 2 ..                      | item 3 ..
+//   forward    persistent teams; while a team computes, cp.async loads the first tile of its next work tile
+//     cp.async | work 1 .. | work 2 ..                      | work 3 ..
 //     team     |           | maxima | exp | sums | store .. | maxima | exp | ..
-//   backward   a team has one item: | load .. | sums | store .. |
-//   of a long row, other tiles of the item: | load, maxima, exp | before the first, and | load, exp, store | after it
+//   backward   a team has one work tile: | load .. | sums | store .. |
+//   long rows  other tiles: | load, maxima, exp | before the first tile, and | load, exp, store | after it
 //
-// A row's sum is folded in an order that its number of blocks gives: by threads over their cells, over the lanes of a
-// row by a tree, over the warps from the first to the last.
+// A row's sum is reduced in an order that depends on its number of blocks alone: by threads over their cells, over the
+// lanes of a row by a tree, over the warps from the first to the last.
+#include "blocksparse/params/softmax.cuh"
 #include "common/element.cuh"
 #include "ptx/async.cuh"
 
-// Words of the host, by the numbers that it passes.
+// Codes that the host passes.
 enum class AttentionMask { NONE = 0, ADD = 1, MUL = 2 };
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config {
   static constexpr ElementKind kElement = ElementKind(S24_ELEMENT);
   using In = Element<kElement>;
   using Bits = In::Bits;
   static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kWarps = S24_WARPS;    // of a team
-  static constexpr int kTeams = S24_TEAMS;    // of a block of threads
+  static constexpr int kWarps = S24_WARPS;    // warps of a team
+  static constexpr int kTeams = S24_TEAMS;    // teams of a CTA
   static constexpr int kChunks = S24_CHUNKS;  // vectors of 16 bytes that a thread holds
   static constexpr bool kBackward = S24_BACKWARD, kRpe = S24_RPE, kCausal = S24_CAUSAL;
   static constexpr AttentionMask kKeyMask = AttentionMask(S24_KEY_MASK), kAttnMask = AttentionMask(S24_ATTN_MASK);
   static constexpr bool kMasks = kRpe || kKeyMask != AttentionMask::NONE || kAttnMask != AttentionMask::NONE;
   static constexpr bool kColumns = kMasks || kCausal;
-  static constexpr int kVector = 16 / sizeof(Bits);  // cells
-  static constexpr int kLanes = kBlock / kVector;    // of a row
-  static constexpr int kRows = 32 / kLanes;          // of a warp, and of its team
-  static constexpr int kParts = kBlock / kRows;      // teams that share a line
-  static constexpr int kTile = kWarps * kChunks;     // blocks of a line that a team holds
+  static constexpr int kVector = 16 / sizeof(Bits);         // cells
+  static constexpr int kLanes = kBlock / kVector;           // lanes of a row
+  static constexpr int kRows = 32 / kLanes;                 // rows of a warp, and of its team
+  static constexpr int kTeamsPerBlockRow = kBlock / kRows;  // teams that share a block row
+  static constexpr int kTile = kWarps * kChunks;            // blocks of a block row that a team holds
   static constexpr int kThreads = 32 * kWarps * kTeams;
-  static constexpr int kBlocksPerSm = S24_BLOCKS_PER_SM;
+  static constexpr int kCtasPerSm = S24_BLOCKS_PER_SM;
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kPerUnit = sizeof(Bits) == 4 ? 1.0f : kLog2e / 2;  // units that a score of 1 has
 };
-
-struct SoftmaxParams {
-  const int* pointers;    // [lines + 1]: where a line's blocks begin among the values
-  const int* columns;     // [blocks]: column of each block
-  const void* x;          // [Z, blocks, b, b]; backward: y
-  const void* dy;         // like x; backward alone
-  void* out;              // like x
-  const void* rpe;        // [H, rows, columns of cells]
-  const void* key_mask;   // [Z, columns of cells]
-  const void* attn_mask;  // [rows, columns of cells]
-  i64 blocks;
-  i64 line_cells;  // columns of cells
-  u32 items;       // teams: lines * Z * kParts
-  u32 batch;       // Z
-  u32 head_lines;
-  float scale;
-};
-static_assert(matches_host<SoftmaxParams>(), "the host has another SoftmaxParams");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
@@ -95,56 +79,56 @@ template <class In = Config::In> __device__ __forceinline__ uint4 rounded(const 
 
 // Places ---------------------------------------------------------------------------------------------
 
-// Of an item's line, among the values. Items beyond the last have none.
-struct Ends {
+// The blocks of a work tile's block row among the values. Work tiles beyond the last have none.
+struct BlockRange {
   int begin, end;
 
-  __device__ __forceinline__ Ends(const SoftmaxParams& p, u32 item) : begin(0), end(0) {
-    if (item >= p.items) return;
-    const u32 line = item / Config::kParts / p.batch;
+  __device__ __forceinline__ BlockRange(const SoftmaxParams& p, u32 work) : begin(0), end(0) {
+    if (work >= p.work_items) return;
+    const u32 line = work / Config::kTeamsPerBlockRow / p.batch;
     begin = p.pointers[line], end = p.pointers[line + 1];
   }
 };
 
-// What a thread works on: a vector of each block that is its warp's.
+// The part of a work tile that a thread handles: one vector of each block that its warp has.
 struct Place {
   u32 team, warp, lane;
-  int count;                     // blocks of the line
-  const int* columns;            // of the line's blocks
-  i64 start;                     // of the thread's vector in the line's first block, among the values
-  i64 rpe, key_mask, attn_mask;  // of its row's first cell of those; the vector's place in its block included
-  int row;                       // in its head
-  int column;                    // of the vector in its block
+  int count;                     // blocks of the block row
+  const int* columns;            // columns of these blocks
+  i64 start;                     // cell of the thread's vector in the first block, among the values
+  i64 rpe, key_mask, attn_mask;  // cells of its row in these operands, with the vector's column in its block added
+  int row;                       // row in its head
+  int column;                    // column of the vector in its block
 
-  __device__ __forceinline__ Place(const SoftmaxParams& p, u32 item, const Ends& ends) {
+  __device__ __forceinline__ Place(const SoftmaxParams& p, u32 work, const BlockRange& range) {
     const u32 thread = threadIdx.x % (32 * Config::kWarps);
     team = threadIdx.x / (32 * Config::kWarps), warp = thread / 32, lane = thread % 32;
-    const u32 part = item % Config::kParts, line = item / Config::kParts / p.batch;
-    const u32 batch = item / Config::kParts % p.batch, head = line / p.head_lines;
-    count = ends.end - ends.begin;
-    columns = p.columns + ends.begin;
-    start = (batch * p.blocks + ends.begin) * (Config::kBlock * Config::kBlock) + (part * 32 + lane) * Config::kVector;
-    row = (line - head * p.head_lines) * Config::kBlock + part * Config::kRows + lane / Config::kLanes;
+    const u32 part = work % Config::kTeamsPerBlockRow, line = work / Config::kTeamsPerBlockRow / p.batch;
+    const u32 batch = work / Config::kTeamsPerBlockRow % p.batch, head = line / p.head_block_rows;
+    count = range.end - range.begin;
+    columns = p.columns + range.begin;
+    start = (batch * p.blocks + range.begin) * (Config::kBlock * Config::kBlock) + (part * 32 + lane) * Config::kVector;
+    row = (line - head * p.head_block_rows) * Config::kBlock + part * Config::kRows + lane / Config::kLanes;
     column = lane % Config::kLanes * Config::kVector;
-    key_mask = batch * p.line_cells + column;
-    attn_mask = (i64)row * p.line_cells + column;
-    rpe = (i64)head * p.head_lines * Config::kBlock * p.line_cells + attn_mask;
+    key_mask = batch * p.row_cells + column;
+    attn_mask = (i64)row * p.row_cells + column;
+    rpe = (i64)head * p.head_block_rows * Config::kBlock * p.row_cells + attn_mask;
   }
 
   __device__ __forceinline__ int tiles() const { return (count + Config::kTile - 1) / Config::kTile; }
-  // Vectors of a tile that there are for the thread's warp.
+  // Number of vectors that the thread's warp has in a tile.
   __device__ __forceinline__ int held(int tile) const {
     return (count - tile * Config::kTile - (int)warp + Config::kWarps - 1) / Config::kWarps;
   }
-  // Of the thread's vectors in a tile, the blocks' places in the line: the first's, and the distance of the next.
+  // Position in the block row of the thread's first block of a tile, and distance to its next block.
   __device__ __forceinline__ int block(int tile) const { return tile * Config::kTile + (int)warp; }
   static constexpr int kStep = Config::kWarps;
-  // Where they lie among the values, in cells.
+  // Cell of the thread's first vector of a tile, among the values.
   __device__ __forceinline__ i64 cell(int tile) const { return start + (i64)block(tile) * kBlockCells; }
   static constexpr int kBlockCells = Config::kBlock * Config::kBlock, kCellStep = kStep * kBlockCells;
 };
 
-// Past L1: nothing is read twice soon.
+// Loads bypass L1, because nothing is read twice soon.
 __device__ __forceinline__ uint4 load(const void* from, i64 cell) {
   return __ldcg((const uint4*)((const Config::Bits*)from + cell));
 }
@@ -155,39 +139,40 @@ __device__ __forceinline__ void store(void* to, i64 cell, const Cells& cells) {
 
 // Rows -----------------------------------------------------------------------------------------------
 
-struct Largest {
+struct Max {
   static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
 };
 struct Sum {
   static __device__ __forceinline__ float of(float a, float b) { return a + b; }
 };
 
-// Of a row, from what each of its threads has. `partial` is of this call alone.
-template <class Fold>
-__device__ __forceinline__ float over_row(float v, const Place& at,
-                                          float (&partial)[Config::kTeams][Config::kWarps][Config::kRows]) {
+// Reduces a value over a row from the values of its threads. No other call may use the same `partial`.
+template <class Reduction>
+__device__ __forceinline__ float reduce_row(float v, const Place& at,
+                                            float (&partial)[Config::kTeams][Config::kWarps][Config::kRows]) {
 #pragma unroll
-  for (int step = Config::kLanes / 2; step > 0; step /= 2) v = Fold::of(v, __shfl_xor_sync(0xffffffffu, v, step));
+  for (int step = Config::kLanes / 2; step > 0; step /= 2) v = Reduction::of(v, __shfl_xor_sync(0xffffffffu, v, step));
   if constexpr (Config::kWarps > 1) {
     const u32 row = at.lane / Config::kLanes;
     if (at.lane % Config::kLanes == 0) partial[at.team][at.warp][row] = v;
     asm volatile("bar.sync %0, %1;" ::"r"(at.team), "n"(32 * Config::kWarps) : "memory");
     v = partial[at.team][0][row];
 #pragma unroll
-    for (int warp = 1; warp < Config::kWarps; ++warp) v = Fold::of(v, partial[at.team][warp][row]);
+    for (int warp = 1; warp < Config::kWarps; ++warp) v = Reduction::of(v, partial[at.team][warp][row]);
   }
   return v;
 }
 
-// Of a row by warps; one for each fold of an item, so that nothing is written where it may still be read.
+// Partial results of rows by warp. Each reduction of a work tile has its own, so that nothing is overwritten while it
+// may still be read.
 struct Partials {
   float of[2][Config::kTeams][Config::kWarps][Config::kRows];
 };
 
 // Forward --------------------------------------------------------------------------------------------
 
-// exp(d), d <= 0; d is in units of 1 / kPerUnit. Where results have 16 bits that is ln 4, so that exp(d) is the square
-// of a power of two: it has float32's subnormals, which cost more to get of the instruction itself.
+// Returns exp(d) for d <= 0, in units of 1 / kPerUnit. For 16-bit results the unit is ln 4, so that exp(d) is the
+// square of a power of two: this reaches float32's subnormals, which the instruction itself computes more slowly.
 __device__ __forceinline__ float exponential(float d) {
   float v;
   if constexpr (sizeof(Config::Bits) == 4) {
@@ -198,14 +183,14 @@ __device__ __forceinline__ float exponential(float d) {
   return __fmul_rn(v, v);
 }
 
-// The first tile of a team's next item. A thread reads what it has copied itself.
+// The first tile of a team's next work tile. A thread reads only what it copied itself.
 struct Stage {
   uint4 x[Config::kChunks][Config::kThreads];
 
   __device__ __forceinline__ void copy(const SoftmaxParams& p, const Place& at) {
     const int held = at.held(0);
     const uint4* from = (const uint4*)((const Config::Bits*)p.x + at.cell(0));
-    asm volatile("" ::: "memory");  // what was here has been read
+    asm volatile("" ::: "memory");  // keeps earlier reads of the stage in front
 #pragma unroll
     for (int i = 0; i < Config::kChunks; ++i)
       if (i < held)
@@ -226,14 +211,14 @@ template <AttentionMask kMask> __device__ __forceinline__ void add_mask(Cells& v
   }
 }
 
-// The scores of a tile's blocks, in units of 1 / kPerUnit, then their exponentials.
+// The scores of a tile's blocks, in units of 1 / kPerUnit, and then their exponentials.
 struct Scores {
   Cells v[Config::kChunks];
   int held;  // vectors
 
-  // From memory, or the first one from where it was copied to.
+  // Loads the scores from memory, or with kStaged from the stage.
   template <bool kStaged>
-  __device__ __forceinline__ void take(const SoftmaxParams& p, const Place& at, int tile, const Stage& stage) {
+  __device__ __forceinline__ void load_scores(const SoftmaxParams& p, const Place& at, int tile, const Stage& stage) {
     uint4 x[Config::kChunks];
     held = at.held(tile);
     const int* column = at.columns + at.block(tile);
@@ -275,7 +260,7 @@ struct Scores {
     return top;
   }
 
-  // v = exp(v - base); returns their sum
+  // Computes v = exp(v - base) and returns the sum.
   __device__ __forceinline__ float exponentials(float base) {
     float sum = 0.0f;
 #pragma unroll
@@ -298,14 +283,14 @@ struct Scores {
   }
 };
 
-// What is subtracted of scores: where all are -Inf, their exponentials are 0.
+// Returns what is subtracted from scores. If all scores are -Inf, it is 0, so that their exponentials are 0.
 __device__ __forceinline__ float base_of(float top) { return top == minus_infinity() ? 0.0f : top; }
 
-// Scores and exponentials of a row so far, by thread.
+// Running maximum and sum of exponentials of a row, for one thread.
 struct Running {
   float top = minus_infinity(), sum = 0.0f;
 
-  __device__ __forceinline__ void follow(Scores& scores) {
+  __device__ __forceinline__ void update(Scores& scores) {
     const float before = top;
     top = scores.largest(top);
     sum *= exponential(before - base_of(top));
@@ -313,46 +298,46 @@ struct Running {
   }
 };
 
-// Of the whole row. The first tile's exponentials, which are of the thread's own base, are in registers.
+// Finishes the whole row. The registers hold the first tile's exponentials, relative to the thread's own base.
 __device__ __forceinline__ void finish(const SoftmaxParams& p, const Place& at, Scores& scores, const Running& running,
                                        Partials& partial, const Stage& stage) {
-  // The largest of a row is no NaN, but a NaN's exponential is one, and makes the sum NaN.
-  const float base = base_of(over_row<Largest>(running.top, at, partial.of[0]));
+  // The maximum of a row is never NaN, but the exponential of a NaN is NaN and makes the sum NaN.
+  const float base = base_of(reduce_row<Max>(running.top, at, partial.of[0]));
   const float shift = exponential(running.top - base);
-  const float total = over_row<Sum>(running.sum * shift, at, partial.of[1]);
+  const float total = reduce_row<Sum>(running.sum * shift, at, partial.of[1]);
   const float factor = total == 0.0f ? 0.0f : __frcp_rn(total);
   scores.store_tile(p, at, 0, shift * factor);
 #pragma unroll 1
   for (int tile = 1; tile < at.tiles(); ++tile) {
-    scores.take<false>(p, at, tile, stage);
+    scores.load_scores<false>(p, at, tile, stage);
     scores.exponentials(base);
     scores.store_tile(p, at, tile, factor);
   }
 }
 
-// While a team works on an item, the first tile of its next one is copied.
-__device__ __forceinline__ void forward(const SoftmaxParams& p, u32 item, Partials& partial, Stage& stage) {
+// While a team computes one work tile, the first tile of its next one is loaded.
+__device__ __forceinline__ void forward(const SoftmaxParams& p, u32 work, Partials& partial, Stage& stage) {
   const u32 step = gridDim.x * Config::kTeams;
-  Place at(p, item, Ends(p, item));
+  Place at(p, work, BlockRange(p, work));
   stage.copy(p, at);
-  Ends ends(p, item + step);
+  BlockRange range(p, work + step);
 #pragma unroll 1
-  while (item < p.items) {
+  while (work < p.work_items) {
     Scores scores;
     Running running;
 #pragma unroll 1
     for (int tile = at.tiles() - 1; tile > 0; --tile) {
-      scores.take<false>(p, at, tile, stage);
-      running.follow(scores);
+      scores.load_scores<false>(p, at, tile, stage);
+      running.update(scores);
     }
     cp_async_wait<0>();
-    scores.take<true>(p, at, 0, stage);
-    item += step;
-    const Place next(p, item, ends);
+    scores.load_scores<true>(p, at, 0, stage);
+    work += step;
+    const Place next(p, work, range);
     stage.copy(p, next);
-    ends = Ends(p, item + step);
+    range = BlockRange(p, work + step);
     if (at.count > 0) {
-      running.follow(scores);
+      running.update(scores);
       finish(p, at, scores, running, partial, stage);
     }
     at = next;
@@ -402,8 +387,8 @@ struct Gradients {
   }
 };
 
-__device__ __forceinline__ void backward(const SoftmaxParams& p, u32 item, Partials& partial) {
-  const Place at(p, item, Ends(p, item));
+__device__ __forceinline__ void backward(const SoftmaxParams& p, u32 work, Partials& partial) {
+  const Place at(p, work, BlockRange(p, work));
   if (at.count == 0) return;
   Gradients gradients;
   float sum = 0.0f;
@@ -412,7 +397,7 @@ __device__ __forceinline__ void backward(const SoftmaxParams& p, u32 item, Parti
     gradients.load_tile(p, at, tile);
     sum = gradients.products(sum);
   }
-  const float total = over_row<Sum>(sum, at, partial.of[0]);
+  const float total = reduce_row<Sum>(sum, at, partial.of[0]);
   gradients.store_tile(p, at, 0, total);
 #pragma unroll 1
   for (int tile = 1; tile < at.tiles(); ++tile) {
@@ -421,13 +406,13 @@ __device__ __forceinline__ void backward(const SoftmaxParams& p, u32 item, Parti
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     softmax(const __grid_constant__ SoftmaxParams p) {
   extern __shared__ uint4 shared[];
   __shared__ Partials partial;
   launch_dependents_and_wait();
-  const u32 item = blockIdx.x * Config::kTeams + threadIdx.x / (32 * Config::kWarps);
-  if (item >= p.items) return;
-  if constexpr (Config::kBackward) backward(p, item, partial);
-  else forward(p, item, partial, *(Stage*)shared);
+  const u32 work = blockIdx.x * Config::kTeams + threadIdx.x / (32 * Config::kWarps);
+  if (work >= p.work_items) return;
+  if constexpr (Config::kBackward) backward(p, work, partial);
+  else forward(p, work, partial, *(Stage*)shared);
 }

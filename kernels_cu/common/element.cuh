@@ -1,11 +1,11 @@
-// Elements: how they are stored, and exact conversions.
+// The element types: how they are stored, and their conversions.
 #pragma once
 #include "common/types.cuh"
 
-// Words of the host, by the numbers that it passes.
+// The numbers by which the host passes an element type.
 enum class ElementKind { F32 = 0, F16 = 1, BF16 = 2, S8 = 3, FP8_E4M3 = 4, I32 = 5 };
 
-// Storage type and exact conversions of an element. from_float rounds to nearest even.
+// The storage type of an element and its conversions. to_float is exact, from_float rounds to nearest even.
 template <ElementKind kKind> struct Element;
 
 template <> struct Element<ElementKind::F32> {
@@ -26,7 +26,7 @@ template <> struct Element<ElementKind::F16> {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(v));
     return b;
   }
-  // Two of them, `low` in the lower half.
+  // Converts two values; `low` takes the lower half.
   static __device__ __forceinline__ u32 pair(float low, float high) {
     u32 b;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(b) : "f"(high), "f"(low));
@@ -49,7 +49,7 @@ template <> struct Element<ElementKind::BF16> {
   }
 };
 
-// Integers: nearest even, saturating, NaN to 0.
+// Integers round to nearest even and saturate; NaN becomes 0.
 template <> struct Element<ElementKind::I32> {
   using Bits = u32;
   static __device__ __forceinline__ u32 from_float(float v) {
@@ -68,5 +68,5 @@ template <> struct Element<ElementKind::S8> {
   }
 };
 
-// One NaN for all: the pattern that the conversions above map to 0x7fff.
+// Replaces every NaN by one pattern, which the conversions above map to 0x7fff.
 __device__ __forceinline__ float canonical_nan(float v) { return v == v ? v : __uint_as_float(0x7fffffffu); }

@@ -1,10 +1,10 @@
-// What becomes of a sum: alpha, bias, activation, a gate. Every kernel that ends in an epilogue has its Config derive
-// from ProblemType, and these functions take that Config.
+// The epilogue: alpha, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
+// and these functions take that Config.
 #pragma once
 #include "common/element.cuh"
 #include "common/strict_math.inc"
 
-// Words of the host, by the numbers that it passes.
+// The numbers by which the host passes an epilogue.
 enum class EpilogueKind {
   IDENTITY = 0,
   BIAS = 1,
@@ -19,7 +19,8 @@ enum class EpilogueKind {
 template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> struct ProblemType {
   static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
-  // Rows of W alternate: kGateRows gates, then as many rows that they let through. Two of them make a result.
+  // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a
+  // result.
   static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU;
   static constexpr int kGateRows = 8, kRowsPerOutput = kGated ? 2 : 1;
   using In = Element<kElement>;
@@ -29,8 +30,8 @@ template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> stru
 
 // Activations ---------------------------------------------------------------------------------------
 
-// Strict: float64 additions, multiplications and divisions in a fixed order, each rounded to nearest, no
-// contraction. The host does the same steps, so the bits agree everywhere.
+// Strict activations are float64 additions, multiplications and divisions in a fixed order, each rounded to nearest,
+// without contraction. The host does the same steps, so the bits agree everywhere.
 struct StrictMath {
   template <int kCount> static __device__ double polynomial(const double (&c)[kCount], double x) {
     double p = c[kCount - 1];
@@ -71,7 +72,7 @@ struct StrictMath {
   }
 };
 
-// Fast: float32 with CUDA's math library, within a few units in the last place.
+// Fast activations use float32 and CUDA's math library, within a few units in the last place.
 struct FastMath {
   static __device__ float silu(float v) { return v < -120.0f ? -0.0f : v / (1.0f + expf(-v)); }
   static __device__ __noinline__ float gelu(float v) {
@@ -79,7 +80,7 @@ struct FastMath {
   }
 };
 
-// None: of the row that a gate lets through.
+// No activation, for the row that a gate multiplies.
 struct NoMath {
   static __device__ float silu(float v) { return v; }
   static __device__ float gelu(float v) { return v; }
@@ -87,12 +88,12 @@ struct NoMath {
 
 // Epilogues -----------------------------------------------------------------------------------------
 
-// The bias of output `index`, where there is one: the caller asks, and takes 0 where there isn't.
+// The bias of row `index` of W. A caller without a bias takes 0 instead.
 template <class Config> __device__ __forceinline__ float bias_at(const void* bias, i64 index) {
   return Config::Bias::to_float(((const typename Config::Bias::Bits*)bias)[index]);
 }
 
-// v = alpha * acc, plus bias, then the activation; of a gated kind its gate's. NaN passes through every activation.
+// activation(alpha * acc + bias), for a gated epilogue with the gate's activation. NaN passes through every activation.
 template <class Config, class Math> __device__ __forceinline__ float activated(float acc, float alpha, float bias) {
   constexpr EpilogueKind kKind = Config::kEpilogue;
   float v = __fmul_rn(alpha, acc);
@@ -103,20 +104,21 @@ template <class Config, class Math> __device__ __forceinline__ float activated(f
   return v;
 }
 
-// The same with the one NaN, which conversions to 16 bits give by themselves.
+// `activated` with canonical NaNs. Kernels that convert to 16 bits can omit this: the conversion does it.
 template <class Config, class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
   return canonical_nan(activated<Config, Math>(acc, alpha, bias));
 }
 
-// The same of a gated epilogue, of the two that make a result: the activated gate and what it lets through.
+// The result of a gated epilogue: the activated gate times the other factor.
 __device__ __forceinline__ float gated_epilogue(float gate, float up) { return canonical_nan(__fmul_rn(gate, up)); }
 
-// The row of W behind a result; of a gated one its gate's, kGateRows before the other's.
+// The row of W whose sum becomes a result. For a gated epilogue it is the gate's; the other factor's row is kGateRows
+// further.
 template <class Config, class Index> __device__ __forceinline__ Index row_of_output(Index result) {
   return Config::kGated ? result + (result & -Config::kGateRows) : result;
 }
 
-// And back, from that row: a gate's is 16 * i + j with j < kGateRows, its result 8 * i + j.
+// The inverse of row_of_output. A gate row is 16 * i + j with j < kGateRows, and its result is 8 * i + j.
 template <class Config, class Index> __device__ __forceinline__ Index output_of_row(Index row) {
   return Config::kGated ? (row + row % Config::kGateRows) / 2 : row;
 }

@@ -1,11 +1,11 @@
-// Rings of stages, which one role fills while another reads.
+// A circular buffer of stages, which producers fill while consumers read.
 #pragma once
 #include "common/types.cuh"
 
-// Where a role is in a ring, and the parity of the barriers there.
+// The position of a producer or consumer: its stage, and the parity of the stage's barriers.
 template <int kStages> struct PipelineState {
-  u32 slot = 0, parity = 0;
+  u32 stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };

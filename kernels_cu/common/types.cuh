@@ -1,4 +1,4 @@
-// Integers by their bits, and the check of a kernel's parameters. No CUDA headers: NVRTC needs none.
+// Integer types named by their bits, and TMA's tensor maps. NVRTC needs no CUDA headers for them.
 #pragma once
 
 using u8 = unsigned char;
@@ -7,6 +7,9 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Whether a struct of parameters is as long as the one that the host launches with, which says so in
-// S24_PARAMETER_BYTES.
-template <class Params> constexpr bool matches_host() { return sizeof(Params) == S24_PARAMETER_BYTES; }
+struct alignas(64) TensorMap {
+  u8 opaque[128];
+};
+
+// Offset of a field in bytes. NVRTC has no <cstddef>, and its __builtin_offsetof takes no type.
+#define S24_OFFSET(Struct, field) __INTADDR__(&((Struct*)0)->field)

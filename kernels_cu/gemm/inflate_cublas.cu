@@ -10,6 +10,7 @@
 //
 //   thread   | load acc, bias x 4 | epilogue | store x 4 | next chunk ..
 #include "common/epilogue.cuh"
+#include "gemm/params/inflate_cublas.cuh"
 
 // Everything that is compiled in.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
@@ -18,25 +19,17 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kColumns = S24_COLUMNS;  // Y lies in columns
 };
 
-struct EpilogueParams {
-  const float* acc;  // [lines, width] contiguous, or null
-  const void* bias;  // [M], or null
-  void* out;         // [lines, width], lines out_stride apart
-  i64 lines, width, out_stride;
-};
-static_assert(matches_host<EpilogueParams>(), "the host has another EpilogueParams");
-
 extern "C" __global__ void __launch_bounds__(Config::kThreads) epilogue_rows(const __grid_constant__ EpilogueParams p) {
   using Out = Config::Out;
   const i64 chunk = Config::kThreads * Config::kPerThread;
-  const i64 chunks = (p.width + chunk - 1) / chunk;
-  for (i64 tile = blockIdx.x; tile < p.lines * chunks; tile += gridDim.x) {
+  const i64 chunks = (p.inner + chunk - 1) / chunk;
+  for (i64 tile = blockIdx.x; tile < p.outer * chunks; tile += gridDim.x) {
     const i64 line = tile / chunks, start = tile % chunks * chunk + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < Config::kPerThread; ++i) {
       const i64 at = start + i * Config::kThreads;
-      if (at >= p.width) continue;
-      const float acc = p.acc ? p.acc[line * p.width + at] : 0.0f;
+      if (at >= p.inner) continue;
+      const float acc = p.accumulators ? p.accumulators[line * p.inner + at] : 0.0f;
       const float bias = p.bias ? bias_at<Config>(p.bias, Config::kColumns ? line : at) : 0.0f;
       ((Out::Bits*)p.out)[line * p.out_stride + at] = Out::from_float(epilogue<Config, FastMath>(acc, 1.0f, bias));
     }

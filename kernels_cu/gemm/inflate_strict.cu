@@ -1,48 +1,38 @@
-// The strict GEMM: for each result one float32 accumulator, starting at +0, one fma for each kept position of
-// W in increasing order of the reduction, subnormals kept. The result is defined, so tiles may be chosen
-// freely: no choice changes a bit. Canonical weights are inflated on their way into shared memory.
+// The strict GEMM: each result has one float32 accumulator, which starts at +0, and one fma for each kept position of W
+// in increasing order of the reduction; subnormals are kept. These rules fix every bit, so the choice of a tile changes
+// none. Canonical weights are inflated on their way into shared memory.
 //
 //   forward  result[n, m] = sum over kept k of x[n, k] * W[m, k]     (outputs m, reduction k)
 //   dgrad    result[n, k] = sum over kept m of dy[n, m] * W[m, k]    (outputs k, reduction m)
 //
-// Of a gated epilogue two outputs of forward make a result: theirs is half as wide.
+// The source is x or dy. A gated epilogue makes one result of two outputs of forward, so the result is half as wide.
 //
-// A pruned position must not be an fma with 0: 0 * Inf is NaN, and -0 + 0 is +0. So shared memory holds a marker
-// there, and the fmas of a marked weight are predicated off.
+// A pruned position must not be an fma with 0, because 0 * Inf is NaN and -0 + 0 is +0. Shared memory holds a marker
+// there, and the fmas with a marked weight are predicated off.
 //
-//   role         who                         what
-//   Mainloop     all threads of a block      load the next step's weights and sources into registers, inflate and
-//                                            store them to shared memory; kThreadOutputs x kThreadTokens fmas each
+//   role         threads                     what it does
+//   Mainloop     all threads of a CTA        loads the next step's weights and sources into registers, inflates them,
+//                                            stores them to shared memory; kThreadOutputs x kThreadTokens fmas a thread
 //
-//   barriers     __syncthreads a step, two stages of shared memory
-//   registers    the accumulators (64, 32 or 4), a step's loads, one column of weights and sources
+//   barriers     one __syncthreads per step, two stages of shared memory
+//   registers    64, 32 or 4 accumulators, the loads of a step, one column of weights and sources
 //
-//   load     | step 1       | step 2       | ..        global -> registers, under the fmas
+//   load     | step 1       | step 2       | ..        global -> registers, overlapped with the fmas
 //   fma      | step 0       | step 1       | ..        from one stage
 //   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
 #include "common/epilogue.cuh"
+#include "gemm/params/inflate_strict.cuh"
 
-// Everything that is compiled in.
+// The compile-time configuration. Only this struct reads the macros.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kDgrad = S24_DGRAD;
-  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has: those are made canonical
-  static_assert(!kGated || !kDgrad, "gates are of forward");
+  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
+  static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
 };
 using In = Config::In;
 using Out = Config::Out;
 
-struct StrictParams {
-  const void* values;   // [M, K/2]
-  const u16* metadata;  // [M, K/8]
-  const void* source;   // [N, reduction], row stride source_stride
-  const void* bias;     // [outputs], or null
-  void* result;         // [N, outputs / kRowsPerOutput], row stride result_stride
-  i64 n, m, k, source_stride, result_stride;
-  float alpha;
-};
-static_assert(matches_host<StrictParams>(), "the host has another StrictParams");
-
-// Outputs x tokens of a tile, of a thread, and the reduction step.
+// A tile of outputs x tokens, the outputs and tokens of one thread, and the depth of a step along the reduction.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
   static constexpr int kOutputs = kOutputs_, kTokens = kTokens_, kDepth = kDepth_;
   static constexpr int kThreadOutputs = kThreadOutputs_, kThreadTokens = kThreadTokens_;
@@ -53,10 +43,11 @@ template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, 
   static constexpr int kSourceLoads = (kSourceUnits + kThreads - 1) / kThreads;
 };
 
-// Eight consecutive source elements, or the four kept values and the metadata of eight weight cells.
+// Eight consecutive elements of the source.
 struct SourceUnit {
   In::Bits v[8];
 };
+// The four kept values and the metadata of eight consecutive cells of W.
 struct WeightUnit {
   In::Bits v[4];
   u16 codes;
@@ -71,7 +62,7 @@ template <class T, int kBytes> __device__ __forceinline__ void copy_aligned(T* t
   }
 }
 
-// Four fmas-with-one-weight at a time, all predicated on the weight being kept.
+// Multiplies one weight with all tokens of a thread. The fmas are predicated on the weight being kept, four at a time.
 template <int kTokens>
 __device__ __forceinline__ void fma_kept(float (&acc)[kTokens], float w, const float (&x)[kTokens]) {
   if constexpr (kTokens % 4 == 0) {
@@ -99,7 +90,7 @@ template <class T> struct Mainloop {
   WeightUnit w[T::kWeightLoads];
   SourceUnit s[T::kSourceLoads];
 
-  // Where unit u of the weight tile lies: row of W, first column.
+  // The row of W and the first column of unit u of the weight tile.
   __device__ __forceinline__ void weight_cell(int u, i64 step, i64& row, i64& column) const {
     if constexpr (Config::kDgrad) {
       row = step + u / (T::kOutputs / 8);
@@ -116,7 +107,7 @@ template <class T> struct Mainloop {
       const int u = threadIdx.x + i * T::kThreads;
       i64 row, column;
       weight_cell(u, step, row, column);
-      w[i].codes = 0xffff;  // no cell: everything pruned
+      w[i].codes = 0xffff;  // cells outside of W count as pruned
       if (u < T::kWeightUnits && row < p.m && column < p.k) {
         copy_aligned<In::Bits, 4 * sizeof(In::Bits)>(w[i].v, (const In::Bits*)p.values + (row * p.k + column) / 2);
         w[i].codes = __ldg(p.metadata + (row * p.k + column) / 8);
@@ -127,7 +118,7 @@ template <class T> struct Mainloop {
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
       const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
-      const In::Bits* from = (const In::Bits*)p.source + token * p.source_stride + at;
+      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at;
       const bool inside = u < T::kSourceUnits && token < p.n;
       if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
         copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
@@ -175,7 +166,8 @@ template <class T> struct Mainloop {
   }
 };
 
-// A thread's outputs (or tokens) come in runs of up to four, one run a vector load, runs spread over the tile.
+// The index in the tile of a thread's i-th output (or token). Runs of up to four, one vector load each, are spread over
+// the tile.
 template <int kCount, int kLanes> __device__ __forceinline__ int spread(int lane, int i) {
   constexpr int kRun = kCount < 4 ? kCount : 4;
   return i / kRun * (kLanes * kRun) + lane * kRun + i % kRun;
@@ -195,11 +187,12 @@ __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from
   }
 }
 
-// Results of a gated epilogue: the other of two outputs is another thread's of the warp, kGateRows further.
+// Stores the results of a gated epilogue. Another thread of the warp has the gate's other factor, kGateRows outputs
+// further.
 template <class T> __device__ __forceinline__ void store_gated(const float (&acc)[T::kThreadOutputs][T::kThreadTokens],
                                                                i64 out0, i64 tok0, const StrictParams& p) {
   constexpr int kRun = T::kThreadOutputs < 4 ? T::kThreadOutputs : 4, kApart = Config::kGateRows / kRun;
-  static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "both are the same warp's");
+  static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "one warp has a gate and its other factor");
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
 #pragma unroll
   for (int o = 0; o < T::kThreadOutputs; ++o) {
@@ -211,7 +204,7 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
       const i64 result = output_of_row<Config>(output);
-      ((Out::Bits*)p.result)[token * p.result_stride + result] =
+      ((Out::Bits*)p.y)[token * p.y_stride + result] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }
   }
@@ -266,7 +259,7 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
-        ((Out::Bits*)p.result)[token * p.result_stride + output] =
+        ((Out::Bits*)p.y)[token * p.y_stride + output] =
             Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
       }
     }

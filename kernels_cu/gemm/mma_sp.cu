@@ -1,152 +1,142 @@
-// Decode: Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens, W streamed once at memory speed.
+// Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens: W is read once, at the speed of memory.
 //
-// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each one
-// contiguous block that cp.async brings in as it is. X and Y may lie in columns, where the tokens of a column are
-// adjacent: X is then staged in lines of tokens, one a column, which ldmatrix transposes; no bit of a result changes.
+// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each
+// contiguous and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of
+// tokens, one for each column, and ldmatrix transposes it. The orders change no bit of a result.
 //
-// K is cut into kSlices slices (4 or 8, from M alone). A slice is summed by one warp in increasing k; slices are
-// folded from the first to the last, ((0+1)+2)+3. So a row's bits don't depend on n, on its place in the batch, or
-// on which of the cuts below computes it.
+// Split-K: K is cut into kSplitK slices (4 or 8, from M alone). One warp pair sums a slice in increasing k. The slices
+// are reduced from the first to the last, ((0+1)+2)+3. So a row's bits depend neither on n, nor on the row's position
+// in the batch, nor on the schedule.
 //
-// A block works on four tile streams. kBlockTiles of them lie along M, the rest along K: few tokens take slices of K
-// side by side (nothing to fold between blocks), many tokens take rows (X is shared by more of W). Slices of other
-// blocks are read through the cluster. Clusters beyond 2 leave multiprocessors idle, since GPCs hold 14 to 18 of
-// them, so they pay only where blocks come in many waves.
+// A CTA has four warp pairs. kWarpPairsM of them lie along M, the others along K. For few tokens a CTA computes several
+// slices of K and needs no reduction between CTAs; for many tokens it computes more rows of W with the same X. Slices
+// of other CTAs are read through the cluster. Clusters larger than 2 leave SMs idle, because a GPC has 14 to 18 SMs, so
+// they pay only for launches of many waves.
 //
-//   role        who                                what
-//   Loader      all 8 warps; 2s, 2s + 1: stream s  copy their stream's tiles of W; X with the warps of their slice
-//   WarpTile    all 8 warps                        multiply: of a stream, each half of the rows, or of the tokens
-//   fold        all 256 threads                    a block's share of the cluster's rows: sums, epilogue, stores
+//   role         threads                           what it does
+//   Loader       all 8 warps; pair s is 2s, 2s + 1 loads the pair's tiles of W; pairs of a slice load its X together
+//   WarpTile     all 8 warps                       multiplies; the two warps of a pair halve its rows or its tokens
+//   reduce_rows  all 256 threads                   reduces this CTA's part of the cluster's rows and stores the results
 //
-//   barriers    a cp.async group a stage; __syncthreads a step: what this slot brought is seen by all, and the slot
-//               before it has been read by all. The cluster meets before the fold and after it.
-//   registers   accumulators: 4 * kWarpBlocks * kWarpColumns, at most 128 of a thread; no spills.
+//   barriers    one cp.async group per stage; one __syncthreads per step, after which all threads see the loaded stage
+//               and have read the stage before it. The cluster syncs before and after the reduction.
+//   registers   4 * kWarpM16Tiles * kWarpN8Tiles accumulators, at most 128 per thread; no spills.
 //
-//   step         |    0    |    1    |    2    |  ..            slot = step % kStages
+//   step         |    0    |    1    |    2    |  ..            stage = step % kStages
 //   cp.async     | tile 3  | tile 4  | tile 5  |                kStages = 4: three tiles ahead
-//   ldmatrix     | tile 0  | tile 1  | tile 2  |                in a tile: A one step of k32 ahead, B two fragments
-//   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster meets | fold, epilogue, store
+//   ldmatrix     | tile 0  | tile 1  | tile 2  |                within a tile, A is one k32 step ahead, B two fragments
+//   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster sync | reduce, epilogue, store
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/params/mma_sp.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 
 #define S24_CLUSTER_SIZE (S24_SPLIT_K * S24_WARP_PAIRS_M / 4)
 #include "common/cluster.cuh"
 
-// Everything that is compiled in.
+// The compile-time configuration. Only this struct reads the macros.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kSlices = S24_SPLIT_K;
-  static constexpr int kBlockTiles = S24_WARP_PAIRS_M;  // streams along M
-  static constexpr int kColumns = S24_N8_TILES;         // n8 tiles
+  static constexpr int kSplitK = S24_SPLIT_K;
+  static constexpr int kWarpPairsM = S24_WARP_PAIRS_M;  // warp pairs along M
+  static constexpr int kN8Tiles = S24_N8_TILES;         // n8 tiles of the CTA tile
   static constexpr int kStages = S24_STAGES;
-  static constexpr int kBlocksPerSm = S24_CTAS_PER_SM;
-  static constexpr bool kColumnsX = S24_X_COLUMN_MAJOR, kColumnsY = S24_Y_COLUMN_MAJOR;  // X, Y lie in columns
-  static constexpr int kCluster = S24_CLUSTER_SIZE;  // blocks that share a row block
+  static constexpr int kCtasPerSm = S24_CTAS_PER_SM;
+  static constexpr bool kXColumnMajor = S24_X_COLUMN_MAJOR, kYColumnMajor = S24_Y_COLUMN_MAJOR;
+  static constexpr int kClusterSize = S24_CLUSTER_SIZE;  // CTAs that sum slices of the same rows
 
   using Tile = WeightTile<2>;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kStreams = 4, kStreamThreads = kThreads / kStreams;
-  static constexpr int kGroups = kStreams / kBlockTiles;  // streams along K
-  static_assert(kCluster * kGroups == kSlices, "a cluster sums all of K");
-  static constexpr int kTokens = 8 * kColumns;
-  // The two warps of a stream share its rows, or, with many tokens, the tokens: then each B fragment that is fetched
-  // serves twice as many rows.
-  static constexpr bool kSplitTokens = kColumns >= 8 && kBlocksPerSm == 1;
-  static constexpr int kWarpBlocks = kSplitTokens ? 4 : 2;  // m16 blocks of a warp
-  static constexpr int kWarpColumns = kSplitTokens ? kColumns / 2 : kColumns;
-  static constexpr int kSourceRowBytes = Tile::kColumns * 2;
-  static constexpr int kSourceBytes = kTokens * kSourceRowBytes;  // X of one stream along K
-  static constexpr int kStageBytes = kStreams * Tile::kBytes + kGroups * kSourceBytes;
-  static constexpr int kRows = kBlockTiles * Tile::kRows;  // of a block
-  static constexpr int kFoldRows = kRows / kCluster;       // that a block folds
+  static constexpr int kWarpPairs = 4, kWarpPairThreads = kThreads / kWarpPairs;
+  static constexpr int kWarpPairsK = kWarpPairs / kWarpPairsM;  // warp pairs along K
+  static_assert(kClusterSize * kWarpPairsK == kSplitK, "a cluster sums all of K");
+  static constexpr int kTileN = 8 * kN8Tiles;
+  // The two warps of a pair halve its rows. With many tokens they halve the tokens instead, so that each B fragment in
+  // registers serves twice as many rows.
+  static constexpr bool kPairSplitsN = kN8Tiles >= 8 && kCtasPerSm == 1;
+  static constexpr int kWarpM16Tiles = kPairSplitsN ? 4 : 2;  // m16 tiles of a warp
+  static constexpr int kWarpN8Tiles = kPairSplitsN ? kN8Tiles / 2 : kN8Tiles;
+  static constexpr int kXRowBytes = Tile::kColumns * 2;
+  static constexpr int kXBytes = kTileN * kXRowBytes;  // X of one slice
+  static constexpr int kStageBytes = kWarpPairs * Tile::kBytes + kWarpPairsK * kXBytes;
+  static constexpr int kTileM = kWarpPairsM * Tile::kRows;
+  static constexpr int kReducedRows = kTileM / kClusterSize;  // rows that one CTA reduces
 };
 using Tile = Config::Tile;
-using Area = FoldArea<Config::kRows, Config::kTokens, Config::kColumnsY>;
+using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
 
-struct MmaSpParams {
-  const u8* packed;  // [row tiles][K tiles][Tile::kBytes]
-  const u16* x;      // [n, k], row or column stride x_stride, 16-byte aligned rows or columns
-  const void* bias;  // [m], or null
-  void* y;           // [n, m / kRowsPerOutput], row or column stride y_stride
-  i64 n, m, k, x_stride, y_stride, row_tiles, k_tiles;
-  float alpha;
-  u32 token_blocks;  // blocks of kTokens that cover n
-};
-static_assert(matches_host<MmaSpParams>(), "the host has another MmaSpParams");
-
-// Where a stage has X in columns: 8 tokens (`chunk`) of a column. Of eight columns, each chunk has banks of its own.
+// The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in
+// different banks.
 __device__ __forceinline__ u32 line_offset(int column, int chunk) {
-  constexpr int kChunks = Config::kColumns, kSwapped = kChunks < 8 ? kChunks : 8;
+  constexpr int kChunks = Config::kN8Tiles, kSwapped = kChunks < 8 ? kChunks : 8;
   return (column * kChunks + (chunk ^ column / (8 / kSwapped) % kSwapped)) * 16;
 }
 
-// A thread's part of the loads, one K tile a call. The two warps that multiply a stream also fetch it; all warps
-// along M of one slice fetch its X together.
+// A thread's part of the loads, one K tile per call. Each warp pair loads the tiles of W that it multiplies. All pairs
+// along M of one slice load its X together.
 struct Loader {
-  static constexpr int kChunks = Tile::kBytes / 16 / Config::kStreamThreads;
-  static constexpr int kPeers = Config::kStreamThreads * Config::kBlockTiles;  // threads that share X
-  static constexpr int kTokenStep = kPeers / 16, kTokenLoads = Config::kTokens / kTokenStep;
+  static constexpr int kChunks = Tile::kBytes / 16 / Config::kWarpPairThreads;
+  static constexpr int kPeers = Config::kWarpPairThreads * Config::kWarpPairsM;  // threads that share X
+  static constexpr int kTokenStep = kPeers / 16, kTokenLoads = Config::kTileN / kTokenStep;
 
   const u8* weights;
-  const u16* source;
-  i64 tiles;         // of this thread's slice still to fetch; 0 where its rows lie outside W
-  i64 columns;       // of X from this thread's chunk to the end of a row; in columns: from its first column on
-  i64 token_stride;  // elements between this thread's tokens; in columns: its columns
-  int tokens;        // how many of them lie inside X; in columns: whether its tokens do
-  u32 weights_to, source_to, swap;
+  const u16* x;
+  i64 tiles;         // K tiles of this thread's slice still to load; 0 where its rows lie outside W
+  i64 columns;       // columns of X from this thread's chunk, or its first column, to the end
+  i64 token_stride;  // elements from one of this thread's tokens, or columns, to the next
+  int tokens;        // the number of its tokens inside X; for a column-major X whether its chunk is inside
+  u32 weights_to, x_to, swap;
 
   __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 token0, i64 row_tile, i64 k_tile, i64 count) {
-    const int stream = threadIdx.x / Config::kStreamThreads, u = threadIdx.x % Config::kStreamThreads;
+    const int pair = threadIdx.x / Config::kWarpPairThreads, u = threadIdx.x % Config::kWarpPairThreads;
     const int peer = threadIdx.x % kPeers;
     tiles = count;
     weights = row_tile < p.row_tiles ? p.packed + (row_tile * p.k_tiles + k_tile) * Tile::kBytes + u * 16 : nullptr;
-    weights_to = base + stream * Tile::kBytes + u * 16;
-    if constexpr (Config::kColumnsX) {
-      const int chunk = peer % Config::kColumns, line = peer / Config::kColumns;
+    weights_to = base + pair * Tile::kBytes + u * 16;
+    if constexpr (Config::kXColumnMajor) {
+      const int chunk = peer % Config::kN8Tiles, line = peer / Config::kN8Tiles;
       const i64 column = k_tile * Tile::kColumns + line, token = token0 + chunk * 8;
-      source = p.x + column * p.x_stride + token;
+      x = p.x + column * p.x_stride + token;
       columns = p.k - column;
       token_stride = p.x_stride;
       tokens = token < p.n;
-      source_to = base + Config::kStreams * Tile::kBytes + stream / Config::kBlockTiles * Config::kSourceBytes +
-                  line_offset(line, chunk);
+      x_to = base + Config::kWarpPairs * Tile::kBytes + pair / Config::kWarpPairsM * Config::kXBytes +
+             line_offset(line, chunk);
       swap = 0;
       return;
     }
     const int token = peer / 16, chunk = peer % 16;
     const i64 column = k_tile * Tile::kColumns + chunk * 8;
     const i64 rows = p.n - token0 - token;
-    source = p.x + (token0 + token) * p.x_stride + column;
+    x = p.x + (token0 + token) * p.x_stride + column;
     columns = p.k - column;
     token_stride = kTokenStep * p.x_stride;
-    tokens = rows <= 0 ? 0 : rows >= Config::kTokens ? kTokenLoads : (int)((rows + kTokenStep - 1) / kTokenStep);
-    source_to = base + Config::kStreams * Tile::kBytes + stream / Config::kBlockTiles * Config::kSourceBytes +
-                token * Config::kSourceRowBytes + (chunk ^ (token & 7)) * 16;
-    swap = ((chunk ^ (token + kTokenStep & 7)) - (chunk ^ (token & 7))) * 16;  // where tokens are 4 apart
+    tokens = rows <= 0 ? 0 : rows >= Config::kTileN ? kTokenLoads : (int)((rows + kTokenStep - 1) / kTokenStep);
+    x_to = base + Config::kWarpPairs * Tile::kBytes + pair / Config::kWarpPairsM * Config::kXBytes +
+           token * Config::kXRowBytes + (chunk ^ (token & 7)) * 16;
+    swap = ((chunk ^ (token + kTokenStep & 7)) - (chunk ^ (token & 7))) * 16;  // to the chunk of a token 4 further
   }
 
-  __device__ __forceinline__ void next(int slot) {
+  __device__ __forceinline__ void next(int stage) {
     if (tiles-- <= 0) return;
-    const u32 offset = slot * Config::kStageBytes;
+    const u32 offset = stage * Config::kStageBytes;
     if (weights) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const int at = i * Config::kStreamThreads * 16;
+        const int at = i * Config::kWarpPairThreads * 16;
         cp_async_16(weights_to + offset + at, weights + at, true);
       }
       weights += Tile::kBytes;
     }
-    if constexpr (Config::kColumnsX) {
-      constexpr int kStep = kPeers / Config::kColumns;
-      static_assert(kStep % 8 == 0, "the swizzle of a thread's lines is that of its first");
+    if constexpr (Config::kXColumnMajor) {
+      constexpr int kStep = kPeers / Config::kN8Tiles;
+      static_assert(kStep % 8 == 0, "all lines of a thread have the swizzle of its first");
 #pragma unroll
       for (int i = 0; i < kTokenLoads; ++i) {
         const bool keep = tokens && i * kStep < columns;
-        cp_async_16(source_to + offset + i * kStep * Config::kTokens * 2,
-                    keep ? source + i * kStep * token_stride : source, keep);
+        cp_async_16(x_to + offset + i * kStep * Config::kTileN * 2, keep ? x + i * kStep * token_stride : x, keep);
       }
-      source += Tile::kColumns * token_stride;
+      x += Tile::kColumns * token_stride;
       columns -= Tile::kColumns;
       return;
     }
@@ -154,21 +144,20 @@ struct Loader {
     for (int i = 0; i < kTokenLoads; ++i) {
       const bool keep = i < tokens && columns > 0;
       const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
-      cp_async_16(source_to + offset + i * kTokenStep * Config::kSourceRowBytes + odd,
-                  keep ? source + i * token_stride : source, keep);
+      cp_async_16(x_to + offset + i * kTokenStep * Config::kXRowBytes + odd, keep ? x + i * token_stride : x, keep);
     }
-    source += Tile::kColumns;
+    x += Tile::kColumns;
     columns -= Tile::kColumns;
   }
 };
 
-// A warp's share of a tile: all four k32 steps. Fragments are fetched ahead of the mma that takes them: B by
-// kAhead, A by one step.
+// A warp's part of a tile: all four k32 steps. Fragments are loaded ahead of the mma that reads them: B by kAhead
+// fragments, A by one step.
 struct WarpTile {
-  static constexpr int kBlocks = Config::kWarpBlocks, kColumns = Config::kWarpColumns;
-  static constexpr int kSteps = 4, kAhead = 2, kBuffers = kAhead + 1, kUses = kSteps * kColumns;
+  static constexpr int kBlocks = Config::kWarpM16Tiles, kN8Tiles = Config::kWarpN8Tiles;
+  static constexpr int kSteps = 4, kAhead = 2, kBuffers = kAhead + 1, kUses = kSteps * kN8Tiles;
 
-  u32 tile, source;  // shared memory
+  u32 tile, x;  // shared memory addresses
   int row0, token0;
 
   __device__ __forceinline__ void load_a(u32 (&a)[kBlocks][4], int step) const {
@@ -181,17 +170,17 @@ struct WarpTile {
   }
 
   __device__ __forceinline__ void load_b(u32 (&b)[4], int use) const {
-    if constexpr (Config::kColumnsX) {
-      const int column = use / kColumns * 32 + threadIdx.x % 32, tile_of_tokens = token0 / 8 + use % kColumns;
-      ldmatrix_transposed_x4(b, source + line_offset(column, tile_of_tokens));
+    if constexpr (Config::kXColumnMajor) {
+      const int column = use / kN8Tiles * 32 + threadIdx.x % 32, tile_of_tokens = token0 / 8 + use % kN8Tiles;
+      ldmatrix_transposed_x4(b, x + line_offset(column, tile_of_tokens));
       return;
     }
-    const int lane = threadIdx.x % 32, chunk = use / kColumns * 4 + lane / 8;
-    const int token = token0 + use % kColumns * 8 + lane % 8;
-    ldmatrix_x4(b, source + token * Config::kSourceRowBytes + (chunk ^ (token & 7)) * 16);
+    const int lane = threadIdx.x % 32, chunk = use / kN8Tiles * 4 + lane / 8;
+    const int token = token0 + use % kN8Tiles * 8 + lane % 8;
+    ldmatrix_x4(b, x + token * Config::kXRowBytes + (chunk ^ (token & 7)) * 16);
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[kBlocks][kColumns][4]) const {
+  __device__ __forceinline__ void multiply(float (&acc)[kBlocks][kN8Tiles][4]) const {
     u32 metadata[kBlocks][Tile::kWords], a[2][kBlocks][4], b[kBuffers][4];
 #pragma unroll
     for (int h = 0; h < kBlocks; ++h) {
@@ -203,7 +192,7 @@ struct WarpTile {
     for (int use = 0; use < kAhead; ++use) load_b(b[use], use);
 #pragma unroll
     for (int use = 0; use < kUses; ++use) {
-      const int step = use / kColumns, column = use % kColumns;
+      const int step = use / kN8Tiles, column = use % kN8Tiles;
       if (use + kAhead < kUses) load_b(b[(use + kAhead) % kBuffers], use + kAhead);
       if (column == 0 && step + 1 < kSteps) load_a(a[(step + 1) % 2], step + 1);
       const u32(&b_now)[4] = b[use % kBuffers];
@@ -217,35 +206,36 @@ struct WarpTile {
   }
 };
 
-// Where the block that summed `slice` keeps its sums, one area a stream along K.
+// The address of a slice's reduction buffer, in the CTA that summed the slice.
 __device__ __forceinline__ u32 slice_address(u32 base, int slice) {
-  const u32 at = base + (slice % Config::kGroups) * Area::kBytes;
-  return Config::kCluster > 1 ? cluster_address(at, slice / Config::kGroups) : at;
+  const u32 at = base + (slice % Config::kWarpPairsK) * Buffer::kBytes;
+  return Config::kClusterSize > 1 ? cluster_address(at, slice / Config::kWarpPairsK) : at;
 }
 
 __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
-  const u32 at = address + Area::offset(token, row);
-  return Config::kCluster > 1 ? load_cluster(at) : load_shared(at);
+  const u32 at = address + Buffer::offset(token, row);
+  return Config::kClusterSize > 1 ? load_cluster(at) : load_shared(at);
 }
 
-// A block's share of the cluster's rows, from row0 on: sums of one row a result, of a gated epilogue of two.
-__device__ __forceinline__ void fold_rows(const MmaSpParams& p, const u32 (&areas)[Config::kSlices], int row0,
-                                          i64 block_row, i64 first_token) {
-  constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kFoldRows / kRowsPerOutput,
+// Reduces this CTA's part of the cluster's rows, from row0 on. A result needs the sums of one row of W, for a gated
+// epilogue of two.
+__device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&buffers)[Config::kSplitK], int row0,
+                                            i64 cta_row, i64 first_token) {
+  constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kReducedRows / kRowsPerOutput,
                 kUnrolled = 4 / kRowsPerOutput;
-  static_assert(Config::kFoldRows % (2 * Config::kGateRows) == 0, "a block folds both rows of a result");
+  static_assert(Config::kReducedRows % (2 * Config::kGateRows) == 0, "a CTA reduces both rows of a gated result");
 #pragma unroll kUnrolled
-  for (int i = threadIdx.x; i < kOutputs * Config::kTokens; i += Config::kThreads) {
-    const int token = Config::kColumnsY ? i % Config::kTokens : i / kOutputs;
-    const int row = row0 + row_of_output<Config>(Config::kColumnsY ? i / Config::kTokens : i % kOutputs);
-    float v[kRowsPerOutput][Config::kSlices];
+  for (int i = threadIdx.x; i < kOutputs * Config::kTileN; i += Config::kThreads) {
+    const int token = Config::kYColumnMajor ? i % Config::kTileN : i / kOutputs;
+    const int row = row0 + row_of_output<Config>(Config::kYColumnMajor ? i / Config::kTileN : i % kOutputs);
+    float v[kRowsPerOutput][Config::kSplitK];
 #pragma unroll
-    for (int s = 0; s < Config::kSlices; ++s)
+    for (int s = 0; s < Config::kSplitK; ++s)
 #pragma unroll
-      for (int h = 0; h < kRowsPerOutput; ++h) v[h][s] = slice_sum(areas[s], token, row + h * Config::kGateRows);
+      for (int h = 0; h < kRowsPerOutput; ++h) v[h][s] = slice_sum(buffers[s], token, row + h * Config::kGateRows);
 #pragma unroll
-    for (int h = 0; h < kRowsPerOutput; ++h) fold(v[h]);
-    const i64 m = block_row + row, n = first_token + token, output = output_of_row<Config>(m);
+    for (int h = 0; h < kRowsPerOutput; ++h) reduce_in_order(v[h]);
+    const i64 m = cta_row + row, n = first_token + token, output = output_of_row<Config>(m);
     if (n >= p.n || m >= p.m) continue;
     float bias[kRowsPerOutput], result;
 #pragma unroll
@@ -255,35 +245,36 @@ __device__ __forceinline__ void fold_rows(const MmaSpParams& p, const u32 (&area
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
     else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0]);
-    const i64 at = Config::kColumnsY ? output * p.y_stride + n : n * p.y_stride + output;
+    const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
     ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
   }
 }
 
-extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     gemm_mma_sp(const __grid_constant__ MmaSpParams p) {
   extern __shared__ __align__(1024) u8 shared[];
-  constexpr int kWarpBlocks = Config::kWarpBlocks, kWarpColumns = Config::kWarpColumns;
-  const int rank = blockIdx.x % Config::kCluster;
+  constexpr int kWarpM16Tiles = Config::kWarpM16Tiles, kWarpN8Tiles = Config::kWarpN8Tiles;
+  const int rank = blockIdx.x % Config::kClusterSize;
   const u32 base = shared_address(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stream = warp / 2;
-  const int row0 = Config::kSplitTokens ? 0 : warp % 2 * 32;
-  const int token0 = Config::kSplitTokens ? warp % 2 * kWarpColumns * 8 : 0;
-  const u32 item = blockIdx.x / Config::kCluster;  // token blocks of the same rows follow each other: W stays in L2
-  const i64 first_token = (i64)(item % p.token_blocks) * Config::kTokens;
-  const i64 block_tile = (i64)(item / p.token_blocks) * Config::kBlockTiles,
-            row_tile = block_tile + stream % Config::kBlockTiles;
-  const int slice = rank * Config::kGroups + stream / Config::kBlockTiles;
-  const i64 k_tile = slice_begin<Config::kSlices>((u32)p.k_tiles, slice);
-  const i64 count = slice_begin<Config::kSlices>((u32)p.k_tiles, slice + 1) - k_tile;
-  const i64 steps = (p.k_tiles + Config::kSlices - 1) / Config::kSlices;  // of the longest slice
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / 2;
+  const int row0 = Config::kPairSplitsN ? 0 : warp % 2 * 32;
+  const int token0 = Config::kPairSplitsN ? warp % 2 * kWarpN8Tiles * 8 : 0;
+  // CTAs with the same rows follow each other, so that W stays in L2.
+  const u32 work_tile = blockIdx.x / Config::kClusterSize;
+  const i64 first_token = (i64)(work_tile % p.n_tiles) * Config::kTileN;
+  const i64 first_row_tile = (i64)(work_tile / p.n_tiles) * Config::kWarpPairsM,
+            row_tile = first_row_tile + pair % Config::kWarpPairsM;
+  const int slice = rank * Config::kWarpPairsK + pair / Config::kWarpPairsM;
+  const i64 k_tile = slice_begin<Config::kSplitK>((u32)p.k_tiles, slice);
+  const i64 count = slice_begin<Config::kSplitK>((u32)p.k_tiles, slice + 1) - k_tile;
+  const i64 steps = (p.k_tiles + Config::kSplitK - 1) / Config::kSplitK;  // K tiles of the longest slice
   Loader loader(p, base, first_token, row_tile, k_tile, count);
 
-  float acc[kWarpBlocks][kWarpColumns][4];
+  float acc[kWarpM16Tiles][kWarpN8Tiles][4];
 #pragma unroll
-  for (int h = 0; h < kWarpBlocks; ++h)
+  for (int h = 0; h < kWarpM16Tiles; ++h)
 #pragma unroll
-    for (int c = 0; c < kWarpColumns; ++c)
+    for (int c = 0; c < kWarpN8Tiles; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[h][c][i] = 0.0f;
 
@@ -293,39 +284,40 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     loader.next(s);
     cp_async_commit();
   }
-  int slot = 0;
+  int stage = 0;
   for (i64 step = 0; step < steps; ++step) {
     cp_async_wait<Config::kStages - 2>();
     __syncthreads();
-    loader.next(slot == 0 ? Config::kStages - 1 : slot - 1);
+    loader.next(stage == 0 ? Config::kStages - 1 : stage - 1);
     cp_async_commit();
     if (step < count && row_tile < p.row_tiles) {
-      const u32 at = base + slot * Config::kStageBytes;
-      const u32 source = at + Config::kStreams * Tile::kBytes + stream / Config::kBlockTiles * Config::kSourceBytes;
-      WarpTile{at + stream * Tile::kBytes, source, row0, token0}.multiply(acc);
+      const u32 at = base + stage * Config::kStageBytes;
+      const u32 x = at + Config::kWarpPairs * Tile::kBytes + pair / Config::kWarpPairsM * Config::kXBytes;
+      WarpTile{at + pair * Tile::kBytes, x, row0, token0}.multiply(acc);
     }
-    slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
   }
   cp_async_wait<0>();
-  __syncthreads();  // the stages are free: the sums take their place
+  __syncthreads();  // all stages have been read: the sums may overwrite them
 
-  constexpr int kTokenPitch = Config::kColumnsY ? 1 : Area::kPitch, kRowPitch = Config::kColumnsY ? Area::kPitch : 1;
-  float* const sums = (float*)shared + stream / Config::kBlockTiles * (Area::kBytes / 4) +
-                      (stream % Config::kBlockTiles * Tile::kRows + row0) * kRowPitch;
+  constexpr int kTokenPitch = Config::kYColumnMajor ? 1 : Buffer::kPitch,
+                kRowPitch = Config::kYColumnMajor ? Buffer::kPitch : 1;
+  float* const sums = (float*)shared + pair / Config::kWarpPairsM * (Buffer::kBytes / 4) +
+                      (pair % Config::kWarpPairsM * Tile::kRows + row0) * kRowPitch;
 #pragma unroll
-  for (int h = 0; h < kWarpBlocks; ++h)
+  for (int h = 0; h < kWarpM16Tiles; ++h)
 #pragma unroll
-    for (int c = 0; c < kWarpColumns; ++c)
+    for (int c = 0; c < kWarpN8Tiles; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         sums[(token0 + 8 * c + lane % 4 * 2 + i % 2) * kTokenPitch + (16 * h + lane / 4 + i / 2 * 8) * kRowPitch] =
             acc[h][c][i];
-  if constexpr (Config::kCluster > 1) cluster_sync();
+  if constexpr (Config::kClusterSize > 1) cluster_sync();
   else __syncthreads();
 
-  u32 areas[Config::kSlices];
+  u32 buffers[Config::kSplitK];
 #pragma unroll
-  for (int i = 0; i < Config::kSlices; ++i) areas[i] = slice_address(base, i);
-  fold_rows(p, areas, rank * Config::kFoldRows, block_tile * Tile::kRows, first_token);
-  if constexpr (Config::kCluster > 1) cluster_sync();  // nobody leaves while its sums are still read
+  for (int i = 0; i < Config::kSplitK; ++i) buffers[i] = slice_address(base, i);
+  reduce_rows(p, buffers, rank * Config::kReducedRows, first_row_tile * Tile::kRows, first_token);
+  if constexpr (Config::kClusterSize > 1) cluster_sync();  // no CTA exits while another reads its shared memory
 }

@@ -1,164 +1,154 @@
-// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]), operands fed by the copy engine.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]): warp-specialised wgmma, W 2:4 sparse.
 //
-// W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in tiles of 64 rows
-// x 256 bytes of columns, each one bulk copy; X comes through a tensor map in boxes of 128 bytes of columns. W and X
-// have rings of their own, for a tile of W is two boxes of X long. X of 16-bit elements may lie in columns, where the
-// tokens of a column are adjacent: then a stage is boxes of up to 64 tokens, a line for each of 64 columns, and wgmma
-// reads them N-major. So may Y: its tiles are staged as they lie there. Neither changes a bit of a result.
+// W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in K tiles of 64 rows
+// x 256 bytes of columns, each loaded by one bulk copy. X comes through a tensor map in boxes of 128 bytes of columns.
+// W and X have pipelines of their own, because a K tile of W spans two boxes of X. X of 16-bit elements may be
+// column-major: a stage is then boxes of up to 64 tokens, a line for each of 64 columns, and wgmma reads them N-major.
+// Y may be column-major too: its tiles are staged in that order. The orders change no bit of a result.
 //
-// The blocks of a cluster lie kShare along M, which share X: each copies a part of it to all; and kSlices along K.
-// With one slice, blocks stay and take tile after tile. Such a block may sum K in kParts, one after the other; and it
-// may have a range of tiles that begins and ends anywhere (kRanges, Turns): sums of an item, and what its whole parts
-// have come to, are then handed over to the next block.
-// A slice or part is summed in increasing k, and they are folded from the first to the last, ((0+1)+2)+3. So the bits
-// of a row depend on kSlices * kParts alone, and they are those of gemm/mma_sp.cu for as many slices. The tensor
-// cores add products of fp8 with few bits; kPromote moves their sums to float32 every 128 columns.
+// A cluster has kClusterM CTAs along M, which share X by multicast: each loads a part of X into all of them. It has
+// kSplitK CTAs along K (split-K). Without split-K the CTAs are persistent, and tile_scheduler.cuh gives them their work
+// tiles; such a CTA may sum K in kKChunks chunks one after the other, and its range of K tiles may begin and end inside
+// a work tile (stream-K). Each slice or chunk of K is summed in increasing k, and their sums are reduced from the first
+// to the last, ((0+1)+2)+3. So the bits of a row depend on kSplitK * kKChunks alone, and equal those of gemm/mma_sp.cu
+// for as many slices.
 //
-// A thread has the sums of rows r and r + 8 of W, of which a gated epilogue makes a result: Y is half as wide, and a
-// row tile gives 32 of its columns.
+// A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
+// an m64 tile gives 32 of its columns.
 //
-// float32 (kXParts) is multiplied in parts of bf16: X comes in parts that gemm/f32_split.cu has made; W is packed in
-// two (kPlanes), or it is float32 and split in registers, in three. gemm/wgmma_sp/split_products.cuh says how.
+// float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X; W is split
+// into two terms when it is packed (kWPresplit), or into three in registers.
 //
-// Each role has its file in gemm/wgmma_sp/, those that copy share copies.cuh; pipeline.cuh is what they go by.
+//   role               threads                          what it does
+//   load_weights       last warpgroup, thread 0         loads W, kMTiles tiles per stage
+//   load_x             last warpgroup, thread 32        loads this CTA's part of X into all CTAs that share it
+//   load_weights_and_x last warpgroup, a lane of warp 0 replaces both where kOneProducer
+//   load_x_cp_async    last warpgroup, threads 64 ..    replaces load_x for a column-major X of few tokens (kXCpAsync)
+//   publish_x          last warpgroup, thread 32        fences the stages that cp.async loaded
+//   StreamKFixup       last warpgroup, warp 2           waits for the flags of partial sums, and sets them
+//   Mainloop           each consumer warpgroup          multiplies kMTilesPerWarpgroup m64 tiles with all tokens
+//   EpilogueStore      each consumer warpgroup          without split-K: stages results and stores them by TMA
+//   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's part of the cluster's rows
 //
-//   role         who                            what
-//   copy_weights last warpgroup, thread 0       W, kRowTiles tiles a stage
-//   copy_source  last warpgroup, thread 32      X, this block's part of a stage to all blocks that share it
-//   copy_both    last warpgroup, warp 0         instead, with kOneCopies: one lane
-//   copy_lines   last warpgroup, threads 64 ..  instead: X in columns of fewer than 64 tokens, for this block
-//   report_lines last warpgroup, thread 32      that a stage of these has come
-//   Multiplier   each of kWarpgroups            kRowBlocks row tiles of W, all of the block's tokens
-//   Handover     last warpgroup, warp 2         kRanges: waits for the flags of sums, and sets them
-//   Writer       each of kWarpgroups, 1 slice   its results, staged for the copy engine, or element by element
-//   Folder       all of kWarpgroups, slices     the block's share of the cluster's rows: sums, epilogue, stores
+//   barriers     weight_full, x_full: a stage is loaded. weight_empty, x_empty: all consumer warps have read a stage,
+//                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. Named barriers from 1 on guard
+//                the staging area of a warpgroup; with split-K barrier 1 says that all stages have been read. Further
+//                ones with stream-K: partial sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and
+//                the next. The cluster syncs before and after the reduction.
+//   registers    at most 128 accumulators per thread, kAccumulators * kMTilesPerWarpgroup; twice as many with kPromote,
+//                and kHeldAccumulators more with several K chunks: at most 192. Where kReallocRegisters, a producer
+//                thread keeps 40 registers and a consumer thread has 232.
 //
-//   barriers     weight_full, source_full: a stage's bytes have come; weight_free, source_free: all warps that read
-//                a stage are done with it (X: those of all blocks that share it); source_came: threads have copied a
-//                stage. Named barriers 1 ..: a warpgroup's staging area; with slices, 1: all stages have been read;
-//                with ranges, further ones: a warpgroup's sums have been stored, or can be loaded. The cluster meets
-//                round the fold. Of float32, kTurnBarrier and up: a warpgroup's turn in front of the tensor cores.
-//   registers    kSums * kRowBlocks accumulators, at most 128 a thread; twice that with kPromote, and kHeld more with
-//                kParts > 1: at most 192. Where kTrade says so, threads that copy hand theirs over and keep 40; those
-//                that multiply have 232.
-//
-//   copy_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
-//   copy_source  | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kSourceStages ahead
-//   Multiplier          | wgmma X0 | X1 | X2 | X3 | ..                   one step of wgmma in flight, the stages of
-//                                                                        the step before it freed meanwhile
-//   Writer                                        | fill | copy |        while the next item is copied in
+//   load_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
+//   load_x       | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kXStages ahead
+//   Mainloop            | wgmma X0 | X1 | X2 | X3 | ..                   one half tile in flight while the stages of
+//                                                                        the half tile before are released
+//   EpilogueStore                                 | stage | store |      while the next work tile is loaded
 #include "gemm/wgmma_sp/cluster_reduce.cuh"
 #include "gemm/wgmma_sp/epilogue_store.cuh"
-#include "gemm/wgmma_sp/mainloop.cuh"
+#include "gemm/wgmma_sp/mainloop_presplit.cuh"
+#include "gemm/wgmma_sp/mainloop_sparse.cuh"
+#include "gemm/wgmma_sp/mainloop_split_registers.cuh"
 #include "gemm/wgmma_sp/producer.cuh"
 #include "gemm/wgmma_sp/stream_k_fixup.cuh"
 
-extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+template <int kSplitTerms> struct MainloopOf {
+  using Type = SparseMainloop<Config>;
+};
+template <> struct MainloopOf<2> {
+  using Type = PresplitMainloop<Config>;
+};
+template <> struct MainloopOf<3> {
+  using Type = SplitRegistersMainloop<Config>;
+};
+using Mainloop = MainloopOf<Config::kSplitTerms>::Type;
+
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
-  const u32 rank = blockIdx.x % Config::kCluster, share = rank % Config::kShare, slice = rank / Config::kShare;
+  const u32 rank = blockIdx.x % Config::kClusterSize, m_rank = rank % Config::kClusterM,
+            slice = rank / Config::kClusterM;
   const u32 warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.x_map);
     prefetch_tensor_map(&p.x_tail_map);
-    if (Config::kSlices == 1 && p.aligned) prefetch_tensor_map(&p.y_map);
-    constexpr int kReaders = 4 * Config::kWarpgroups;  // warps that report a stage free
+    if (Config::kSplitK == 1 && p.y_aligned) prefetch_tensor_map(&p.y_map);
+    constexpr int kReaders = 4 * Config::kWarpgroups;  // consumer warps, which each arrive at an empty barrier
     for (int i = 0; i < Config::kWeightStages; ++i) {
       barrier_init(barriers.weight_full(i), 1);
-      barrier_init(barriers.weight_free(i), kReaders);
+      barrier_init(barriers.weight_empty(i), kReaders);
     }
-    for (int i = 0; i < Config::kSourceStages; ++i) {
-      barrier_init(barriers.source_full(i), 1);
-      barrier_init(barriers.source_free(i), kReaders * Config::kSourceShare);
-      if (Config::kByThreads) barrier_init(barriers.source_came(i), Config::kLineThreads);
+    for (int i = 0; i < Config::kXStages; ++i) {
+      barrier_init(barriers.x_full(i), 1);
+      barrier_init(barriers.x_empty(i), kReaders * Config::kXMulticast);
+      if (Config::kXCpAsync) barrier_init(barriers.x_copied(i), Config::kXCopyThreads);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();
-  if constexpr (Config::kAfterPass) {
-    // The pass lets this kernel start when all before it is done: W needs no wait.
+  if constexpr (Config::kClusterSize > 1) cluster_sync_relaxed();
+  if constexpr (Config::kXFromPrepass) {
+    // The pre-pass kernel starts this one once all kernels before the two are done, so W needs no wait.
     launch_dependent_grids();
-    if (threadIdx.x / 32 != Config::kMultiplying / 32) grid_dependency_wait();
+    if (threadIdx.x / 32 != Config::kConsumerThreads / 32) grid_dependency_wait();
   } else {
-    if (threadIdx.x == Config::kMultiplying) prefetch_weights(p, share, slice);
-    if constexpr (!Config::kOneCopies) launch_dependent_grids();
+    if (threadIdx.x == Config::kConsumerThreads) prefetch_weights(p, m_rank, slice);
+    if constexpr (!Config::kOneProducer) launch_dependent_grids();
     grid_dependency_wait();
   }
 
   if (warpgroup == Config::kWarpgroups) {
-    if constexpr (Config::kTrade) warpgroup_reg_dealloc<Config::kCopyRegisters>();
+    if constexpr (Config::kReallocRegisters) warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 thread = threadIdx.x % 128;
-    if constexpr (Config::kOneCopies) {
+    if constexpr (Config::kOneProducer) {
       if (thread / 32 == 0 && elect_one()) {
-        copy_both(p, base, barriers, share, slice);
-        launch_dependent_grids();  // earlier, they would take from memory what this kernel still waits for
+        load_weights_and_x(p, base, barriers, m_rank, slice);
+        launch_dependent_grids();  // earlier, the next kernel would compete for memory with this kernel's last loads
       }
     } else {
-      if (thread == 0) copy_weights(p, base, barriers, share, slice);
-      if constexpr (Config::kByThreads) {
-        if (thread == 32) report_lines(p, barriers, slice);
-        if (thread >= 128 - Config::kLineThreads) copy_lines(p, base, barriers, share, slice);
+      if (thread == 0) load_weights(p, base, barriers, m_rank, slice);
+      if constexpr (Config::kXCpAsync) {
+        if (thread == 32) publish_x(p, barriers, slice);
+        if (thread >= 128 - Config::kXCopyThreads) load_x_cp_async(p, base, barriers, m_rank, slice);
       } else {
-        if (thread == 32) copy_source(p, base, barriers, share, slice);
+        if (thread == 32) load_x(p, base, barriers, m_rank, slice);
       }
     }
-    if (Config::kRanges && thread / 32 == 2) Handover{p}.wait();
+    if (Config::kStreamK && thread / 32 == 2) StreamKFixup{p}.exchange_flags();
     __syncwarp();
-    if constexpr (Config::kSlices > 1) cluster_sync();
+    if constexpr (Config::kSplitK > 1) cluster_sync();
   } else {
-    if constexpr (Config::kTrade) warpgroup_reg_alloc<Config::kSumRegisters>();
-    Multiplier multiplier{p, {}, {}, base, warpgroup, barriers.source_free(0), barriers};
-    if constexpr (Config::kSourceShare > 1)
-      multiplier.source_free =
-          cluster_address(barriers.source_free(0), threadIdx.x % 32 % Config::kShare + Config::kShare * slice);
-    if (Config::kTurns && warpgroup == 1)
-      named_barrier_arrive(kTurnBarrier, Config::kMultiplying);  // the other's is first
-    Sums sums[Config::kRowBlocks];
-    Writer<Config::Out> writer{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
-    for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-      const Item item(p, turn.index, share);
-#ifdef S24_F32_SPLIT
-      if constexpr (Config::kRanges) Handover{p}.take(sums, warpgroup, turn.takes());
-      else Multiplier::clear(sums);
-      const Groups groups(p, turn, warpgroup, slice);
-      multiplier.multiply_split(sums, turn.first, turn.last, groups);
-#else
-      const u32 tiles = turn.last - turn.first;
-      if constexpr (Config::kRanges) {
-        Handover{p}.take(sums, warpgroup, turn.takes());
-        if constexpr (Config::kParts > 1) multiplier.multiply_pieces(sums, turn, Handover{p});
-        else multiplier.multiply<true>(sums, tiles);
-      } else if constexpr (Config::kPromote) multiplier.multiply_promoting(sums, tiles);
-      else if constexpr (Config::kParts > 1) multiplier.multiply_parts(sums, tiles, Handover{p});
-      else multiplier.multiply(sums, tiles);
-#endif
-      const u32 row_tile = warpgroup * Config::kRowBlocks;
-      if constexpr (Config::kRanges) {
-        if (turn.gives()) {
-          Handover{p}.give(sums, warpgroup);
+    if constexpr (Config::kReallocRegisters) warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    Mainloop mainloop{{p, {}, {}, base, warpgroup, barriers.x_empty(0), barriers}};
+    mainloop.begin(slice);
+    Accumulators accumulators;
+    EpilogueStore<Config::Out> epilogue{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes,
+                                        1 + (int)warpgroup};
+    for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+      const WorkTile work(p, scheduler.index, m_rank);
+      mainloop.multiply(accumulators, scheduler, slice);
+      if constexpr (Config::kStreamK) {
+        if (scheduler.stores_partials()) {
+          StreamKFixup{p}.store_partials(accumulators, warpgroup);
           continue;
         }
       }
-#ifdef S24_F32_SPLIT
-      if (Config::kTilesOfGroup) groups.finish(sums, turn.last);
-#else
-      if constexpr (Config::kRanges && Config::kParts > 1) multiplier.add_parts(sums, turn, Handover{p});
-#endif
-      if constexpr (Config::kSlices == 1) {
+      mainloop.finish(accumulators, scheduler);
+      const u32 m_tile = warpgroup * Config::kMTilesPerWarpgroup;
+      if constexpr (Config::kSplitK == 1) {
 #pragma unroll
-        for (int r = 0; r < Config::kRowBlocks; ++r)
-          writer.write(sums[r], (item.row_tile + row_tile + r) * Tile::kRows, item.token);
+        for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
+          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work.token);
       } else {
-        named_barrier_sync(1, Config::kMultiplying);  // every stage has been read: the sums take their place
-        store_sums(sums, base, row_tile);
+        named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read: accumulators may overwrite them
+        stage_accumulators(accumulators, base, m_tile);
         cluster_sync();
-        Folder(p, item, base, share, slice).run();
+        ClusterReduce(p, work, base, m_rank, slice).run();
       }
     }
-    if (Config::kSlices == 1 && p.aligned && writer.is_copier()) tma_store_wait_read<0>();
+    if (Config::kSplitK == 1 && p.y_aligned && epilogue.issues_stores()) tma_store_wait_read<0>();
   }
-  if constexpr (Config::kSlices > 1) cluster_sync_relaxed();  // nobody leaves while its sums are still read
+  if constexpr (Config::kSplitK > 1) cluster_sync_relaxed();  // no CTA exits while another reads its shared memory
 }

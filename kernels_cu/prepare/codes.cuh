@@ -1,11 +1,12 @@
-// A group's code, a nibble: the positions of its two kept cells. Masks to codes, and what follows from a code.
+// Codes of groups. A code is a nibble with the positions of a group's two kept cells. This file maps masks to codes,
+// and gathers kept values by codes.
 #pragma once
 #include "prepare/groups.cuh"
 
 constexpr u32 kTooMany = 0x10, kSpareFirst = 0x40, kSpareSecond = 0x20;  // marks beside a code
 constexpr u32 kCodeBits = 0x0f0f0f0fu;
 
-// The code of the first two cells of a mask. Spare slots take the lowest free positions, and are marked.
+// Returns the code of the first two cells of a mask. Spare slots take the lowest free positions and are marked.
 constexpr u32 code_of(u32 mask) {
   u32 used[4] = {}, count = 0;
   for (u32 i = 0; i < 4; ++i)
@@ -26,14 +27,15 @@ constexpr u32 codes_of_four(u32 mask) {
   return code_of(mask) | code_of(mask + 1) << 8 | code_of(mask + 2) << 16 | code_of(mask + 3) << 24;
 }
 
-// Four masks, a nibble each in the low half -> four codes, a byte each, with their marks. A nibble's bit 3 makes prmt
-// spread a sign, which is 0 in the tables: so either table answers, and the other gives 0.
+// Converts four masks (nibbles in the low half) to four codes (bytes) with their marks. Bit 3 of a nibble makes prmt
+// spread a sign, which is 0 in the tables, so one table answers and the other gives 0.
 __device__ __forceinline__ u32 codes_of(u32 masks) {
   constexpr u32 k0 = codes_of_four(0), k4 = codes_of_four(4), k8 = codes_of_four(8), k12 = codes_of_four(12);
   return prmt(k0, k4, masks) | prmt(k8, k12, masks ^ 0x8888u);
 }
 
-// Gathers the kept values of four groups, from their codes: called with a group and which of the four it is.
+// Gathers the kept values of four groups by their codes. It is called with a group and the group's index among the
+// four.
 template <int kWidth> struct Gather;
 
 template <> struct Gather<4> {
@@ -74,7 +76,7 @@ template <> struct Gather<1> {
   }
 };
 
-// The first bad group and what is wrong with it, in one word: group << 8 | detail. All ones: none.
+// Reports a bad group in one word, group << 8 | detail; the smallest one is kept. All ones means that no group is bad.
 __device__ __forceinline__ void report(u64* status, u64 group, u32 detail) {
   const u64 found = group << 8 | detail;
   if (found < *(volatile u64*)status) atomicMin(status, found);

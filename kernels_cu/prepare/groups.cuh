@@ -1,30 +1,30 @@
-// Groups of four cells, and which two of them are kept. What differs between cells of 1, 2 and 4 bytes is an overload
-// for Group<1>, Group<2> and Group<4>. Bits are moved, never computed with, so every result is exact.
+// Groups of four cells, and the choice of two of them. Cells of 1, 2 and 4 bytes have overloads for Group<1>, Group<2>
+// and Group<4>. Bits are only moved and compared, so every result is exact.
 #pragma once
 #include "prepare/packed_u16.cuh"
 
-// How a cell's bits count, by the number in S24_NUMBER.
+// How a cell's bits are read as a number; the codes are those of S24_NUMBER.
 enum class Number { UNSIGNED = 0, TWOS_COMPLEMENT = 1, SIGN_MAGNITUDE = 2 };
 
-// A cell of kWidth bytes. kFirstNan: the smallest magnitude that is a NaN, 0 where there is none. kSigned: cells rank
-// by value, else by |value|.
+// A cell of kWidth bytes. kFirstNan is the smallest magnitude that is a NaN, or 0 if there is none. kSigned ranks cells
+// by value, otherwise by |value|.
 template <int kWidth_, int kNumberCode, u32 kFirstNan_, bool kSigned_ = false> struct CellType {
   static constexpr int kWidth = kWidth_;
   static constexpr Number kNumber = Number(kNumberCode);
   static constexpr u32 kFirstNan = kFirstNan_;
   static constexpr bool kSigned = kSigned_;
-  static constexpr bool kNarrowKeys = kWidth == 1 || !kSigned;  // the top bit is free
+  static constexpr bool kNarrowKeys = kWidth == 1 || !kSigned;  // keys leave the top bit free
 };
 
-// Four cells, the first in the lowest bytes.
+// Four cells, with the first in the lowest bytes.
 template <int kWidth> struct Group {
   u32 word[kWidth];
 };
 
 // Keys ----------------------------------------------------------------------------------------------
-// Unsigned numbers that order as the cells do: NaN above all and all NaNs alike, -0 and +0 alike.
+// Keys are unsigned numbers that order as the cells do: NaN is above all, all NaNs are alike, and so are -0 and +0.
 
-// One a word, of 32-bit cells. at_least, bit 31: a >= b.
+// Keys of 32-bit cells, one in each word. Bit 31 of at_least is a >= b.
 template <bool kNarrow> struct WordKeys {
   u32 cell[4];
   static __device__ __forceinline__ u32 at_least(u32 a, u32 b) {
@@ -32,18 +32,18 @@ template <bool kNarrow> struct WordKeys {
   }
 };
 
-// Two a word, of narrower cells: 0 and 1, 2 and 3. at_least, bits 15 and 31: the lanes of a are at least those of b.
-template <bool kNarrow> struct LaneKeys {
+// Keys of narrower cells, two in each word: 0 and 1, 2 and 3. Bits 15 and 31 of at_least compare the halves of a and b.
+template <bool kNarrow> struct PackedKeys {
   u32 low, high;
   static __device__ __forceinline__ u32 at_least(u32 a, u32 b) {
-    return kNarrow ? (a | 0x80008000u) - b : lanes_at_least(a, b);
+    return kNarrow ? (a | 0x80008000u) - b : u16x2_at_least(a, b);
   }
 };
 
 template <class Cell> __device__ __forceinline__ u32 float_key(u32 bits) {
   if constexpr (Cell::kSigned) {
-    // A negative number's bits become 2^31 - bits, minus its magnitude; then all are moved up by the bits of Inf, so
-    // that -Inf is 0 and NaNs, of either sign, are beyond +Inf.
+    // A negative number's bits become 2^31 - bits, minus its magnitude. Then all move up by the bits of Inf, so that
+    // -Inf is 0 and NaNs of either sign are beyond +Inf.
     constexpr u32 kInf = Cell::kFirstNan - 1;
     const u32 negative = (u32)((int)bits >> 31);
     return min((bits ^ negative) + (negative & 0x80000001u) + kInf, 2 * kInf + 1);
@@ -52,16 +52,16 @@ template <class Cell> __device__ __forceinline__ u32 float_key(u32 bits) {
   }
 }
 
-// Two floats, in 16-bit lanes, with the masks of the negative ones -> keys.
+// Keys of two floats in 16-bit halves; `negative` masks the negative ones.
 template <class Cell> __device__ __forceinline__ u32 float_keys(u32 bits, u32 negative) {
   constexpr u32 kSign = 1u << (8 * Cell::kWidth - 1);
   if constexpr (Cell::kSigned) {
-    // As float_key does it: kSign - bits for the negative ones, and all up by the bits of the largest number.
-    constexpr u32 kLargest = Cell::kFirstNan - 1, kTurn = ((kLargest + kSign + 1) ^ kLargest) & 0xffffu;
-    const u32 up = (negative & kTurn * kTwice) ^ kLargest * kTwice;
-    return min_lanes(add_lanes(bits ^ negative, up), (2 * kLargest + 1) * kTwice);
+    // The mapping of float_key: kSign - bits for negative numbers; all move up by the largest number's bits.
+    constexpr u32 kLargest = Cell::kFirstNan - 1, kFlip = ((kLargest + kSign + 1) ^ kLargest) & 0xffffu;
+    const u32 up = (negative & kFlip * kBothHalves) ^ kLargest * kBothHalves;
+    return min_u16x2(add_u16x2(bits ^ negative, up), (2 * kLargest + 1) * kBothHalves);
   } else {
-    return min_lanes(bits & (kSign - 1) * kTwice, Cell::kFirstNan * kTwice);
+    return min_u16x2(bits & (kSign - 1) * kBothHalves, Cell::kFirstNan * kBothHalves);
   }
 }
 
@@ -70,18 +70,18 @@ template <class Cell> __device__ __forceinline__ WordKeys<Cell::kNarrowKeys> key
       {float_key<Cell>(g.word[0]), float_key<Cell>(g.word[1]), float_key<Cell>(g.word[2]), float_key<Cell>(g.word[3])}};
 }
 
-template <class Cell> __device__ __forceinline__ LaneKeys<Cell::kNarrowKeys> keys_of(const Group<2>& g) {
+template <class Cell> __device__ __forceinline__ PackedKeys<Cell::kNarrowKeys> keys_of(const Group<2>& g) {
   const u32* w = g.word;
   return {float_keys<Cell>(w[0], prmt(w[0], 0, 0xbb99)), float_keys<Cell>(w[1], prmt(w[1], 0, 0xbb99))};
 }
 
-template <class Cell> __device__ __forceinline__ LaneKeys<Cell::kNarrowKeys> keys_of(const Group<1>& g) {
+template <class Cell> __device__ __forceinline__ PackedKeys<Cell::kNarrowKeys> keys_of(const Group<1>& g) {
   const u32 w = g.word[0];
   if constexpr (Cell::kNumber == Number::TWOS_COMPLEMENT) {
     const u32 low = prmt(w, 0, 0x9180), high = prmt(w, 0, 0xb3a2);  // sign-extended
-    if constexpr (Cell::kSigned) return {add_lanes(low, 0x80 * kTwice), add_lanes(high, 0x80 * kTwice)};
+    if constexpr (Cell::kSigned) return {add_u16x2(low, 0x80 * kBothHalves), add_u16x2(high, 0x80 * kBothHalves)};
     const u32 sign_low = prmt(w, 0, 0x9988), sign_high = prmt(w, 0, 0xbbaa);
-    return {(low ^ sign_low) + (sign_low & kTwice), (high ^ sign_high) + (sign_high & kTwice)};
+    return {(low ^ sign_low) + (sign_low & kBothHalves), (high ^ sign_high) + (sign_high & kBothHalves)};
   } else {
     const u32 low = prmt(w, 0, 0x4140), high = prmt(w, 0, 0x4342);
     if constexpr (Cell::kNumber == Number::UNSIGNED) return {low, high};
@@ -89,9 +89,10 @@ template <class Cell> __device__ __forceinline__ LaneKeys<Cell::kNarrowKeys> key
   }
 }
 
-// Flags of a group: bit 7 of byte i is cell i's -----------------------------------------------------
+// Flags of a group: bit 7 of byte i stands for cell i -----------------------------------------------------
 
-// From the six comparisons "cell i is at least cell j" in bit 31: the cells that win two of three are kept.
+// Chooses two cells from the six comparisons "cell i is at least cell j" in bit 31: the cells that win two of three are
+// kept.
 __device__ __forceinline__ u32 two_largest(u32 c01, u32 c02, u32 c03, u32 c12, u32 c13, u32 c23) {
   const u32 first = majority(c01, c02, c03), second = majority(~c01, c12, c13);
   const u32 third = majority(~c02, ~c12, c23), fourth = majority(~c03, ~c13, ~c23);
@@ -104,8 +105,8 @@ template <bool kNarrow> __device__ __forceinline__ u32 two_largest(const WordKey
                      k.at_least(c[1], c[3]), k.at_least(c[2], c[3]));
 }
 
-template <bool kNarrow> __device__ __forceinline__ u32 two_largest(const LaneKeys<kNarrow>& k) {
-  // Lanes of two cells at once; a name lists the comparisons in the low and the high lane.
+template <bool kNarrow> __device__ __forceinline__ u32 two_largest(const PackedKeys<kNarrow>& k) {
+  // Both halves are compared at once; a name lists the comparisons in the low and the high half.
   const u32 c02_13 = k.at_least(k.low, k.high), c03_12 = k.at_least(k.low, prmt(k.high, 0, 0x1032));
   const u32 c01_23 = k.at_least(prmt(k.low, k.high, 0x5410), prmt(k.low, k.high, 0x7632));
   const u32 c01_10 = prmt(c01_23, 0, 0x1010) ^ 0x80000000u, c23_32 = prmt(c01_23, 0, 0x3232) ^ 0x80000000u;
@@ -114,7 +115,7 @@ template <bool kNarrow> __device__ __forceinline__ u32 two_largest(const LaneKey
   return prmt(low, high, 0x7531);
 }
 
-// Cells that aren't zero; -0 is one.
+// Flags the cells that are not zero; -0 counts as zero.
 template <class Cell> __device__ __forceinline__ u32 nonzero(const Group<4>& g) {
   u32 flag[4];
 #pragma unroll
@@ -131,13 +132,13 @@ template <class Cell> __device__ __forceinline__ u32 nonzero(const Group<1>& g) 
   return Cell::kNumber == Number::SIGN_MAGNITUDE ? low_bits : low_bits | g.word[0];
 }
 
-// Flags -> bits 0 to 3.
+// Moves flags to bits 0 to 3.
 __device__ __forceinline__ u32 nibble(u32 flags) { return (flags & 0x80808080u) * 0x00204081u >> 28; }
 
-// The inverse: bits 0 to 3 -> flags.
+// Moves bits 0 to 3 to flags.
 __device__ __forceinline__ u32 flags_of(u32 nibble) { return nibble * 0x10204080u & 0x80808080u; }
 
-// The group with the other cells zero.
+// Returns the group with the unflagged cells set to zero.
 __device__ __forceinline__ Group<4> only(const Group<4>& g, u32 flags) {
   Group<4> out;
 #pragma unroll

@@ -1,37 +1,29 @@
-// Canonical 2:4 weights of 16-bit elements to tiles of 64 x 128 and back, of 8-bit ones to tiles of 64 x 256, of 32-bit
-// ones to tiles of 64 x 64. A block moves one tile; memory bound.
+// Packs canonical 2:4 weights into tiles and unpacks them: tiles of 64 x 128 for 16-bit elements, 64 x 256 for 8-bit
+// ones, 64 x 64 for 32-bit ones. A CTA moves one tile. Memory bound.
 //
-//   role         who                what
-//   every warp   256 threads        two chunks of 16 bytes of values a thread, canonical <-> swizzled (32 bits: <->
-//                                   fragment order, 8 bytes at a time)
-//   metadata     threads 0 to 127   a lane's words of one fragment each, canonical <-> fragment order
+// role       threads     work
+// values     256         two chunks of 16 bytes a thread, canonical <-> swizzled (32 bits: <-> fragment order, 8 bytes
+//                        at a time)
+// metadata   0 to 127    one lane's words of one fragment each, canonical <-> fragment order
 //
-//   no barriers, no shared memory; few registers
+// no barriers, no shared memory; few registers
 //
-//   thread   | values: load, store x 2 | metadata: load, nibbles <-> codes, store |
+// thread   | values: load, store x 2 | metadata: load, nibbles <-> codes, store |
 #include "common/weight_tile.cuh"
 #include "prepare/codes.cuh"
+#include "prepare/params/pack.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
   using Tile = WeightTile<kWidth>;
   static constexpr int kThreads = 256;
-  static constexpr int kChunks = Tile::kRowBytes / 16;  // of a row's values
-  static constexpr int kLanes = Tile::kFragments * 32;  // that have words of metadata
+  static constexpr int kChunks = Tile::kRowBytes / 16;  // chunks of a row's values
+  static constexpr int kLanes = Tile::kFragments * 32;  // threads that move metadata
   static constexpr u16 kPadCodes = 0x0404;
 };
 using Tile = Config::Tile;
 
-struct PackParams {
-  u8* values;
-  u16* metadata;
-  u8* packed;
-  u64* status;
-  i64 m, k;
-};
-static_assert(matches_host<PackParams>(), "the host has another PackParams");
-
-// Two codes, a byte each -> a byte; four -> a uint16, lowest nibble first; and back.
+// Converts between codes (a byte each) and nibbles, lowest first.
 __device__ __forceinline__ u32 to_nibbles(u32 codes) {
   const u32 pairs = codes | codes >> 4;
   return prmt(pairs, 0, 0x4420);
@@ -41,9 +33,9 @@ __device__ __forceinline__ u32 to_codes(u32 nibbles) {
   return (bytes | bytes << 4) & 0x0f0f0f0fu;
 }
 
-// The tile that a block moves.
+// The tile of a CTA.
 struct BlockTile {
-  i64 row, column, pitch, words;  // its first cell; bytes of a row of values, 16-bit words of one of metadata
+  i64 row, column, pitch, words;  // its first cell; bytes of a row of values; 16-bit words of a row of metadata
   u8* packed;
 
   __device__ explicit BlockTile(const PackParams& p) {
@@ -56,7 +48,7 @@ struct BlockTile {
   }
 };
 
-// Chunk c of row r of a tile: its bytes in the canonical values, and how many of the 16 there are.
+// Chunk c of row r of a tile: its offset in the canonical values, and how many of its bytes exist.
 struct Chunk {
   i64 offset, bytes;
 
@@ -67,7 +59,7 @@ struct Chunk {
   }
 };
 
-// The row, and the 16-bit word in it, of half h of word j of a lane.
+// Row and 16-bit word in the canonical metadata of half h of a lane's word j.
 __device__ __forceinline__ i64 row_of(const BlockTile& tile, int w, int g, int t, int h) {
   return tile.row + 16 * w + g + 8 * (Config::kWidth == 1 ? t & 1 : h);
 }
@@ -75,12 +67,12 @@ __device__ __forceinline__ i64 word_of(const BlockTile& tile, int t, int j, int 
   return tile.column / 8 + (Config::kWidth == 1 ? 8 * j + 4 * (t >> 1) + 2 * h : 2 * (4 * j + t));
 }
 
-// Where chunk c of row r lies: the 128-byte swizzle.
+// Address of chunk c of row r under the 128-byte swizzle.
 __device__ __forceinline__ u8* swizzled(const BlockTile& tile, int r, int c) {
   return tile.packed + (r * Config::kChunks + (c ^ (r & 7))) * 16;
 }
 
-// Of 32 bits, where a half of it lies: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
+// Address of half a chunk of 32-bit elements: [step][columns 0-7, 8-15][warp][lane][row, row + 8][pair].
 __device__ __forceinline__ uint2* fragment(const BlockTile& tile, int r, int c, int half) {
   const int kept = 4 * c + 2 * half, lane = r % 8 * 4 + kept % 8 / 2;
   return (uint2*)(tile.packed + (kept / 8 * 128 + r / 16 * 32 + lane) * 16 + r % 16 / 8 * 8);
@@ -140,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) pack(const __grid
   }
 }
 
-// Padding is dropped unread; the first group whose nibble isn't a code is reported.
+// Skips padding, and reports the first group whose nibble is not a code.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) unpack(const __grid_constant__ PackParams p) {
   const BlockTile tile(p);
 #pragma unroll

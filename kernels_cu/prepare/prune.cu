@@ -1,47 +1,35 @@
-// Dense row-major [M, K] to 2:4, in one pass at memory speed: prune, compress, both at once, or apply a mask.
+// Prunes dense row-major [M, K] to 2:4, compresses it, does both at once, or applies a mask: one pass at memory speed.
 //
 // K is a multiple of 8, so rows never split a unit and the matrix is one flat array. Loads and stores are streaming:
-// nothing is read twice, and what is written doesn't push out what is still to be read.
+// nothing is read twice, and stores do not evict what is still to be read.
 //
-//   role        who            what
-//   every warp  256 threads    kPerThread units of kCells cells a thread, 256 units apart
+//   threads    work
+//   256        kPerThread units of kCells cells a thread, 256 units apart
 //
 //   no barriers, no shared memory; registers hold a thread's units
 //
 //   thread   | load all units | rank, or read the mask: flags -> codes | store each unit |
 #include "common/element.cuh"
 #include "prepare/codes.cuh"
+#include "prepare/params/prune.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN> {
-  static constexpr int kScores = S24_SCORES;  // an element's code: rank by the caller's scores; -1: by |value|
+  static constexpr int kScores = S24_SCORES;  // code of the scores' element, or -1 to rank by |value|
   static constexpr int kThreads = 256;
   static constexpr int kPerThread = kWidth == 4 ? 2 : 4;  // independent units in flight
-  static constexpr int kCells = kWidth == 1 ? 16 : 8;     // of a unit: at least 16 bytes, and a byte of the mask
+  static constexpr int kCells =
+      kWidth == 1 ? 16 : 8;  // cells of a unit: at least 16 bytes, and at least a byte of the mask
   static constexpr int kGroups = kCells / 4;
   static constexpr int kVectors = kCells * kWidth / 16;
 };
-
-struct PruneParams {
-  const void* dense;
-  const void* scores;
-  const void* mask_in;
-  void* pruned;
-  void* mask_out;
-  void* values;
-  void* metadata;
-  u64* status;
-  u64 cells;
-  u64 row_cells;
-};
-static_assert(matches_host<PruneParams>(), "the host has another PruneParams");
 
 template <int kWidth> struct __align__(16) UnitOf {
   Group<kWidth> group[Config::kGroups];
 };
 using Unit = UnitOf<Config::kWidth>;
 
-// 8-bit elements: the last unit may be half a one.
+// With 8-bit elements the last unit may be half full.
 __device__ __forceinline__ bool is_half(u64 at, u64 cells) {
   return Config::kWidth == 1 && (at + 1) * Config::kCells > cells;
 }
@@ -77,7 +65,7 @@ __device__ __forceinline__ void store_unit(void* to, u64 at, u64 cells, const Un
   for (int i = 0; i < Config::kVectors; ++i) __stcs((uint4*)to + at * Config::kVectors + i, u.vector[i]);
 }
 
-// Masks: bit i of a unit is its cell i.
+// Masks: bit i of a unit stands for its cell i.
 __device__ __forceinline__ u32 load_mask(const void* from, u64 at, u64 cells) {
   if (Config::kWidth != 1) return ((const u8*)from)[at];
   return is_half(at, cells) ? ((const u8*)from)[2 * at] : ((const u16*)from)[at];
@@ -89,7 +77,7 @@ __device__ __forceinline__ void store_mask(void* to, u64 at, u64 cells, u32 mask
   else ((u16*)to)[at] = (u16)mask;
 }
 
-// The kept values and the metadata of a unit, by its codes.
+// Stores the kept values and the metadata of a unit, by its codes.
 __device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const UnitOf<4>& unit, u32 codes) {
   const Gather<4> gather(codes);
   const uint2 a = gather(unit.group[0], 0), b = gather(unit.group[1], 1);
@@ -118,12 +106,12 @@ __device__ __forceinline__ void store_kept(const PruneParams& p, u64 at, const U
 
 // Ranking -------------------------------------------------------------------------------------------
 
-// Flags of the cells of group `index` that are kept: the two of the largest scores.
+// Flags the cells of group `index` with the two largest scores.
 template <int kScores> struct Ranking {
   using Score = Element<ElementKind(kScores)>;
-  static constexpr int kVectors = 4 * (int)sizeof(typename Score::Bits) / 8;  // of 8 bytes, for a group
+  static constexpr int kVectors = 4 * (int)sizeof(typename Score::Bits) / 8;  // vectors of 8 bytes for a group
 
-  // Orders as the score does, signed: NaN above all, -0 and +0 alike.
+  // Returns a key that orders as the signed score does: NaN above all, -0 and +0 alike.
   static __device__ __forceinline__ u32 key(float score) {
     const u32 bits = __float_as_uint(score + 0.0f);
     return score == score ? bits ^ ((u32)((int)bits >> 31) | 0x80000000u) : 0xffffffffu;
@@ -151,7 +139,7 @@ template <int kScores> struct Ranking {
   }
 };
 
-// The two of the largest |value|.
+// Flags the two cells with the largest |value|.
 template <> struct Ranking<-1> {
   static __device__ __forceinline__ u32 kept(const PruneParams& p, const Group<Config::kWidth>& g, u64 index) {
     return two_largest(keys_of<Config>(g));
@@ -161,7 +149,7 @@ using Rank = Ranking<Config::kScores>;
 
 // Kernels -------------------------------------------------------------------------------------------
 
-// Calls body(unit, its number) for every unit of the thread, all loads first.
+// Calls body(unit, its index) for every unit of the thread, after all loads.
 template <class Body> __device__ __forceinline__ void for_units(const PruneParams& p, Body body) {
   const u64 first = (u64)blockIdx.x * (Config::kThreads * Config::kPerThread) + threadIdx.x;
   const u64 units = (p.cells + Config::kCells - 1) / Config::kCells;
@@ -174,7 +162,7 @@ template <class Body> __device__ __forceinline__ void for_units(const PruneParam
     if (first + i * Config::kThreads < units) body(unit[i], first + i * Config::kThreads);
 }
 
-// Either result may be null.
+// Writes the pruned matrix and the mask; either may be null.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) prune(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
     u32 mask = 0;
@@ -214,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) compress(const __
   });
 }
 
-// A mask of rows: one bit a cell, 8 to a byte, the first in bit 0.
+// Applies a mask of rows: one bit a cell, 8 to a byte, the first in bit 0.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) mask_by_rows(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
     const u32 mask = load_mask(p.mask_in, at, p.cells);
@@ -224,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) mask_by_rows(cons
   });
 }
 
-// A mask of tiles: a 64-bit word for 8x8 cells, four 4x4 quadrants of 16 bits, bit = column + 4 * row.
+// Applies a mask of tiles: a 64-bit word for 8x8 cells, four 4x4 quadrants of 16 bits, bit = column + 4 * row.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) mask_by_tiles(const __grid_constant__ PruneParams p) {
   for_units(p, [&](Unit& unit, u64 at) {
 #pragma unroll

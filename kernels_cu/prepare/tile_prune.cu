@@ -1,51 +1,35 @@
 // Transposable 2:4: every 4x4 tile keeps at most two cells in each row and in each column. One pass gives the canonical
-// forms of W and of W^T and the mask. Memory bound, but for the optimal rule.
+// forms of W and of W^T and the mask. Memory bound, except for the optimal rule.
 //
-// A thread owns 8x8 cells, in two bands of two tiles; a block 128 x 128 cells. What belongs to W^T goes through shared
-// memory, so that all its stores are whole sectors.
+// A thread owns a square of 8x8 cells, which is two pairs of tiles; a CTA owns 128 x 128 cells. The output for W^T goes
+// through shared memory, so that all its stores are whole sectors.
 //
-//   role        who            what
-//   every warp  256 threads    its square: both bands' masks, W's values and metadata; then a part of W^T's stores
+//   threads    work
+//   256        a square: masks of both pairs, W's values and metadata; then a part of W^T's stores
 //
-//   barriers    one __syncthreads, between the squares and the stores of W^T
-//   registers   a square's cells and masks; at most 64 where four blocks are to share a multiprocessor
+//   barriers   one __syncthreads, between the squares and the stores of W^T
+//   registers  a square's cells and masks; at most 64 where four CTAs are to share an SM
 //
-//   thread   | load 8 rows | band 0: rule, codes, W, W^T to shared | band 1: the same | sync | store W^T |
+//   thread   | load 8 rows | pair 0: rule, codes, W, W^T to shared | pair 1: the same | sync | store W^T |
 #include "prepare/codes.cuh"
+#include "prepare/params/tile_prune.cuh"
 #include "prepare/tile_rules.cuh"
 
-#ifndef S24_MANTISSA_BITS  // given for the optimal rule on floats alone
-#define S24_MANTISSA_BITS 0
-#define S24_EXPONENT_BIAS 0
-#define S24_HAS_INF 0
-#endif
-
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : CellType<S24_WIDTH, S24_NUMBER, S24_FIRST_NAN, S24_SIGNED> {
   static constexpr Rule kRule = Rule(S24_RULE);
-  // Of a float, for the optimal rule.
+  // The format of a float element for the optimal rule; all 0 otherwise.
   static constexpr int kMantissaBits = S24_MANTISSA_BITS, kExponentBias = S24_EXPONENT_BIAS;
   static constexpr bool kHasInf = S24_HAS_INF;
 
   static constexpr int kThreads = 256;
-  static constexpr int kBlocksPerSm = kRule == Rule::OPTIMAL || kWidth == 4 ? 0 : 4;  // 0: they take what they take
-  static constexpr int kAcross = 16, kDown = 16;                                      // threads of a block
-  static constexpr int kSide = 8;                                                     // cells of a thread's square
-  static constexpr int kBlockSide = kAcross * kSide;
+  static constexpr int kCtasPerSm = kRule == Rule::OPTIMAL || kWidth == 4 ? 0 : 4;  // 0: no limit
+  static constexpr int kAcross = 16, kDown = 16;                                    // threads of a CTA, across and down
+  static constexpr int kSide = 8;                                                   // side of a thread's square
+  static constexpr int kCtaSide = kAcross * kSide;
 };
 
-struct TilePruneParams {
-  const u8* dense;  // [M, K]
-  u8* values;       // [M, K/2]
-  u16* metadata;    // [M, K/8]
-  u8* values_t;     // [K, M/2]
-  u16* metadata_t;  // [K, M/8]
-  uint2* mask;      // [M/8, K/8]
-  i64 m, k;
-};
-static_assert(matches_host<TilePruneParams>(), "the host has another TilePruneParams");
-
-// What a row's cells and kept values are moved as.
+// Vector types that move a row's cells and kept values.
 template <int kWidth> struct MovesOf;
 
 template <> struct MovesOf<4> {
@@ -67,9 +51,9 @@ template <> struct MovesOf<1> {
 };
 
 using Row = RowOf<Config::kWidth>;
-using Square = Band<Config::kWidth>[2];
+using Square = TilePair<Config::kWidth>[2];
 using Moves = MovesOf<Config::kWidth>;
-using Kept = Gather<Config::kWidth>::Kept;  // of one group
+using Kept = Gather<Config::kWidth>::Kept;  // kept values of one group
 using KeptPair = Moves::KeptPair;
 
 __device__ __forceinline__ Row load_row(const Row* from) {
@@ -85,28 +69,28 @@ __device__ __forceinline__ Row load_row(const Row* from) {
 
 // Kept values ---------------------------------------------------------------------------------------
 
-// Column c of a tile, as a group.
-__device__ __forceinline__ Group<4> column_of(const Band<4>& band, int tile, int c) {
-  const Group<4>*r0 = &band.row[0].tile[tile], *r1 = &band.row[1].tile[tile];
-  const Group<4>*r2 = &band.row[2].tile[tile], *r3 = &band.row[3].tile[tile];
+// Returns column c of a tile as a group.
+__device__ __forceinline__ Group<4> column_of(const TilePair<4>& pair, int tile, int c) {
+  const Group<4>*r0 = &pair.row[0].tile[tile], *r1 = &pair.row[1].tile[tile];
+  const Group<4>*r2 = &pair.row[2].tile[tile], *r3 = &pair.row[3].tile[tile];
   return {{r0->word[c], r1->word[c], r2->word[c], r3->word[c]}};
 }
 
-__device__ __forceinline__ Group<2> column_of(const Band<2>& band, int tile, int c) {
-  const Group<2>*r0 = &band.row[0].tile[tile], *r1 = &band.row[1].tile[tile];
-  const Group<2>*r2 = &band.row[2].tile[tile], *r3 = &band.row[3].tile[tile];
+__device__ __forceinline__ Group<2> column_of(const TilePair<2>& pair, int tile, int c) {
+  const Group<2>*r0 = &pair.row[0].tile[tile], *r1 = &pair.row[1].tile[tile];
+  const Group<2>*r2 = &pair.row[2].tile[tile], *r3 = &pair.row[3].tile[tile];
   const u32 halves = c % 2 ? 0x7632 : 0x5410;
   return {{prmt(r0->word[c / 2], r1->word[c / 2], halves), prmt(r2->word[c / 2], r3->word[c / 2], halves)}};
 }
 
-__device__ __forceinline__ Group<1> column_of(const Band<1>& band, int tile, int c) {
-  const Group<1>*r0 = &band.row[0].tile[tile], *r1 = &band.row[1].tile[tile];
-  const Group<1>*r2 = &band.row[2].tile[tile], *r3 = &band.row[3].tile[tile];
+__device__ __forceinline__ Group<1> column_of(const TilePair<1>& pair, int tile, int c) {
+  const Group<1>*r0 = &pair.row[0].tile[tile], *r1 = &pair.row[1].tile[tile];
+  const Group<1>*r2 = &pair.row[2].tile[tile], *r3 = &pair.row[3].tile[tile];
   const u32 bytes = c | (4 + c) << 4;
   return {{prmt(prmt(r0->word[0], r1->word[0], bytes), prmt(r2->word[0], r3->word[0], bytes), 0x5410)}};
 }
 
-// The kept values of group i with +0 in spare slots, whose marks are in the signs of the bytes.
+// Returns the kept values of group i with +0 in spare slots, whose marks are in the signs of the bytes.
 __device__ __forceinline__ uint2 without_spares(uint2 kept, u32 first, u32 second, int i, Group<4>) {
   kept.x &= ~prmt(first, 0, 0x8888 + 0x1111 * i);
   kept.y &= ~prmt(second, 0, 0x8888 + 0x1111 * i);
@@ -134,20 +118,21 @@ struct GatherMarked : Gather<Config::kWidth> {
 // The kernel ----------------------------------------------------------------------------------------
 
 struct Shared {
-  KeptPair values[Config::kBlockSide][Config::kDown];  // of W^T; the slot of thread row y is y ^ (column / 8)
-  u16 metadata[Config::kDown][Config::kBlockSide];
+  KeptPair values[Config::kCtaSide][Config::kDown];  // of W^T; the slot of thread row y is y ^ (column / 8)
+  u16 metadata[Config::kDown][Config::kCtaSide];
 };
 
-// `rows` rows of `pitch` below. A pitch of 32 bits makes it one multiplication, not two long additions.
+// Returns the address `rows` rows of `pitch` below. A pitch of 32 bits makes this one multiplication instead of two
+// long additions.
 template <class T> __device__ __forceinline__ T* below(T* from, u32 pitch, int rows) {
   return (T*)((u64)from + (u64)pitch * (u32)(rows * (int)sizeof(T)));
 }
 
-// The block's part of W^T: 128 rows of it, a pair of groups for each thread row of the block.
+// Stores the CTA's part of W^T: 128 rows, with a pair of groups for each thread row of the CTA.
 __device__ __forceinline__ void store_transposed(const TilePruneParams& p, const Shared& shared, i64 row, i64 column) {
   {
     constexpr int kStep = Config::kThreads / Config::kDown,
-                  kStores = Config::kBlockSide / kStep;  // columns between a thread's stores
+                  kStores = Config::kCtaSide / kStep;  // columns between a thread's stores
     const int first = threadIdx.x / Config::kDown, y = threadIdx.x % Config::kDown;
     KeptPair kept[kStores];
 #pragma unroll
@@ -157,7 +142,7 @@ __device__ __forceinline__ void store_transposed(const TilePruneParams& p, const
     }
     KeptPair* to = (KeptPair*)p.values_t + ((column + first) * p.m + row) / Config::kSide + y;
     const u32 pitch = (u32)(p.m / Config::kSide);
-    const int columns = row + Config::kSide * y < p.m ? (int)min(p.k - column, (i64)Config::kBlockSide) - first : 0;
+    const int columns = row + Config::kSide * y < p.m ? (int)min(p.k - column, (i64)Config::kCtaSide) - first : 0;
 #pragma unroll
     for (int i = 0; i < kStores; ++i)
       if (i * kStep < columns) __stcs(below(to, pitch, i * kStep), kept[i]);
@@ -179,12 +164,12 @@ __device__ __forceinline__ void store_transposed(const TilePruneParams& p, const
     if (row + Config::kSide * (first + y) < p.m) to[y] = shared.metadata[first + y][c];
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     tile_prune(const __grid_constant__ TilePruneParams p) {
   __shared__ Shared shared;
-  const u32 across = (u32)((p.k + Config::kBlockSide - 1) / Config::kBlockSide), down = blockIdx.x / across;
-  const i64 block_row = (i64)down * Config::kBlockSide,
-            block_column = (i64)(blockIdx.x - down * across) * Config::kBlockSide;
+  const u32 across = (u32)((p.k + Config::kCtaSide - 1) / Config::kCtaSide), down = blockIdx.x / across;
+  const i64 block_row = (i64)down * Config::kCtaSide,
+            block_column = (i64)(blockIdx.x - down * across) * Config::kCtaSide;
   const int x = threadIdx.x % Config::kAcross, y = threadIdx.x / Config::kAcross;
   const i64 row = block_row + Config::kSide * y, column = block_column + Config::kSide * x;
   const bool inside = row < p.m && column < p.k;
@@ -192,22 +177,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const i64 square = (row * p.k + column) / Config::kSide;
   const u32 pitch = (u32)(p.k / Config::kSide);
   const Row* from = (const Row*)p.dense + square;
-  Square band;
+  Square pair;
 #pragma unroll
-  for (int r = 0; r < 8; ++r) band[r / 4].row[r % 4] = inside ? load_row(below(from, pitch, r)) : Row{};
+  for (int r = 0; r < 8; ++r) pair[r / 4].row[r % 4] = inside ? load_row(below(from, pitch, r)) : Row{};
   KeptPair* values = (KeptPair*)p.values + square;
   u16* metadata = p.metadata + square;
   Kept upper[Config::kSide];
-  u32 codes_t[2][2], masks[2];  // band, tile: codes of four columns
+  u32 codes_t[2][2], masks[2];  // by pair and tile: codes of four columns
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     u32 columns;
-    choose<Config>(band[b], masks[b], columns);
+    choose<Config>(pair[b], masks[b], columns);
     const GatherMarked left(codes_of(masks[b])), right(codes_of(masks[b] >> 16));
     KeptPair kept[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      kept[r] = Moves::pair(left.marked(band[b].row[r].tile[0], r), right.marked(band[b].row[r].tile[1], r));
+      kept[r] = Moves::pair(left.marked(pair[b].row[r].tile[0], r), right.marked(pair[b].row[r].tile[1], r));
     if (inside) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -221,14 +206,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       codes_t[b][t] = gather.codes;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const Kept one = gather.marked(column_of(band[b], t, c), c);
+        const Kept one = gather.marked(column_of(pair[b], t, c), c);
         if (b == 0) upper[4 * t + c] = one;
         else shared.values[Config::kSide * x + 4 * t + c][y ^ x] = Moves::pair(upper[4 * t + c], one);
       }
     }
   }
   if (inside) __stcs(p.mask + row / Config::kSide * pitch + column / Config::kSide, make_uint2(masks[0], masks[1]));
-  uint4 pairs;  // a column's codes of both bands, for eight columns
+  uint4 pairs;  // a column's codes of both pairs, for eight columns
   pairs.x = prmt(codes_t[0][0], codes_t[1][0], 0x5140), pairs.y = prmt(codes_t[0][0], codes_t[1][0], 0x7362);
   pairs.z = prmt(codes_t[0][1], codes_t[1][1], 0x5140), pairs.w = prmt(codes_t[0][1], codes_t[1][1], 0x7362);
   *(uint4*)&shared.metadata[y][Config::kSide * x] = pairs;

@@ -1,4 +1,4 @@
-// Wrappers of PTX instructions: asynchronous copies, ldmatrix, sparse mma, clusters. One instruction each.
+// Wrappers of single PTX instructions: cp.async, ldmatrix, sparse mma, clusters, loads and stores by address.
 #pragma once
 #include "common/element.cuh"
 
@@ -8,7 +8,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool keep) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
 }
-// The same through L1, where pieces of 16 bytes that lie in one sector of 32 meet.
+// cp_async_16 through L1, which serves two pieces of 16 bytes in one sector of 32 by a single read.
 __device__ __forceinline__ void cp_async_16_cached(u32 to, const void* from, bool keep) {
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(keep ? 16 : 0));
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
                : "r"(address));
 }
 
-// The same, each matrix transposed.
+// ldmatrix_x4 with each matrix transposed.
 __device__ __forceinline__ void ldmatrix_transposed_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -38,17 +38,18 @@ __device__ __forceinline__ void ldmatrix_transposed_x4(u32 (&r)[4], u32 address)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), \
                  "r"(metadata), "n"(kSelector))
 
-// acc += A(16x32, 2:4) * B(32x8). kSelector: which lane pair of every quad holds the metadata.
+// acc += A(16x32, 2:4) * B(32x8). kSelector names the lane pair of every quad that holds the metadata.
 template <ElementKind kElement, int kSelector>
 __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
-  static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16, "16-bit floats");
+  static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16,
+                "mma.sp m16n8k32 multiplies 16-bit floats");
   if constexpr (kElement == ElementKind::F16) S24_MMA_SP(".f32.f16.f16.f32");
   else S24_MMA_SP(".f32.bf16.bf16.f32");
 }
 #undef S24_MMA_SP
 
-// Overlapped launches (sm_90): a kernel may start before those in front of it in the stream have ended, so it waits
-// here before it touches memory; and it lets the next one start, which then waits in its turn.
+// Programmatic dependent launch (sm_90): a kernel may start before the previous kernels of the stream have ended. It
+// waits here before it accesses what they write, and allows the next kernel to start.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -64,21 +65,21 @@ __device__ __forceinline__ void launch_dependents_and_wait() {
   grid_dependency_wait();
 }
 
-// Clusters (sm_90): every thread of every block meets; what came before is visible after.
+// Syncs all threads of the cluster (sm_90). Writes before it are visible after it.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-// The same where no memory is exchanged: it costs no fence.
+// cluster_sync without ordering memory, which saves a fence.
 __device__ __forceinline__ void cluster_sync_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// Where block `rank` of the cluster has what this block has at `address` of its shared memory.
+// The cluster address of what CTA `rank` of the cluster has at `address` of its shared memory.
 __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
   u32 there = 0;
 #if __CUDA_ARCH__ >= 900
@@ -115,7 +116,6 @@ __device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
 #endif
 }
 
-// Shared memory by address.
 __device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
 }
@@ -140,7 +140,7 @@ template <class Bits> __device__ __forceinline__ Bits load_shared_as(u32 address
   return (Bits)v;
 }
 
-// Global memory between blocks of one launch: what came before a release is seen after the acquire that reads it.
+// Release and acquire in global memory: writes before the release are visible after an acquire that reads its value.
 __device__ __forceinline__ void store_release(u64* address, u64 v) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
@@ -152,7 +152,7 @@ __device__ __forceinline__ u64 load_acquire(const u64* address) {
 __device__ __forceinline__ void store_global(void* address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-// Four numbers, past L1; zeros without `loaded`, when nothing is read.
+// Loads four numbers past L1. Where `loaded` is false they are zeros, and nothing is read.
 #define S24_LOAD_OR_ZEROS(c)                                                              \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"                          \
                "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t" \

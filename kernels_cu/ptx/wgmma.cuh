@@ -1,20 +1,21 @@
 // wgmma.sp (sm_90a): D[64 x N] (+)= A[64 x K, 2:4] * B[K x N], operands in shared memory; K is 32 for 16-bit
 // elements, 64 for 8-bit ones: 32 bytes of a row of A, 64 of a row of B.
 //
-// A is K-major under the 128-byte swizzle, and so is B, or it is N-major. The accumulators of warp w, lane 4g + t:
-// d[4j], d[4j + 1] are row 16w + g, columns 8j + 2t and + 1; d[4j + 2], d[4j + 3] the same of row + 8.
+// A is K-major under the 128-byte swizzle. B is K-major under the same swizzle, or N-major. Warp w, lane 4g + t has
+// these accumulators: d[4j] and d[4j + 1] are row 16w + g, columns 8j + 2t and 8j + 2t + 1; d[4j + 2] and d[4j + 3] are
+// row 16w + g + 8 of the same columns.
 #pragma once
 #include "ptx/tma.cuh"
 
-// Descriptor of a K-major operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix
+// The descriptor of a K-major operand at `address`: 8-row groups of 1024 bytes, 128-byte swizzle (PTX ISA, "Matrix
 // Descriptor Format").
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The same of an N-major operand of 16-bit elements: groups of kLineBytes of N, kGroupBytes apart, each a line for
-// every k under the swizzle of that width (16 bytes: none).
-template <int kLineBytes, int kGroupBytes> __device__ __forceinline__ u64 matrix_descriptor_of_lines(u32 address) {
+// The descriptor of an N-major operand of 16-bit elements. Groups of kLineBytes along N lie kGroupBytes apart. A group
+// has a line for every k, under the swizzle of the line's width (16 bytes: none).
+template <int kLineBytes, int kGroupBytes> __device__ __forceinline__ u64 matrix_descriptor_n_major(u32 address) {
   constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : kLineBytes == 32 ? 3 : 0;
   constexpr u64 kEightLines = 8 * kLineBytes >> 4, kGroup = kGroupBytes >> 4;
   // Without a swizzle, the two distances change places.
@@ -28,7 +29,7 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ties accumulators to this point of the program: the compiler may otherwise copy them before a wait, or after an
+// Ties accumulators to this point of the program. Otherwise the compiler may copy them before a wait, or after an
 // issue.
 template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
@@ -39,8 +40,8 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Text and operands of the instruction. S24_D*(c, i): accumulators from the i-th, under constraint c; S24_N*: their
-// numbers in the text.
+// The text and the operands of the instruction. S24_D*(c, i) lists accumulators from the i-th under constraint c,
+// S24_N* their numbers in the text.
 #define S24_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define S24_D8(c, i) S24_D4(c, i), S24_D4(c, i + 4)
 #define S24_D12(c, i) S24_D8(c, i), S24_D4(c, i + 8)
@@ -87,11 +88,11 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
                : d_(c, 0)                                                                                              \
                : "l"(a), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
 #define S24_WGMMA_SP(n, d_, ...)                                                          \
-  if constexpr (kElement == ElementKind::F16 && !kLines)                                  \
+  if constexpr (kElement == ElementKind::F16 && !kNMajor)                                 \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.f16.f16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__);   \
   else if constexpr (kElement == ElementKind::F16)                                        \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.f16.f16", ", 1, 1, 0, 1", d_, "+f", __VA_ARGS__);   \
-  else if constexpr (kElement == ElementKind::BF16 && !kLines)                            \
+  else if constexpr (kElement == ElementKind::BF16 && !kNMajor)                           \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__); \
   else if constexpr (kElement == ElementKind::BF16)                                       \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 1", d_, "+f", __VA_ARGS__); \
@@ -99,9 +100,10 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
     S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
   else S24_WGMMA_SP_OF("m64n" n "k64.s32.s8.s8", "", d_, "+r", __VA_ARGS__)
 
-// One asynchronous step. Sum: int for s8, else float. kSelector: which lane pair of every quad holds the metadata
-// (16-bit elements; else 0); `metadata` as in mma.sp. kAdd 0: what d held doesn't count. kLines: B is N-major.
-template <ElementKind kElement, int kSelector, int kAdd, bool kLines, class Sum, int kCount>
+// Issues one step. Sum is int for s8, else float. kSelector names the lane pair of every quad that holds the metadata
+// of 16-bit elements, and is 0 for others; `metadata` is as in mma.sp. With kAdd = 0, d is overwritten. With kNMajor, B
+// is N-major.
+template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, class Sum, int kCount>
 __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
   if constexpr (kCount == 4) {
     S24_WGMMA_SP("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8");
@@ -146,8 +148,9 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
 #undef S24_WGMMA_SP
 #undef S24_WGMMA_SP_OF
 
-// The same step of bf16 with A in registers: of warp w, lane 4g + t, each word a pair of kept values: row 16w + g and
-// columns 2t, 2t + 1; row + 8; then both rows 8 columns on. They must stay as they are until the step is done.
+// Issues one step of bf16 with A in registers. Warp w, lane 4g + t has four words, each a pair of kept values: row
+// 16w + g, kept columns 2t and 2t + 1; row 16w + g + 8, the same columns; then both rows 8 kept columns further. The
+// registers must keep their values until the step is done.
 #define S24_WGMMA_SP_A(n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)                                \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                            \
                "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32.bf16.bf16 {" numbers "}, {" a0 ", " a1 ", " a2 \

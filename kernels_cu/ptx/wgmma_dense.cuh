@@ -1,19 +1,19 @@
 // wgmma (sm_90a) of two dense operands in shared memory: D[64 x N] += A[64 x K] * B[K x N]; K is 32 bytes: 16 of 16-bit
 // elements, 32 of 8-bit ones, which are K-major.
 //
-// Either operand is K-major or M- (N-) major, under the swizzle of its lines' length, 32, 64 or 128 bytes. K-major: a
-// line has the k of one m (n). Else: a line has m (n) of one k, and further m (n) lie kGroupBytes behind. The
-// accumulators are those of ptx/wgmma.cuh.
+// Either operand is K-major or M- (N-) major, under the swizzle of its lines' length: 32, 64 or 128 bytes. A line of a
+// K-major operand has k of one m (n). A line of the other order has m (n) of one k, and further m (n) lie kGroupBytes
+// behind. The accumulators are laid out as in ptx/wgmma.cuh.
 #pragma once
 #include "ptx/wgmma.cuh"
 
 enum class Major { K = 0, MN = 1 };
 
-// One operand: its descriptors, and what a step adds to them (they count 16 bytes).
+// The descriptors of one operand. They count 16 bytes, and each step adds kStep.
 template <Major kMajor, u32 kLineBytes, u32 kGroupBytes> struct DenseOperand {
   static constexpr u32 kStep = (kMajor == Major::K ? 32 : 16 * kLineBytes) >> 4;
   static constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : 3;
-  // `address`: of its first line under the swizzle, a multiple of 8 lines.
+  // `address` is that of the first line, which lies a multiple of 8 lines into the swizzle's pattern.
   static __device__ __forceinline__ u64 descriptor(u32 address) {
     return kSwizzle << 62 | (u64)(8 * kLineBytes >> 4) << 32 | (u64)(kMajor == Major::K ? 1 : kGroupBytes >> 4) << 16 |
            (address & 0x3ffff) >> 4;
@@ -33,7 +33,7 @@ template <Major kMajor, u32 kLineBytes, u32 kGroupBytes> struct DenseOperand {
     S24_WGMMA_OF("m64n" n "k32.f32.e4m3.e4m3", ", 1, 1", d_, "+f", numbers, a_, b_);                \
   else S24_WGMMA_OF("m64n" n "k32.s32.s8.s8", "", d_, "+r", numbers, a_, b_)
 
-// One asynchronous step. Sum: int for s8, else float.
+// Issues one step. Sum is int for s8, else float.
 template <ElementKind kElement, Major kMajorA, Major kMajorB, class Sum, int kCount>
 __device__ __forceinline__ void wgmma_dense(Sum (&d)[kCount], u64 a, u64 b) {
   static_assert(

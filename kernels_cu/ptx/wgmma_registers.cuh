@@ -1,19 +1,19 @@
 // wgmma (sm_90a) of dense 16-bit operands with A [64 x 16] from shared memory, or from registers; D is 64 x N.
 //
-// Fragment of A in registers, of warp w, lane 4g + t: a[0] is row 16w + g, columns 2t and 2t + 1; a[1] the same of row
-// + 8; a[2] and a[3] the same of columns + 8. So two neighbouring groups of 8 columns of accumulators, rounded to
-// pairs, are one.
+// Warp w, lane 4g + t has this fragment of A: a[0] is row 16w + g, columns 2t and 2t + 1; a[1] is row 16w + g + 8 of
+// the same columns; a[2] and a[3] are these rows 8 columns further. So the accumulators of 16 adjacent columns, rounded
+// to pairs, are a fragment of A.
 #pragma once
 #include "ptx/wgmma_dense.cuh"
 
-// c: constraint of D.
+// c is the constraint of D.
 #define S24_WGMMA_OF(shape_types, d_, c, numbers, text, ...) \
   asm volatile("wgmma.mma_async.sync.aligned." shape_types " {" numbers "}, " text ";" : d_(c, 0) : __VA_ARGS__)
 #define S24_WGMMA(n, ...)                                                                            \
   if constexpr (kElement == ElementKind::F16) S24_WGMMA_OF("m64n" n "k16.f32.f16.f16", __VA_ARGS__); \
   else S24_WGMMA_OF("m64n" n "k16.f32.bf16.bf16", __VA_ARGS__)
 
-// D = A * (kSign * B), or += where kAdd is 1; A and B K-major in shared memory. One asynchronous step of 16 k.
+// Issues a step of 16 k: D = A * (kSign * B), or += where kAdd is 1, with A and B K-major in shared memory.
 template <ElementKind kElement, int kAdd, int kSign, int kCount>
 __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
   static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
   }
 }
 
-// D = A * B, or += where kAdd is 1; A in registers, B N-major in shared memory.
+// Issues a step of 16 k: D = A * B, or += where kAdd is 1, with A in registers and B N-major in shared memory.
 template <ElementKind kElement, int kAdd, int kCount>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kCount], const u32 (&a)[4], u64 b) {
   static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");

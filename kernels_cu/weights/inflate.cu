@@ -8,12 +8,8 @@
 //   no barriers, no shared memory; few registers
 //
 //   thread   | load values and metadata x 4 | expand | store x 4 |
-#include "common/element.cuh"
-
-// S24_WIDTH is given where the element has no code; else the width follows from the code.
-#ifndef S24_WIDTH
-#define S24_WIDTH sizeof(Element<ElementKind(S24_ELEMENT)>::Bits)
-#endif
+#include "common/types.cuh"
+#include "weights/params/inflate.cuh"
 
 // Everything that is compiled in.
 struct Config {
@@ -21,14 +17,6 @@ struct Config {
   static constexpr int kThreads = 256;
   static constexpr int kPerThread = 4;  // independent loads in flight
 };
-
-struct InflateParams {
-  const uint2* values;   // 8 bytes: the kept values of one vector
-  const void* metadata;  // one byte a group of four
-  uint4* dense;          // 16 bytes: one vector
-  u64 bytes;             // of the dense matrix
-};
-static_assert(matches_host<InflateParams>(), "the host has another InflateParams");
 
 // A vector of 16 dense bytes, from its kept values and its groups' codes, by the bytes of an element.
 template <int kWidth> struct Vector;

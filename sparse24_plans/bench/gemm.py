@@ -19,7 +19,7 @@ from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..tuning.data import Matrix, Problem, free_memory, widened
 from ..tuning.timing import Contender, Launch, time_contenders
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 from . import peers
 from .record import sources_of
 from .scope import BACKENDS
@@ -28,14 +28,14 @@ from .steady import MANY_TOKENS, Steady, time_alone
 Row = dict[str, Any]
 
 _INVARIANT = GuaranteeRequirement(batch_invariant=True)
-FORCED = {kind.value: PlanPreference(prefer_backend=kind) for kind in BACKENDS}
+FORCED = {name: PlanPreference(prefer_backend=name) for name in BACKENDS}
 SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
 """What selection chose, and what it chose where batch invariance was required."""
 _ALONE = SELECTED | {name: FORCED[name] for name in ("cusparselt", "f32_split6", "f32_split3")}
 """Contenders that are timed alone, as dense cuBLAS is. float32 has two kernels that users pick by name."""
 _IN_BURSTS = {
     **{name: preference for name, preference in FORCED.items() if name not in _ALONE},
-    "wgmma_sp_invariant": PlanPreference(prefer_backend=BackendKind.WGMMA_SP, require=_INVARIANT),
+    "wgmma_sp_invariant": PlanPreference(prefer_backend="wgmma_sp", require=_INVARIANT),
 }
 """Contenders that are timed in bursts beside ``auto``."""
 _MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
@@ -167,7 +167,7 @@ def rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 2)
 
 
-def measured(matrix: Matrix, n: int, backends: Sequence[BackendKind], sources: set[str]) -> list[Row]:
+def measured(matrix: Matrix, n: int, backends: Sequence[str], sources: set[str]) -> list[Row]:
     """The rows of one shape and n; forced backends are the named ones, or all if none is named.
 
     Adds to ``sources`` what was timed.

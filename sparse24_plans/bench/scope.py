@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidProblemError
 from ..gemm.kernel_table import ENTRIES
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
@@ -32,7 +32,7 @@ class Scope:
     tokens: Sequence[int] = TOKENS
     shapes: Sequence[tuple[int, int]] = SHAPES
     parts: Sequence[str] = PARTS
-    backends: Sequence[BackendKind] = ()
+    backends: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, given, known in (

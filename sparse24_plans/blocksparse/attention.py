@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import NamedTuple
 
 from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import import_cupy
 from ..plan.operands import Views
@@ -26,22 +26,21 @@ _SIDE = 128
 """Rows of a block of threads: one block of 128, or two of 64, each with a channel."""
 _BAND_BYTES = 16 << 20
 """Of what the items of a band share: L2 has it, and that of the bands beside."""
-_OF_COLUMNS = "columns_by_length", "column_pointers", "column_rows"
-_OF_ROWS = "rows_by_length", "row_pointers", "columns"
-"""Tables: the order of items, where each one's entries begin, the entries."""
+_OF_COLUMNS = {"order": "columns_by_length", "pointers": "column_pointers", "entries": "column_rows"}
+_OF_ROWS = {"order": "rows_by_length", "pointers": "row_pointers", "entries": "columns"}
+"""Lookup tables of a walk, by the fields of AttentionTables."""
 
 
-class Items(ctypes.Structure):
-    """AttentionItems of the kernels."""
+@kernel_params("blocksparse/params/attention_tables.cuh")
+class AttentionTables(KernelParams):
+    """Lookup tables and lengths that attention kernels walk by."""
 
-    _fields_ = [
-        ("order", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("entries", ctypes.c_void_p),
-        ("taken", ctypes.c_void_p),
-        ("q_lengths", ctypes.c_void_p),
-        ("kv_lengths", ctypes.c_void_p),
-    ]
+    order = field("const int*", "Block rows, or columns, of each head: those with the most blocks first.")
+    pointers = field("const int*", "Index in entries where each block row, or block column, begins.")
+    entries = field("const int*", "Block column of each kept block, or block row: [blocks].")
+    claimed = field("u32*", "Work tiles claimed beyond each channel's first; 0 before the launch.")
+    q_lengths = field("const int*", "Valid rows of Q in each batch element: [Z], or null.")
+    kv_lengths = field("const int*", "Valid rows of K and V in each batch element: [Z], or null.")
 
 
 class Walk(NamedTuple):
@@ -58,7 +57,7 @@ class Walk(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Items of a matrix."""
+        """AttentionTables of a matrix."""
         one = self.problem.layout
         return one.block_cols if self.columns else one.block_rows
 
@@ -88,14 +87,14 @@ class Walk(NamedTuple):
         return {
             "matrices": self.matrices,
             "heads": one.heads,
-            "group": self.problem.group,
-            "rows": one.rows,
+            "heads_per_kv": self.problem.group,
+            "queries": one.rows,
             "keys": one.cols,
-            "head_lines": self.lines,
-            "band": self.band,
+            "matrix_tiles": self.lines,
+            "raster_matrices": self.band,
         }
 
-    def fill(self, parameters: ctypes.Structure, views: Views, boxes: dict[str, int], taken: int) -> None:
+    def fill(self, parameters: KernelParams, views: Views, boxes: dict[str, int], taken: int) -> None:
         """Put in where the items' tables, their counter ``taken`` and lengths lie, and the tensor maps.
 
         ``boxes``: the operands [Z, heads, rows, head_size] that have a map, in the maps' order, and how many
@@ -103,9 +102,10 @@ class Walk(NamedTuple):
         """
         desc = self.problem
         tables = addresses(views["layout"].address, desc.layout)
-        found = [tables[name] for name in (_OF_COLUMNS if self.columns else _OF_ROWS)]
-        lengths = [views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths]
-        parameters.items = Items(*found, taken, *lengths)
+        names = _OF_COLUMNS if self.columns else _OF_ROWS
+        found = {parameter: tables[name] for parameter, name in names.items()}
+        found |= {name: views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths}
+        parameters.tables = AttentionTables(claimed=taken, **found)
         if desc.layout.blocks:  # else nothing is read
             put_maps(parameters, _maps, views, boxes)
 

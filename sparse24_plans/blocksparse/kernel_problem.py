@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from ..device.transpose import Matrices
 from ..plan.kernel import align_up
 from ..plan.operands import Operand
+from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import FEW_LINES, STRIP, addresses, head_strips, met_share, strip_lines, tile_lines, words
@@ -15,22 +17,18 @@ from .shape import BLOCK_SIZES
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
 """Elements of 16 bits that the copy engine's rows are multiples of."""
-_MANY_BYTES, _OFTEN = 1 << 23, 4.0
-"""Of X, and how often it is read, from which it takes less time to transpose it, on an H200."""
 
 
-class Turned(NamedTuple):
+class Transposed(NamedTuple):
     """An operand that is transposed before it is multiplied."""
 
     name: str
-    shape: tuple[int, ...]
-    """As the caller has it."""
-    size: int
-    """Bytes."""
+    matrices: Matrices
 
     @classmethod
-    def of(cls, operand: Operand) -> Turned:
-        return cls(operand.name, operand.shape, prod(operand.shape) * operand.element.itemsize)
+    def of(cls, operand: Operand) -> Transposed:
+        *outer, rows, columns = operand.shape
+        return cls(operand.name, Matrices(rows, columns, operand.element.itemsize, prod(outer)))
 
 
 class Form:
@@ -54,7 +52,7 @@ class Form:
         self.small = strip_lines(one) > FEW_LINES
         """Whether a strip has so many lines that its columns are looked up together."""
 
-    def turns(self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0) -> tuple[Turned, ...]:
+    def turns(self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0) -> tuple[Transposed, ...]:
         """What is transposed before tensor cores multiply it, and what better is: that up to ``spare`` bytes.
 
         They take 8-bit elements K-major alone. Of 16-bit ones in blocks of 16 a K-major X is read 16
@@ -63,17 +61,20 @@ class Form:
         """
         majors = {self.left: self.left_major, self.right: self.right_major}
         if desc.element.itemsize == 1:
-            return tuple(Turned.of(one) for one in desc.operands() if majors.get(one.name) == MN_MAJOR)
+            return tuple(Transposed.of(one) for one in desc.operands() if majors.get(one.name) == MN_MAJOR)
         one, in_pieces = desc.layout, MN_MAJOR if self.sampled else K_MAJOR
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
-        x = Turned.of(next(one for one in desc.operands() if one.name == self.right))
+        x = Transposed.of(next(one for one in desc.operands() if one.name == self.right))
         lines = tile_lines(one) if self.sampled else strip_lines(one)
         strips = self.head_strips(lines * one.block, one.block)
-        often = x.size >= _MANY_BYTES and strips * met_share(one, lines) >= _OFTEN
-        return (x,) if often and (spare is None or align_up(x.size) <= spare) else ()
+        limits = constants("blocks_transpose")  # X must be large and read often for it to be worth it
+        often = (
+            x.matrices.nbytes >= limits["min_bytes"] and strips * met_share(one, lines) >= limits["min_reads"]
+        )
+        return (x,) if often and (spare is None or align_up(x.matrices.nbytes) <= spare) else ()
 
-    def majors(self, turns: tuple[Turned, ...]) -> tuple[int, int]:
+    def majors(self, turns: tuple[Transposed, ...]) -> tuple[int, int]:
         """Of the left and the right operand, once these are transposed."""
         names = {one.name for one in turns}
         return (
@@ -90,24 +91,28 @@ class Form:
         found = addresses(start, desc.layout)
         side, other = ("column", "row") if self.turned else ("row", "column")
         strip = f"{side}_{'strip' if rows == STRIP else 'tile'}"
-        names = {"order": f"{strip}s", "counts": f"{strip}_{other}s", "kept": f"{side}_bits"}
+        names = {"panel_order": f"{strip}s", "panel_columns": f"{strip}_{other}s", "kept": f"{side}_bits"}
         names["pointers"] = f"{side}_pointers"
         if self.sampled:
             names["columns"] = "columns"
         elif self.turned:
-            names["places"] = "column_order"
+            names["value_index"] = "column_order"
         if self.small:
-            names |= {"pointers": f"{strip}_pointers", "columns": f"{strip}_met", "places": f"{strip}_places"}
+            names |= {
+                "pointers": f"{strip}_pointers",
+                "columns": f"{strip}_met",
+                "value_index": f"{strip}_places",
+            }
         return {field: found[name] for field, name in names.items()}
 
     def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
         """The same of a kernel that takes a line's blocks one by one."""
         found = addresses(start, desc.layout)
-        names = {"pointers": "row_pointers", "across": "columns"}
+        names = {"pointers": "row_pointers", "columns": "columns"}
         if self.sampled:
             names |= {"group_rows": "group_rows", "group_firsts": "group_firsts"}
         elif self.turned:
-            names = {"pointers": "column_pointers", "across": "column_rows", "places": "column_order"}
+            names = {"pointers": "column_pointers", "columns": "column_rows", "value_index": "column_order"}
         return {field: found[name] for field, name in names.items()}
 
 
@@ -115,6 +120,6 @@ def _other(major: int) -> int:
     return MN_MAJOR if major == K_MAJOR else K_MAJOR
 
 
-def turned_bytes(turns: tuple[Turned, ...]) -> int:
+def turned_bytes(turns: tuple[Transposed, ...]) -> int:
     """Of workspace."""
-    return sum(align_up(one.size) for one in turns)
+    return sum(align_up(one.matrices.nbytes) for one in turns)

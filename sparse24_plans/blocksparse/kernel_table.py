@@ -9,7 +9,6 @@ from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
-    BackendKind,
     BlockSparseOp,
     ElementKind,
     EpilogueKind,
@@ -63,12 +62,12 @@ class MatmulEntry(BlockSparseEntry):
         return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
 
 
-_HOST = (BackendKind.HOST, Tier.HOST)
+_HOST = ("host", Tier.HOST)
 _BLOCKS_WGMMA = with_wgmma(
     MatmulEntry(
         "blocks_wgmma",
-        BackendKind.BLOCKS_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
+        "blocks_wgmma",
+        Tier.TENSOR_CORE,
         guarantees.blocks_wgmma,
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
@@ -79,7 +78,7 @@ _BLOCKS_WGMMA = with_wgmma(
 _BLOCKS_WGMMA_SP = with_wgmma(
     MatmulEntry(
         "blocks_wgmma_sp",
-        BackendKind.BLOCKS_WGMMA_SP,
+        "blocks_wgmma_sp",
         Tier.SPARSE_TENSOR_CORE,
         guarantees.sparse_tensor_cores,
         PATTERNED,
@@ -92,7 +91,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
 )
 _BLOCKS_STRICT = MatmulEntry(
     "blocks_strict",
-    BackendKind.BLOCKS_STRICT,
+    "blocks_strict",
     Tier.INFLATE,
     guarantees.strict_matmul,
     (ElementKind.F32,),
@@ -105,7 +104,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA_SP,
     MatmulEntry(
         "inflate_cublas",
-        BackendKind.INFLATE_CUBLAS,
+        "inflate_cublas",
         Tier.INFLATE,
         guarantees.cublas,
         FLOATS,
@@ -139,8 +138,8 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
 SOFTMAX_ENTRIES: tuple[BlockSparseEntry, ...] = (
     BlockSparseEntry(
         "softmax",
-        BackendKind.SOFTMAX,
-        Tier.SPARSE_TENSOR_CORE,
+        "softmax",
+        Tier.MEMORY,
         guarantees.fixed_order,
         FLOATS,
         limits=limits.softmax,
@@ -150,8 +149,8 @@ SOFTMAX_ENTRIES: tuple[BlockSparseEntry, ...] = (
 _ATTENTION_WGMMA = with_wgmma(
     BlockSparseEntry(
         "attention_wgmma",
-        BackendKind.ATTENTION_WGMMA,
-        Tier.SPARSE_TENSOR_CORE,
+        "attention_wgmma",
+        Tier.TENSOR_CORE,
         guarantees.fused_attention,
         HALVES,
         limits=limits.attention_wgmma,
@@ -163,7 +162,7 @@ ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
     replace(
         _ATTENTION_WGMMA,
         name="attention_backward_wgmma",
-        backend=BackendKind.ATTENTION_BACKWARD_WGMMA,
+        backend="attention_backward_wgmma",
         limits=limits.attention_backward_wgmma,
         min_workspace=limits.backward_workspace,
     ),
@@ -174,8 +173,8 @@ CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
     with_wgmma(
         BlockSparseEntry(
             "conv_wgmma",
-            BackendKind.CONV_WGMMA,
-            Tier.SPARSE_TENSOR_CORE,
+            "conv_wgmma",
+            Tier.TENSOR_CORE,
             guarantees.convolution,
             HALVES,
             limits=limits.conv_wgmma,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
+from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
@@ -14,20 +15,12 @@ from .descriptor import (
 )
 from .kernel_problem import Form, turned_bytes
 from .lookup_tables import groups
-from .shape import BLOCK_SIZES
 from .strict_tiles import StrictTiles
-from .transpose import turn_blocks
 
 _MOST = 2**31
 """A tensor map's coordinates and the kernels' counts are below it."""
 _COPIED = 16
 """Bytes that the copy engine's rows are multiples of."""
-_FEW = 512
-"""Columns of a product up to which inflating takes as much time as the product."""
-_MOST_DENSITY_OF_FEW: dict[bool, dict[int, float]] = {False: {}, True: {16: 0.3}}
-_MOST_DENSITY: dict[bool, dict[int, float]] = {False: {16: 0.45, 32: 0.6}, True: {16: 0.25, 32: 0.45}}
-"""Beyond which inflating takes less time; by whether rows of the dense matrix are summed: that is slower."""
-_MOST_DENSITY_OF_SDD = {16: 0.21, 32: 0.3}
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Of a scale that stays a normal number when it is multiplied by log2(e)."""
 COUNTER_BYTES = 4
@@ -40,9 +33,6 @@ _SMALLEST_TILE = 64
 _TEAM_BYTES = 512
 _INTEGER_TERMS = 2**17
 """Products of s8, of at most 2^14, whose sums an int32 doesn't hold."""
-_STRICT_DENSITY = 0.6
-_STRICT_DENSITY_OF_16 = 0.3
-"""Beyond which a dense product of float32 takes less time; the second for blocks of 16."""
 
 
 def _beyond(counts: dict[str, int]) -> str | None:
@@ -54,12 +44,12 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
-    """The kernel's limits, and a preference for what it does faster than a dense product, on an H200."""
-    one = problem.layout
-    sampled = problem.op is BlockSparseOp.SDD
-    by_block = (_MOST_DENSITY_OF_FEW if problem.n <= _FEW else _MOST_DENSITY)[problem.dense_k_last]
-    by_block = _MOST_DENSITY_OF_SDD if sampled else by_block
-    most = by_block.get(one.block, 1.0)
+    """The kernel's limits, and a preference for what it does faster than a dense product."""
+    one, limits = problem.layout, constants("blocks_density_limits")
+    by_block = limits["few" if problem.n <= limits["few_n"] else "many"]
+    by_block = by_block["k_last" if problem.dense_k_last else "n_last"]
+    by_block = limits["sdd"] if problem.op is BlockSparseOp.SDD else by_block
+    most = by_block.get(str(one.block), 1.0)
     if problem.element.itemsize > 1 and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return blocks_wgmma_any(problem)
@@ -95,7 +85,7 @@ def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
     for one in Form(problem).turns(problem):
-        if (reason := grid_limit_refusal(turn_blocks(one.shape, problem.element.itemsize))) is not None:
+        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
 
@@ -107,9 +97,9 @@ def _integer_sums(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def blocks_strict(problem: BlockSparseMatmulDescriptor) -> str | None:
-    """The kernel's limits, and a preference for what it does faster than a dense product, on an H200."""
+    """The kernel's limits, and a preference for what it does faster than a dense product of float32."""
     one = problem.layout
-    most = _STRICT_DENSITY_OF_16 if one.block == min(BLOCK_SIZES) else _STRICT_DENSITY
+    most = constants("blocks_density_limits")["strict"][str(one.block)]
     if one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block}, not {one.density:.1%}"
     return blocks_strict_any(problem)
@@ -178,20 +168,21 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
 
 
 _STEP_PIXELS, _LEAST_STEPS, _MOST_PARTS = 64, 8, 32
-_AT_ONCE, _STEP_US, _ITEM_US, _ADDED_BYTES_PER_US = 132, {64: 0.5, 128: 0.75}, 3.0, 3e6
-"""Of an H200, as measured; bits depend on them, so they are those of every GPU."""
+_H200_SMS = 132
+"""Bits depend on the split, so every GPU splits as an H200 does."""
 
 
 def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
     """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each: the fastest."""
     one = problem.layout
     steps, items = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
-    step_us = _STEP_US.get(one.block, 1.0)
+    fit = constants("conv_wgrad_split_k")
+    step_us = fit["step"].get(str(one.block), 1.0)
 
     def us(parts: int) -> float:
-        turns = -(-parts * items // _AT_ONCE)
-        added = parts * one.blocks * one.block**2 * 8 / _ADDED_BYTES_PER_US if parts > 1 else 0.0
-        return turns * (-(-steps // parts) * step_us + _ITEM_US) + added
+        waves = -(-parts * items // _H200_SMS)
+        reduce = parts * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if parts > 1 else 0.0
+        return float(waves * (-(-steps // parts) * step_us + fit["tile"]) + reduce)
 
     most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
     parts = min(range(1, most + 1), key=lambda count: (us(count), count))

@@ -222,7 +222,7 @@ def _availability(spec: GemmEntry, gpus: list[DeviceProperties], obstacle: str |
     reason = _obstacle_on(spec, places) if places else obstacle
     return {
         "kernel": spec.name,
-        "backend": spec.backend.value,
+        "backend": spec.backend,
         "tier": spec.tier.value,
         "arch": spec.arch.value,
         "elements": [element.value for element in spec.elements],

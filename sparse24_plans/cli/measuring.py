@@ -19,7 +19,7 @@ from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
 from ..tuning import search as tuning
 from ..tuning.search import Trials
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 from . import times
 from .options import (
     AsJson,
@@ -46,7 +46,7 @@ ShapesOption = Annotated[
     int, typer.Option("--shapes", min=1, max=_ALL_SHAPES, metavar="N", help="How many of the Llama shapes.")
 ]
 BackendsOption = Annotated[
-    list[BackendKind] | None,
+    list[str] | None,
     word_option(
         known=BACKENDS,
         meaning="Force only this backend beside what select chooses; repeatable, all by default.",
@@ -92,7 +92,7 @@ def _scope(
     n: str,
     shapes: int,
     element: list[ElementKind] | None,
-    backend: list[BackendKind] | None,
+    backend: list[str] | None,
     only: list[str] | None,
 ) -> Scope:
     try:

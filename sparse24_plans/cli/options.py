@@ -15,7 +15,7 @@ from ..errors import InvalidProblemError
 from ..gemm.kernel_table import ENTRIES
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import BackendKind, ElementKind
+from ..vocab import ElementKind
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
 """The elements that some kernel multiplies."""
@@ -97,7 +97,7 @@ RequireOption = Annotated[
     ),
 ]
 BackendOption = Annotated[
-    BackendKind | None,
+    str | None,
     word_option("--backend", known=BACKENDS, meaning="Force this backend."),
 ]
 ElementsOption = Annotated[
@@ -145,7 +145,7 @@ def _wrong(option: str, message: str) -> typer.BadParameter:
 _LONGEST_NUMBER = 18
 
 
-def preference_of(require: list[str] | None, backend: BackendKind | None, **more: Any) -> PlanPreference:
+def preference_of(require: list[str] | None, backend: str | None, **more: Any) -> PlanPreference:
     """The preference that options state. ``more`` are further fields."""
     wanted: dict[str, Any] = {}
     for item in ",".join(require or ()).split(","):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from .._vendor.library_error import LibraryError
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error
-from .tensors import Device, import_cupy, wrong
+from .tensors import HOST, Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
 """Enqueues work on the stream of that handle; its device is current."""
@@ -54,6 +55,21 @@ def launch_on(device: Device, launch: Launch, stream: int) -> None:
         raise driver_error(error) from error
     except (cuda.driver.CUDADriverError, runtime.CUDARuntimeError) as error:
         raise DriverError("kernel launch", error.status, str(error)) from error
+
+
+@contextmanager
+def on_stream(device: Device, stream: Any) -> Iterator[None]:
+    """Make ``stream`` CuPy's current one on ``device``, so that all work is queued and memory taken there.
+
+    The host has no streams and takes None alone. Raises what :func:`stream_handle` raises.
+    """
+    handle = stream_handle(stream, device)
+    if device == HOST:
+        yield
+        return
+    cuda = import_cupy().cuda
+    with cuda.Device(device.ordinal), cuda.ExternalStream(handle, device.ordinal):
+        yield
 
 
 def stream_handle(stream: Any, device: Device) -> int:

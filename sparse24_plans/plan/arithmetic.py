@@ -24,12 +24,6 @@ FMA32, EXACT_SUM, HOPPER, HOPPER_FP8 = "fma32_in_order", "exact_sum", "hopper_tc
 HOPPER_F32 = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
 """By the parts of a float32; the number is that of the products of parts that are added."""
 MOST_SLICES, PROMOTED_EVERY = 8, 128
-SPLIT_TILE = 64
-"""Columns whose products of parts are added one after the other, the small ones first."""
-SPLIT_SUM = {2: 4 * SPLIT_TILE, 3: SPLIT_TILE}
-"""By the parts of a float32, columns whose products are one sum of the tensor cores: whole tiles."""
-SPLIT_GROUP = {2: 0, 3: 64 * SPLIT_TILE}
-"""Columns whose sums are added up by themselves, and then to the others; 0: all of a slice."""
 FORMS = (
     FMA32,
     EXACT_SUM,

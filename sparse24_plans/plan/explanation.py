@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..errors import Sparse24Error
-from ..vocab import ArchSku, BackendKind, ElementKind, EpilogueKind, Listed, Model, OpCategory, Size
+from ..vocab import ArchSku, ElementKind, EpilogueKind, Listed, Model, OpCategory, Size
 from .guarantee import PrecisionGuarantee
 
 
@@ -27,7 +27,7 @@ class KernelSku(Model):
     """What follows the product."""
     arch: ArchSku
     """The oldest architecture that it is built for."""
-    backend: BackendKind
+    backend: str
     """What launches it."""
     precision_guarantee: PrecisionGuarantee
     """What it promises about its numbers."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ..device.log import SELECT
 from ..errors import BackendUnavailableError, UnsupportedError
-from ..vocab import CANONICAL_LAYOUT, ArchSku, BackendKind, DeviceProperties, ElementKind, Tier
+from ..vocab import CANONICAL_LAYOUT, ArchSku, DeviceProperties, ElementKind, Tier
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .preference import PlanPreference
@@ -41,7 +41,7 @@ class KernelEntry:
     """
 
     name: str
-    backend: BackendKind
+    backend: str
     tier: Tier
     guarantee: Callable[[Any], PrecisionGuarantee]
     elements: tuple[ElementKind, ...]
@@ -72,12 +72,17 @@ class KernelEntry:
         return self.tier is Tier.HOST
 
     @property
+    def module(self) -> str:
+        """The module of ``backends/`` that has the kernel."""
+        return self.backend
+
+    @property
     def kernel(self) -> type[Kernel[Any]]:
-        """The kernel's class: ``Kernel`` of the backend's module, imported when it is first asked for."""
+        """The kernel's class: ``Kernel`` of its module, imported when it is first asked for."""
         if self.kernel_type is not None:
             return self.kernel_type
         family = sys.modules[type(self).__module__].__package__
-        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.backend}").Kernel
+        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.module}").Kernel
         return found
 
     def refusal(self, descriptor: Any) -> str | None:
@@ -219,7 +224,7 @@ def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
 
 def _misplaced(row: KernelEntry, preference: PlanPreference, device: DeviceProperties) -> str | None:
     """Why the row isn't the one asked for, or can't run on the device."""
-    if preference.prefer_backend not in (None, row.backend):
+    if preference.prefer_backend not in (None, row.backend, row.name):
         return f"prefer_backend is {preference.prefer_backend}"
     if preference.tier not in (None, row.tier):
         return f"tier is {preference.tier}"

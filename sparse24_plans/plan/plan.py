@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from typing_extensions import Self
@@ -25,6 +24,7 @@ from .bound import Bound
 from .caller import Caller
 from .descriptor import Descriptor, ProductDescriptor
 from .explanation import Explanation, KernelSku, Verdict
+from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
@@ -69,7 +69,7 @@ class Plan:
 
     def __init_subclass__(cls) -> None:
         if "descriptor_type" in cls.__dict__:
-            _PLAN_OF[cls.descriptor_type] = cls
+            register(cls, ((entry.name, entry.backend) for entry in cls.table))
 
     def __init__(
         self, choice: Choice, considered: tuple[JudgedEntry[Any], ...], tested: Sequence[str] = ()
@@ -336,9 +336,6 @@ class Plan:
         return space.address
 
 
-_PLAN_OF: dict[type[Descriptor], type[Plan]] = {}
-
-
 def explain(
     descriptor: Descriptor,
     *,
@@ -351,12 +348,8 @@ def explain(
     ``device`` may be properties of a GPU that isn't there. ``options`` are those of the family's ``select``.
     Raises InvalidProblemError for anything but a descriptor.
     """
-    kind = type(descriptor)
-    if isinstance(descriptor, Descriptor) and kind not in _PLAN_OF:
-        import_module(f"{kind.__module__.rpartition('.')[0]}.plan")  # a family's plan, which adds itself
-    if kind not in _PLAN_OF:
-        raise InvalidProblemError(f"descriptor: expected the descriptor of a plan, got {kind.__name__}")
-    return _PLAN_OF[kind].explain_choice(descriptor, preference=preference, device=device, **options)
+    plan: type[Plan] = plan_of(descriptor)
+    return plan.explain_choice(descriptor, preference=preference, device=device, **options)
 
 
 def _explanation(
@@ -370,7 +363,7 @@ def _explanation(
         chosen=chosen.name if chosen else None,
         details=kernel.details if kernel else "",
         workspace_size=kernel.workspace_size if kernel else None,
-        rows=tuple((one.entry.name, one.entry.backend.value, one.reason) for one in considered),
+        rows=tuple((one.entry.name, one.entry.backend, one.reason) for one in considered),
     )
 
 

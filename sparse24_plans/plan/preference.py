@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex
 
 from ..errors import InvalidProblemError
-from ..vocab import INT64_MAX, BackendKind, Flag, Integer, Model, Tier
+from ..vocab import INT64_MAX, Flag, Integer, Model, Tier
+from .families import BackendName
 from .guarantee import GuaranteeRequirement
 
 
@@ -17,8 +18,8 @@ class PlanPreference(Model):
     """No kernel that needs more; None: any."""
     allow_sm90a: Flag = True
     """Whether kernels may serve that run on compute capability 9.0 alone."""
-    prefer_backend: BackendKind | None = None
-    """The backend to use, or to fail."""
+    prefer_backend: BackendName | None = None
+    """The backend, or the kernel, to use, or to fail."""
     tier: Tier | None = None
     """The tier to use, or to fail."""
     require: GuaranteeRequirement = GuaranteeRequirement()
@@ -34,7 +35,7 @@ class PlanPreference(Model):
             *,
             max_workspace_bytes: SupportsIndex | None = ...,
             allow_sm90a: bool = ...,
-            prefer_backend: BackendKind | str | None = ...,
+            prefer_backend: str | None = ...,
             tier: Tier | str | None = ...,
             require: GuaranteeRequirement | Mapping[str, Any] = ...,
             whole_m: SupportsIndex | None = ...,

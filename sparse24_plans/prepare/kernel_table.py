@@ -8,7 +8,7 @@ from functools import partial
 
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.kernel_table import KernelEntry, grid_limit_refusal
-from ..vocab import BackendKind, ElementKind, MathPrecision, PrepareOp, Tier
+from ..vocab import ElementKind, MathPrecision, PrepareOp, Tier
 from ..weights import inflate
 from .descriptor import ELEMENTS, PrepareDescriptor
 
@@ -69,21 +69,19 @@ _PACK_OPS = (PrepareOp.PACK, PrepareOp.UNPACK)
 
 
 def _device_row(
-    backend: BackendKind,
+    backend: str,
     limits: Callable[[PrepareDescriptor], str | None],
     *ops: PrepareOp,
     elements: tuple[ElementKind, ...] = ELEMENTS,
 ) -> PrepareEntry:
-    return PrepareEntry(backend.value, backend, Tier.INFLATE, elements=elements, ops=ops, limits=limits)
+    return PrepareEntry(backend, backend, Tier.MEMORY, elements=elements, ops=ops, limits=limits)
 
 
 ENTRIES: tuple[PrepareEntry, ...] = (
-    _device_row(BackendKind.PRUNE, partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
-    _device_row(BackendKind.DECOMPRESS, partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
-    _device_row(BackendKind.PACK, _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
-    _device_row(BackendKind.TILE_PRUNE, _square_limits, PrepareOp.TILE_PRUNE),
-    PrepareEntry(
-        "host", BackendKind.HOST, Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)
-    ),
-    PrepareEntry("host_pack", BackendKind.HOST, Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
+    _device_row("prune", partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
+    _device_row("decompress", partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
+    _device_row("pack", _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
+    _device_row("tile_prune", _square_limits, PrepareOp.TILE_PRUNE),
+    PrepareEntry("host", "host", Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)),
+    PrepareEntry("host_pack", "host", Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
 )

@@ -366,36 +366,19 @@ class ArchSku(_Word):
     SM120 = "sm120"
 
 
-class BackendKind(_Word):
-    """One kernel source and its launcher; also the name of its module under a family's ``backends/``."""
-
-    HOST = "host"
-    HOST_TENSOR_CORE = "host_tensor_core"
-    INFLATE_STRICT = "inflate_strict"
-    INFLATE_CUBLAS = "inflate_cublas"
-    MMA_SP = "mma_sp"
-    WGMMA_SP = "wgmma_sp"
-    F32_SPLIT3 = "f32_split3"
-    F32_SPLIT6 = "f32_split6"
-    BLOCKS_WGMMA = "blocks_wgmma"
-    BLOCKS_WGMMA_SP = "blocks_wgmma_sp"
-    BLOCKS_STRICT = "blocks_strict"
-    ATTENTION_WGMMA = "attention_wgmma"
-    ATTENTION_BACKWARD_WGMMA = "attention_backward_wgmma"
-    CONV_WGMMA = "conv_wgmma"
-    SOFTMAX = "softmax"
-    CUSPARSELT = "cusparselt"
-    PRUNE = "prune"
-    DECOMPRESS = "decompress"
-    PACK = "pack"
-    TILE_PRUNE = "tile_prune"
-
-
 class Tier(_Word):
-    """How a backend uses the sparsity: not at all fast (``host``), to save memory, or to save time too."""
+    """What a kernel runs on, and how it uses the sparsity.
+
+    ``host``: NumPy on the CPU. ``inflate``: a GPU expands the sparse operand, in memory or while it reads
+    it, and multiplies without sparse instructions. ``memory``: a GPU moves or compares data and multiplies
+    no matrices, like pruning and packing. ``tensor_core``: a GPU runs dense tensor-core instructions on the
+    kept blocks alone. ``sparse_tensor_core``: a GPU runs the tensor cores' own 2:4 instructions.
+    """
 
     HOST = "host"
     INFLATE = "inflate"
+    MEMORY = "memory"
+    TENSOR_CORE = "tensor_core"
     SPARSE_TENSOR_CORE = "sparse_tensor_core"
 
 

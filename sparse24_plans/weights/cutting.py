@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ..device.streams import stream_handle
+from ..device.streams import on_stream, stream_handle
 from ..device.tensors import TensorView, wrong
 from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
-from .on_device import on_stream
 from .packed_layouts import TILE_LAYOUTS, TILE_M
 from .weight import PackedWeight, Sparse24Weight
 

@@ -5,11 +5,10 @@ Serves the inflate tier of products and the plan that decompresses.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
-from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import load
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind
 
@@ -21,32 +20,27 @@ BLOCK_BYTES = 16384
 _THREADS = 256
 
 
-class _Parameters(ctypes.Structure):
-    """InflateParams of the kernel."""
+@kernel_params("weights/params/inflate.cuh")
+class InflateParams(KernelParams):
+    """Parameters of ``weights/inflate.cu``."""
 
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-        ("dense", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-    ]
+    values = field("const uint2*", "Kept values: 8 bytes for each vector of the dense matrix.")
+    metadata = field("const void*", "Positions of the kept values: one byte for each group of four.")
+    dense = field("uint4*", "Dense matrix, in vectors of 16 bytes.")
+    bytes = field("u64", "Size of the dense matrix in bytes.")
 
 
 class Inflate:
     """The inflate kernel for one element on one device."""
 
     def __init__(self, element: ElementKind, device: DeviceProperties) -> None:
-        self._function = load(SOURCE, "inflate", _THREADS, device, _defines(element), _Parameters)
+        self._function = load(SOURCE, "inflate", _THREADS, device, {"WIDTH": element.itemsize})
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
         """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
         nbytes = 2 * values.shape[0] * values.shape[1] * values.element.itemsize
         blocks = -(-nbytes // BLOCK_BYTES)
-        return self._function.bind(blocks, _Parameters(values.address, metadata.address, dense, nbytes))
-
-
-def _defines(element: ElementKind) -> dict[str, int]:
-    """Bytes are moved: of 8-bit elements, not all of which have a code, the width is enough."""
-    if element.itemsize == 1:
-        return {"WIDTH": 1}
-    return {"ELEMENT": ELEMENT_CODES[element], "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
+        parameters = InflateParams(
+            values=values.address, metadata=metadata.address, dense=dense, bytes=nbytes
+        )
+        return self._function.bind(blocks, parameters)

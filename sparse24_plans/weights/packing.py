@@ -39,8 +39,7 @@ from ..device.devices import current_on
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
-from . import bf16_terms, canonical, threads
-from .on_device import short_forms
+from . import bf16_terms, canonical, device_code, threads
 from .packed_layouts import ROW_BYTES, TILE_M, TILES_IN_PARTS, VALUE_BYTES, TileLayout, layout_of
 from .weight import PackedWeight, Sparse24Weight
 
@@ -66,7 +65,7 @@ def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeig
     layout = layout or own
     shape = layout.packed_shape(weight.m, weight.k)
     with current_on(weight.device):
-        if weight.device != HOST and layout is own and (packed := short_forms().pack(weight)):
+        if weight.device != HOST and layout is own and (packed := device_code.short_forms().pack(weight)):
             return packed  # type: ignore[no-any-return]
         values, metadata = weight.values_view.bits(), weight.metadata
         tiles = canonical.array_module(values).empty(shape, np.uint8)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..device.devices import DeviceLike, home_of, resolve
+from ..device.streams import on_stream
 from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import (
@@ -23,8 +24,7 @@ from ..vocab import (
     element_kind,
     integer,
 )
-from . import canonical, host_code, threads
-from .on_device import on_stream, short_forms
+from . import canonical, device_code, host_code, threads
 from .packed_layouts import buffer_bytes
 
 
@@ -113,7 +113,7 @@ class Sparse24Weight:
         """
         view = _dense_view(dense, element)
         with on_stream(view.device, stream):
-            if made := view.device != HOST and short_forms().compress(view):
+            if made := view.device != HOST and device_code.short_forms().compress(view):
                 return cls(*made, element=view.element, validate=False)
             return cls._build(
                 view, lambda bits, rows, by: canonical.occupancy_codes(bits, view.element, rows.start, by)
@@ -133,7 +133,7 @@ class Sparse24Weight:
         with on_stream(view.device, stream):
             if view.device != HOST:
                 ranks = None if scores is None else _scores_view(view, scores)
-                if made := short_forms().prune_compress(view, ranks):
+                if made := device_code.short_forms().prune_compress(view, ranks):
                     return cls(*made, element=view.element, validate=False)
             return cls._build(view, _ranker(view, scores))
 
@@ -161,7 +161,7 @@ class Sparse24Weight:
         On a GPU the work is queued on ``stream``; the host takes None alone.
         """
         with on_stream(self.device, stream):
-            dense = None if self.device == HOST else short_forms().decompress(self)
+            dense = None if self.device == HOST else device_code.short_forms().decompress(self)
             return (dense or self._expanded()).array()
 
     def _expanded(self) -> TensorView:

@@ -17,9 +17,9 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
-from sparse24_plans.blocksparse import limits
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
+from sparse24_plans.plan.schedule_choice import constants
 
 from ..sample_devices import A100, H200
 from ..strategies import results_of
@@ -91,11 +91,11 @@ def test_what_is_chosen():
 @pytest.mark.parametrize(
     ("more", "wanted"), [(0, "blocks_wgmma"), (1, "inflate_cublas")], ids=["most", "one more"]
 )
-@pytest.mark.parametrize(("block", "most"), limits._MOST_DENSITY_OF_SDD.items())
+@pytest.mark.parametrize(("block", "most"), constants("blocks_density_limits")["sdd"].items())
 def test_an_sdd_of_small_blocks_is_inflated_beyond_a_density(block, most, more, wanted):
     """A dense product takes as long whatever is kept: it wins where much is."""
-    blocks = math.floor(most * (4096 // block) ** 2) + more
-    assert chosen(op="sdd", layout=SHAPE.model_copy(update={"block": block, "blocks": blocks})) == wanted
+    layout = {"block": int(block), "blocks": math.floor(most * (4096 // int(block)) ** 2) + more}
+    assert chosen(op="sdd", layout=SHAPE.model_copy(update=layout)) == wanted
 
 
 @pytest.mark.parametrize("block", [64, 128])

@@ -15,7 +15,11 @@ import pytest
 
 from benchmarks.blocks import Cell
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import Schedule, best_schedule, schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
+    BlocksWgmmaSchedule,
+    best_schedule,
+    schedules_by_density,
+)
 
 from ..sample_devices import H200
 
@@ -35,7 +39,7 @@ def problems() -> list[tuple[BlockSparseMatmulDescriptor, dict]]:
     return found
 
 
-def name_of(one: Schedule) -> str:
+def name_of(one: BlocksWgmmaSchedule) -> str:
     return f"{one.rows},{one.tokens},{one.share}"
 
 

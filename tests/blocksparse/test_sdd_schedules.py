@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import Schedule, best_schedule, sampled_schedules
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
+    BlocksWgmmaSchedule,
+    best_schedule,
+    sampled_schedules,
+)
+from sparse24_plans.plan.schedule_choice import constants
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -19,7 +24,9 @@ def shape_of(block: int, rows: int = 4096, cols: int = 4096, density: float = 0.
     return BlockSparseShape(heads=1, rows=rows, cols=cols, block=block, blocks=blocks)
 
 
-def dealt_out(one: Schedule, columns: list[int], block: int, clusters: int) -> list[list[tuple[int, int]]]:
+def dealt_out(
+    one: BlocksWgmmaSchedule, columns: list[int], block: int, clusters: int
+) -> list[list[tuple[int, int]]]:
     """Dealer and Item of blocksparse/blocks_wgmma.cu, written down again: of each cluster its items.
 
     An item is its strip, and what each block of threads has of the strip's columns of blocks, in parts.
@@ -46,14 +53,14 @@ columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: so
 def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
-    cost = blocks_wgmma._COSTS[block]
-    rows = one.rows * (cost.of_shared if one.share == 2 else 1)
-    slower = cost.few_stages if one.stages < 4 else 1
+    fit = constants(f"blocks_wgmma_sdd_{block}")
+    rows = one.rows * (fit["shared_rows"] if one.share == 2 else 1)
+    slower = fit["few_stages"] if one.stages < 4 else 1
     wanted = max(
-        sum((rows + each * min(block, one.tokens)) * slower + cost.item for _, each in cluster)
+        sum((rows + each * min(block, one.tokens)) * slower + fit["tile"] for _, each in cluster)
         for cluster in items
     )
-    found = blocks_wgmma._busiest(one, np.array(columns, np.int64), block, multiprocessors)
+    found = blocks_wgmma._busiest(one, np.array(columns, np.int64), block, multiprocessors, fit)
     assert found == pytest.approx(wanted)
 
 

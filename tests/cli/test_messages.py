@@ -16,8 +16,9 @@ from sparse24_plans.checkpoints.verify import MAX_TOKENS
 from sparse24_plans.cli import compressing, verifying
 from sparse24_plans.cli.output import show_warning
 from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.plan.families import backends
 from sparse24_plans.plan.guarantee import GuaranteeRequirement
-from sparse24_plans.vocab import BackendKind, ElementKind
+from sparse24_plans.vocab import ElementKind
 
 from .test_cli import run, run_json
 
@@ -101,12 +102,12 @@ def test_help_fits_80_columns_and_offers_only_what_is_served(monkeypatch, comman
     words = set(re.findall(r"[a-z0-9_]+", text))
     served = {element.value for row in ENTRIES for element in row.elements}
     unserved = {kind.value for kind in ElementKind} - served - {"i32"}  # i32 is a type of results
-    unserved |= {kind.value for kind in BackendKind} - {row.backend.value for row in ENTRIES}
+    unserved |= set(backends()) - {row.backend for row in ENTRIES}
     assert not words & (unserved - {"prune", "decompress", "pack"})  # which are English, too
     for option in ("--backend NAME", "--element TYPE"):
         if option in text:
             offered = said(text.partition(option)[2]).partition("One of ")[2].partition(".")[0].split(", ")
-            assert set(offered) <= served | {row.backend.value for row in ENTRIES}
+            assert set(offered) <= served | {row.backend for row in ENTRIES}
 
 
 def test_no_command_is_cut_short_in_the_list(monkeypatch):

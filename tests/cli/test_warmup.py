@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from functools import partial
 from pathlib import Path
@@ -49,12 +48,6 @@ def compilations(monkeypatch, folder) -> list[tuple[str, str, tuple]]:
 
     monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
     return calls
-
-
-class Nothing(ctypes.Structure):
-    """Parameters of a kernel without any."""
-
-    _fields_ = ()
 
 
 def invoke(*words: str):
@@ -145,14 +138,14 @@ def test_afterwards_kernels_are_loaded_again(compilations, monkeypatch):
         raise LoadedError
 
     monkeypatch.setattr(launcher, "import_cupy", import_cupy)
-    inflate = partial(launcher.load, "weights/inflate.cu", "inflate", 1, AMPERE, {"ELEMENT": 0})
+    inflate = partial(launcher.load, "weights/inflate.cu", "inflate", 1, AMPERE)
     with launcher.compiling_only() as found:
-        inflate(Nothing)
-        with pytest.raises(TypeError), launcher.compiling_only():
-            inflate(int)
+        inflate({"ELEMENT": 0})
+        with pytest.raises(AttributeError), launcher.compiling_only():
+            inflate(None)
     assert [one.source for one in found] == ["weights/inflate.cu"]
     with pytest.raises(LoadedError):
-        inflate(Nothing)
+        inflate({"ELEMENT": 0})
 
 
 # The command --------------------------------------------------------------------------------------

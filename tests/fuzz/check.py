@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
-    BackendKind,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
     DgradSparse24Args,
@@ -102,7 +101,7 @@ def _check_numbers(case: Case, got: np.ndarray) -> None:
             for sign in (1.0, -1.0):
                 right |= (wide == sign * np.inf) & (sign * exact + tolerance >= min(largest_of(out), most))
             right |= (wide == exact) & np.isinf(wide)
-            if case.plan.sku.backend is BackendKind.INFLATE_CUBLAS:
+            if case.plan.sku.backend == "inflate_cublas":
                 right |= np.isnan(wide) & (np.abs(exact) >= most)
     if not right.all():
         at = tuple(int(i) for i in np.argwhere(~right)[0])
@@ -150,9 +149,7 @@ def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
     assert found.equal, f"{found.differing} of {found.compared} aren't {found.arithmetic}'s: {found.first}"
 
 
-def _check_rows(
-    problem: Product, device: int | str, data: Data, got: np.ndarray, backend: BackendKind
-) -> None:
+def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray, backend: str) -> None:
     """Some rows alone, in another order, give the bits that they gave among the others.
 
     Of any plan where batch invariance was required. Else of those of the plan's kernel: a workspace that

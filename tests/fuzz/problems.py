@@ -10,7 +10,6 @@ import numpy as np
 
 from sparse24_plans import (
     AttentionMask,
-    BackendKind,
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,
     BlockSparseConvOp,
@@ -27,6 +26,7 @@ from sparse24_plans import (
     TileRule,
 )
 from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 from sparse24_plans.weights.gates import GATE_GROUP
@@ -228,9 +228,9 @@ def _preference(rng: np.random.Generator, *, host: bool) -> PlanPreference:
     wanted: dict[str, Any] = {"require": {name: True for name in _PROMISES if rng.random() < 0.12}}
     if host and rng.random() < 0.15:
         wanted["require"]["arithmetic"] = str(_pick(rng, _ARITHMETICS))
-    backends = [kind for kind in BackendKind if host or not kind.value.startswith("host")]
+    names = [name for name in backends() if host or not name.startswith("host")]
     if rng.random() < 0.3:
-        wanted["prefer_backend"] = _pick(rng, backends)
+        wanted["prefer_backend"] = _pick(rng, names)
     if rng.random() < 0.1:
         wanted["tier"] = _pick(rng, Tier)
     if rng.random() < 0.1:

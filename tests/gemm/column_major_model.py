@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, Schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from sparse24_plans.gemm.wgmma import Box, source_boxes
 
 BOX_COLUMNS, STEP_COLUMNS = 64, 32
@@ -55,7 +55,7 @@ def copied_out(shared: np.ndarray, at: int, dtype: np.dtype, box: Box) -> np.nda
 
 
 def descriptor(address: int, line_bytes: int, group_bytes: int) -> int:
-    """matrix_descriptor_of_lines of kernels_cu/ptx/wgmma.cuh."""
+    """matrix_descriptor_n_major of kernels_cu/ptx/wgmma.cuh."""
     swizzle, eight_lines = _SWIZZLES[line_bytes], 8 * line_bytes
     leading, stride = (group_bytes, eight_lines) if swizzle else (eight_lines, group_bytes)
     return swizzle << 62 | (stride >> 4) << 32 | (leading >> 4) << 16 | (address & 0x3FFFF) >> 4
@@ -75,8 +75,8 @@ def read_b(shared: np.ndarray, at: int, tokens: int) -> np.ndarray:
     return shared[table].astype(np.uint16) | shared[table + 1].astype(np.uint16) << 8
 
 
-def copy_lines(shared: np.ndarray, schedule: Schedule, x: np.ndarray, token0: int, box: int) -> None:
-    """What copy_lines of kernels_cu/gemm/wgmma_sp/producer.cuh does in one stage. x: [n, k] as bits."""
+def copy_lines(shared: np.ndarray, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int) -> None:
+    """What load_x_cp_async of kernels_cu/gemm/wgmma_sp/producer.cuh does in one stage. x: [n, k] as bits."""
     chunks, group, filled = schedule.tokens // 8, schedule.group(2), []
     swapped, threads = group // 8, 32 if schedule.stream_k else 64
     lanes = next(most for most in (1, 2, 4, 8) if chunks <= most)
@@ -102,10 +102,11 @@ def copy_lines(shared: np.ndarray, schedule: Schedule, x: np.ndarray, token0: in
 
 
 def stage(
-    desc: GemmSparse24Descriptor, schedule: Schedule, x: np.ndarray, token0: int, box: int
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, x: np.ndarray, token0: int, box: int
 ) -> tuple[np.ndarray, int, int]:
     """Shared memory after one stage of X was copied for the tokens from ``token0``, the bytes that the engine
-    moved there, and those that copy_columns of gemm/wgmma_sp/producer.cuh announces. x: [n, k] as bits.
+    moved there, and those that load_x_column_major of gemm/wgmma_sp/producer.cuh announces. x: [n, k] as
+    bits.
     """
     group = schedule.group(2)
     _, stage_bytes = schedule._stage_bytes(OperandLayouts.of(desc))

@@ -147,7 +147,7 @@ CUTS += [(tokens, 1) for tokens in (16, 24, 32, 40, 48, 56, 64)]
 @pytest.mark.parametrize(("tokens", "share"), CUTS)
 def test_x_in_columns_is_multiplied_as_it_lies(tokens, share, ranges):
     """A stage of whole blocks and of ragged ones, in the middle of K and at its end."""
-    schedule = schedules.Schedule(2, 1, tokens, share, stream_k=ranges)
+    schedule = schedules.WgmmaSpSchedule(2, 1, tokens, share, stream_k=ranges)
     rng = np.random.default_rng(tokens)
     k = 2 * model.BOX_COLUMNS + 24
     for tail in {8, tokens // 16 * 8 or 8, tokens // 16 * 8 + 8, tokens}:
@@ -171,7 +171,7 @@ def test_x_in_columns_is_multiplied_as_it_lies(tokens, share, ranges):
 def test_y_in_columns_is_staged_as_the_copy_engine_reads_it(tokens, out):
     """staged_at of kernels_cu/gemm/wgmma_sp/epilogue_store.cuh, written down again."""
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", out_element=out, y_order="column")
-    box = result_box(desc, schedules.Schedule(1, 1, tokens))
+    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
     size, chunks = desc.out_element.itemsize, box.pitch // 16
     assert box.lines * box.pitch <= schedules._STEP_BYTES
     assert tokens % box.elements == 0
@@ -239,10 +239,10 @@ WGMMA_CUTS = [
 ][::2]
 """Every other one: tests/gemm/test_cuts.py has them all."""
 WGMMA_CUTS += [
-    (n, schedules.Schedule(*shape[:2], tokens, shape[2], stream_k=7))
+    (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7))
     for n, tokens in ((8, 8), (24, 24), (40, 48), (72, 80), (112, 112), (136, 144), (200, 208))
     for shape in schedules._OF_RANGES
-    if schedules.Schedule(*shape[:2], tokens, shape[2], stream_k=7).fits()
+    if schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7).fits()
 ]
 
 
@@ -253,7 +253,7 @@ def test_cuts_of_wgmma_sp(monkeypatch, n, cut):
     index = WGMMA_CUTS.index((n, cut))
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     if index % 4 < 3:  # X as it lies
-        monkeypatch.setattr(wgmma_sp, "should_turn", lambda _: False)
+        monkeypatch.setattr(wgmma_sp, "should_transpose_x", lambda _: False)
     element, alpha = ("f16", "bf16")[index % 2], 1 + index / 64  # of its own: plans are cached
     fields = {"k": 1048, "element": element, "alpha": alpha, "epilogue": EPILOGUES[index % 5]}
     out = "f32" if index % 3 == 0 else element

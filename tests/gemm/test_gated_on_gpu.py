@@ -18,11 +18,11 @@ WGMMA_CUTS = [
     *((n, cut) for n in (16, 200, 300) for cut in schedules.schedules_in(3, n)),
 ]
 WGMMA_CUTS += [
-    (n, schedules.Schedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7))
+    (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7))
     for n, tokens in ((8, 8), (72, 80), (112, 112), (200, 208))
     for shape in schedules._OF_RANGES
     for parts in (1, 2)
-    if schedules.Schedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7).fits()
+    if schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7).fits()
 ]
 
 

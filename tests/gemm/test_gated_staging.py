@@ -20,7 +20,7 @@ def _stored_by_warps(desc: GemmSparse24Descriptor, tokens: int, results: np.ndar
     ``results`` [32 outputs, tokens] as bits; what shared memory holds of them.
     """
     size, columns = desc.out_element.itemsize, desc.y_order == "column"
-    box = result_box(desc, schedules.Schedule(1, 1, tokens))
+    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
     shared = np.zeros(box.lines * box.pitch, np.uint8)
     chunks = box.pitch // 16
 
@@ -59,9 +59,9 @@ def test_results_are_staged_as_the_copy_engine_reads_them(order, out, tokens):
     element = "s8" if out == "s8" else "bf16"
     fields = {"element": element, "out_element": out, "y_order": order, "epilogue": "bias_swiglu"}
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, **fields)
-    box = result_box(desc, schedules.Schedule(1, 1, tokens))
+    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
     assert box.lines * box.pitch <= schedules._STEP_BYTES // 2
-    step = schedules.Schedule(1, 1, tokens).step_tokens(desc.out_element.itemsize)
+    step = schedules.WgmmaSpSchedule(1, 1, tokens).step_tokens(desc.out_element.itemsize)
     results = np.random.default_rng(tokens).integers(1, 100, (32, step)).astype(desc.out_element.bits_dtype)
     shared = _stored_by_warps(desc, tokens, results)
     want = results if order == "column" else results.T

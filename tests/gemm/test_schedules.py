@@ -25,7 +25,7 @@ from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
-from sparse24_plans.gemm.schedules.wgmma_sp import Schedule
+from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILES_16BIT
 
@@ -53,10 +53,10 @@ class Recorder:
 
     def __init__(self, monkeypatch, module) -> None:
         self.defines: list[dict[str, int]] = []
-        monkeypatch.setattr(module, "load", self)
+        monkeypatch.setattr(wgmma if module is wgmma_sp else module, "load", self)
         self._module = module
 
-    def __call__(self, source, name, threads, device, defines, parameters, **more):
+    def __call__(self, source, name, threads, device, defines, **more):
         self.defines.append(defines)
         return SimpleNamespace()
 
@@ -247,7 +247,7 @@ def test_the_widths_of_many_tokens_are_found_at_once():
 # Ranges ---------------------------------------------------------------------------------------------
 
 
-def pieces(cut: Schedule, items: int, tiles: int) -> list[list[tuple[int, int, int]]]:
+def pieces(cut: WgmmaSpSchedule, items: int, tiles: int) -> list[list[tuple[int, int, int]]]:
     """Of every cluster: (item, first tile of K, the one after the last), as the kernel takes them."""
     whole = items - items % cut.stream_k - cut.stream_k
     size, longer = divmod((items - whole) * tiles, cut.stream_k)
@@ -300,7 +300,7 @@ def test_there_are_no_ranges_where_whole_items_are_even_or_too_few():
     assert not any(cut.stream_k for cut in wgmma_schedules.schedules_for(16))
 
 
-def resident(cut: Schedule) -> int:
+def resident(cut: WgmmaSpSchedule) -> int:
     """Clusters of an H200 that run at once."""
     return cut.resident_clusters(132)
 
@@ -328,7 +328,7 @@ def test_blocks_share_multiprocessors_where_they_are_many(n):
 )
 def test_blocks_share_multiprocessors_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
     """Clusters of three and more leave some multiprocessors idle: fewer fit than 132 over their blocks."""
-    cut = Schedule(1, 1, 8, split_k=slices, ctas_per_sm=blocks)
+    cut = WgmmaSpSchedule(1, 1, 8, split_k=slices, ctas_per_sm=blocks)
     assert (cut in wgmma_schedules.schedules_for(8, 64 * (most + more))) == bool(more)
 
 
@@ -426,4 +426,5 @@ def test_what_lies_where_in_the_workspace_is_known_without_one(at):
         box = wgmma.result_box(desc, one)
         found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
         sums = at + one.flags_bytes()
-        assert [found.flags or 0, found.sums or 0, found.groups] == [at, sums, sums + one.sums_bytes()]
+        places = found.flags or 0, found.partials or 0, found.blocked_sums
+        assert places == (at, sums, sums + one.sums_bytes())

@@ -48,7 +48,7 @@ def _requests(rows: Sequence[KernelEntry], descriptors: Iterable[Descriptor]) ->
     asked, device, preference = list(descriptors), device_of(HOPPER), PlanPreference()
     found: list[Request] = []
     for row in rows:
-        if row.tier is not Tier.SPARSE_TENSOR_CORE:
+        if row.tier not in (Tier.TENSOR_CORE, Tier.SPARSE_TENSOR_CORE):
             continue
         with recorded_loads(row.kernel) as loads:
             for desc in asked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import sys
@@ -24,13 +23,13 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.blocksparse import kernel_table as blocks_table
-from sparse24_plans.blocksparse import transpose
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.gemm import f32_split, transpose_x
+from sparse24_plans.device import transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
+from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
 from sparse24_plans.plan.kernel import Choice, Kernel
@@ -138,12 +137,11 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
     """What the backend would compile and load in the block."""
     found: list[Request] = []
 
-    def record(source, name, threads, device, defines, parameters, shared_bytes=0):
-        macros = {**defines, "PARAMETER_BYTES": ctypes.sizeof(parameters)}
-        found.append(Request(source, name, device.cuda_arch, tuple(sorted(macros.items())), shared_bytes))
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, transpose_x, transpose):
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -167,7 +165,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
-            if row.parts:
+            if row.split_terms:
                 found += split_requests(row, desc, device)
                 continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):

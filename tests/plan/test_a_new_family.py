@@ -65,10 +65,8 @@ def promises(**more: Any):
 class ScalePlan(Plan):
     descriptor_type = ScaleDescriptor
     table = (
-        ScaleRow("fast", s.BackendKind.HOST, s.Tier.HOST, promises(), (s.ElementKind.F32,)),
-        ScaleRow(
-            "sure", s.BackendKind.HOST, s.Tier.HOST, promises(batch_invariant=True), (s.ElementKind.F32,)
-        ),
+        ScaleRow("fast", "host", s.Tier.HOST, promises(), (s.ElementKind.F32,)),
+        ScaleRow("sure", "host", s.Tier.HOST, promises(batch_invariant=True), (s.ElementKind.F32,)),
     )
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from sparse24_plans import BackendKind, ElementKind, OpCategory, PrecisionGuarantee, Tier
+from sparse24_plans import ElementKind, OpCategory, PrecisionGuarantee, Tier
 from sparse24_plans.device.tensors import HOST, TensorView
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice, Kernel
@@ -81,7 +81,7 @@ class ToyPlan(Plan):
     table = (
         ToyRow(
             "toy",
-            BackendKind.HOST,
+            "host",
             Tier.HOST,
             _promises,
             (ElementKind.F32,),

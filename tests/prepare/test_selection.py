@@ -53,7 +53,7 @@ def test_a_plan_says_what_it_is(desc, device):
     assert about.chosen == (row if on_host else backend)
     assert [name for name, _, reason in about.rows if reason is None] == [about.chosen]
     assert plan.workspace_size() == 0
-    assert plan.tier == ("host" if on_host else "inflate")
+    assert plan.tier == ("host" if on_host else "memory")
 
 
 @every_descriptor

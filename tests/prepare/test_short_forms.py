@@ -22,10 +22,11 @@ from sparse24_plans import (
     UnsupportedError,
     prune,
 )
+from sparse24_plans.device import streams
 from sparse24_plans.plan import plan as plans
 from sparse24_plans.prepare import short_forms
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
-from sparse24_plans.weights import canonical, on_device, packing
+from sparse24_plans.weights import canonical, device_code, packing
 
 from ..device.tensor_likes import CUDA
 from ..support import same_bits
@@ -146,9 +147,7 @@ def device_stand_in(monkeypatch):
 
             return form
 
-    monkeypatch.setattr(on_device, "short_forms", Stand)
-    for module in ("weight", "packing"):
-        monkeypatch.setattr(f"sparse24_plans.weights.{module}.short_forms", Stand)
+    monkeypatch.setattr(device_code, "short_forms", Stand)
 
     class Cuda:
         class Device:
@@ -162,7 +161,7 @@ def device_stand_in(monkeypatch):
             def __init__(self, handle: int, ordinal: int) -> None:
                 calls.append(("stream", handle, ordinal))
 
-    monkeypatch.setattr(on_device, "import_cupy", lambda: type("cupy", (), {"cuda": Cuda}))
+    monkeypatch.setattr(streams, "import_cupy", lambda: type("cupy", (), {"cuda": Cuda}))
     return calls
 
 

@@ -1,42 +1,27 @@
-// What blocksparse/attention_backward_wgmma.cu is compiled for: its macros as constants, and what the host hands it.
+// The compile-time constants and parameters of blocksparse/attention_backward_wgmma.cu.
 #pragma once
 #include "blocksparse/attention.cuh"
+#include "blocksparse/params/attention_backward_wgmma.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), S24_TILE,
                               S24_PIPELINE_STAGES> {
-  static constexpr bool kKeys = S24_STATIONARY_KV;  // which of the two passes
-  static constexpr int kPieces = kBlock / kTile;    // tiles of a block
-  static constexpr int kResults = kKeys ? 2 : 1;
+  static constexpr bool kStationaryKv = S24_STATIONARY_KV;  // whether K and V are stationary, in the pass for dK and dV
+  static constexpr int kPieces = kBlock / kTile;            // tiles of a block
+  static constexpr int kResults = kStationaryKv ? 2 : 1;
 
-  // Shared memory of a channel: what stays; slots; bases and deltas of each slot's rows; barriers; items, of which it
-  // has one, writes one and looks for one; where the rows of its slots begin.
-  static constexpr int kSlotsAt = kGroups * 2 * kOwnBytes, kLinesAt = kSlotsAt + kSlots * 2 * kTileBytes;
-  static constexpr int kLineBytes = kKeys ? kTile * 4 : 0;
-  static constexpr int kBarrierAt = kLinesAt + kSlots * 2 * kLineBytes;
-  static constexpr int kItems = 4, kItemBytes = 20, kItemsAt = kBarrierAt + 16 * kSlots + 16;
+  // Shared memory of a pipeline group: stationary operands; stages; bases and deltas of each stage's rows; barriers;
+  // descriptions of work tiles (one in use, one being published, one being looked up); the first row of each stage.
+  static constexpr int kStagesAt = kGroupWarpgroups * 2 * kStationaryBytes,
+                       kRowStatsAt = kStagesAt + kPipelineStages * 2 * kTileBytes;
+  static constexpr int kRowStatBytes = kStationaryKv ? kTile * 4 : 0;
+  static constexpr int kBarrierAt = kRowStatsAt + kPipelineStages * 2 * kRowStatBytes;
+  static constexpr int kItems = 4, kItemBytes = 20, kItemsAt = kBarrierAt + 16 * kPipelineStages + 16;
   static constexpr int kStartsAt = kItemsAt + kItems * kItemBytes;
-  static constexpr int kChannelBytes = (kStartsAt + 4 * kSlots + 1023) / 1024 * 1024;
+  static constexpr int kPipelineBytes = (kStartsAt + 4 * kPipelineStages + 1023) / 1024 * 1024;
   static_assert(kBlock % kTile == 0, "whole tiles");
 
-  static constexpr int kCopyRegisters = 24, kSumRegisters = 240;
-  static constexpr int kRowThreads = 256, kRowLanes = kHead / 8;  // of the first launch; of a row
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kRowThreads = 256,
+                       kRowLanes = kHead / 8;  // threads of a CTA of attention_backward_rows, and threads for one row
 };
-
-struct AttentionBackwardWgmmaParams {
-  TensorMap stays[2], passes[2];  // [matrices, rows, head_size]: boxes of 128 bytes x 64 rows, of kTile rows
-  void* results[2];               // [matrices, rows, head_size]: dK and dV, or dQ
-  const void* o;                  // [Z * H, rows, head_size]
-  const void* d_o;                // the same
-  const float* lse;               // [Z * H, rows]
-  float* bases;                   // [Z * H, rows]
-  float* deltas;                  // [Z * H, rows]
-  AttentionItems items;           // whose lines are columns of blocks, or rows
-  float scale, exponent_scale;    // scale; and times log2(e)
-  u32 matrices;                   // whose lines are items: Z times the heads of K, or of Q
-  u32 heads, kv_heads, group;     // of Q, of K; those that share one of K
-  u32 rows, keys;                 // cells of a head of Q, of K
-  u32 head_lines;                 // items of a matrix
-  u32 band;                       // matrices
-};
-static_assert(matches_host<AttentionBackwardWgmmaParams>(), "the host has another AttentionBackwardWgmmaParams");

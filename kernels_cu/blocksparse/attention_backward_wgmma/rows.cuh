@@ -1,8 +1,8 @@
-// The first launch of attention's gradients: of every row of Q the base of its exponents, and its delta.
+// The first launch of attention's gradients: for every row of Q the base of its exponents, and its delta.
 #pragma once
 #include "blocksparse/attention_backward_wgmma/config.cuh"
 
-// The sum of the products of two times 8 elements.
+// Returns the dot product of two times 8 elements.
 __device__ __forceinline__ float sum_of_products(const uint4& a, const uint4& b) {
   const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.0f;
@@ -14,15 +14,15 @@ __device__ __forceinline__ float sum_of_products(const uint4& a, const uint4& b)
   return sum;
 }
 
-// Of rows that see nothing the base is Inf, so that their exponentials are 0; so of those that don't count, of which
-// nothing is read.
+// Rows without any visible key get the base Inf, so that their exponentials are 0. Invalid rows get it, too; nothing of
+// them is read.
 extern "C" __global__ void __launch_bounds__(Config::kRowThreads)
     attention_backward_rows(const __grid_constant__ AttentionBackwardWgmmaParams p) {
   launch_dependents_and_wait();
   const i64 place = (i64)blockIdx.x * Config::kRowThreads + threadIdx.x, line = place / Config::kRowLanes;
-  const u32 matrix = (u32)(line / p.rows), row = (u32)(line % p.rows);
+  const u32 matrix = (u32)(line / p.queries), row = (u32)(line % p.queries);
   bool counts = true;
-  if constexpr (Config::kLengths) counts = (int)row < p.items.q_lengths[matrix / p.heads];
+  if constexpr (Config::kLengths) counts = (int)row < p.tables.q_lengths[matrix / p.heads];
   float delta = 0.0f;
   if (counts) delta = sum_of_products(((const uint4*)p.o)[place], ((const uint4*)p.d_o)[place]);
 #pragma unroll

@@ -1,43 +1,87 @@
-// Sums of gemm/wgmma_sp.cu, and what becomes of them: scaled, activated, rounded, and where in Y.
+// The accumulators of gemm/wgmma_sp.cu: their types, their place in the workspace, and how they become results.
 #pragma once
 #include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/tile_scheduler.cuh"
 
-template <bool kInteger> struct SumOf {
+template <bool kInteger> struct AccumulatorOf {
   using Type = float;
 };
-template <> struct SumOf<true> {
+template <> struct AccumulatorOf<true> {
   using Type = int;
 };
-using Sum = SumOf<Config::kIntegers>::Type;
-using Sums = Sum[Config::kSums];  // a thread's share of 64 rows x kTokens
+using Accumulator = AccumulatorOf<Config::kIntegers>::Type;
+using AccumulatorTile = Accumulator[Config::kAccumulators];  // a thread's accumulators of 64 rows x kTileN tokens
+using Accumulators = AccumulatorTile[Config::kMTilesPerWarpgroup];  // all accumulators of a thread
 
 __device__ __forceinline__ u32 bits_of(float sum) { return __float_as_uint(sum); }
 __device__ __forceinline__ u32 bits_of(int sum) { return (u32)sum; }
-__device__ __forceinline__ Sum sum_of(u32 bits) {
+__device__ __forceinline__ Accumulator accumulator_of(u32 bits) {
   if constexpr (Config::kIntegers) return (int)bits;
   else return __uint_as_float(bits);
 }
 
-// Where the workspace has a thread's first four sums; the next four lie 512 on.
-__device__ __forceinline__ i64 place_of_sums(u32 block, u32 warpgroup, int r) {
-  const i64 row_tile = (i64)block * Config::kRowTiles + warpgroup * Config::kRowBlocks + r;
-  return (row_tile * (Config::kSums / 4) * 128 + threadIdx.x % 128) * 4;
+// Workspace -----------------------------------------------------------------------------------------
+
+constexpr int kQuads = Config::kAccumulators / 4;  // groups of four accumulators that one instruction moves
+
+// The index of a thread's first four accumulators in a workspace area. Its next four lie 512 elements further.
+__device__ __forceinline__ i64 workspace_offset(u32 cta, u32 warpgroup, int r) {
+  const i64 row_tile = (i64)cta * Config::kMTiles + warpgroup * Config::kMTilesPerWarpgroup + r;
+  return (row_tile * kQuads * 128 + threadIdx.x % 128) * 4;
 }
 
-// Whose place there is that of the item's groups or parts: one that is handed over has its own, which goes with it.
-__device__ __forceinline__ u32 block_of_groups(const Turns& turn) {
-  const u32 block = turn.takes() ? blockIdx.x - Config::kCluster : blockIdx.x;
-  return turn.gives() || turn.takes() ? gridDim.x + block : block;
+// The CTA under whose index the workspace holds blocked sums or sums of K chunks. A split tile has a place of its own,
+// which its second cluster finds under the index of the first.
+__device__ __forceinline__ u32 workspace_cta(const TileScheduler& scheduler) {
+  const u32 cta = scheduler.loads_partials() ? blockIdx.x - Config::kClusterSize : blockIdx.x;
+  return scheduler.stores_partials() || scheduler.loads_partials() ? gridDim.x + cta : cta;
 }
+
+// Stores a thread's accumulators from number kFrom on. `saved` is the place of its first four.
+template <int kFrom = 0>
+__device__ __forceinline__ void save_accumulators(const Accumulators& accumulators, float* saved) {
+#pragma unroll
+  for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {
+    float* to = saved + r * kQuads * 512;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const Accumulator* v = accumulators[r] + 4 * q;
+      if (r * Config::kAccumulators + 4 * q >= kFrom)
+        store_global(to + q * 512, bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+    }
+  }
+}
+
+// Adds what save_accumulators stored. A mask of 0 stands for saved zeros, whatever the workspace holds.
+template <int kFrom = 0>
+__device__ __forceinline__ void add_saved(Accumulators& accumulators, const float* saved, u32 mask = ~0u) {
+  constexpr int kLoads = Config::kReallocRegisters && Config::kStreamK ? 12 : 8;
+#pragma unroll
+  for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {
+    const float* from = saved + r * kQuads * 512;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (r * Config::kAccumulators + 4 * q < kFrom) continue;
+      if (q % kLoads == 0) __syncwarp();  // keeps the compiler from loading all values at once, which spills registers
+      const uint4 v = __ldcg((const uint4*)(from + q * 512));
+      Accumulator* to = accumulators[r] + 4 * q;
+      to[0] += accumulator_of(v.x & mask), to[1] += accumulator_of(v.y & mask), to[2] += accumulator_of(v.z & mask);
+      to[3] += accumulator_of(v.w & mask);
+    }
+  }
+}
+
+// Results -------------------------------------------------------------------------------------------
 
 // A scale of kind kScaleX or kScaleW.
 template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
   return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
 }
 
-// The result before it is rounded to its type; of a gated one, with FastMath the gate, with NoMath the other factor.
-template <class Math = FastMath>
-__device__ __forceinline__ float finished(Sum sum, const WgmmaSpParams& p, float scale_x, float scale_w, float bias) {
+// The result before it is rounded to its type. For a gated epilogue, FastMath gives the gate and NoMath the other
+// factor.
+template <class Math = FastMath> __device__ __forceinline__ float finished(Accumulator sum, const WgmmaSpParams& p,
+                                                                           float scale_x, float scale_w, float bias) {
   float v = Config::kIntegers ? __int2float_rn((int)sum) : (float)sum;
   if (Config::kScaleX) v = __fmul_rn(v, scale_x);
   if (Config::kScaleW) v = __fmul_rn(v, scale_w);
@@ -47,14 +91,13 @@ template <class Result> __device__ __forceinline__ typename Result::Bits rounded
   if constexpr (Config::kOut == ElementKind::F32) return Result::from_float(canonical_nan(v));
   else return Result::from_float(v);
 }
-template <class Result> __device__ __forceinline__ typename Result::Bits rounded(Sum sum, float v) {
+template <class Result> __device__ __forceinline__ typename Result::Bits rounded(Accumulator sum, float v) {
   if constexpr (Config::kRaw) return (typename Result::Bits)sum;
   else return rounded<Result>(v);
 }
 
-// Where y has a result.
-__device__ __forceinline__ i64 place(const WgmmaSpParams& p, i64 token, i64 output) {
-  return Config::kColumnsY ? output * p.y_stride + token : token * p.y_stride + output;
+// The index of a result in Y.
+__device__ __forceinline__ i64 y_offset(const WgmmaSpParams& p, i64 token, i64 output) {
+  return Config::kYColumnMajor ? output * p.y_stride + token : token * p.y_stride + output;
 }
-// Results of a token.
-__device__ __forceinline__ i64 outputs_of(const WgmmaSpParams& p) { return p.m / Config::kRowsPerOutput; }
+__device__ __forceinline__ i64 outputs_per_token(const WgmmaSpParams& p) { return p.m / Config::kRowsPerOutput; }

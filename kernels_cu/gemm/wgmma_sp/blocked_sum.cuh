@@ -1,29 +1,30 @@
-// Sums of groups of tiles, of gemm/wgmma_sp.cu with kTilesOfGroup: one long row of roundings is cut into short ones.
-// What the groups before the last have come to waits in the workspace, where each thread finds its own.
+// Blocked summation: each group of kTilesPerBlockedSum K tiles is summed separately. This shortens the chain of
+// roundings. The total of the groups before the current one waits in the workspace, each thread's in its own place.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
-#include "gemm/wgmma_sp/pipeline.cuh"
 
-struct Groups {
-  static constexpr u32 kTiles = Config::kTilesOfGroup ? Config::kTilesOfGroup : 1;
+struct BlockedSum {
+  static constexpr u32 kTiles = Config::kTilesPerBlockedSum ? Config::kTilesPerBlockedSum : 1;
 
-  float* at;  // this thread's first four
-  u32 start;  // of the slice: a tile of K
+  float* at;  // the place of this thread's first four totals
+  u32 start;  // the first K tile of the slice
 
-  __device__ __forceinline__ Groups(const WgmmaSpParams& p, const Turns& turn, u32 warpgroup, u32 slice)
-      : start(first_tile(p, slice)) {
-    at = p.groups + place_of_sums(block_of_groups(turn), warpgroup, 0);
+  BlockedSum() = default;
+  __device__ __forceinline__ BlockedSum(const WgmmaSpParams& p, const TileScheduler& scheduler, u32 warpgroup,
+                                        u32 slice)
+      : start(first_k_tile(p, slice)) {
+    at = p.blocked_sums + workspace_offset(workspace_cta(scheduler), warpgroup, 0);
   }
 
-  // Whether a group, not the first one, begins with the tile.
+  // Whether the K tile begins a group other than the first.
   __device__ __forceinline__ bool begins(u32 tile) const {
-    return Config::kTilesOfGroup && tile > start && (tile - start) % kTiles == 0;
+    return Config::kTilesPerBlockedSum && tile > start && (tile - start) % kTiles == 0;
   }
 
-  // A group's sums, which end before the tile, are added to those before it; they begin again.
-  __device__ __forceinline__ void add(Sums (&sums)[Config::kRowBlocks], u32 tile) const {
+  // Adds the sum of the group that ends before `tile` to the total, and clears the accumulators.
+  __device__ __forceinline__ void add(Accumulators& accumulators, u32 tile) const {
     const bool first = tile - start == kTiles;
-    each(sums, [first](float* v, float* to) {
+    each(accumulators, [first](Accumulator* v, float* to) {
       float before[4];
       load_global_or_zeros(before, to, !first);
 #pragma unroll
@@ -36,10 +37,10 @@ struct Groups {
     });
   }
 
-  // The last group's sums become the slice's, which ends before the tile.
-  __device__ __forceinline__ void finish(Sums (&sums)[Config::kRowBlocks], u32 tile) const {
+  // Adds the total to the sum of the last group, which ends before `tile`.
+  __device__ __forceinline__ void finish(Accumulators& accumulators, u32 tile) const {
     if (tile - start <= kTiles) return;
-    each(sums, [](float* v, float* to) {
+    each(accumulators, [](Accumulator* v, float* to) {
       float before[4];
       load_global_or_zeros(before, to, true);
 #pragma unroll
@@ -48,10 +49,10 @@ struct Groups {
   }
 
  private:
-  template <class Do> __device__ __forceinline__ void each(Sums (&sums)[Config::kRowBlocks], Do act) const {
+  template <class Do> __device__ __forceinline__ void each(Accumulators& accumulators, Do act) const {
 #pragma unroll
-    for (int r = 0; r < Config::kRowBlocks; ++r)
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
 #pragma unroll
-      for (int q = 0; q < Config::kSums / 4; ++q) act(&sums[r][4 * q], at + (r * (Config::kSums / 4) + q) * 512);
+      for (int q = 0; q < kQuads; ++q) act(&accumulators[r][4 * q], at + (r * kQuads + q) * 512);
   }
 };

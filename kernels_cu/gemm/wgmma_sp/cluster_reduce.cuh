@@ -1,104 +1,110 @@
-// The role of gemm/wgmma_sp.cu that stores results where K is sliced along the cluster.
+// The epilogue of gemm/wgmma_sp.cu with split-K: the CTAs of a cluster reduce their sums through distributed shared
+// memory and store the results.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
-#include "gemm/wgmma_sp/pipeline.cuh"
-#ifdef S24_F32_SPLIT
-#include "gemm/wgmma_sp/split_products.cuh"
-#endif
+#include "gemm/wgmma_sp/dot_in_float64.cuh"
 
-// A warpgroup's sums to where the blocks of its cluster find them; `row_tile`: its first, in the block.
-__device__ __forceinline__ void store_sums(const Sums (&sums)[Config::kRowBlocks], u32 base, u32 row_tile) {
+// Stores a warpgroup's accumulators in the CTA's reduction buffer. `m_tile` is the warpgroup's first m64 tile in the
+// CTA.
+__device__ __forceinline__ void stage_accumulators(const Accumulators& sums, u32 base, u32 m_tile) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int r = 0; r < Config::kRowBlocks; ++r)
+  for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) {
-      if constexpr (Config::kColumnsY) {
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      if constexpr (Config::kYColumnMajor) {
         if (i % 2) continue;
-        const u32 row = (row_tile + r) * Tile::kRows + 16 * warp + lane / 4 + i / 2 % 2 * 8;
-        store_shared_x2(base + Area::offset(i / 4 * 8 + lane % 4 * 2, row), bits_of(sums[r][i]),
+        const u32 row = (m_tile + r) * Tile::kRows + 16 * warp + lane / 4 + i / 2 % 2 * 8;
+        store_shared_x2(base + Buffer::offset(i / 4 * 8 + lane % 4 * 2, row), bits_of(sums[r][i]),
                         bits_of(sums[r][i + 1]));
         continue;
       }
-      const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Area::kPitch + (row_tile + r) * Tile::kRows + 16 * warp +
+      const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Buffer::kPitch + (m_tile + r) * Tile::kRows + 16 * warp +
                      lane / 4 + i / 2 % 2 * 8;
       store_shared(base + at * 4, bits_of(sums[r][i]));
     }
 }
 
-// The blocks of a cluster that sum slices of the same rows fold them, each its share of the results: four at a time of
-// a line of Y, which is a token's row, or a column.
-struct Folder {
+// The CTAs that sum slices of the same rows each reduce a part of the rows' results, in the order of the slices. A
+// thread makes four adjacent results of a line of Y, which is a token's row or, for a column-major Y, an output's
+// column.
+struct ClusterReduce {
   const WgmmaSpParams& p;
-  Item item;
-  u32 from[Config::kSlices];
-  int output0;
+  WorkTile work;
+  u32 from[Config::kSplitK];  // cluster addresses of the slices' reduction buffers
+  int output0;                // the first output of this CTA's part
 
-  static constexpr bool kColumns = Config::kColumnsY;
-  static constexpr int kOutputs = Config::kRowTiles * Config::kOutputs;  // of a block
-  static constexpr int kOutputQuads = (kOutputs / 4 + Config::kSlices - 1) / Config::kSlices;
-  static constexpr int kShareOutputs = kColumns ? (kOutputs + Config::kSlices - 1) / Config::kSlices : 4 * kOutputQuads;
-  static constexpr int kQuads = kColumns ? Config::kTokens / 4 : kOutputQuads,  // of a line
-      kCount = kQuads * (kColumns ? kShareOutputs : Config::kTokens);
-  static constexpr int kFolders = Config::kMultiplying;
-  static constexpr int kLoads = (Config::kTrade || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSlices /
-                                Config::kBlocksPerSm / Config::kRowsPerOutput;
-  static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // in flight, as far as there are registers
+  static constexpr bool kColumns = Config::kYColumnMajor;                      // a line of Y is a column
+  static constexpr int kCtaOutputs = Config::kMTiles * Config::kMTileOutputs;  // results per token
+  static constexpr int kOutputQuads = (kCtaOutputs / 4 + Config::kSplitK - 1) / Config::kSplitK;
+  static constexpr int kOwnOutputs =
+      kColumns ? (kCtaOutputs + Config::kSplitK - 1) / Config::kSplitK : 4 * kOutputQuads;
+  static constexpr int kLineQuads = kColumns ? Config::kTileN / 4 : kOutputQuads;
+  static constexpr int kCount = kLineQuads * (kColumns ? kOwnOutputs : Config::kTileN);
+  static constexpr int kThreads = Config::kConsumerThreads;
+  static constexpr int kLoads = (Config::kReallocRegisters || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSplitK /
+                                Config::kCtasPerSm / Config::kRowsPerOutput;
+  static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // loads in flight, limited by registers
 
-  __device__ __forceinline__ Folder(const WgmmaSpParams& p, Item item, u32 base, u32 share, u32 slice)
-      : p(p), item(item), output0(slice * kShareOutputs) {
+  __device__ __forceinline__ ClusterReduce(const WgmmaSpParams& p, WorkTile work, u32 base, u32 m_rank, u32 slice)
+      : p(p), work(work), output0(slice * kOwnOutputs) {
 #pragma unroll
-    for (int s = 0; s < Config::kSlices; ++s) from[s] = cluster_address(base, share + Config::kShare * s);
+    for (int s = 0; s < Config::kSplitK; ++s) from[s] = cluster_address(base, m_rank + Config::kClusterM * s);
   }
 
-  // Of the i-th four results the first's token and output.
-  __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kQuads * 4 : i / kQuads; }
-  __device__ __forceinline__ int output_of(int i) const { return output0 + (kColumns ? i / kQuads : i % kQuads * 4); }
+  // The token and the output of the first of the i-th four results.
+  __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kLineQuads * 4 : i / kLineQuads; }
+  __device__ __forceinline__ int output_of(int i) const {
+    return output0 + (kColumns ? i / kLineQuads : i % kLineQuads * 4);
+  }
 
-  // Nothing else is loaded: a load that no store waits for could still be on its way when its block has left.
+  // Only results inside of Y are loaded. A load whose value no store needs could still be in flight when the CTA that
+  // it reads from has exited.
   __device__ __forceinline__ bool inside(int token, int output) const {
-    return item.token + token < p.n && output < kOutputs && item.row_tile * Config::kOutputs + output < outputs_of(p);
+    return work.token + token < p.n && output < kCtaOutputs &&
+           work.row_tile * Config::kMTileOutputs + output < outputs_per_token(p);
   }
 
-  // The j-th of four sums of a row of W.
-  static __device__ __forceinline__ Sum folded(u32 (&v)[Config::kSlices][4], int j) {
-    Sum slices[Config::kSlices];
+  // The reduced sum of the j-th of four results.
+  static __device__ __forceinline__ Accumulator reduced(u32 (&v)[Config::kSplitK][4], int j) {
+    Accumulator slices[Config::kSplitK];
 #pragma unroll
-    for (int s = 0; s < Config::kSlices; ++s) slices[s] = sum_of(v[s][j]);
-    fold(slices);
+    for (int s = 0; s < Config::kSplitK; ++s) slices[s] = accumulator_of(v[s][j]);
+    reduce_in_order(slices);
     return slices[0];
   }
 
-  // What becomes of the sum of a row of W behind `output`: the first, or of a gated one the other.
+  // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other
+  // factor.
   template <class Math>
-  __device__ __forceinline__ float value(Sum total, float scale_x, i64 output, int apart = 0) const {
-    const bool inside = kColumns || output < outputs_of(p);
-    const i64 row = row_of_output<Config>(output) + apart;
+  __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0) const {
+    const bool inside = kColumns || output < outputs_per_token(p);
+    const i64 row = row_of_output<Config>(output) + offset;
     const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
     const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, row) : 1.0f;
     return finished<Math>(total, p, scale_x, scale_w, bias);
   }
 
-  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSlices][4], int token,
+  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], int token,
                                         int output) const {
-    const i64 n = item.token + token, m = item.row_tile * Config::kOutputs + output;
+    const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Config::Out::Bits out[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
-    u32 nans = 0;  // of float32: which sums
+    u32 nans = 0;  // one bit for each float32 sum that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const Sum total = folded(v[0], j);
-      if constexpr (Config::kXParts) nans |= (u32)(total != total) << j;
+      const Accumulator total = reduced(v[0], j);
+      if constexpr (Config::kSplitTerms > 0) nans |= (u32)(total != total) << j;
       const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j);
       if constexpr (Config::kGated) {
-        const float up = value<NoMath>(folded(v[1], j), scale_x, kColumns ? m : m + j, Config::kGateRows);
+        const float up = value<NoMath>(reduced(v[1], j), scale_x, kColumns ? m : m + j, Config::kGateRows);
         out[j] = rounded<Config::Out>(__fmul_rn(first, up));
       } else {
         out[j] = rounded<Config::Out>(total, first);
       }
     }
-    Config::Out::Bits* to = (Config::Out::Bits*)p.y + place(p, n, m);
-    if (p.aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_of(p))) {
+    Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
+    if (p.y_aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
       else if constexpr (sizeof(Config::Out::Bits) == 2)
@@ -107,36 +113,36 @@ struct Folder {
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (kColumns ? n + j < p.n : m + j < outputs_of(p)) to[j] = out[j];
+        if (kColumns ? n + j < p.n : m + j < outputs_per_token(p)) to[j] = out[j];
     }
-#ifdef S24_F32_SPLIT
-    for (; nans; nans &= nans - 1) {
-      const int j = __ffs(nans) - 1;
-      if (m + j >= p.m) break;
-      const float sum = sum_in_order(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
-      to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+    if constexpr (Config::kSplitTerms > 0) {
+      for (; nans; nans &= nans - 1) {
+        const int j = __ffs(nans) - 1;
+        if (m + j >= p.m) break;
+        const float sum = dot_in_float64(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
+        to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+      }
     }
-#endif
   }
 
   __device__ __forceinline__ void run() const {
 #pragma unroll 1
-    for (int first = threadIdx.x; first < kCount; first += kFolders * kAhead) {
-      u32 v[kAhead][Config::kRowsPerOutput][Config::kSlices][4];
+    for (int first = threadIdx.x; first < kCount; first += kThreads * kAhead) {
+      u32 v[kAhead][Config::kRowsPerOutput][Config::kSplitK][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kFolders, token = token_of(i), output = output_of(i);
+        const int i = first + a * kThreads, token = token_of(i), output = output_of(i);
         if (i >= kCount || !inside(token, output)) continue;
 #pragma unroll
         for (int h = 0; h < Config::kRowsPerOutput; ++h)
 #pragma unroll
-          for (int s = 0; s < Config::kSlices; ++s)
+          for (int s = 0; s < Config::kSplitK; ++s)
             load_cluster_x4(v[a][h][s],
-                            from[s] + Area::offset(token, row_of_output<Config>(output) + h * Config::kGateRows));
+                            from[s] + Buffer::offset(token, row_of_output<Config>(output) + h * Config::kGateRows));
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kFolders;
+        const int i = first + a * kThreads;
         const int token = token_of(i), output = output_of(i);
         if (i < kCount && inside(token, output)) store(v[a], token, output);
       }

@@ -1,31 +1,30 @@
-// The role of gemm/wgmma_sp.cu that stores results where K is not sliced along the cluster.
+// The epilogue of gemm/wgmma_sp.cu without split-K: results are staged in shared memory and stored by TMA.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
+#include "gemm/wgmma_sp/dot_in_float64.cuh"
 #include "ptx/stmatrix.cuh"
-#ifdef S24_F32_SPLIT
-#include "gemm/wgmma_sp/split_products.cuh"
-#endif
 
-// Stores 64 rows x kTokens tokens of one warpgroup: kStepTokens at a time are staged, from where the copy engine takes
-// them while others are staged, and while the next item is multiplied.
-template <class Result> struct Writer {
+// Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
+// them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
+// are not aligned for TMA, the threads store single elements.
+template <class Result> struct EpilogueStore {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
-  u32 stage;
-  int barrier;
-  u32 turn = 0;  // the buffer of the next step
+  u32 staging;  // shared memory address of the buffers
+  int barrier;  // named barrier of the warpgroup
+  u32 next_buffer = 0;
 
   static constexpr int kOutBytes = sizeof(Bits);
-  // A token's, of a box.
-  static constexpr int kLineOutputs = Config::kColumnsY ? Config::kOutputs : 128 / kOutBytes;
-  static constexpr int kBoxOutputs = Config::kOutputs < kLineOutputs ? Config::kOutputs : kLineOutputs;
+  // Results of one token in a TMA box.
+  static constexpr int kLineOutputs = Config::kYColumnMajor ? Config::kMTileOutputs : 128 / kOutBytes;
+  static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes;
 
-  // Where a buffer has a token's output: a box's tokens under the swizzle of kBoxBytes. In columns: an output's tokens,
-  // under the swizzle of kLineBytes.
+  // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
+  // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
   static __device__ __forceinline__ u32 staged_at(int token, int output) {
-    if constexpr (Config::kColumnsY) {
+    if constexpr (Config::kYColumnMajor) {
       constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
       const int in = token * kOutBytes;
       return output * kLine + (in / 16 ^ output * kChunks / 8 % kChunks) * 16 + in % 16;
@@ -37,7 +36,7 @@ template <class Result> struct Writer {
     }
   }
 
-  __device__ __forceinline__ void write(const Sums& sums, i64 row0, i64 token0) {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, i64 token0) {
     if (row0 >= p.m) return;
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
@@ -50,26 +49,24 @@ template <class Result> struct Writer {
       scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
     }
 #pragma unroll
-    for (int step = 0; step < Config::kTokens / Config::kStepTokens; ++step) {
+    for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
       const i64 token = token0 + step * Config::kStepTokens;
       if (token >= p.n) break;
-      const u32 buffer = stage + turn * Config::kStepBytes;
-      if (++turn == Config::kBuffers) turn = 0;
+      const u32 buffer = staging + next_buffer * Config::kStepBytes;
+      if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.aligned) copy_out(buffer, output0, token);
-      else copy_elements(buffer, output0, token);
+      if (p.y_aligned) store_box(buffer, output0, token);
+      else store_elements(buffer, output0, token);
     }
-#ifdef S24_F32_SPLIT
-    mend(sums, row0, token0);
-#endif
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Sum* sums, i64 row0, i64 token0, const float (&bias)[2],
-                                       const float (&scale_w)[2]) const {
+  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0,
+                                       const float (&bias)[2], const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
-      const Sum* d = sums + 4 * j;
+      const Accumulator* d = sums + 4 * j;
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -80,9 +77,9 @@ template <class Result> struct Writer {
       }
       if constexpr (Config::kGated) {
         stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
-      } else if constexpr (Config::kColumnsY && kOutBytes == 2) {
+      } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
         stmatrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
-      } else if constexpr (Config::kColumnsY) {
+      } else if constexpr (Config::kYColumnMajor) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           store_shared_x2(buffer + staged_at(8 * j + 2 * t, row + g + i * 8), rounded<Result>(d[2 * i], v[2 * i]),
@@ -98,14 +95,14 @@ template <class Result> struct Writer {
     }
   }
 
-  // Of a warp's eight outputs and eight tokens from `token`, a thread's: one output, two tokens.
+  // Stages gated results. A warp has eight outputs of eight tokens from `token` on, a thread one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
     const int lane = threadIdx.x % 32, output = threadIdx.x % 128 / 32 * 8, g = lane / 4, t = lane % 4;
-    if constexpr (kOutBytes == 2 && Config::kColumnsY) {
+    if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
       stmatrix(buffer + staged_at(token, output + lane % 8), Result::pair(first, second));
     } else if constexpr (kOutBytes == 2) {
       stmatrix_transposed(buffer + staged_at(token + lane % 8, output), Result::pair(first, second));
-    } else if constexpr (Config::kColumnsY) {
+    } else if constexpr (Config::kYColumnMajor) {
       store_shared_x2(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first), rounded<Result>(second));
     } else {
       store_shared(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first));
@@ -113,15 +110,14 @@ template <class Result> struct Writer {
     }
   }
 
-#ifdef S24_F32_SPLIT
-  // Sums that are NaN, again: each thread its own, once all of the tile lies in Y.
-  __device__ __forceinline__ void mend(const Sums& sums, i64 row0, i64 token0) const {
-    static_assert(Config::kSums <= 128, "a bit a sum");
+  // Recomputes sums that are NaN. Each thread replaces its own results, once the whole tile has been stored to Y.
+  __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, i64 token0) const {
+    static_assert(Config::kAccumulators <= 128, "one bit per accumulator");
     u64 nans[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
+    for (int i = 0; i < Config::kAccumulators; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
-    if (p.aligned && is_copier()) tma_store_wait();
+    if (p.y_aligned && issues_stores()) tma_store_wait();
     named_barrier_sync(barrier, 128);
 #pragma unroll 1
     while (nans[0] | nans[1]) {
@@ -131,37 +127,36 @@ template <class Result> struct Writer {
       const i64 token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2,
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
-      const float sum = sum_in_order(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
-      ((Bits*)p.y)[place(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+      const float sum = dot_in_float64(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
+      ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
     }
   }
-#endif
 
-  // What lies outside of Y isn't copied. A warp copies each box. Before the threads meet, it sees to it that the
-  // next step's buffer has been read.
-  __device__ __forceinline__ void copy_out(u32 buffer, i64 output0, i64 token) const {
+  // Stores a buffer by TMA, one box per warp. Elements outside of Y are not written. Before the warpgroup syncs, the
+  // issuing threads wait until the next step's buffer has been read.
+  __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token) const {
     async_proxy_fence();
-    if (is_copier()) tma_store_wait_read<Config::kBuffers - 2>();
+    if (issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
     named_barrier_sync(barrier, 128);
-    if (!is_copier()) return;
+    if (!issues_stores()) return;
     const int box = threadIdx.x % 128 / 32;
-    if constexpr (Config::kColumnsY) tma_store(&p.y_map, (u32)token, (u32)output0, buffer);
+    if constexpr (Config::kYColumnMajor) tma_store(&p.y_map, (u32)token, (u32)output0, buffer);
     else
       tma_store(&p.y_map, (u32)output0 + box * kBoxOutputs, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
     tma_store_commit();
   }
-  static __device__ __forceinline__ bool is_copier() {
-    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < Config::kOutputs / kBoxOutputs;
+  static __device__ __forceinline__ bool issues_stores() {
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < Config::kMTileOutputs / kBoxOutputs;
   }
 
-  __device__ __forceinline__ void copy_elements(u32 buffer, i64 output0, i64 token0) const {
+  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0) const {
     named_barrier_sync(barrier, 128);
-    for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kOutputs; i += 128) {
-      const int t = Config::kColumnsY ? i % Config::kStepTokens : i / Config::kOutputs,
-                o = Config::kColumnsY ? i / Config::kStepTokens : i % Config::kOutputs;
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
+      const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
+                o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
-      if (token < p.n && output < outputs_of(p))
-        ((Bits*)p.y)[place(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
+      if (token < p.n && output < outputs_per_token(p))
+        ((Bits*)p.y)[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }
 };

@@ -1,178 +1,182 @@
-// The roles of gemm/wgmma_sp.cu that copy W and X to shared memory.
+// The producers of gemm/wgmma_sp.cu, which load W and X into shared memory.
 #pragma once
 #include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/tile_scheduler.cuh"
 
-__device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, Item item, int i, i64 tile) {
-  const i64 row_tile = min(item.row_tile + i, p.row_tiles - 1);  // past the end: multiplied, not stored
+__device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTile work, int i, i64 tile) {
+  const i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
-// Has the first tiles of W brought to L2 while the kernel before this one may still run: as much as memory gives a
-// multiprocessor in that time, more delays what is needed first.
-__device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 share, u32 slice) {
-  constexpr int kTiles = 4 / (Config::kRowTiles * Config::kBlocksPerSm);
-  constexpr int kAhead = Config::kTokens > 64 ? 0 : kTiles > 0 ? kTiles : 1;
-  const Turns turn(p, slice);
-  const Item item(p, turn.index, share);
-  for (u32 tile = turn.first, end = min(tile + kAhead, turn.last); tile < end; ++tile)
+// Prefetches the first K tiles of W to L2 while the kernel before this one may still run. Only as much is prefetched as
+// an SM can read in that time: more would delay what is needed first.
+__device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_rank, u32 slice) {
+  constexpr int kTiles = 4 / (Config::kMTiles * Config::kCtasPerSm);
+  constexpr int kAhead = Config::kTileN > 64 ? 0 : kTiles > 0 ? kTiles : 1;
+  const TileScheduler scheduler(p, slice);
+  const WorkTile work(p, scheduler.index, m_rank);
+  for (u32 tile = scheduler.first, end = min(tile + kAhead, scheduler.last); tile < end; ++tile)
 #pragma unroll
-    for (int i = 0; i < Config::kRowTiles; ++i) prefetch_bulk(weight_tile(p, item, i, tile), Tile::kBytes);
+    for (int i = 0; i < Config::kMTiles; ++i) prefetch_bulk(weight_tile(p, work, i, tile), Tile::kBytes);
 }
 
-// X in columns, one stage, for every block that shares it: they take stages in turn. Whole groups of tokens are one
-// box: the copy engine takes long to begin another.
-__device__ __forceinline__ void copy_columns(const WgmmaSpParams& p, u32 to, u32 box, Item item, u32 full, u32 share,
-                                             u32 slice) {
-  const bool is_tail = item.token + Config::kTokens >= p.n;
-  const u32 tokens = is_tail ? p.tail_rows : Config::kTokens;
-  const u32 whole = (is_tail ? (u32)(p.n - item.token) : Config::kTokens) / Config::kGroup * Config::kGroup;
+// Loads one stage of a column-major X by TMA. The CTAs of the cluster alternate: each loads every kClusterM-th stage
+// into all of them. All whole groups of tokens are one box, since beginning another box is slow.
+__device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 to, u32 box, WorkTile work, u32 full,
+                                                    u32 m_rank, u32 slice) {
+  const bool is_tail = work.token + Config::kTileN >= p.n;
+  const u32 tokens = is_tail ? p.x_tail_tokens : Config::kTileN;
+  const u32 whole = (is_tail ? (u32)(p.n - work.token) : Config::kTileN) / Config::kTokenGroup * Config::kTokenGroup;
   barrier_arrive_expect_tx(full, tokens * Config::kBoxColumns * 2);
-  if (box % Config::kShare != share) return;
-  const u32 token = (u32)item.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
-  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map, *rest = is_tail ? &p.x_tail_rest_map : &p.x_rest_map;
-  if constexpr (Config::kShare == 1) {
+  if (box % Config::kClusterM != m_rank) return;
+  const u32 token = (u32)work.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
+  const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map,
+                  *rest = is_tail ? &p.x_tail_remainder_map : &p.x_remainder_map;
+  if constexpr (Config::kClusterM == 1) {
     if (whole) tma_load(to, groups, token, column, 0, full);
     if (whole < tokens) tma_load(rest_to, rest, token + whole, column, 0, full);
   } else {
-    const u16 mask = (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice);
+    const u16 mask = (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice);
     if (whole) tma_load_multicast(to, groups, token, column, 0, full, mask);
     if (whole < tokens) tma_load_multicast(rest_to, rest, token + whole, column, 0, full, mask);
   }
 }
 
-// The threads that copy X in columns of few tokens, whose lines are short and begin anywhere: the copy engine is slow
-// there. A thread has 8 tokens of every kStep-th column.
-__device__ __forceinline__ void copy_lines(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  constexpr int kChunks = Config::kTokens / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
-  constexpr int kStep = Config::kLineThreads / kLanes, kPasses = 64 / kStep;
-  constexpr int kSwapped = Config::kGroup / 8, kLine = 2 * Config::kGroup;
-  static_assert(!Config::kByThreads || kChunks <= 8, "a line has a group, and a thread for each 8 tokens");
-  const int thread = threadIdx.x % Config::kLineThreads, line = thread / kLanes, chunk = thread % kLanes;
+// Loads a column-major X of few tokens by cp.async. Its lines are short and may begin anywhere, where TMA is slow. A
+// thread copies 8 tokens of every kStep-th column.
+__device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                u32 slice) {
+  constexpr int kChunks = Config::kTileN / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
+  constexpr int kStep = Config::kXCopyThreads / kLanes, kPasses = 64 / kStep;
+  constexpr int kSwapped = Config::kTokenGroup / 8, kLine = 2 * Config::kTokenGroup;
+  static_assert(!Config::kXCpAsync || kChunks <= 8, "a line holds one group of tokens");
+  const int thread = threadIdx.x % Config::kXCopyThreads, line = thread / kLanes, chunk = thread % kLanes;
   const auto swizzle = [](int line) { return line * kSwapped / 8 % kSwapped * 16; };
-  const u32 into = base + Config::kSourceAt + line * kLine + (chunk * 16 ^ swizzle(line));
+  const u32 into = base + Config::kXAt + line * kLine + (chunk * 16 ^ swizzle(line));
   const i64 ahead = kStep * p.x_stride;
-  PipelineState<Config::kSourceStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Item item(p, turn.index, share);
-    const i64 token = item.token + chunk * 8;
+  PipelineState<Config::kXStages> at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const WorkTile work(p, scheduler.index, m_rank);
+    const i64 token = work.token + chunk * 8;
     const bool has = chunk < kChunks && token < p.n;
-    int column = (int)turn.first * Tile::kColumns + line;
-    const int end = (int)turn.last * Tile::kColumns;
+    int column = (int)scheduler.first * Tile::kColumns + line;
+    const int end = (int)scheduler.last * Tile::kColumns;
     const u16* source = (const u16*)p.x + token + column * p.x_stride;
     for (; column < end; column += Config::kBoxColumns, source += kPasses * ahead, at.next()) {
-      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
-      const u32 to = into + at.slot * Config::kSourceBytes;
+      barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
+      const u32 to = into + at.stage * Config::kXStageBytes;
       const u16* from = source;
       if (has) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i, from += ahead)
           cp_async_16_cached((to ^ swizzle(i * kStep)) + i * kStep * kLine, from, column + i * kStep < (int)p.k);
       }
-      cp_async_mbarrier_arrive(barriers.source_came(at.slot));
+      cp_async_mbarrier_arrive(barriers.x_copied(at.stage));
     }
   }
 }
 
-// The thread that reports stages which threads copied: what they stored is seen by wgmma only after a fence. Theirs
-// would wait for all that they have on the way.
-__device__ __forceinline__ void report_lines(const WgmmaSpParams& p, Barriers barriers, u32 slice) {
-  PipelineState<Config::kSourceStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p))
-    for (int boxes = 2 * (int)(turn.last - turn.first); boxes > 0; --boxes, at.next()) {
-      barrier_wait(barriers.source_came(at.slot), at.parity);
+// Publishes the stages that cp.async loaded: wgmma sees them only after a proxy fence. The copying threads do not fence
+// themselves: such a fence would wait for all their copies in flight.
+__device__ __forceinline__ void publish_x(const WgmmaSpParams& p, Barriers barriers, u32 slice) {
+  PipelineState<Config::kXStages> at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p))
+    for (int boxes = 2 * (int)(scheduler.last - scheduler.first); boxes > 0; --boxes, at.next()) {
+      barrier_wait(barriers.x_copied(at.stage), at.parity);
       async_proxy_fence();
-      barrier_arrive(barriers.source_full(at.slot));
+      barrier_arrive(barriers.x_full(at.stage));
     }
 }
 
-// A stage of W.
-__device__ __forceinline__ void copy_weight(const WgmmaSpParams& p, u32 base, Barriers barriers, Item item, u32 tile,
-                                            PipelineState<Config::kWeightStages>& at) {
-  barrier_wait(barriers.weight_free(at.slot), at.parity ^ 1);
-  barrier_arrive_expect_tx(barriers.weight_full(at.slot), Config::kRowTiles * Tile::kBytes);
+// Loads one stage of W.
+__device__ __forceinline__ void load_weight_stage(const WgmmaSpParams& p, u32 base, Barriers barriers, WorkTile work,
+                                                  u32 tile, PipelineState<Config::kWeightStages>& at) {
+  barrier_wait(barriers.weight_empty(at.stage), at.parity ^ 1);
+  barrier_arrive_expect_tx(barriers.weight_full(at.stage), Config::kMTiles * Tile::kBytes);
 #pragma unroll
-  for (int i = 0; i < Config::kRowTiles; ++i)
-    bulk_load(base + at.slot * Config::kWeightBytes + i * Config::kTileBytes, weight_tile(p, item, i, tile),
-              Tile::kBytes, barriers.weight_full(at.slot));
+  for (int i = 0; i < Config::kMTiles; ++i)
+    bulk_load(base + at.stage * Config::kWeightStageBytes + i * Config::kWeightTileBytes, weight_tile(p, work, i, tile),
+              Tile::kBytes, barriers.weight_full(at.stage));
   at.next();
 }
 
-// X of an item's tokens. The last tokens come in boxes of their own: rows past them would be written as zeros, which is
-// slow. What the stage holds there instead is multiplied, and not stored.
-struct Source {
-  Item item;
+// Loads X for one work tile. The last tokens have boxes of their own: rows past them would be written as zeros, which
+// is slow. The stage keeps old values there instead, which are multiplied and never stored.
+struct XLoader {
+  WorkTile work;
   const TensorMap* map;
   u32 rows;
 
-  __device__ __forceinline__ Source(const WgmmaSpParams& p, Item item) : item(item) {
-    const bool is_tail = item.token + Config::kTokens >= p.n;
+  __device__ __forceinline__ XLoader(const WgmmaSpParams& p, WorkTile work) : work(work) {
+    const bool is_tail = work.token + Config::kTileN >= p.n;
     map = is_tail ? &p.x_tail_map : &p.x_map;
-    rows = is_tail ? p.tail_rows : Config::kTokens / Config::kShare;
+    rows = is_tail ? p.x_tail_tokens : Config::kTileN / Config::kClusterM;
   }
 
-  // A stage: this block's part, for every block that shares it.
-  __device__ __forceinline__ void copy(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 share,
-                                       u32 slice, PipelineState<Config::kSourceStages>& at) const {
-    barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
-    const u32 full = barriers.source_full(at.slot), to = base + Config::kSourceAt + at.slot * Config::kSourceBytes;
+  // Loads this CTA's part of a stage into every CTA that shares it.
+  __device__ __forceinline__ void load(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 box, u32 m_rank,
+                                       u32 slice, PipelineState<Config::kXStages>& at) const {
+    barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
+    const u32 full = barriers.x_full(at.stage), to = base + Config::kXAt + at.stage * Config::kXStageBytes;
     at.next();
-    if constexpr (Config::kColumnsX) {
-      copy_columns(p, to, box, item, full, share, slice);
+    if constexpr (Config::kXColumnMajor) {
+      load_x_column_major(p, to, box, work, full, m_rank, slice);
     } else {
-      barrier_arrive_expect_tx(full, Config::kShare * rows * 128);
-      // Of float32, the boxes of the same columns: those of the low part first.
-      const u32 column = (Config::kXParts ? box / Config::kBoxes : box) * Config::kBoxColumns;
-      const u32 part = Config::kXParts ? Config::kBoxes - 1 - box % Config::kBoxes : 0;
-      const u32 token = (u32)item.token + part * (u32)p.n;
-      if constexpr (Config::kShare == 1) tma_load(to, map, column, token, full);
+      barrier_arrive_expect_tx(full, Config::kClusterM * rows * 128);
+      // The bf16 terms of the same columns follow each other, the low term first.
+      const u32 column = (Config::kSplitTerms ? box / Config::kBoxesPerTile : box) * Config::kBoxColumns;
+      const u32 term = Config::kSplitTerms ? Config::kBoxesPerTile - 1 - box % Config::kBoxesPerTile : 0;
+      const u32 token = (u32)work.token + term * (u32)p.n;
+      if constexpr (Config::kClusterM == 1) tma_load(to, map, column, token, full);
       else
-        tma_load_multicast(to + share * rows * 128, map, column, token + share * rows, full,
-                           (u16)(((1 << Config::kShare) - 1) << Config::kShare * slice));
+        tma_load_multicast(to + m_rank * rows * 128, map, column, token + m_rank * rows, full,
+                           (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
     }
   }
 };
 
-// Nobody leaves while others may still report to its barriers.
-__device__ __forceinline__ void await_reports(Barriers barriers, PipelineState<Config::kSourceStages> at) {
-  if constexpr (Config::kShare > 1)
-    for (int i = 0; i < Config::kSourceStages; ++i, at.next())
-      barrier_wait(barriers.source_free(at.slot), at.parity ^ 1);
+// No CTA exits while others may still arrive at its barriers.
+__device__ __forceinline__ void drain_x_stages(Barriers barriers, PipelineState<Config::kXStages> at) {
+  if constexpr (Config::kClusterM > 1)
+    for (int i = 0; i < Config::kXStages; ++i, at.next()) barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
 }
 
-// The thread that copies W.
-__device__ __forceinline__ void copy_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share,
+// One thread loads all of W.
+__device__ __forceinline__ void load_weights(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                              u32 slice) {
   PipelineState<Config::kWeightStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Item item(p, turn.index, share);
-    for (u32 tile = turn.first; tile < turn.last; ++tile) copy_weight(p, base, barriers, item, tile, at);
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const WorkTile work(p, scheduler.index, m_rank);
+    for (u32 tile = scheduler.first; tile < scheduler.last; ++tile)
+      load_weight_stage(p, base, barriers, work, tile, at);
   }
 }
 
-// The thread that copies X.
-__device__ __forceinline__ void copy_source(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
-  PipelineState<Config::kSourceStages> at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Source source(p, Item(p, turn.index, share));
-    for (u32 box = Config::kBoxes * turn.first; box < Config::kBoxes * turn.last; ++box)
-      source.copy(p, base, barriers, box, share, slice, at);
+// One thread loads all of X.
+__device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank, u32 slice) {
+  PipelineState<Config::kXStages> at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const XLoader x(p, WorkTile(p, scheduler.index, m_rank));
+    for (u32 box = Config::kBoxesPerTile * scheduler.first; box < Config::kBoxesPerTile * scheduler.last; ++box)
+      x.load(p, base, barriers, box, m_rank, slice, at);
   }
-  await_reports(barriers, at);
+  drain_x_stages(barriers, at);
 }
 
-// One thread that copies both asks for what is needed first: the copy engine serves one request after the other.
-__device__ __forceinline__ void copy_both(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 share, u32 slice) {
+// One thread loads W and X in the order of their use, because TMA serves one request after the other.
+__device__ __forceinline__ void load_weights_and_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                   u32 slice) {
   PipelineState<Config::kWeightStages> weight_at;
-  PipelineState<Config::kSourceStages> source_at;
-  for (Turns turn(p, slice); turn.more(p); turn.next(p)) {
-    const Item item(p, turn.index, share);
-    const Source source(p, item);
-    for (u32 tile = turn.first; tile < turn.last; ++tile) {
-      copy_weight(p, base, barriers, item, tile, weight_at);
+  PipelineState<Config::kXStages> x_at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const WorkTile work(p, scheduler.index, m_rank);
+    const XLoader x(p, work);
+    for (u32 tile = scheduler.first; tile < scheduler.last; ++tile) {
+      load_weight_stage(p, base, barriers, work, tile, weight_at);
 #pragma unroll
-      for (u32 i = 0; i < Config::kBoxes; ++i)
-        source.copy(p, base, barriers, Config::kBoxes * tile + i, share, slice, source_at);
+      for (u32 i = 0; i < Config::kBoxesPerTile; ++i)
+        x.load(p, base, barriers, Config::kBoxesPerTile * tile + i, m_rank, slice, x_at);
     }
   }
-  await_reports(barriers, source_at);
+  drain_x_stages(barriers, x_at);
 }

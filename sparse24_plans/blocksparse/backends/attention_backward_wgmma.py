@@ -6,17 +6,16 @@ one over rows of blocks dQ.
 
 from __future__ import annotations
 
-import ctypes
 import math
 
-from ..._vendor import cuda_driver_abi
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, align_up, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
-from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
+from ..attention import BOX, MOST_SLOTS, THREADS, AttentionTables, Walk, channels, from_zero, problem_defines
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
 from ..schedules.blocks_wgmma import SHARED_BYTES
@@ -26,36 +25,33 @@ _ROW_THREADS, _ROW_ELEMENTS = 256, 8
 """Of the first launch; of a row, each thread's."""
 _ALIGNMENT = 1024
 """Of a channel's shared memory."""
-_MAP = ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES
 _SLOT_WORDS, _WORDS = 20, 96
 """Bytes: of a slot its barriers and its first row; of a channel two barriers and four items."""
 
 
-class _Parameters(ctypes.Structure):
-    """AttentionBackwardWgmmaParams of the kernel."""
+@kernel_params("blocksparse/params/attention_backward_wgmma.cuh")
+class AttentionBackwardWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/attention_backward_wgmma.cu``."""
 
-    _fields_ = [
-        ("stays", _MAP * 2),
-        ("passes", _MAP * 2),
-        ("results", ctypes.c_void_p * 2),
-        ("o", ctypes.c_void_p),
-        ("d_o", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("bases", ctypes.c_void_p),
-        ("deltas", ctypes.c_void_p),
-        ("items", Items),
-        ("scale", ctypes.c_float),
-        ("exponent_scale", ctypes.c_float),
-        ("matrices", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("kv_heads", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-        ("rows", ctypes.c_uint32),
-        ("keys", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 48),  # a tensor map's alignment is the struct's
-    ]
+    stationary_maps = field("TensorMap", "K and V, or Q and dO, in boxes of 64 rows x 128 bytes.", 2)
+    streamed_maps = field("TensorMap", "Q and dO, or K and V, in boxes of a tile's rows x 128 bytes.", 2)
+    gradients = field("void*", "dK and dV, or dQ alone: [.., rows, head_size].", 2)
+    o = field("const void*", "Result of the forward pass: [Z * H, queries, head_size].")
+    d_o = field("const void*", "Gradient of the result: [Z * H, queries, head_size].")
+    lse = field("const float*", "Logarithm of each row's sum of exponentials: [Z * H, queries].")
+    bases = field("float*", "lse * log2(e), and infinity where a row sees no key: [Z * H, queries].")
+    deltas = field("float*", "Sum of o * d_o over each row: [Z * H, queries].")
+    tables = field(AttentionTables, "Tables of block columns for dK and dV, of block rows for dQ.")
+    scale = field("float", "Factor of Q K^T.")
+    exponent_scale = field("float", "scale * log2(e).")
+    matrices = field("u32", "Number of stationary matrices: Z times the heads of K, or of Q.")
+    heads = field("u32", "Number of heads of Q, H.")
+    kv_heads = field("u32", "Number of heads of K and V.")
+    heads_per_kv = field("u32", "Number of heads of Q that share one head of K and V.")
+    queries = field("u32", "Number of rows of Q in a head.")
+    keys = field("u32", "Number of rows of K in a head.")
+    matrix_tiles = field("u32", "Number of work tiles of a matrix: its block columns, or block rows.")
+    raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
 
 
 class _Pass:
@@ -72,23 +68,22 @@ class _Pass:
             THREADS,
             device,
             defines(desc, keys=keys),
-            _Parameters,
             shared_bytes=channels(desc) * _channel_bytes(desc, slots, keys=keys),
         )
-        self._parameters = _Parameters(
+        self._parameters = AttentionBackwardWgmmaParams(
             scale=desc.scale,
             exponent_scale=desc.scale * math.log2(math.e),
             kv_heads=desc.kv_heads,
             **self._walk.sizes(),
         )
 
-    def parameters(self, views: Views, workspace: int) -> _Parameters:
-        found = _Parameters.from_buffer_copy(self._parameters)
+    def parameters(self, views: Views, workspace: int) -> AttentionBackwardWgmmaParams:
+        found = AttentionBackwardWgmmaParams.from_buffer_copy(self._parameters)
         keys, rows = self._walk.columns, rows_of_queries(self._walk.problem)
         found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
         found.bases, found.deltas = workspace, workspace + 4 * rows
         for at, name in enumerate(("dk", "dv") if keys else ("dq",)):
-            found.results[at] = views[name].address
+            found.gradients[at] = views[name].address
         stays, passes = (("k", "v"), ("q", "do")) if keys else (("q", "do"), ("k", "v"))
         boxes = dict.fromkeys(stays, BOX) | dict.fromkeys(passes, self._tile)
         self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * keys)
@@ -113,7 +108,6 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             _ROW_THREADS,
             device,
             defines(desc, keys=True),
-            _Parameters,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
-from ..._vendor import cuda_driver_abi
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ..attention import BOX, MOST_SLOTS, THREADS, Items, Walk, channels, from_zero, problem_defines
+from ..attention import BOX, MOST_SLOTS, THREADS, AttentionTables, Walk, channels, from_zero, problem_defines
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
 from ..schedules.blocks_wgmma import SHARED_BYTES
@@ -23,26 +22,24 @@ _TILE = 128
 """Keys of a slot."""
 
 
-class _Parameters(ctypes.Structure):
-    """AttentionWgmmaParams of the kernel."""
+@kernel_params("blocksparse/params/attention_wgmma.cuh")
+class AttentionWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/attention_wgmma.cu``."""
 
-    _fields_ = [
-        ("q_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("k_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("v_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("o", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("items", Items),
-        ("scale", ctypes.c_float),
-        ("matrices", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-        ("rows", ctypes.c_uint32),
-        ("keys", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 32),  # a tensor map's alignment is the struct's
-    ]
+    q_map = field("TensorMap", "Q [Z * H, queries, head_size] in boxes of 64 rows x 128 bytes.")
+    k_map = field("TensorMap", "K [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
+    v_map = field("TensorMap", "V [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
+    o = field("void*", "Result [Z * H, queries, head_size].")
+    lse = field("float*", "Logarithm of each row's sum of exponentials: [Z * H, queries].")
+    tables = field(AttentionTables, "Tables of block rows.")
+    scale = field("float", "|scale| * log2(e).")
+    matrices = field("u32", "Number of matrices Q: Z * H.")
+    heads = field("u32", "Number of heads of Q, H.")
+    heads_per_kv = field("u32", "Number of heads of Q that share one head of K and V.")
+    queries = field("u32", "Number of rows of Q in a head.")
+    keys = field("u32", "Number of rows of K in a head.")
+    matrix_tiles = field("u32", "Number of work tiles of a matrix: its block rows.")
+    raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
 
 
 class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
@@ -63,16 +60,17 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             THREADS,
             device,
             defines(desc),
-            _Parameters,
             shared_bytes=_fixed_bytes(desc) + slots * _tile_bytes(desc),
         )
-        self._parameters = _Parameters(scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes())
+        self._parameters = AttentionWgmmaParams(
+            scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes()
+        )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc = self.descriptor
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
+        parameters = AttentionWgmmaParams.from_buffer_copy(self._parameters)
         parameters.o, parameters.lse = views["o"].address, views["lse"].address
         block = desc.layout.block
         self._walk.fill(parameters, views, {"q": BOX, "k": block, "v": block}, workspace)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -18,19 +17,36 @@ from ..strict_tiles import StrictTiles
 _SOURCE = "blocksparse/blocks_strict.cu"
 
 
-class _Parameters(ctypes.Structure):
-    """BlocksStrictParams of the kernel."""
+@kernel_params("blocksparse/params/blocks_strict.cuh")
+class BlocksStrictParams(KernelParams):
+    """Parameters of ``blocksparse/blocks_strict.cu``."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("left", "right", "bias", "out")),
-        *((name, ctypes.c_void_p) for name in ("pointers", "across", "places", "group_rows", "group_firsts")),
-        *((name, ctypes.c_int64) for name in ("left_matrix", "left_k", "left_row")),
-        *((name, ctypes.c_int64) for name in ("right_matrix", "right_k", "right_token")),
-        *((name, ctypes.c_int64) for name in ("out_matrix", "out_row", "out_token")),
-        *((name, ctypes.c_int64) for name in ("blocks", "tokens", "depth")),
-        *((name, ctypes.c_uint32) for name in ("heads", "head_lines", "lines", "token_tiles")),
-        ("alpha", ctypes.c_float),
-    ]
+    left = field("const void*", "Values [Z, blocks, b, b]; A [Z, H, ..] for sdd.")
+    right = field("const void*", "Dense operand [Z, H, ..].")
+    bias = field("const void*", "Bias [H, rows], or null.")
+    out = field("void*", "C [Z, H, ..]; the values for sdd.")
+    pointers = field("const int*", "Index where the entries of each block row begin.")
+    columns = field("const int*", "Block column of each entry in op(S): [entries].")
+    value_index = field("const int*", "Index of each entry in the values, or null if they are in order.")
+    group_rows = field("const int*", "sdd: block row of each group, negative if there is no such group.")
+    group_firsts = field("const int*", "sdd: first entry of each group.")
+    left_matrix = field("i64", "Elements from one matrix of left to the next.")
+    left_k = field("i64", "Elements from one k of left to the next.")
+    left_row = field("i64", "Elements from one row of left to the next.")
+    right_matrix = field("i64", "Elements from one matrix of right to the next.")
+    right_k = field("i64", "Elements from one k of right to the next.")
+    right_token = field("i64", "Elements from one token of right to the next.")
+    out_matrix = field("i64", "Elements from one matrix of out to the next.")
+    out_row = field("i64", "Elements from one row of out to the next.")
+    out_token = field("i64", "Elements from one token of out to the next.")
+    blocks = field("i64", "Number of kept blocks of a batch element.")
+    tokens = field("i64", "Number of columns of X.")
+    depth = field("i64", "sdd: length of the sums.")
+    heads = field("u32", "Number of heads, H.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    work_rows = field("u32", "Number of block rows of all heads; of groups, for sdd.")
+    n_tiles = field("u32", "Number of token tiles of a block row; of a group, for sdd.")
+    alpha = field("float", "Factor of the product.")
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
@@ -43,9 +59,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._tiles = tiles = StrictTiles.of(desc, choice.device.multiprocessors)
         self._blocks = tiles.blocks(desc)
         self.details = f"{self._blocks} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
-        self._function = load(
-            _SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles), _Parameters
-        )
+        self._function = load(_SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles))
         one, n = desc.layout, desc.n
         # How far it is to the next k, and to the next row or token.
         width = one.block if not form.sampled else one.rows if desc.trans_a else n
@@ -53,7 +67,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         across = one.cols if form.sampled else n
         right = (1, self._k) if form.right_major == K_MAJOR else (across, 1)
         rows = form.head_lines * one.block
-        self._parameters = _Parameters(
+        self._parameters = BlocksStrictParams(
             left_matrix=one.rows * n,
             left_k=left[0],
             left_row=left[1],
@@ -67,9 +81,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             tokens=n,
             depth=n,
             heads=one.heads,
-            head_lines=max(form.head_lines, 1),
-            lines=tiles.lines(desc),
-            token_tiles=tiles.token_tiles(desc),
+            head_block_rows=max(form.head_lines, 1),
+            work_rows=tiles.lines(desc),
+            n_tiles=tiles.token_tiles(desc),
             alpha=desc.alpha,
         )
 
@@ -82,9 +96,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         form = self._form
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
-        for field, at in form.entries(views["layout"].address, self.descriptor).items():
-            setattr(parameters, field, at)
+        parameters = BlocksStrictParams.from_buffer_copy(self._parameters)
+        for name, at in form.entries(views["layout"].address, self.descriptor).items():
+            setattr(parameters, name, at)
         parameters.left, parameters.right = views[form.left].address, views[form.right].address
         parameters.out = views["c"].address
         if "bias" in views:

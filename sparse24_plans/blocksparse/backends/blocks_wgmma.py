@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ..._vendor import cuda_driver_abi
+from ...device import transpose
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
@@ -15,9 +15,7 @@ from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, Form, turned_bytes
-from ..schedules.blocks_wgmma import Schedule, best_schedule
-from ..transpose import SOURCE as TURN
-from ..transpose import Turn
+from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -27,53 +25,55 @@ _TILE = 64
 """Rows of a tile, and rows or tokens of a box that isn't K-major."""
 
 
-class _Parameters(ctypes.Structure):
-    """BlocksWgmmaParams of the kernel."""
+@kernel_params("blocksparse/params/blocks_wgmma.cuh")
+class BlocksWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/blocks_wgmma.cu``."""
 
-    _fields_ = [
-        ("left_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("order", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("blocks", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("strips", ctypes.c_uint32),
-        ("head_strips", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("token_clusters", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("whole", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 8),  # a tensor map's alignment is the struct's
-    ]
+    left_map = field("TensorMap", "Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.")
+    right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
+    out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
+    panel_order = field("const int*", "Row panels, longest first: [panels].")
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
+    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
+    columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")
+    value_index = field(
+        "const int*",
+        "Index of each block in the values, or null if they are in order. Small blocks: for each column "
+        "of a panel one index for every block row, negative where no block is kept.",
+    )
+    values = field("void*", "Values of S, read or written without a tensor map for small blocks.")
+    bias = field("const void*", "Bias [H, rows], or null.")
+    blocks = field("int", "Number of kept blocks of a batch element.")
+    alpha = field("float", "Factor of the product.")
+    panels = field("u32", "Number of row panels of all heads.")
+    head_panels = field("u32", "Number of row panels of a head.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    bit_words = field("u32", "Number of words of a block row in kept.")
+    heads = field("u32", "Number of heads, H.")
+    batch = field("u32", "Number of batch elements, Z.")
+    tokens = field("u32", "Number of columns of X.")
+    cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens; unused for sdd.")
+    raster_tiles = field("u32", "Number of token tiles that every panel meets before the next ones, for L2.")
+    panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
+    k_steps = field("u32", "Number of steps along the tokens, for sdd.")
+    full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE, TURN)
+    sources = (_SOURCE, transpose.SOURCE)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._form = form = Form(desc)
-        self._turns = form.turns(desc, choice.preference.max_workspace_bytes)
-        self._turn = Turn(desc.element.itemsize, device) if self._turns else None
-        self.workspace_size = turned_bytes(self._turns)
-        self.launches = 1 + len(self._turns)
-        self._majors = form.majors(self._turns)
+        self._transposed = form.turns(desc, choice.preference.max_workspace_bytes)
+        self._transpose = transpose.Transpose(desc.element.itemsize, device) if self._transposed else None
+        self.workspace_size = turned_bytes(self._transposed)
+        self.launches = 1 + len(self._transposed)
+        self._majors = form.majors(self._transposed)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         items = schedule.items(desc)
@@ -82,7 +82,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             ("up to " if form.sampled else "")
             + f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
             f"{self._blocks} blocks, clusters of {schedule.share}, {schedule.stages} stages"
-            + "".join(f"; {one.name} is transposed first" for one in self._turns)
+            + "".join(f"; {one.name} is transposed first" for one in self._transposed)
         )
         self._function = load(
             _SOURCE,
@@ -90,51 +90,53 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             schedule.threads,
             device,
             defines(desc, schedule, self._majors),
-            _Parameters,
             shared_bytes=schedule.shared_bytes(),
         )
         head_strips = form.head_strips(schedule.rows, desc.layout.block)
-        self._parameters = _Parameters(
+        self._parameters = BlocksWgmmaParams(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            strips=desc.layout.heads * head_strips,
-            head_strips=head_strips,
-            head_lines=form.head_lines,
-            words=form.words,
+            panels=desc.layout.heads * head_strips,
+            head_panels=head_strips,
+            head_block_rows=form.head_lines,
+            bit_words=form.words,
             heads=desc.layout.heads,
             batch=desc.batch,
             tokens=desc.n,
-            token_clusters=schedule.token_clusters(desc),
-            band=schedule.band(desc),
-            groups=schedule.groups(desc.layout),
-            steps=-(-desc.n // _depth(desc)),
-            whole=int(desc.n % _TILE == 0),
+            cluster_tiles=schedule.token_clusters(desc),
+            raster_tiles=schedule.band(desc),
+            panel_groups=schedule.groups(desc.layout),
+            k_steps=-(-desc.n // _depth(desc)),
+            full_boxes=int(desc.n % _TILE == 0),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, form = self.descriptor, self._form
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
-        for field, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
-            setattr(parameters, field, at)
-        views, turns = self._turned(views, workspace)
+        parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
+        for name, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
+            setattr(parameters, name, at)
+        views, transposes = self._transposes(views, workspace)
         put_maps(parameters, self._maps, views)
         parameters.values = views["c" if form.sampled else form.left].address
         if "bias" in views:
             parameters.bias = views["bias"].address
         multiply = self._function.bind(self._blocks, parameters, overlapping=True)
-        return launch_in_order(*turns, multiply) if turns else multiply
+        return launch_in_order(*transposes, multiply) if transposes else multiply
 
-    def _turned(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
-        """The operands as they are multiplied, and what transposes them."""
+    def _transposes(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
+        """Return the operands as they are multiplied, and the launches that transpose them."""
         found, launches, at = dict(views), [], workspace
-        for one in self._turns:
-            if one.size:
-                assert self._turn is not None
-                launch, found[one.name] = self._turn.bind(views[one.name], at)
-                launches.append(launch)
-            at += align_up(one.size)
+        for name, matrices in self._transposed:
+            if matrices.nbytes:
+                assert self._transpose is not None
+                view = views[name]
+                launches.append(self._transpose.bind(matrices, view.address, at))
+                *outer, rows, columns = view.shape
+                shape = (*outer, columns, rows)
+                found[name] = TensorView(at, shape, view.element, view.device, owner=view.owner)
+            at += align_up(matrices.nbytes)
         return found, launches
 
     def _maps(self, views: Views) -> bytes:
@@ -184,7 +186,9 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
     )
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule, majors: tuple[int, int]) -> dict[str, int]:
+def defines(
+    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int]
+) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     form = Form(desc)
     return {

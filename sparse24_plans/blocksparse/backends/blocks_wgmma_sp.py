@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -14,7 +13,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, Form
 from ..lookup_tables import STRIP
-from ..schedules.blocks_wgmma_sp import THREADS, Schedule, best_schedule
+from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -22,34 +21,32 @@ _STEP, _LINE_BYTES = 64, 128
 """Of what is summed over, in a stage of X; bytes of a line of a box."""
 
 
-class _Parameters(ctypes.Structure):
-    """BlocksWgmmaSpParams of the kernel."""
+@kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
+class BlocksWgmmaSpParams(KernelParams):
+    """Parameters of ``blocksparse/blocks_wgmma_sp.cu``."""
 
-    _fields_ = [
-        ("values_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("metadata", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("blocks", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("strips", ctypes.c_uint32),
-        ("head_strips", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("token_clusters", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("bands", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 24),  # a tensor map's alignment is the struct's
-    ]
+    values_map = field("TensorMap", "Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.")
+    right_map = field("TensorMap", "X [Z * H, ..] in boxes of 128 bytes.")
+    out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
+    metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
+    panel_order = field("const int*", "Row panels, longest first: [panels].")
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
+    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    pointers = field("const int*", "Index where the blocks of each block row begin.")
+    value_index = field("const int*", "Index of each block in the values, or null if they are in order.")
+    bias = field("const void*", "Bias [H, rows], or null.")
+    blocks = field("int", "Number of kept blocks of a batch element.")
+    alpha = field("float", "Factor of the product.")
+    panels = field("u32", "Number of row panels of all heads.")
+    head_panels = field("u32", "Number of row panels of a head.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    bit_words = field("u32", "Number of words of a block row in kept.")
+    heads = field("u32", "Number of heads, H.")
+    batch = field("u32", "Number of batch elements, Z.")
+    tokens = field("u32", "Number of columns of X.")
+    cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens.")
+    raster_tiles = field("u32", "Number of token tiles in a raster group, which every panel meets, for L2.")
+    raster_groups = field("u32", "Number of raster groups.")
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
@@ -76,31 +73,30 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             THREADS,
             device,
             defines(desc, schedule),
-            _Parameters,
             shared_bytes=schedule.shared_bytes(desc.layout.block),
         )
         head_strips = form.head_strips(STRIP, desc.layout.block)
-        self._parameters = _Parameters(
+        self._parameters = BlocksWgmmaSpParams(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            strips=desc.layout.heads * head_strips,
-            head_strips=head_strips,
-            head_lines=form.head_lines,
-            words=form.words,
+            panels=desc.layout.heads * head_strips,
+            head_panels=head_strips,
+            head_block_rows=form.head_lines,
+            bit_words=form.words,
             heads=desc.layout.heads,
             batch=desc.batch,
             tokens=desc.n,
-            token_clusters=schedule.token_clusters(desc),
-            band=band,
-            bands=bands,
+            cluster_tiles=schedule.token_clusters(desc),
+            raster_tiles=band,
+            raster_groups=bands,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
             return nothing
-        parameters = _Parameters.from_buffer_copy(self._parameters)
-        for field, at in self._form.tables(views["layout"].address, self.descriptor).items():
-            setattr(parameters, field, at)
+        parameters = BlocksWgmmaSpParams.from_buffer_copy(self._parameters)
+        for name, at in self._form.tables(views["layout"].address, self.descriptor).items():
+            setattr(parameters, name, at)
         put_maps(parameters, self._maps, views)
         parameters.metadata = views["metadata"].address
         if "bias" in views:
@@ -122,7 +118,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return found + matrices_map(out, (_STEP if form.tokens_contiguous else wide, wide))
 
 
-def defines(desc: BlockSparseMatmulDescriptor, schedule: Schedule) -> dict[str, int]:
+def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     form = Form(desc)
     return {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load, put_maps
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -26,88 +25,87 @@ _STEP, _LINE_BYTES = 64, 128
 _OPS = {BlockSparseConvOp.FORWARD: 0, BlockSparseConvOp.DGRAD: 1, BlockSparseConvOp.WGRAD: 2}
 _TABLES = {
     BlockSparseConvOp.FORWARD: {
-        "order": "row_strips",
-        "counts": "row_strip_columns",
+        "work_rows": "row_strips",
+        "work_blocks": "row_strip_columns",
         "kept": "row_bits",
         "pointers": "row_pointers",
     },
     BlockSparseConvOp.DGRAD: {
         "kept": "column_bits",
         "pointers": "column_pointers",
-        "places": "column_order",
+        "value_index": "column_order",
     },
     BlockSparseConvOp.WGRAD: {
-        "order": "group_rows",
-        "counts": "group_firsts",
+        "work_rows": "group_rows",
+        "work_blocks": "group_firsts",
         "pointers": "row_pointers",
         "columns": "columns",
     },
 }
 """By the kernel's parameter."""
 _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
-"""Of add_parts."""
+"""Of reduce_split_k."""
 
 
-class _Axis(ctypes.Structure):
-    """Axis of the kernel."""
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
+class AxisParams(KernelParams):
+    """One axis of the pixels, as ``blocksparse/conv_wgmma.cu`` walks it: see :class:`Axis`."""
 
-    _fields_ = [
-        ("lower", ctypes.c_int32),
-        ("stride", ctypes.c_int32),
-        ("start", ctypes.c_int32),
-        ("step", ctypes.c_int32),
-        ("divide", ctypes.c_int32),
-        ("count", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("multiplier", ctypes.c_uint32),
-        ("shift", ctypes.c_uint32),
-    ]
+    lower = field("int", "Pixel that result 0 of a phase meets at offset 0.")
+    stride = field("int", "Pixels from one result's pixel to the next.")
+    start = field("int", "Numerator of the offset of phase 0 and tap 0.")
+    step = field("int", "Growth of the numerator from one tap to the next.")
+    divide = field("int", "Denominator of the offset, and the number of phases.")
+    results = field("u32", "Number of results of a phase.")
+    size = field("u32", "Pixels of X along the axis.")
+    multiplier = field("u32", "Factor of the division by results.")
+    shift = field("u32", "Bits by which the division by results shifts the product.")
 
     @classmethod
-    def of(cls, axis: Axis, size: int) -> _Axis:
+    def of(cls, axis: Axis, size: int) -> AxisParams:
         shift = 31 + (axis.results - 1).bit_length()
         multiplier = -(-(1 << shift) // axis.results)  # times less than 2^31, shifted: the quotient
-        walk = axis.lower, axis.stride, axis.start, axis.step, axis.divide
-        return cls(*walk, axis.results, size, multiplier, shift)
+        walk = {
+            name: getattr(axis, name) for name in ("lower", "stride", "start", "step", "divide", "results")
+        }
+        return cls(**walk, size=size, multiplier=multiplier, shift=shift)
 
 
-class _Parameters(ctypes.Structure):
-    """ConvWgmmaParams of the kernel."""
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
+class ConvWgmmaParams(KernelParams):
+    """Parameters of ``blocksparse/conv_wgmma.cu``."""
 
-    _fields_ = [
-        ("left_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("right_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("out_map", ctypes.c_char * cuda_driver_abi.TENSOR_MAP_BYTES),
-        ("order", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("cells", ctypes.c_int64),
-        ("h", _Axis),
-        ("w", _Axis),
-        ("alpha", ctypes.c_float),
-        ("blocks", ctypes.c_int32),
-        ("lines", ctypes.c_uint32),
-        ("strips", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-        ("tap_words", ctypes.c_uint32),
-        ("taps", ctypes.c_uint32),
-        ("taps_w", ctypes.c_uint32),
-        ("phases", ctypes.c_uint32),
-        ("images", ctypes.c_uint32),
-        ("pixels", ctypes.c_uint32),
-        ("pixel_clusters", ctypes.c_uint32),
-        ("band", ctypes.c_uint32),
-        ("groups", ctypes.c_uint32),
-        ("parts", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("padding", ctypes.c_char * 40),  # a tensor map's alignment is the struct's
-    ]
+    left_map = field("TensorMap", "Values of the filter [blocks * b, b], or dY [pixels, K] for wgrad.")
+    right_map = field("TensorMap", "Pixels of X, or of dY for dgrad.")
+    out_map = field("TensorMap", "Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.")
+    work_rows = field("const int*", "Row panels, longest first. For wgrad: block row of each group, or -1.")
+    work_blocks = field("const int*", "Block columns of each panel. For wgrad: first block of each group.")
+    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    pointers = field("const int*", "Index where the blocks of each block row begin; of each tap, for dgrad.")
+    columns = field("const int*", "Block column of each block: [blocks], for wgrad.")
+    value_index = field("const int*", "Index of each block in the values: [blocks], for dgrad.")
+    bias = field("const void*", "Bias [rows], or null.")
+    out = field("void*", "Results [images, h, w, rows] of phases, or the reduced gradient of the filter.")
+    partials = field("const float*", "Partial sums of split-K: [split_k, elements].")
+    elements = field("i64", "Number of elements of the filter's gradient.")
+    h = field(AxisParams, "Vertical axis.")
+    w = field(AxisParams, "Horizontal axis.")
+    alpha = field("float", "Factor of the product.")
+    blocks = field("int", "Number of kept blocks.")
+    block_rows = field("u32", "Number of block rows.")
+    panels = field("u32", "Number of row panels of a phase.")
+    bit_words = field("u32", "Number of words of a block row in kept.")
+    tap_words = field("u32", "Number of words of one tap of a block row, for dgrad.")
+    taps = field("u32", "Number of taps of the filter.")
+    taps_w = field("u32", "Number of taps in one row of the filter.")
+    phases = field("u32", "Number of phases.")
+    images = field("u32", "Number of images.")
+    pixels = field("u32", "Number of pixels of a phase in all images.")
+    cluster_tiles = field("u32", "Number of clusters' tiles that cover the pixels; of a group, for wgrad.")
+    raster_tiles = field("u32", "Number of pixel tiles that every panel meets before the next ones, for L2.")
+    groups = field("u32", "Number of groups of blocks, for wgrad.")
+    split_k = field("u32", "Number of slices of the pixels that are summed apart, for wgrad.")
+    k_steps = field("u32", "Number of steps of a slice, for wgrad.")
 
 
 class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
@@ -128,34 +126,34 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
             f"clusters of {found.cut.share}, {found.cut.stages} stages, {found.parts} parts"
         )
         self._multiply = self._load("conv_wgmma", found.cut.threads, device, found.cut.shared_bytes())
-        self._add = self._load("add_parts", _THREADS, device) if self.workspace_size else None
+        self._add = self._load("reduce_split_k", _THREADS, device) if self.workspace_size else None
         self._parameters = _of_shape(desc, found)
 
     def _load(self, name: str, threads: int, device: DeviceProperties, shared_bytes: int = 0) -> Function:
         macros = defines(self.descriptor, self._schedule)
-        return load(_SOURCE, name, threads, device, macros, _Parameters, shared_bytes=shared_bytes)
+        return load(_SOURCE, name, threads, device, macros, shared_bytes=shared_bytes)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
             return nothing
         desc = self.descriptor
-        parameters = _Parameters.from_buffer_copy(self._parameters)
+        parameters = ConvWgmmaParams.from_buffer_copy(self._parameters)
         found = addresses(views["layout"].address, desc.layout)
-        for field, name in _TABLES[desc.op].items():
-            setattr(parameters, field, found[name])
+        for parameter, name in _TABLES[desc.op].items():
+            setattr(parameters, parameter, found[name])
         put_maps(parameters, self._maps, views, workspace)
         result = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
-        parameters.results = views[result].address
+        parameters.out = views[result].address
         if "bias" in views:
             parameters.bias = views["bias"].address
         multiply = self._multiply.bind(self._blocks, parameters, overlapping=True)
         return multiply if self._add is None else self._followed(multiply, self._add, parameters, workspace)
 
-    def _followed(self, multiply: Launch, add: Function, before: _Parameters, workspace: int) -> Launch:
+    def _followed(self, multiply: Launch, add: Function, before: ConvWgmmaParams, workspace: int) -> Launch:
         """By the sum of the parts, which alone takes alpha."""
-        parameters = _Parameters.from_buffer_copy(before)
-        before.alpha, parameters.sums = 1.0, workspace
-        blocks = min(-(-parameters.cells // (_THREADS * _VECTOR)), _MOST_BLOCKS)
+        parameters = ConvWgmmaParams.from_buffer_copy(before)
+        before.alpha, parameters.partials = 1.0, workspace
+        blocks = min(-(-parameters.elements // (_THREADS * _VECTOR)), _MOST_BLOCKS)
         return launch_in_order(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:
@@ -196,31 +194,31 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         )
 
 
-def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> _Parameters:
+def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> ConvWgmmaParams:
     """What doesn't depend on where operands are."""
     one, (h, w) = desc.layout, desc.geometry
     turned = desc.op is BlockSparseConvOp.DGRAD
     taps, tap_words = desc.geometry.taps, words(one.block_rows)
-    return _Parameters(
-        cells=one.blocks * one.block**2,
-        h=_Axis.of(h, desc.height),
-        w=_Axis.of(w, desc.width),
+    return ConvWgmmaParams(
+        elements=one.blocks * one.block**2,
+        h=AxisParams.of(h, desc.height),
+        w=AxisParams.of(w, desc.width),
         alpha=desc.alpha,
         blocks=one.blocks,
-        lines=one.block_cols // taps if turned else one.block_rows,
-        strips=found.strips,
-        words=taps * tap_words if turned else words(one.block_cols),
+        block_rows=one.block_cols // taps if turned else one.block_rows,
+        panels=found.strips,
+        bit_words=taps * tap_words if turned else words(one.block_cols),
         tap_words=tap_words,
         taps=taps,
         taps_w=w.taps,
         phases=desc.geometry.phases,
         images=desc.batch,
         pixels=desc.batch * desc.geometry.pixels,
-        pixel_clusters=found.pixel_clusters,
-        band=found.band,
+        cluster_tiles=found.pixel_clusters,
+        raster_tiles=found.band,
         groups=groups(one),
-        parts=found.parts,
-        steps=found.steps,
+        split_k=found.parts,
+        k_steps=found.steps,
     )
 
 

@@ -6,14 +6,13 @@ takes float32 accumulators through ``blocksparse/inflate_cublas.cu``, so that it
 
 from __future__ import annotations
 
-import ctypes
-
 from ..._vendor import cublaslt_abi
 from ..._vendor.library_error import LibraryError
 from ...device.devices import cuda_major, current_on, home_of
 from ...device.jit.cache import CompiledKernel
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...errors import UnsupportedError
 from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
@@ -32,30 +31,29 @@ _VECTOR_BYTES = 16
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
-class _Parameters(ctypes.Structure):
-    """InflateBlocksParams of the kernels."""
+@kernel_params("blocksparse/params/inflate_cublas.cuh")
+class InflateBlocksParams(KernelParams):
+    """Parameters of the kernels of ``blocksparse/inflate_cublas.cu``."""
 
-    _fields_ = [
-        ("kept", ctypes.c_void_p),
-        ("pointers", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("dense", ctypes.c_void_p),
-        ("acc", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("lines", ctypes.c_int64),
-        ("blocks", ctypes.c_int64),
-        ("line_cells", ctypes.c_int64),
-        ("items", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("rows_out", ctypes.c_int64),
-        ("columns_out", ctypes.c_int64),
-        ("total", ctypes.c_int64),
-        ("words", ctypes.c_uint32),
-        ("bias_of_rows", ctypes.c_uint32),
-    ]
+    kept = field("const int*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    pointers = field("const int*", "Index where the blocks of each block row begin: [block_rows + 1].")
+    rows = field("const int*", "Block row of each block: [blocks].")
+    columns = field("const int*", "Block column of each block: [blocks].")
+    values = field("void*", "Values [Z, blocks, b, b]; written by gather_blocks.")
+    dense = field("void*", "Dense matrices [Z, H, rows, row_cells]; read by gather_blocks.")
+    accumulators = field("const float*", "Sums [Z, H, out_rows, out_columns], or null if all are 0.")
+    bias = field("const void*", "Bias [H, out_rows] or [H, out_columns], or null.")
+    out = field("void*", "C [Z, H, out_rows, out_columns].")
+    block_rows = field("i64", "Number of block rows of all heads.")
+    blocks = field("i64", "Number of kept blocks of a batch element.")
+    row_cells = field("i64", "Number of cells of a row of the dense matrix.")
+    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words; gather_blocks: Z * blocks.")
+    heads = field("i64", "Number of heads, H.")
+    out_rows = field("i64", "Number of rows of C.")
+    out_columns = field("i64", "Number of columns of C.")
+    out_elements = field("i64", "Number of elements of all of C.")
+    bit_words = field("u32", "Number of words of a block row in kept.")
+    bias_per_row = field("u32", "1 if each row of C has a bias, 0 if each column has.")
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
@@ -103,7 +101,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
 
     def _function(self, name: str, device: DeviceProperties) -> Function:
         block = {"BLOCK": self.descriptor.layout.block}
-        return load(_SOURCE, name, _THREADS, device, {**type_defines(self.descriptor), **block}, _Parameters)
+        return load(_SOURCE, name, _THREADS, device, {**type_defines(self.descriptor), **block})
 
     def _find_matmul(self, device: DeviceProperties, budget: int) -> cublaslt_abi.Matmul:
         """Row-major operands are the column-major transposes: C^T = op(B)^T @ op(A)^T."""
@@ -157,32 +155,32 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             items = desc.batch * one.blocks
             gathered = items * one.block**2 * desc.out_element.itemsize
             blocks = -(-gathered // (_VECTOR_BYTES * _THREADS))
-        parameters = _Parameters(
+        parameters = InflateBlocksParams(
             kept=found["row_bits"],
             pointers=found["row_pointers"],
             rows=found["rows"],
             columns=found["columns"],
             values=views[sparse].address,
             dense=dense,
-            lines=lines,
+            block_rows=lines,
             blocks=one.blocks,
-            line_cells=one.cols,
-            items=items,
-            words=across,
+            row_cells=one.cols,
+            work_items=items,
+            bit_words=across,
         )
         return self._before.bind(min(blocks, _MOST_BLOCKS), parameters)
 
     def _finished(self, views: Views, acc: int) -> Launch:
         rows, cols, _ = self._sizes
         bias = views.get("bias")
-        parameters = _Parameters(
-            acc=acc,
+        parameters = InflateBlocksParams(
+            accumulators=acc,
             bias=bias.address if bias is not None else 0,
             out=views["c"].address,
             heads=self.descriptor.layout.heads,
-            rows_out=rows,
-            columns_out=cols,
-            total=self._results,
-            bias_of_rows=self.descriptor.op is BlockSparseOp.DSD,
+            out_rows=rows,
+            out_columns=cols,
+            out_elements=self._results,
+            bias_per_row=self.descriptor.op is BlockSparseOp.DSD,
         )
         return self._finish.bind(min(-(-self._results // _THREADS), _MOST_BLOCKS), parameters)

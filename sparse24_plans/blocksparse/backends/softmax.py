@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
@@ -21,25 +20,24 @@ _OVERLAPS = (9, 0)
 """Compute capability from which a kernel can wait for its predecessors by itself."""
 
 
-class _Parameters(ctypes.Structure):
-    """SoftmaxParams of the kernel."""
+@kernel_params("blocksparse/params/softmax.cuh")
+class SoftmaxParams(KernelParams):
+    """Parameters of ``blocksparse/softmax.cu``."""
 
-    _fields_ = [
-        ("pointers", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("dy", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rpe", ctypes.c_void_p),
-        ("key_mask", ctypes.c_void_p),
-        ("attn_mask", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("line_cells", ctypes.c_int64),
-        ("items", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("head_lines", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-    ]
+    pointers = field("const int*", "Index where the blocks of each block row begin.")
+    columns = field("const int*", "Block column of each block: [blocks].")
+    x = field("const void*", "Values [Z, blocks, b, b] of the input; of the result y, for the backward pass.")
+    dy = field("const void*", "Gradient of the result, backward pass only: [Z, blocks, b, b].")
+    out = field("void*", "Values of the result, or of the gradient: [Z, blocks, b, b].")
+    rpe = field("const void*", "Relative position bias [H, rows, row_cells].")
+    key_mask = field("const void*", "Key padding mask [Z, row_cells].")
+    attn_mask = field("const void*", "Attention mask [rows, row_cells].")
+    blocks = field("i64", "Number of kept blocks of a batch element.")
+    row_cells = field("i64", "Number of cells of a row of the dense matrix.")
+    work_items = field("u32", "Number of teams' pieces of rows: block rows * Z * teams of a block row.")
+    batch = field("u32", "Number of batch elements, Z.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    scale = field("float", "Factor of the input.")
 
 
 class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
@@ -62,7 +60,6 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
             schedule.threads,
             choice.device,
             _defines(desc, schedule),
-            _Parameters,
             shared_bytes=schedule.shared_bytes(desc),
         )
 
@@ -73,16 +70,16 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
         read, written = ("x", "y") if desc.op is BlockSparsePass.FORWARD else ("y", "dx")
         places = {"x": read, "out": written, "dy": "dy", "rpe": "rpe"}
         places |= {"key_mask": "key_padding_mask", "attn_mask": "attn_mask"}
-        parameters = _Parameters(
+        parameters = SoftmaxParams(
             pointers=found["row_pointers"],
             columns=found["columns"],
             blocks=desc.layout.blocks,
-            line_cells=desc.layout.cols,
-            items=softmax_teams(desc),
+            row_cells=desc.layout.cols,
+            work_items=softmax_teams(desc),
             batch=desc.batch,
-            head_lines=desc.layout.block_rows,
+            head_block_rows=desc.layout.block_rows,
             scale=desc.scale,
-            **{field: views[name].address for field, name in places.items() if name in views},
+            **{parameter: views[name].address for parameter, name in places.items() if name in views},
         )
         return self._function.bind(self._blocks, parameters, overlapping=self._overlapping)
 

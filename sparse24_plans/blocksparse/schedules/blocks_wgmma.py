@@ -1,14 +1,19 @@
-"""How ``blocksparse/blocks_wgmma.cu`` is cut for a problem: tiles, clusters, stages."""
+"""How ``blocksparse/blocks_wgmma.cu`` is cut for a problem: tiles, clusters, stages.
+
+It is the fastest candidate by models whose constants ``tuning/models`` holds. Bits don't depend on it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...plan.schedule_choice import constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..lookup_tables import STRIP, TILE, head_strips, met_share, tile_lines, tile_size
@@ -16,72 +21,41 @@ from ..shape import BlockSparseShape
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
-"""Of a block of threads on Hopper."""
+"""Shared memory of a CTA on Hopper."""
 _ROW_BYTES = 128
 _BARRIER_BYTES = 256
-
-_BAND_BYTES, _BAND_BYTES_OF_SMALL = 40 << 20, 16 << 20
-"""Of the dense operand, that the items of a band read: it stays in L2. The second with small blocks."""
-_MOST_STAGES = 8
+_MAX_STAGES = 8
+"""The kernel's producer has a bit of 64 for each of 8 stages and 8 pieces."""
 _TOKENS = (256, 128, 64)
-_SAMPLED_COLUMNS = (64, 128, 192, 256)
-"""Of a warpgroup, of ``sdd``."""
-_MOST_STRIPS = 2048
-"""That are looked at, of as many as there may be."""
-_SHARES_MET = (0.97, 1.0, 1.03)
-"""Of what strips of ``sdd`` meet on the mean: one layout differs from another, and a wave is full or not."""
-_LEAST_STAGES, _ENOUGH_STAGES = 3, 4
-"""Of ``sdd``: with fewer than the first it takes longer whatever the layout."""
-_BUSY = 90
-"""Percent of the multiprocessors that must have work, or tiles are smaller."""
-_Sizes = tuple[int, int]
-_STEP_OF_SMALL: dict[tuple[BlockSparseOp, int], dict[_Sizes, int]] = {
-    (BlockSparseOp.DSD, 16): {(64, 128): 43, (64, 256): 60, (128, 64): 43, (128, 128): 49, (128, 256): 64},
-    (BlockSparseOp.DSD, 32): {(64, 128): 37, (64, 256): 64, (128, 64): 30, (128, 128): 36, (128, 256): 60},
-    (BlockSparseOp.DDS, 16): {(64, 128): 60, (64, 256): 93, (128, 64): 36, (128, 128): 54, (128, 256): 79},
-    (BlockSparseOp.DDS, 32): {(64, 128): 42, (64, 256): 71, (128, 64): 30, (128, 128): 37, (128, 256): 68},
-}
-"""What a step takes beside others, by rows and tokens: benchmarks/schedules/h200-block-times.jsonl, bf16."""
-_BEGUN = 0.7
-"""Of a wave that is begun, the part that takes as long as a whole one."""
+_SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
+"""Rows and tokens of the tiles that are tried for ``dsd`` and ``dds`` with blocks below 64."""
+_SDD_COLUMNS = (64, 128, 192, 256)
+"""Columns of a warpgroup that are tried for ``sdd``."""
+_MAX_PANELS = 2048
+"""The model of ``sdd`` looks at no more row panels than these, to be quick."""
+_MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
+"""With fewer stages than the first ``sdd`` isn't tried; with fewer than the second its model adds a cost."""
 
 
-class _Cost(NamedTuple):
-    """Of ``sdd``, as measured on an H200 for 70 to 80 layouts: in lines of a step, or as a part of them."""
-
-    item: float
-    """What an item takes besides."""
-    of_shared: float
-    """Of the rows that a cluster shares."""
-    few_stages: float
-
-
-_COSTS = {
-    16: _Cost(60, 0.5, 1.2),
-    32: _Cost(60, 0.5, 1.2),
-    64: _Cost(200, 0.6, 1.2),
-    128: _Cost(150, 0.9, 1.0),
-}
-"""By the block."""
-
-
-class Schedule(NamedTuple):
+class BlocksWgmmaSchedule(NamedTuple):
     """Everything that the kernel is compiled with beyond the problem's types, and how it is launched."""
 
     rows: int
-    """Of a block of threads: a strip; of ``sdd`` with large blocks a row of blocks."""
+    """Rows of a CTA's tile: those of a row panel, and for ``sdd`` with large blocks of a block row."""
     tokens: int
-    """Of a block of threads."""
+    """Tokens of a CTA's tile; for ``sdd`` columns."""
     warpgroups: int
-    """That multiply."""
+    """Consumer warpgroups of a CTA."""
     share: int
-    """Blocks of a cluster, which share the rows of a strip and have tokens of their own."""
+    """CTAs of a cluster, which have tokens of their own and share the rows of a panel by multicast."""
     stages: int
+    """Pipeline stages."""
     buffers: int
+    """Staging buffers of a warpgroup's results."""
 
     @property
     def threads(self) -> int:
-        """Of a block: those that multiply, and four warps that copy."""
+        """Threads of a CTA: the consumers, and four producer warps."""
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -93,19 +67,19 @@ class Schedule(NamedTuple):
         return self.stages * self.stage_bytes + staging + _BARRIER_BYTES
 
     def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' pieces of all columns of a result; not of ``sdd``."""
+        """Token tiles of clusters that cover all columns of a result; not for ``sdd``."""
         return -(-desc.n // (self.tokens * self.share))
 
     def groups(self, layout: BlockSparseShape) -> int:
-        """Of ``sdd``: the most pieces of clusters that the columns of a strip can be."""
+        """For ``sdd``: the most work tiles that the columns of a row panel can become."""
         return -(-layout.cols // (self.tokens * self.share))
 
     def parts(self, block: int) -> int:
-        """Of columns of blocks that ``sdd`` gives a block of threads at most: whole, or as wide as it."""
+        """For ``sdd``: the most columns of blocks in a CTA's tile; wider blocks are split."""
         return max(self.tokens // block, 1)
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' pieces of work; of ``sdd`` at most."""
+        """Work tiles, one a cluster; for ``sdd`` the most there can be."""
         if desc.op is BlockSparseOp.SDD:
             return strips_of(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
         return strips_of(desc, self.rows) * self.token_clusters(desc)
@@ -115,83 +89,104 @@ class Schedule(NamedTuple):
         return max(1, multiprocessors // self.share)
 
     def band(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Clusters' token tiles that are taken with every line before the next ones."""
+        """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
         tiles = desc.batch * self.token_clusters(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        most = _BAND_BYTES if desc.layout.block >= TILE else _BAND_BYTES_OF_SMALL
+        most = constants("blocks_tiles")["band_bytes" if desc.layout.block >= TILE else "band_bytes_small"]
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 
 
-def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> Schedule:
-    """With as many stages as shared memory has room for."""
-    one = Schedule(rows, tokens, warpgroups, share, stages=0, buffers=2)
-    return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MOST_STAGES))
+def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> BlocksWgmmaSchedule:
+    """The schedule with as many stages as shared memory has room for."""
+    one = BlocksWgmmaSchedule(rows, tokens, warpgroups, share, stages=0, buffers=2)
+    return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MAX_STAGES))
 
 
-def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
-    """The kernel's own choice for a problem, as measured on an H200. Bits don't depend on it."""
+def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
+    """The fastest schedule by the model of the problem's op and block."""
     block = desc.layout.block
-    if desc.op is BlockSparseOp.SDD:
-        return _sampled(desc, multiprocessors)
-    if block < TILE:
-        return _of_small(desc, multiprocessors)
-    strips, enough = strips_of(desc, STRIP), multiprocessors * _BUSY // 100
-    tokens = next((one for one in _TOKENS if strips * -(-desc.n // one) >= enough), _TOKENS[-1])
-    # The values of S from L2 once a cluster: worth it where they are much of what is copied.
-    wide = tokens == _TOKENS[0]
-    sharing = wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
-    return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+    if desc.op is not BlockSparseOp.SDD and block >= TILE:
+        tokens, wide = busy_tokens(strips_of(desc), desc.n, multiprocessors)
+        # Multicast of S's values is worth it where they are much of what is loaded.
+        sharing = wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
+        return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+    time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
+    fit = constants(model_of(desc))
+    return fastest(schedules_by_density(desc), lambda tried: time(tried, desc, multiprocessors, fit))
 
 
-def _of_small(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
-    """The fastest for random blocks: narrow strips meet fewer columns, wide ones are fewer items."""
-    steps = _STEP_OF_SMALL[desc.op, desc.layout.block]
+def model_of(desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model whose constants serve the problem."""
+    return f"blocks_wgmma_{desc.op}_{desc.layout.block}"
 
-    def time(one: Schedule) -> float:
+
+def busy_tokens(strips: int, n: int, multiprocessors: int) -> tuple[int, bool]:
+    """The widest tile with which enough SMs have work, and whether it is the widest of all."""
+    enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
+    tokens = next((one for one in _TOKENS if strips * -(-n // one) >= enough), _TOKENS[-1])
+    return tokens, tokens == _TOKENS[0]
+
+
+def small_time(
+    tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
+) -> list[float]:
+    """Time of ``dsd`` or ``dds`` with blocks below 64 kept at random, in no unit.
+
+    A narrow panel has fewer columns with blocks, and wide ones are fewer work tiles. A wave that is begun
+    takes a constant part of a whole one.
+    """
+    found = []
+    for one in tried:
         waves = one.items(desc) / multiprocessors
-        waves = _BEGUN * math.ceil(waves) + (1 - _BEGUN) * max(waves, 1.0)
-        return waves * met_share(desc.layout, one.rows // desc.layout.block) * steps[one.rows, one.tokens]
+        waves = fit["partial_wave"] * math.ceil(waves) + (1 - fit["partial_wave"]) * max(waves, 1.0)
+        steps = (
+            met_share(desc.layout, one.rows // desc.layout.block) * fit["step"][f"{one.rows}x{one.tokens}"]
+        )
+        found.append(waves * steps)
+    return found
 
-    return min(schedules_by_density(desc), key=time)
 
-
-def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[Schedule]:
-    """Those of which the density decides: all of ``sdd``, and of the others where blocks are small."""
+def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
+    """The candidates where the density decides: for ``sdd``, and for the other ops with small blocks."""
     if desc.op is BlockSparseOp.SDD:
         return sampled_schedules(desc.layout)
-    return [fitting(*sizes, 2, 1) for sizes in _STEP_OF_SMALL.get((desc.op, desc.layout.block), ())]
+    return [fitting(*sizes, 2, 1) for sizes in _SIZES] if desc.layout.block < TILE else []
 
 
 def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
-    """Strips of op(S), or for ``dds`` of its transpose, in all batches and heads."""
+    """Row panels of op(S), or for ``dds`` of its transpose, in all batches and heads."""
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
     return desc.batch * desc.layout.heads * head_strips(side, rows)
 
 
-def sampled_schedules(layout: BlockSparseShape) -> list[Schedule]:
+def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:
     """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
     rows, block = tile_size(layout.block), layout.block
-    tokens = [2 * one * TILE // rows for one in _SAMPLED_COLUMNS]
+    tokens = [2 * one * TILE // rows for one in _SDD_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
     found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
-    return [one for one in found if one.stages >= _LEAST_STAGES]
+    return [one for one in found if one.stages >= _MIN_SDD_STAGES]
 
 
-def _sampled(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Schedule:
-    """The one whose busiest cluster has the least to do, were the kept blocks random."""
-    block, strips = desc.layout.block, min(strips_of(desc, tile_size(desc.layout.block)), _MOST_STRIPS)
-    layouts = [_met_columns(desc.layout, strips, share) for share in _SHARES_MET]
-    return min(
-        sampled_schedules(desc.layout),
-        key=lambda one: sum(_busiest(one, columns, block, multiprocessors) for columns in layouts),
-    )
+def sdd_time(
+    tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
+) -> list[float]:
+    """The work of the busiest cluster of ``sdd``, in rows of a step, were the kept blocks random.
+
+    It is summed over layouts that keep a little less, as much and a little more: layouts differ, and the sum
+    blurs whether a wave is just full.
+    """
+    block = desc.layout.block
+    panels = min(strips_of(desc, tile_size(block)), _MAX_PANELS)
+    layouts = [_met_columns(desc.layout, panels, 1 + shift * fit["spread"]) for shift in (-1, 0, 1)]
+    return [sum(_busiest(one, columns, block, multiprocessors, fit) for columns in layouts) for one in tried]
 
 
 def _met_columns(layout: BlockSparseShape, strips: int, share: float = 1.0) -> Columns:
-    """Of blocks, that so many strips of ``sdd`` meet: the quantiles of random layouts, the most first.
+    """Columns of blocks that so many row panels keep: the quantiles of random layouts, the largest first.
 
-    ``share``: of what these meet on the mean.
+    ``share`` scales their mean.
     """
     kept = met_share(layout, tile_lines(layout))
     mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
@@ -206,8 +201,8 @@ def _normal_quantiles(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([NormalDist().inv_cdf(1 - (part + 0.5) / count) for part in range(count)])
 
 
-def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) -> float:
-    """Lines of a step that the busiest block of threads copies, items being dealt out as the kernel does."""
+def _busiest(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiprocessors: int, fit: Any) -> float:
+    """Rows that the busiest CTA loads in a step of each of its work tiles, dealt out as the kernel does."""
     part = min(block, one.tokens)
     parts = columns * (block // part)
     groups = -(-parts // (one.parts(block) * one.share))
@@ -216,7 +211,6 @@ def _busiest(one: Schedule, columns: Columns, block: int, multiprocessors: int) 
     turn, cluster = np.divmod(np.arange(len(strip)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
-    cost = _COSTS[block]
-    rows = one.rows * (cost.of_shared if one.share > 1 else 1.0)
-    items = (rows + mine[strip]) * (cost.few_stages if one.stages < _ENOUGH_STAGES else 1.0) + cost.item
-    return float(np.bincount(cluster, items, minlength=1).max())
+    rows = one.rows * (fit["shared_rows"] if one.share > 1 else 1.0)
+    items = (rows + mine[strip]) * (fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0)
+    return float(np.bincount(cluster, items + fit["tile"], minlength=1).max())

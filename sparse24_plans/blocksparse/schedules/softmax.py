@@ -10,13 +10,13 @@ from ..limits import softmax_teams
 
 _LANES, _VECTOR_BYTES = 32, 16
 _REGISTERS, _OF_THREAD = 1 << 16, 128
-"""Of a multiprocessor, and of a thread at most."""
+"""Registers of an SM, and the most that a thread may have."""
 _TEAMS = (1, 2, 3, 4, 5, 8, 16)
-"""Warps: of other numbers fewer fit in a multiprocessor."""
+"""Warps of a team; with other numbers fewer fit on an SM."""
 _LEAST_WARPS = 4
-"""Of a block of threads."""
+"""Fewest warps of a CTA."""
 _CHUNKS, _FEWER_CHUNKS, _CHUNKS_BESIDE_MASKS = 8, 5, 4
-"""Those for which the registers suffice; fewer for blocks of 16 and on Blackwell."""
+"""Vectors that a thread's registers suffice for: in general, for blocks of 16 or Blackwell, with masks."""
 _BLACKWELL = (10, 0)
 
 
@@ -24,11 +24,11 @@ class SoftmaxSchedule(NamedTuple):
     """What the kernel is compiled with beyond the problem."""
 
     warps: int
-    """Of a team, which has some rows of a line."""
+    """Warps of a team, which has some rows of a block row."""
     teams: int
-    """Of a block of threads."""
+    """Teams of a CTA."""
     chunks: int
-    """Vectors of 16 bytes that a thread holds, each of another block."""
+    """Vectors of 16 bytes that a thread holds, each from another block."""
 
     @property
     def threads(self) -> int:
@@ -39,12 +39,12 @@ class SoftmaxSchedule(NamedTuple):
         return _REGISTERS // (_OF_THREAD * self.threads)
 
     def shared_bytes(self, desc: BlockSparseSoftmaxDescriptor) -> int:
-        """Of a block: what ``forward`` copies there while it works on what it copied before."""
+        """Shared memory of a CTA, into which ``forward`` loads ahead of what it works on."""
         copies = desc.op is BlockSparsePass.FORWARD
         return self.threads * self.chunks * _VECTOR_BYTES if copies else 0
 
     def blocks(self, desc: BlockSparseSoftmaxDescriptor, multiprocessors: int) -> int:
-        """Of the launch. Those of ``forward`` stay, each for many rows."""
+        """CTAs of the launch. Those of ``forward`` are persistent."""
         wanted = -(-softmax_teams(desc) // self.teams)
         if desc.op is BlockSparsePass.FORWARD:
             return min(wanted, multiprocessors * self.blocks_per_sm)
@@ -52,7 +52,7 @@ class SoftmaxSchedule(NamedTuple):
 
 
 def best_schedule(desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) -> SoftmaxSchedule:
-    """With registers for as many blocks as rows have on average; of longer ones the rest is read twice."""
+    """Registers for as many blocks as a row has on average; the rest of longer rows is read twice."""
     masks = desc.rpe or desc.causal or desc.key_padding_mask != "none" or desc.attn_mask != "none"
     fewer = device.compute_capability >= _BLACKWELL or desc.layout.block == 16
     chunks = _FEWER_CHUNKS if fewer else _CHUNKS

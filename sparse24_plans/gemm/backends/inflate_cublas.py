@@ -6,7 +6,6 @@ and activation see them unrounded.
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from ...device.devices import cuda_major
 from ...device.jit.cache import CompiledKernel
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import import_cupy
 from ...errors import UnsupportedError
@@ -31,17 +31,16 @@ _EPILOGUE = "gemm/inflate_cublas.cu"
 _THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
 
 
-class _EpilogueParameters(ctypes.Structure):
-    """EpilogueParams of the kernel."""
+@kernel_params("gemm/params/inflate_cublas.cuh")
+class EpilogueParams(KernelParams):
+    """Parameters of ``gemm/inflate_cublas.cu``."""
 
-    _fields_ = [
-        ("acc", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("lines", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-    ]
+    accumulators = field("const float*", "Sums [outer, inner], contiguous; null if all of them are 0.")
+    bias = field("const void*", "Bias [m], or null.")
+    out = field("void*", "Y[outer, inner].")
+    outer = field("i64", "Number of rows of Y, or columns if Y is column-major.")
+    inner = field("i64", "Number of contiguous elements in each of them.")
+    out_stride = field("i64", "Elements from one row of Y to the next, or column if Y is column-major.")
 
 
 class _Factor(NamedTuple):
@@ -84,7 +83,6 @@ class Kernel(GemmKernel):
                 _THREADS,
                 device,
                 {**type_defines(desc), "COLUMNS": int(self._in_columns[1])},
-                _EpilogueParameters,
             )
         self._budget = SPLIT_K_BYTES
         if preference.max_workspace_bytes is not None:
@@ -123,13 +121,13 @@ class Kernel(GemmKernel):
         assert self._epilogue is not None
         return self._epilogue.bind(
             min(lines * -(-width // _CHUNK), _MOST_BLOCKS),
-            _EpilogueParameters(
-                acc,
-                address(views.get("bias")),
-                views["result"].address,
-                lines,
-                width,
-                leading_dimension(views["result"], desc.y_order),
+            EpilogueParams(
+                accumulators=acc,
+                bias=address(views.get("bias")),
+                out=views["result"].address,
+                outer=lines,
+                inner=width,
+                out_stride=leading_dimension(views["result"], desc.y_order),
             ),
         )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
@@ -15,7 +14,7 @@ from ..kernel import GemmKernel, address
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
-# (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.
+# (outputs, tokens) of a tile -> kernel and its threads, from the largest tile to the smallest.
 _TILES = {
     (128, 128): ("gemm_strict_large", 256),
     (128, 32): ("gemm_strict_medium", 128),
@@ -23,22 +22,21 @@ _TILES = {
 }
 
 
-class _Parameters(ctypes.Structure):
-    """StrictParams of the kernel."""
+@kernel_params("gemm/params/inflate_strict.cuh")
+class StrictParams(KernelParams):
+    """Parameters of ``gemm/inflate_strict.cu``."""
 
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("result", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("source_stride", ctypes.c_int64),
-        ("result_stride", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-    ]
+    values = field("const void*", "Kept values of W: [m, k / 2].")
+    metadata = field("const u16*", "Positions of the kept values: [m, k / 8].")
+    x = field("const void*", "X[n, k]; dY[n, m] for dgrad.")
+    bias = field("const void*", "Bias of the outputs, or null.")
+    y = field("void*", "Y[n, m], or Y[n, m / 2] if the epilogue is gated; dX[n, k] for dgrad.")
+    n = field("i64", "Number of tokens.")
+    m = field("i64", "Number of rows of W.")
+    k = field("i64", "Number of columns of W.")
+    x_stride = field("i64", "Elements from one row of x to the next.")
+    y_stride = field("i64", "Elements from one row of y to the next.")
+    alpha = field("float", "Factor of the product.")
 
 
 class Kernel(GemmKernel):
@@ -49,44 +47,44 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
-        self._blocks = _blocks(desc, tile)
+        self._ctas = _grid_size(desc, tile)
         name, threads = _TILES[tile]
-        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
+        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
         defines = {**type_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
-        self._function = load(_SOURCE, name, threads, device, defines, _Parameters)
+        self._function = load(_SOURCE, name, threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         return self._function.bind(
-            self._blocks,
-            _Parameters(
-                views["values"].address,
-                views["metadata"].address,
-                source.address,
-                address(views.get("bias")),
-                result.address,
-                desc.n,
-                desc.m,
-                desc.k,
-                source.strides[0],
-                result.strides[0],
-                desc.alpha,
+            self._ctas,
+            StrictParams(
+                values=views["values"].address,
+                metadata=views["metadata"].address,
+                x=source.address,
+                bias=address(views.get("bias")),
+                y=result.address,
+                n=desc.n,
+                m=desc.m,
+                k=desc.k,
+                x_stride=source.strides[0],
+                y_stride=result.strides[0],
+                alpha=desc.alpha,
             ),
         )
 
 
 def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[int, int]:
-    """The largest tile that n half fills and that leaves no half of the device idle.
+    """The largest tile that n fills by half and that leaves less than half of the SMs idle.
 
-    Every result is defined on its own, so the tile is free to follow n: no bit depends on it.
+    The choice may depend on n, because no bit of a result depends on the tile.
     """
     for tile in _TILES:
-        if 2 * desc.n > tile[1] and 2 * _blocks(desc, tile) >= device.multiprocessors:
+        if 2 * desc.n > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
             return tile
     return STRICT_SMALL_TILE
 
 
-def _blocks(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+def _grid_size(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
     return -(-desc.sums // tile[0]) * -(-desc.n // tile[1])

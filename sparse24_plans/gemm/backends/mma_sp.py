@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.compiler import digest
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
+from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
 from ...plan.kernel_table import HOPPER
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M, TILES_16BIT
-from ..arithmetic import names
+from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import GemmKernel, address
 from ..schedules import mma_sp as schedules
-from ..schedules.mma_sp import Schedule
+from ..schedules.mma_sp import MmaSpSchedule
 
 _SOURCE = "gemm/mma_sp.cu"
 _THREADS = 256
 
 
-class _Parameters(ctypes.Structure):
-    """MmaSpParams of the kernel."""
+@kernel_params("gemm/params/mma_sp.cuh")
+class MmaSpParams(KernelParams):
+    """Parameters of ``gemm/mma_sp.cu``."""
 
-    _fields_ = [
-        ("packed", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("y_stride", ctypes.c_int64),
-        ("row_tiles", ctypes.c_int64),
-        ("k_tiles", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("token_blocks", ctypes.c_uint32),
-    ]
+    packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
+    x = field("const u16*", "X[n, k]; its rows, or columns, begin at multiples of 16 bytes.")
+    bias = field("const void*", "Bias [m], or null.")
+    y = field("void*", "Y[n, m], or Y[n, m / 2] if the epilogue is gated.")
+    n = field("i64", "Number of tokens.")
+    m = field("i64", "Number of rows of W.")
+    k = field("i64", "Number of columns of X.")
+    x_stride = field("i64", "Elements from one row of X to the next, or column if X is column-major.")
+    y_stride = field("i64", "Elements from one row of Y to the next, or column if Y is column-major.")
+    row_tiles = field("i64", "Number of packed tiles along the rows of W.")
+    k_tiles = field("i64", "Number of packed tiles along K.")
+    alpha = field("float", "Factor of the product.")
+    n_tiles = field("u32", "Number of token tiles that cover n.")
 
 
 class Kernel(GemmKernel):
@@ -51,11 +50,11 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._folds = schedules.can_reduce_in_cluster(device)
+        self._clusters = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
-            f"{schedule.blocks} blocks of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
-            f"tokens, {schedule.split_k} slices of K, {schedule.stages} stages"
+            f"{schedule.blocks} CTAs of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
+            f"tokens, split-K {schedule.split_k}, {schedule.stages} stages"
         )
         self._function = load(
             _SOURCE,
@@ -63,7 +62,6 @@ class Kernel(GemmKernel):
             _THREADS,
             device,
             defines(desc, schedule),
-            _Parameters,
             shared_bytes=schedule.stages * schedule.stage_bytes,
         )
 
@@ -71,29 +69,30 @@ class Kernel(GemmKernel):
         desc, source, result = self.descriptor, views["source"], views["result"]
         return self._function.bind(
             self._schedule.blocks,
-            _Parameters(
-                views["packed"].address,
-                source.address,
-                address(views.get("bias")),
-                result.address,
-                desc.n,
-                desc.m,
-                desc.k,
-                leading_dimension(source, desc.x_order),
-                leading_dimension(result, desc.y_order),
-                -(-desc.m // TILE_M),
-                -(-desc.k // TILES_16BIT.tile_k),
-                desc.alpha,
-                self._schedule.token_blocks,
+            MmaSpParams(
+                packed=views["packed"].address,
+                x=source.address,
+                bias=address(views.get("bias")),
+                y=result.address,
+                n=desc.n,
+                m=desc.m,
+                k=desc.k,
+                x_stride=leading_dimension(source, desc.x_order),
+                y_stride=leading_dimension(result, desc.y_order),
+                row_tiles=-(-desc.m // TILE_M),
+                k_tiles=-(-desc.k // TILES_16BIT.tile_k),
+                alpha=desc.alpha,
+                n_tiles=self._schedule.token_blocks,
             ),
-            overlapping=self._folds,
+            overlapping=self._clusters,
         )
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         if choice.device.compute_capability != HOPPER:
-            return None  # whose tensor cores add in other steps
-        return names.sliced(choice.descriptor, _schedule(choice).split_k)
+            return None  # other tensor cores add in other steps
+        desc = choice.descriptor
+        return named(desc, str(Arithmetic.hopper(desc.element, _schedule(choice).split_k)))
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -104,14 +103,14 @@ class Kernel(GemmKernel):
         return f"sources {digest(_SOURCE)}"
 
 
-def _schedule(choice: Choice) -> Schedule:
+def _schedule(choice: Choice) -> MmaSpSchedule:
     return schedules.schedule_of(
         choice.descriptor, choice.device, choice.configuration, choice.preference.whole_m
     )
 
 
-def defines(desc: GemmSparse24Descriptor, schedule: Schedule) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule."""
+def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, int]:
+    """The kernel's macros for a problem type and schedule."""
     return {
         **type_defines(desc),
         "SPLIT_K": schedule.split_k,

@@ -20,7 +20,7 @@ _LEAST_BYTES = 99 << 10
 """Shared memory of a block elsewhere."""
 
 
-class Schedule(NamedTuple):
+class MmaSpSchedule(NamedTuple):
     """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
 
     split_k: int
@@ -45,7 +45,7 @@ def split_k_of(m: int) -> int:
     return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
 
 
-def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = None) -> Schedule:
+def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = None) -> MmaSpSchedule:
     """The schedule for n tokens and m out features (of ``whole_m``), as measured on an H200.
 
     The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
@@ -67,15 +67,17 @@ def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
     return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
 
 
-def _schedule(n: int, m: int, slices: int, n8_tiles: int, warp_pairs_m: int, ctas_per_sm: int) -> Schedule:
+def _schedule(
+    n: int, m: int, slices: int, n8_tiles: int, warp_pairs_m: int, ctas_per_sm: int
+) -> MmaSpSchedule:
     token_blocks = -(-n // (8 * n8_tiles))
     clusters = -(-m // (TILE_M * warp_pairs_m)) * token_blocks
     blocks = clusters * (slices * warp_pairs_m // WARP_PAIRS)
-    schedule = Schedule(slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks)
+    schedule = MmaSpSchedule(slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks)
     return schedule._replace(stages=min(8, _SHARED_BYTES[ctas_per_sm] // schedule.stage_bytes))
 
 
-def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Schedule:
+def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> MmaSpSchedule:
     """The schedule where blocks can't fold through clusters: a row tile's slices all in one block.
 
     As many tokens a block as leave two stages.
@@ -84,7 +86,7 @@ def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Sc
     wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
     for n8_tiles in (4, 2, 1):
         token_blocks = -(-n // (8 * n8_tiles))
-        schedule = Schedule(WARP_PAIRS, n8_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
+        schedule = MmaSpSchedule(WARP_PAIRS, n8_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
         stages = min(8, room // schedule.stage_bytes)
         if n8_tiles <= wanted and stages >= 2:
             break
@@ -104,7 +106,7 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
         for warp_pairs_m, per_sm in shapes:
             shape = (n8_tiles, warp_pairs_m, per_sm)
             if 4 * n8_tiles < max(desc.n, 8) and shape != default[1:4]:
-                found.append(dict(zip(Schedule._fields[1:4], shape, strict=True)))
+                found.append(dict(zip(MmaSpSchedule._fields[1:4], shape, strict=True)))
     return found
 
 
@@ -113,7 +115,7 @@ def schedule_of(
     device: DeviceProperties,
     configuration: Mapping[str, int],
     whole_m: int | None = None,
-) -> Schedule:
+) -> MmaSpSchedule:
     """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate.
 
     Configurations know nothing of ``whole_m``, M of the weight that this one is a part of: none is applied.

@@ -1,10 +1,10 @@
-"""A model of the time that ``wgmma_sp`` takes with a schedule. Fitted to an H200; it ranks, no more.
+"""A model of the time that ``wgmma_sp`` takes with a schedule. It ranks schedules, and is not exact.
 
-It knows the shape alone, not the device at hand: another number of multiprocessors must not mean another
-schedule, since a schedule's slices of K fix the bits. A launch takes the longest of three things, nearly:
-what the busiest multiprocessor does, wave after wave of blocks; what L2 hands to all of them; what memory
-moves. What a block streams from memory is held up where others share its way there: the two
-multiprocessors of a pair take 80 GB/s together, and three pairs little more than twice that.
+The model knows the problem's shape and not the device at hand: another number of SMs must not mean another
+schedule, since a schedule's split-K fixes the bits. A launch takes nearly the longest of three times: that of
+the busiest SM, wave after wave of CTAs; that of L2, which serves all SMs; and that of memory. Fewer CTAs get
+more of memory's bandwidth each: on an H200 the two SMs of a pair share a path to memory, and so do three
+pairs.
 """
 
 from __future__ import annotations
@@ -12,195 +12,137 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
+from ...plan.schedule_choice import constants
 from ...weights.packed_layouts import TILE_M, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WIDEST, Schedule
+from .wgmma_sp import MAX_MEMORY_BOUND_N, WIDEST, WgmmaSpSchedule
 
 Array = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostConstants:
-    """Constants of the model, of one multiprocessor where nothing else is said."""
+    """Fitted constants of the model. Times are microseconds, and rates are those of one SM, unless stated."""
 
     launch: float
-    """Microseconds before and after all else,"""
-    cluster: float
-    """and more of them for each doubling of a cluster;"""
-    met: float = 0.0
-    """and until its blocks have met to fold (of 8 bits it ranks no better with it)."""
+    """Time of a launch that does nothing."""
+    cluster_launch: float
+    """Added time of a launch for each doubling of the cluster size."""
+    cluster_sync: float
+    """Time for which the CTAs of a cluster wait for each other before they reduce split-K sums."""
     stall: float
-    """Nanoseconds that a warpgroup waits in a step of its tensor instructions, while others can work;"""
+    """Nanoseconds for which a warpgroup waits in each 64-byte step of K, while other warpgroups may work."""
     step: float
-    """nanoseconds of a step itself,"""
+    """Nanoseconds of the tensor cores for each 64-byte step of K of a tile of 64 rows."""
     step_token: float
-    """and for each token of it."""
-    beside: float
-    """What a warpgroup takes longer for each block beside its own on a multiprocessor: a share;"""
-    beside_token: float
-    """and for each token."""
-    pair: float
-    """Relative to one, what a step takes for blocks that share X,"""
-    pair_in_ranges: float
-    """and where these have equal ranges;"""
-    of_widest: float = 1.0
-    """what of it is left where they are the widest: a share;"""
-    three_in_ranges: float = 1.0
-    """and what one takes for three warpgroups that have ranges."""
-    alone: float
-    """Bytes per microsecond that a block gets from memory with a third of the multiprocessors busy,"""
-    apart: float
-    """with half of them,"""
-    together: float
-    """and with all."""
-    memory: float
-    """Bytes per microsecond of the whole device's memory;"""
-    l2: float
-    """of its L2 cache;"""
-    copied: float
-    """of L2 to one multiprocessor."""
-    unaligned: float
-    """What X takes more where its rows don't start at lines of 128 bytes: a share."""
-    fold: float
-    """Microseconds to add up one sum of a cluster's slices."""
-    add: float
-    """Microseconds to add one sum of a part to those before it,"""
-    park: float
-    """and where those are parked."""
-    stored: float
-    """Bytes of results per microsecond, while nothing is multiplied."""
-    ragged: float
-    """Results per microsecond that a warpgroup stores one by one, where rows of Y end within 16 bytes."""
-    crowded: float
-    """What storing takes where several blocks share a multiprocessor, relative to one."""
-    join: float
-    """Microseconds until a block has the sums that it goes on from,"""
-    handed: float
-    """and to hand over one of them;"""
-    loose: float
-    """what tiles take more where blocks begin anywhere in K: a share."""
-    again: float
-    """Microseconds to turn to a further item,"""
-    refill: float
-    """and to fill the pipeline of a further cluster."""
-    even: float
-    """How nearly multiplying hides copying, or the other way round (an exponent)."""
-    sharp: float
-    """How nearly the longest of the three is the whole time (an exponent)."""
+    """Nanoseconds that each token of the tile adds to such a step."""
+    cta_slowdown: float
+    """Relative slowdown of a CTA's steps by each further CTA on its SM."""
+    cta_slowdown_token: float
+    """Relative slowdown that each token of the tile adds to ``cta_slowdown``."""
+    multicast: float
+    """Time of a step in a cluster that multicasts X, relative to a single CTA's."""
+    multicast_stream_k: float
+    """Time of a step in a stream-K cluster that multicasts X, relative to a single CTA's."""
+    multicast_widest: float
+    """Fraction of the slowdown by multicast that remains for tiles of the maximum width."""
+    three_warpgroups_stream_k: float
+    """Time of a stream-K step of three warpgroups, relative to one without stream-K."""
+    bw_third_busy: float
+    """Bytes per microsecond that a CTA gets from memory while at most a third of the SMs are busy."""
+    bw_half_busy: float
+    """Bytes per microsecond that a CTA gets from memory while a third to half of the SMs are busy."""
+    bw_all_busy: float
+    """Bytes per microsecond that an SM gets from memory while more than half of the SMs are busy."""
+    dram_bandwidth: float
+    """Bytes per microsecond of the whole device's memory."""
+    l2_bandwidth: float
+    """Bytes per microsecond of the whole device's L2 cache."""
+    sm_l2_bandwidth: float
+    """Bytes per microsecond from L2 to one SM."""
+    unaligned_x: float
+    """Relative added cost of loading X where its rows don't start at multiples of 128 bytes."""
+    cluster_reduce: float
+    """Time to reduce one output over the split-K CTAs of a cluster."""
+    add_chunk: float
+    """Time to add one sum of a chunk of K to the sum of the chunks before it."""
+    add_saved: float
+    """Added time for each such sum that is kept in the workspace for lack of registers."""
+    store_bandwidth: float
+    """Bytes per microsecond of stored results."""
+    ragged_store_rate: float
+    """Results per microsecond that a warpgroup stores singly, where Y's rows aren't multiples of 16 bytes."""
+    crowded_store: float
+    """Time to store results while several CTAs share an SM, relative to one CTA's."""
+    fixup_wait: float
+    """Time for which a stream-K CTA waits for the partial sums that it continues."""
+    fixup_store: float
+    """Time to store one partial sum for the next stream-K CTA."""
+    stream_k_slowdown: float
+    """Relative slowdown of tiles whose work begins in the middle of K."""
+    next_tile: float
+    """Time to begin each further work tile of a persistent CTA."""
+    pipeline_refill: float
+    """Added time to begin a further work tile where clusters split K, which refills the pipeline."""
+    overlap_exponent: float
+    """Exponent of the norm that joins multiplying and loading: the larger, the better one hides the other."""
+    bottleneck_exponent: float
+    """Exponent of the norm that joins the times of SM, L2 and memory: the larger, the better they overlap."""
 
 
-# By how many the tokens are, and the bytes of an element. Fitted by benchmarks/schedules/fit.py to a class's
-# part of 2,285 problems, or earlier to fewer where that did no better for matrices that were held out. What
-# ranges, parking and ragged rows take was found apart. Of all 2,417 that have been measured by now the choice
-# misses the fastest schedule by 0.5 to 1.7% in the mean of a class, by 3 to 8% in one of twenty, by 9 to 20%
-# at the worst, and once by 33%.
-TOKENS = (MAX_MEMORY_BOUND_N, 512)
-"""The most of all classes but the last."""
-_NARROWER = 192
-"""Blocks by so many tokens narrower than the widest take all that is said of pairs, wider ones less."""
-_FITS = {
-    (0, 2): CostConstants(
-        launch=2.1, cluster=0.139, met=0.2, stall=41.9, step=10.1, step_token=0.139, beside=0.271,
-        beside_token=0.00569, pair=1.03, pair_in_ranges=1.03, three_in_ranges=1.03, alone=88.6e3,
-        apart=75.9e3, together=42.7e3, memory=5.41e6, l2=40e6, copied=500e3, unaligned=2, fold=2.30e-4,
-        add=1.90e-5, park=1.1e-4, stored=29.6e3, ragged=1.86e3, crowded=1.66, join=1, handed=1.5e-4,
-        loose=0.05, again=0.589, refill=1.82, even=8.96, sharp=3.7,
-    ),
-    (0, 1): CostConstants(
-        launch=2.05, cluster=0.15, stall=37.5, step=10.3, step_token=0.122, beside=0.271,
-        beside_token=0.00845, pair=1, pair_in_ranges=1, alone=98.2e3, apart=79.2e3, together=45.1e3,
-        memory=7e6, l2=40e6, copied=410e3, unaligned=2, fold=2.02e-4, add=7.90e-6, park=1.1e-4,
-        stored=31.7e3, ragged=2.4e3, crowded=1.96, join=4, handed=6e-5, loose=0, again=0.475, refill=1.79,
-        even=7.6, sharp=1.98,
-    ),
-    (1, 2): CostConstants(
-        launch=1, cluster=0.418, stall=13.1, step=31.1, step_token=0.173, beside=0.0509,
-        beside_token=0.00271, pair=1.09, pair_in_ranges=1, of_widest=0, three_in_ranges=1.05, alone=50e3,
-        apart=83.6e3, together=56.6e3, memory=7e6, l2=18e6, copied=144e3, unaligned=0.792, fold=1.72e-4,
-        add=4.44e-5, park=2e-4, stored=48.4e3, ragged=4.16e3, crowded=1, join=3, handed=1e-4, loose=0,
-        again=0.578, refill=3.28, even=5.75, sharp=8,
-    ),
-    (1, 1): CostConstants(
-        launch=1, cluster=0.448, stall=1, step=33.1, step_token=0.291, beside=0.026,
-        beside_token=0.000112, pair=1.06, pair_in_ranges=1.06, alone=59.2e3, apart=66.1e3, together=64e3,
-        memory=7e6, l2=16.5e6, copied=157e3, unaligned=1.83, fold=1.64e-4, add=4.07e-5, park=2e-4,
-        stored=42.2e3, ragged=5.66e3, crowded=2.49, join=2, handed=1.2e-4, loose=0.05, again=0.304,
-        refill=2.66, even=6.43, sharp=5.95,
-    ),
-    (2, 2): CostConstants(
-        launch=1, cluster=1.5, stall=16.6, step=17.4, step_token=0.304, beside=0.049, beside_token=0.0033,
-        pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=53.1e3, memory=7e6, l2=15.3e6,
-        copied=161e3, unaligned=0.776, fold=9.50e-5, add=1.94e-5, park=2e-4, stored=326e3, ragged=4.49e3,
-        crowded=1.09, join=2, handed=1.47e-4, loose=0.08, again=1.38, refill=4.49, even=5.09,
-        sharp=3.72,
-    ),
-    (2, 1): CostConstants(
-        launch=1, cluster=1.23, stall=2.12, step=36.4, step_token=0.239, beside=0.0644,
-        beside_token=2.04e-5, pair=1, pair_in_ranges=1, alone=50e3, apart=30e3, together=54.1e3,
-        memory=7e6, l2=18.2e6, copied=127e3, unaligned=1.09, fold=9.05e-5, add=1.55e-5, park=2e-4,
-        stored=65.5e3, ragged=2.96e3, crowded=2.07, join=2.2, handed=1.2e-4, loose=0.03, again=1.76,
-        refill=2.71, even=12, sharp=2.98,
-    ),
-}  # fmt: skip
+CLASS_LIMITS = (MAX_MEMORY_BOUND_N, 512)
+"""Maximum n of each class of problems that has constants of its own; the last class has no maximum."""
+CLASSES = ("few", "some", "many")
+_NARROW_MULTICAST = 192
+"""Tiles that are narrower than the widest by so many tokens or more take all of the slowdown by multicast."""
 
 
 class CostInputs:
-    """What the model knows of pairs of a schedule and a problem: an array a name, an entry a pair."""
+    """The facts that the model reads of pairs of a schedule and a problem: arrays with an entry a pair."""
 
-    def __init__(self, pairs: Sequence[tuple[Schedule, GemmSparse24Descriptor]]) -> None:
-        self._take_sizes(pairs)
-        self._take_waves()
-
-    def _take_sizes(self, pairs: Sequence[tuple[Schedule, GemmSparse24Descriptor]]) -> None:
-        problems = {id(desc): _sizes_of(desc) for _, desc in pairs}
-        rows = [(*_places_of(schedule), *problems[id(desc)]) for schedule, desc in pairs]
+    def __init__(self, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> None:
+        problems = {id(desc): _facts_of_problem(desc) for _, desc in pairs}
+        rows = [(*_facts_of_schedule(one), *problems[id(desc)]) for one, desc in pairs]
         columns = np.array(rows, dtype=np.float64).T
-        (self.warpgroups, _, self.width, self.cluster_m, self.split_k, self.ctas_per_sm) = columns[:6]
+        (self.warpgroups, _, self.tile_n, self.cluster_m, self.split_k, self.ctas_per_sm) = columns[:6]
         (self.k_chunks, self.stream_k) = columns[6:8]
         (self.resident, self.resident_alone, self.rows, self.cluster, self.saved_accumulators) = columns[8:13]
         (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = columns[13:]
-        self.token_blocks = np.ceil(self.n / self.width)
-        self.items = np.ceil(self.m / (self.rows * self.cluster_m)) * self.token_blocks
-        self.tokens = np.minimum(self.width, self.n)
+        self.token_tiles = np.ceil(self.n / self.tile_n)
+        self.work_tiles = np.ceil(self.m / (self.rows * self.cluster_m)) * self.token_tiles
+        self.tokens = np.minimum(self.tile_n, self.n)
         self.sums = self.rows * self.tokens
         self.depth = self.k / self.split_k
         self.ragged = self.outputs * self.out_size % 16 != 0
         self.unaligned = self.k * self.size % 128 != 0
+        self._count_waves()
 
-    def _take_waves(self) -> None:
-        """Full waves of blocks, and the blocks of the last one."""
-        self.waves = np.ceil(self.items / self.resident)
-        self.in_turn = np.ceil(self.items / self.resident_alone)
-        """Waves, were there one block a multiprocessor."""
-        self.full = np.floor(self.items / self.resident)
-        self.rest = (self.items - self.full * self.resident) * self.cluster
-        self.usable = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
-        self._take_ranges()
-
-    def _take_ranges(self) -> None:
-        """Where clusters have equal ranges of tiles: parts of waves."""
-        cut, even = self.stream_k > 0, self.items / np.maximum(self.stream_k, 1)
-        self.turns = np.where(cut, np.ceil(even), self.waves)
-        """Items that a block writes."""
-        self.apart = np.where(
-            cut, (self.stream_k + self.items % np.maximum(self.stream_k, 1)) / self.items, 0.0
-        )
-        """Of all tiles, those in ranges."""
-        self.waves = np.where(cut, even, self.waves)
-        self.in_turn = np.where(cut, even, self.in_turn)
-        self.full = np.where(cut, even, self.full)
-        self.rest = np.where(cut, 0, self.rest)
+    def _count_waves(self) -> None:
+        """Count waves of CTAs; those of stream-K are fractions, since its CTAs have equal shares of K."""
+        ranges, streams = np.maximum(self.stream_k, 1), self.stream_k > 0
+        share, cut = self.work_tiles / ranges, self.stream_k + self.work_tiles % ranges
+        waves, full = np.ceil(self.work_tiles / self.resident), np.floor(self.work_tiles / self.resident)
+        self.tiles_of_cta = np.where(streams, np.ceil(share), waves)
+        """Work tiles that the busiest CTA stores."""
+        self.stream_k_fraction = np.where(streams, cut / self.work_tiles, 0.0)
+        """Fraction of the work tiles that stream-K cuts."""
+        self.waves = np.where(streams, share, waves)
+        self.waves_alone = np.where(streams, share, np.ceil(self.work_tiles / self.resident_alone))
+        """Waves that there would be with one CTA an SM."""
+        self.full_waves = np.where(streams, share, full)
+        last = (self.work_tiles - full * self.resident) * self.cluster
+        self.last_wave_ctas = np.where(streams, 0, last)
+        self.usable_sms = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
 
 
 @lru_cache(4096)
-def _places_of(schedule: Schedule) -> tuple[int, ...]:
-    """What doesn't depend on the problem."""
+def _facts_of_schedule(schedule: WgmmaSpSchedule) -> tuple[int, ...]:
     return (
         *schedule,
         schedule.resident_clusters(H200_MULTIPROCESSORS),
@@ -211,100 +153,103 @@ def _places_of(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-def _sizes_of(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
-    """What doesn't depend on the schedule."""
+def _facts_of_problem(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     layout = layout_of(desc.element)
-    weight = layout.tile_bytes / (TILE_M * layout.tile_k)
+    weight = layout.tile_bytes / (TILE_M * layout.tile_k)  # bytes of W for each of its dense cells
     return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
 
-def predicted(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Array:
+def predicted(schedules: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
     """Microseconds of one launch with each schedule, weights coming from memory."""
-    return microseconds(CostInputs([(one, desc) for one in schedules]), fit_of(desc))
+    return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc)))
 
 
-def fastest(schedules: Sequence[Schedule], desc: GemmSparse24Descriptor) -> Schedule:
-    """The one of the least predicted time."""
-    return schedules[int(predicted(schedules, desc).argmin())]
+def model_of(desc: GemmSparse24Descriptor) -> str:
+    """The name of the model whose constants serve such a problem."""
+    return f"wgmma_sp_{8 * desc.element.itemsize}bit_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
 
 
-def fit_of(desc: GemmSparse24Descriptor) -> CostConstants:
-    """The constants for such a problem."""
-    return _FITS[bisect_left(TOKENS, desc.n), desc.element.itemsize]
+@cache
+def constants_of(model: str) -> CostConstants:
+    return CostConstants(**constants(model))
 
 
 def microseconds(work: CostInputs, fit: CostConstants) -> Array:
-    """Predicted time of one launch of each."""
-    terms = np.array([_of_one(work, fit), _of_l2(work, fit), _of_memory(work, fit)])
+    """Predicted time of one launch of each pair."""
+    terms = np.array([_sm_time(work, fit), _l2_time(work, fit), _memory_time(work, fit)])
     longest = terms.max(axis=0)
-    shares = ((terms / longest) ** fit.sharp).sum(axis=0)
-    clustered = fit.cluster * np.log2(work.cluster) + fit.met * (work.split_k > 1)
-    return fit.launch + clustered + longest * shares ** (1 / fit.sharp)
+    shares = ((terms / longest) ** fit.bottleneck_exponent).sum(axis=0)
+    clustered = fit.cluster_launch * np.log2(work.cluster) + fit.cluster_sync * (work.split_k > 1)
+    return fit.launch + clustered + longest * shares ** (1 / fit.bottleneck_exponent)
 
 
-def _of_one(work: CostInputs, fit: CostConstants) -> Array:
-    """Microseconds of the busiest multiprocessor."""
-    multiply, copy = _multiplied(work, fit), _copied(work, fit)
-    folds = work.split_k > 1
-    results = work.sums * (work.outputs / work.m)  # of a gate one for two sums
-    stored = results * (work.out_size / fit.stored + work.ragged / (fit.ragged * work.warpgroups))
-    crowded = (work.ctas_per_sm > 1) & (work.items > work.resident_alone)
-    out = np.where(folds, fit.fold * work.sums, stored) * np.where(crowded, fit.crowded, 1.0)
-    add = fit.add * work.sums + fit.park * work.saved_accumulators
-    out = work.turns * out + work.in_turn * add * (work.k_chunks - 1)
-    again = (work.turns - 1) * (fit.again + fit.refill * folds)
-    out += (work.stream_k > 0) * (fit.join + fit.handed * work.sums)
-    both = (multiply**fit.even + copy**fit.even) ** (1 / fit.even)
-    return both * _taken_longer(work, fit) + out + again
+def _sm_time(work: CostInputs, fit: CostConstants) -> Array:
+    """Microseconds of the busiest SM."""
+    multiply, load = _multiply_time(work, fit), _load_time(work, fit)
+    reduces = work.split_k > 1
+    results = work.sums * (work.outputs / work.m)  # an epilogue with a gate makes one result of two sums
+    ragged = work.ragged / (fit.ragged_store_rate * work.warpgroups)
+    stored = results * (work.out_size / fit.store_bandwidth + ragged)
+    crowded = (work.ctas_per_sm > 1) & (work.work_tiles > work.resident_alone)
+    out = np.where(reduces, fit.cluster_reduce * work.sums, stored)
+    out *= np.where(crowded, fit.crowded_store, 1.0)
+    add = fit.add_chunk * work.sums + fit.add_saved * work.saved_accumulators
+    out = work.tiles_of_cta * out + work.waves_alone * add * (work.k_chunks - 1)
+    further = (work.tiles_of_cta - 1) * (fit.next_tile + fit.pipeline_refill * reduces)
+    out += (work.stream_k > 0) * (fit.fixup_wait + fit.fixup_store * work.sums)
+    both = (multiply**fit.overlap_exponent + load**fit.overlap_exponent) ** (1 / fit.overlap_exponent)
+    return both * _slowdown(work, fit) + out + further
 
 
-def _taken_longer(work: CostInputs, fit: CostConstants) -> Array:
-    """What a step takes, relative to one of a block for itself that takes whole items."""
-    pair = np.where(work.stream_k > 0, fit.pair_in_ranges, fit.pair)
-    left = fit.of_widest + (1 - fit.of_widest) * np.minimum((WIDEST - work.width) / _NARROWER, 1.0)
-    three = (work.stream_k > 0) & (work.warpgroups == 3)
-    longer = np.where(work.cluster_m > 1, 1 + (pair - 1) * left, 1.0) * np.where(
-        three, fit.three_in_ranges, 1.0
-    )
-    return longer * (1 + fit.loose * work.apart)
+def _slowdown(work: CostInputs, fit: CostConstants) -> Array:
+    """Time of a step, relative to that of a single CTA that takes whole work tiles."""
+    streams = work.stream_k > 0
+    multicast = np.where(streams, fit.multicast_stream_k, fit.multicast) - 1
+    narrow = np.minimum((WIDEST - work.tile_n) / _NARROW_MULTICAST, 1.0)
+    multicast = multicast * (fit.multicast_widest + (1 - fit.multicast_widest) * narrow)
+    three = np.where(streams & (work.warpgroups == 3), fit.three_warpgroups_stream_k, 1.0)
+    longer = np.where(work.cluster_m > 1, 1 + multicast, 1.0) * three
+    return longer * (1 + fit.stream_k_slowdown * work.stream_k_fraction)
 
 
-def _multiplied(work: CostInputs, fit: CostConstants) -> Array:
+def _multiply_time(work: CostInputs, fit: CostConstants) -> Array:
     steps = work.depth * work.size / 64
     tiles = work.rows / TILE_M
-    each = work.waves * fit.stall + work.in_turn * tiles * (fit.step + fit.step_token * work.width)
-    beside = 1 + (work.ctas_per_sm - 1) * (fit.beside + fit.beside_token * work.width)
-    return 1e-3 * steps * each * beside
+    each = work.waves * fit.stall + work.waves_alone * tiles * (fit.step + fit.step_token * work.tile_n)
+    slowdown = (work.ctas_per_sm - 1) * (fit.cta_slowdown + fit.cta_slowdown_token * work.tile_n)
+    return 1e-3 * steps * each * (1 + slowdown)
 
 
-def _copied(work: CostInputs, fit: CostConstants) -> Array:
-    """Weights of the first tokens from memory, those of the others and X from L2.
+def _load_time(work: CostInputs, fit: CostConstants) -> Array:
+    """Memory serves the weights of the first token tile; L2 those of the others, and X.
 
-    Blocks that share X each ask for their part of it: rows that don't start at lines cost less there.
+    The CTAs of a cluster each load a part of X, so rows of X that aren't aligned cost them less.
     """
     weight = work.weight * work.rows
-    full = work.full * np.maximum(work.ctas_per_sm / fit.together, work.resident * work.cluster / fit.memory)
-    deep = np.minimum(work.ctas_per_sm, np.ceil(work.rest / work.usable))
-    few, half = work.rest <= work.usable / 3, work.rest <= work.usable / 2
-    rest = np.where(few, 1 / fit.alone, np.where(half, 1 / fit.apart, deep / fit.together))
-    rest = np.where(work.rest > 0, np.maximum(rest, work.rest / fit.memory), 0.0)
-    first = 1 / work.token_blocks
-    source = _source(work, fit, work.cluster_m)
-    return work.depth * (
-        weight * first * (full + rest) + work.in_turn * (weight * (1 - first) + source) / fit.copied
-    )
+    resident = work.resident * work.cluster
+    full = work.full_waves * np.maximum(work.ctas_per_sm / fit.bw_all_busy, resident / fit.dram_bandwidth)
+    last = work.last_wave_ctas
+    deep = np.minimum(work.ctas_per_sm, np.ceil(last / work.usable_sms))
+    third, half = last <= work.usable_sms / 3, last <= work.usable_sms / 2
+    rest = np.where(half, 1 / fit.bw_half_busy, deep / fit.bw_all_busy)
+    rest = np.where(third, 1 / fit.bw_third_busy, rest)
+    rest = np.where(last > 0, np.maximum(rest, last / fit.dram_bandwidth), 0.0)
+    first = 1 / work.token_tiles
+    from_l2 = work.waves_alone * (weight * (1 - first) + _x_bytes(work, fit, work.cluster_m))
+    return work.depth * (weight * first * (full + rest) + from_l2 / fit.sm_l2_bandwidth)
 
 
-def _source(work: CostInputs, fit: CostConstants, shares: Array | float = 1.0) -> Array:
-    """Bytes of X of a block's tokens, as what they take, for a column; asked for in so many shares."""
-    return work.size * work.tokens * (1 + fit.unaligned * work.unaligned / shares)
+def _x_bytes(work: CostInputs, fit: CostConstants, loaders: Array | float = 1.0) -> Array:
+    """Bytes of X that a CTA loads for one column of W, by so many loaders, with the cost of alignment."""
+    return work.size * work.tokens * (1 + fit.unaligned_x * work.unaligned / loaders)
 
 
-def _of_l2(work: CostInputs, fit: CostConstants) -> Array:
-    each = work.weight * work.rows + _source(work, fit) / work.cluster_m
-    return work.items * work.cluster * work.depth * each / fit.l2
+def _l2_time(work: CostInputs, fit: CostConstants) -> Array:
+    each = work.weight * work.rows + _x_bytes(work, fit) / work.cluster_m
+    return work.work_tiles * work.cluster * work.depth * each / fit.l2_bandwidth
 
 
-def _of_memory(work: CostInputs, fit: CostConstants) -> Array:
+def _memory_time(work: CostInputs, fit: CostConstants) -> Array:
     n, m, k = work.n, work.m, work.k
-    return (work.weight * m * k + work.size * n * k + work.out_size * n * work.outputs) / fit.memory
+    nbytes = work.weight * m * k + work.size * n * k + work.out_size * n * work.outputs
+    return nbytes / fit.dram_bandwidth

@@ -1,44 +1,41 @@
-"""Which schedules a row of ``wgmma_sp`` may take, and the best of them by the model of their time."""
+"""Which schedules a kernel of ``wgmma_sp`` may take, and the one that its cost model ranks first."""
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import chain
 
+from ...plan.schedule_choice import constants, fastest, invariant_split
 from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from .wgmma_cost_model import fastest, predicted
-from .wgmma_sp import MAX_MEMORY_BOUND_N, Schedule, narrow_schedules, schedules_for, schedules_in
+from .wgmma_cost_model import predicted
+from .wgmma_sp import WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
 
-_SLICES = (1, 2, 3, 4, 8)
-"""Of K, where the bits must not depend on n; and the n that they are judged by."""
-_JUDGED = (1, 16, 33, 64, 100, 160, 256, 362, 470, 640, 900, 1500, 2600, 5000)
-_BELIEVED = {2: 0.6, 1: 1.0}
-"""By the bytes of an element: of the predicted cost of slices beyond MAX_MEMORY_BOUND_N tokens. Of 570 measured
-problems of 16 bits two thirds of it is true; of 8 bits as much for hundreds of tokens, all for thousands."""
+_SPLITS = (1, 2, 3, 4, 8)
+"""Split-K that a batch-invariant kernel may have."""
 
 
 @lru_cache(4096)
 def best_schedule(
     desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None, max_workspace: int | None = None
-) -> Schedule:
-    """The row's schedule of the least predicted time.
+) -> WgmmaSpSchedule:
+    """The kernel's schedule of the least predicted time; column-major X is summed as row-major X is.
 
-    ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for. What lies
-    in columns is summed as it would be in rows.
+    ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for.
     """
-    allowed = allowed_schedules(desc, row, whole_m)
-    if max_workspace is not None:
-        allowed = tuple(one for one in allowed if one.workspace_bytes() <= max_workspace)
-    return fastest(allowed, desc)
+    return fastest(
+        allowed_schedules(desc, row, whole_m),
+        lambda tried: predicted(tried, desc),
+        WgmmaSpSchedule.workspace_bytes,
+        max_workspace,
+    )
 
 
 def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
-) -> tuple[Schedule, ...]:
-    """The schedules with which the row keeps what it promises. Some ask for no workspace."""
+) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules with which the kernel keeps its guarantee. Some of them need no workspace."""
     if row.promoted:
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
@@ -48,8 +45,8 @@ def allowed_schedules(
     return tuple(one for one in tried if _leaves_registers(one, desc))
 
 
-def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
-    """Whether a thread with little room for its sums can round them to s8, and spill none."""
+def _leaves_registers(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> bool:
+    """Whether a thread with little room for its sums can round them to s8 without spilling."""
     if desc.out_element is not ElementKind.S8:
         return True
     most = 128 if schedule.warpgroups == 3 else 32 if schedule.ctas_per_sm == 4 else schedule.tokens
@@ -57,29 +54,20 @@ def _leaves_registers(schedule: Schedule, desc: GemmSparse24Descriptor) -> bool:
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
-    """What the model ranks, for every row; a row refuses those with which it wouldn't keep its promises."""
+    """The schedules that tuning may try, for every kernel: each refuses what breaks its guarantee."""
     invariant = schedules_in(invariant_split_k(desc.m, desc.k, desc.element), desc.n, desc.m)
     return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n, desc.m) + invariant)]
 
 
 @lru_cache(4096)
 def invariant_split_k(m: int, k: int, element: ElementKind) -> int:
-    """Slices of K where the bits must not depend on n: those that lose least, by the model, over all n.
+    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone."""
 
-    What is lost beside free schedules counts by its fourth power, so that no n loses much; beyond
-    MAX_MEMORY_BOUND_N tokens a part of it, for there slices cost less than is predicted. Nothing is lost where slices that free
-    schedules don't have are faster than these.
-    """
-    lost = dict.fromkeys(_SLICES, 0.0)
-    for n in _JUDGED:
+    def times(n: int) -> tuple[float, list[float]]:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
-        free, sliced = schedules_for(n, m), {slices: schedules_in(slices, n, m) for slices in _SLICES}
-        every = tuple(dict.fromkeys(chain(free, *sliced.values())))
+        free, split = schedules_for(n, m), [schedules_in(one, n, m) for one in _SPLITS]
+        every = tuple(dict.fromkeys(chain(free, *split)))
         us = dict(zip(every, predicted(every, desc).tolist(), strict=True))
-        least = min(us[one] for one in free)
-        for slices, tried in sliced.items():
-            slower = math.log(min(us[one] for one in tried) / least)
-            if n > MAX_MEMORY_BOUND_N:
-                slower *= _BELIEVED[element.itemsize]
-            lost[slices] += max(0.0, slower) ** 4
-    return min(_SLICES, key=lost.__getitem__)
+        return min(us[one] for one in free), [min(us[one] for one in tried) for tried in split]
+
+    return invariant_split(_SPLITS, times, **constants(f"wgmma_sp_split_k_{8 * element.itemsize}bit"))

@@ -1,4 +1,4 @@
-"""How ``wgmma_sp`` cuts a problem into blocks: what a block holds, and the schedules that are tried."""
+"""How ``wgmma_sp`` cuts a problem into CTAs: what a CTA holds, and the schedules that are tried."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...plan.kernel import align_up
+from ...plan.schedule_choice import constants
 from ...vocab import MatrixOrder
 from ...weights.packed_layouts import TILE_M, TileLayout, layout_of
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
-"""The most a block can have, by how many share a multiprocessor."""
+"""Maximum shared memory of a CTA, by how many CTAs share an SM."""
 _STEP_BYTES, _BUFFERS = 8192, 2
-"""Of a warpgroup's results on their way out: what is staged at a time, and buffers for it."""
+"""Bytes of a warpgroup's results in each staging buffer, and how many buffers it has."""
 _BARRIER_BYTES = 512
 _PATTERN = 1024
-"""A swizzle's pattern begins at multiples of so many bytes: X, which follows W, must too."""
+"""X follows W in shared memory and must begin at a multiple of so many bytes, where a swizzle begins."""
+_LINE_BYTES = 128
+"""The longest line that TMA swizzles."""
 
 MAX_MEMORY_BOUND_N, WIDEST = 64, 256
-"""Up to so many tokens one block takes them all, and memory sets the pace; and the most of a block."""
-_MORE_BLOCKS = 5
-"""So many blocks of tokens more than the fewest are tried."""
+"""One CTA takes up to so many tokens, and memory sets the pace; and the maximum tokens of a tile."""
+_MORE_TILES = 5
+"""So many token tiles more than the fewest are tried."""
 _FEW_OUTPUTS = 2048
-"""Of which any number of blocks of tokens is tried: it takes 1 to 5% less by the model, 37% at the most."""
+"""For fewer outputs any number of token tiles is tried: there are hardly as many work tiles as clusters."""
+
+# Accumulators for which a thread has registers: facts of the compiled kernel.
 _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24
-"""Accumulators that a thread of one or two warpgroups has registers for; one of three; and where four blocks
-share a multiprocessor."""
-_HANDED_OF_THREE = 72
-"""Those of one of three warpgroups, where they may be handed over."""
-_HANDED_PARTS_OF_THREE = 48
-"""Those of one of three, where sums of two parts may be: of more some are spilled."""
-_HANDED_OF_PARTS = 120
-"""Those of one or two, where sums of more than two parts may be handed over."""
+"""Accumulators of a thread with one or two warpgroups, with three, and where four CTAs share an SM."""
+_STREAM_K_OF_THREE = 72
+"""Accumulators of a thread with three warpgroups and stream-K."""
+_STREAM_K_CHUNKS_OF_THREE = 48
+"""Accumulators of a thread with three warpgroups, stream-K and two chunks of K: of more some are spilled."""
+_STREAM_K_CHUNKS = 120
+"""Accumulators of a thread with one or two warpgroups, stream-K and more than two chunks of K."""
 _SUMS_TWICE = 96
-"""Those that it has twice: a part's, and the parts' before it."""
-_PARTS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
-"""Those of one of three warpgroups that sums K in parts; and those that it has twice."""
+"""Accumulators that a thread can hold twice: for a chunk of K, and for the chunks before it."""
+_CHUNKS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
+"""Accumulators of a thread with three warpgroups and chunks of K; and those that it can hold twice."""
 _HELD, _HELD_OF_THREE = 168, 72
-"""What there is room for where not all are there twice."""
-
-
-_LINE_BYTES = 128
-"""The longest line that the copy engine swizzles."""
+"""Accumulators that registers hold in total where some wait in the workspace."""
 
 
 class OperandLayouts(NamedTuple):
-    """How X and Y lie in the shared memory of a block; all that a schedule must know of a problem for it."""
+    """How W, X and Y lie in a CTA's shared memory: all that a schedule must know of the operands."""
 
     layout: TileLayout
     out_bytes: int
@@ -56,35 +56,42 @@ class OperandLayouts(NamedTuple):
 
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
-        """``layout``: W's; None: that of its element."""
+        """``layout`` is W's packed layout, by default that of its element."""
         columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
         return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns)
 
 
 def pitch_of(nbytes: int) -> int:
-    """Bytes from one line of so many to the next, as a swizzle has them: the least of 16, 32, 64 and 128."""
+    """Bytes from one swizzled line to the next: the least of 16, 32, 64 and 128 that ``nbytes`` fit in."""
     return max(16, 1 << (nbytes - 1).bit_length())
 
 
-class Schedule(NamedTuple):
-    """How a problem is cut into blocks. Of a row of the table, ``slices * parts`` alone fixes the bits.
+class WgmmaSpSchedule(NamedTuple):
+    """How a problem is cut into CTAs. For one kernel ``split_k * k_chunks`` alone fixes the bits.
 
-    With ``ranges``, that many clusters take equal shares of the items' tiles of K: where one ends within an
-    item, the next cluster goes on from its sums, and the bits are those of an item that isn't cut.
+    With stream-K each cluster takes an equal range of the work tiles' tiles of K. Where one cluster's range
+    ends within a work tile, the next cluster continues its sums, so the bits are those of an uncut tile.
     """
 
     warpgroups: int
+    """Consumer warpgroups of a CTA."""
     m_tiles: int
+    """Tiles of 64 rows of W that a warpgroup multiplies."""
     tokens: int
+    """Tokens of a CTA's tile."""
     cluster_m: int = 1
+    """CTAs of a cluster along M, which share X by multicast."""
     split_k: int = 1
+    """CTAs of a cluster along K, whose sums are reduced in a fixed order."""
     ctas_per_sm: int = 1
     k_chunks: int = 1
+    """Chunks of K that a CTA sums one after the other and adds in order."""
     stream_k: int = 0
+    """Clusters that take equal ranges of all work tiles; 0 gives each cluster whole work tiles."""
 
     @property
     def rows(self) -> int:
-        """Of W that a block multiplies."""
+        """Rows of W that a CTA multiplies."""
         return TILE_M * self.warpgroups * self.m_tiles
 
     @property
@@ -93,9 +100,9 @@ class Schedule(NamedTuple):
 
     @property
     def saved_accumulators(self) -> int:
-        """Sums of a thread, of the parts before, that wait in the workspace: those without a register.
+        """Sums of a thread over earlier chunks of K that have no register and wait in the workspace.
 
-        With ranges all do, so that they go with an item that is handed over.
+        With stream-K all of them do, so that the next cluster finds them.
         """
         sums, three = self.m_tiles * self.tokens // 2, self.warpgroups == 3
         if self.stream_k and self.k_chunks > 1:
@@ -105,42 +112,42 @@ class Schedule(NamedTuple):
         return 2 * sums - (_HELD_OF_THREE if three else _HELD)
 
     def fits(self) -> bool:
-        """Whether a thread's registers hold its sums, and blocks can share X."""
+        """Whether a thread's registers hold its sums, and the CTAs of a cluster can share X."""
         most = _SUMS_OF_FOUR if self.ctas_per_sm == 4 else _SUMS
         if self.stream_k and self.k_chunks > 2:
-            most = 0 if self.warpgroups == 3 else _HANDED_OF_PARTS
+            most = 0 if self.warpgroups == 3 else _STREAM_K_CHUNKS
         elif self.warpgroups == 3:
-            handed, summed = _HANDED_OF_THREE, _SUMS_OF_THREE
+            handed, summed = _STREAM_K_OF_THREE, _SUMS_OF_THREE
             if self.k_chunks > 1:
-                handed, summed = _HANDED_PARTS_OF_THREE, _PARTS_OF_THREE
+                handed, summed = _STREAM_K_CHUNKS_OF_THREE, _CHUNKS_OF_THREE
             most = handed if self.stream_k else summed
         return self.m_tiles * self.tokens // 2 <= most and self.tokens % (8 * self.cluster_m) == 0
 
     def step_tokens(self, out_bytes: int) -> int:
-        """Tokens that a warpgroup stages at a time on their way out: equal steps of whole 8."""
+        """Tokens of a staging buffer: the tile is stored in equal steps of a multiple of 8 tokens."""
         most = min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
         return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
 
     def tail_tokens(self, n: int) -> int:
-        """Tokens of the last block."""
+        """Tokens of the last token tile."""
         return n - (-(-n // self.tokens) - 1) * self.tokens
 
     def tail_boxed(self, n: int) -> int:
-        """Those of X in columns that are copied for it: boxes are fast in steps of 32 bytes."""
+        """Tokens of column-major X that TMA loads for the last tile: boxes are fast in steps of 32 bytes."""
         tokens = self.tail_tokens(n)
         return align_up(tokens, 16) if self.tokens >= MAX_MEMORY_BOUND_N else tokens
 
     def tail_rows(self, n: int) -> int:
-        """Rows of X for the last block of tokens that each of the blocks that share it copies."""
+        """Rows of X that each CTA of a cluster loads for the last token tile."""
         tokens = self.tail_tokens(n)
         return tokens if self.cluster_m == 1 else align_up(-(-tokens // self.cluster_m), 8)
 
     def group(self, element_bytes: int) -> int:
-        """Tokens that a line of X in columns holds, all of the block's or as many as there can be."""
+        """Tokens in a shared-memory line of column-major X: all of the tile's, or as many as fit."""
         return min(pitch_of(self.tokens * element_bytes), _LINE_BYTES) // element_bytes
 
     def copied_by_threads(self, n: int) -> bool:
-        """Whether threads copy X in columns, and not the copy engine, which is slow for short lines."""
+        """Whether cp.async loads column-major X instead of TMA, which is slow for short lines."""
         return self.tokens < MAX_MEMORY_BOUND_N or n <= MAX_MEMORY_BOUND_N
 
     def _staging_bytes(self, lines: OperandLayouts) -> int:
@@ -153,10 +160,13 @@ class Schedule(NamedTuple):
         return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
 
     def stages(self, lines: OperandLayouts, parts: int = 0) -> tuple[int, int]:
-        """Of W and of X: as many as fit. X comes in steps half as long, or in ``parts`` of the same width."""
+        """Pipeline stages of W and of X, as many as fit.
+
+        A stage of X has half the columns of one of W; with split terms it has as many, of one term.
+        """
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.ctas_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
-        if parts:  # two tiles of W at a time, and what they are multiplied by
+        if parts:  # two tiles of W at a time, and the terms of X for them
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
             tried = [
                 (w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room
@@ -166,28 +176,28 @@ class Schedule(NamedTuple):
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
     def shared_bytes(self, lines: OperandLayouts, parts: int = 0) -> int:
-        """At least so much that no more blocks than ``ctas_per_sm`` share a multiprocessor.
+        """Shared memory of a CTA, at least so much that no more than ``ctas_per_sm`` CTAs share an SM.
 
-        Those of the next launch start early: were there room, they would crowd on the multiprocessors that
-        are done first, and leave others idle.
+        The CTAs of the next launch start early. With room for them, they would crowd on the SMs that finish
+        first and leave others idle.
         """
         (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
         used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
     def items(self, n: int, m: int) -> int:
-        """Pieces of work, one a cluster."""
+        """Work tiles; a cluster takes one at a time."""
         return -(-m // (self.rows * self.cluster_m)) * -(-n // self.tokens)
 
     def oversubscribes(self, n: int, m: int) -> bool:
-        """Whether blocks share multiprocessors although all clusters would run at once without."""
+        """Whether CTAs share SMs although all clusters would run at once without sharing."""
         return self.ctas_per_sm > 1 and self.items(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
 
     def stream_k_split(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
-        """Items that are not; tiles of a range; and ranges that have one more.
+        """The work tiles that stay whole; the tiles of K of each range; and the ranges that have one more.
 
-        Cut are as few items as give each range the tiles of one: an item then has two clusters at most, of
-        which one begins with it and the other ends with it.
+        As few work tiles are cut as give each range the tiles of one work tile, so at most two clusters
+        share a work tile: it is the first of the one and the last of the other.
         """
         items = self.items(n, m)
         if not self.stream_k or items < self.stream_k or items % self.stream_k == 0:
@@ -196,51 +206,51 @@ class Schedule(NamedTuple):
         return items - cut, *divmod(cut * k_tiles, self.stream_k)
 
     def flags_bytes(self) -> int:
-        """Of the workspace's first part: a flag for each warpgroup of each block."""
+        """Bytes of the workspace's first part, which holds a flag for each warpgroup of each CTA."""
         return align_up(8 * self.stream_k * self.cluster * self.warpgroups, 256)
 
     def sums_bytes(self) -> int:
-        """Of its second part: the sums that each block may hand over or park."""
+        """Bytes of the workspace's second part: sums that a CTA passes on or saves for lack of registers."""
         parking = self.resident_clusters(H200_MULTIPROCESSORS) if self.saved_accumulators else 0
         return (self.stream_k or parking) * self.cluster * 4 * self.rows * self.tokens
 
     def workspace_bytes(self) -> int:
-        """Those, and with parts in ranges twice as many: parts of items handed over, and of others."""
+        """Bytes of the workspace. Stream-K with chunks of K keeps two further sets of sums."""
         return self.flags_bytes() + self.sums_bytes() * (3 if self.stream_k and self.k_chunks > 1 else 1)
 
     def resident_clusters(self, multiprocessors: int) -> int:
-        """Clusters that run at once. Those beyond 2 don't fill the groups of multiprocessors they lie in."""
-        idle = 15 if self.cluster % 3 == 0 and self.ctas_per_sm < 4 else 12  # of the 132 of an H200
+        """Clusters that run at once. Those of more than 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
+        idle = 15 if self.cluster % 3 == 0 and self.ctas_per_sm < 4 else 12
         idle = idle if self.cluster > 2 else 0
         usable = multiprocessors * (132 - idle) // 132
         return max(1, usable * self.ctas_per_sm // self.cluster)
 
     def resident_alone(self, multiprocessors: int) -> int:
-        """The same, were there one block a multiprocessor."""
+        """Clusters that would run at once with one CTA an SM."""
         return self._replace(ctas_per_sm=1).resident_clusters(multiprocessors)
 
 
 def _width(tokens: int) -> int:
-    """The narrowest instructions for so many tokens: of integers there are, beyond 32, multiples of 16."""
+    """The narrowest instruction for so many tokens. Beyond 32, integers have multiples of 16 alone."""
     return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
 def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
-    """Tokens of a block that are worth trying: those that cut n into equal blocks, as wide as they go.
+    """The tile widths that are tried: those that cut n into equal tiles, the widest first.
 
-    Of few outputs (``m``, if known) narrower ones, too: else there are hardly as many items as clusters.
+    For few outputs (``m``, if known) narrower ones are tried too.
     """
     if n <= MAX_MEMORY_BOUND_N:
         return (_width(n),)
     fewest, most = -(-n // widest), -(-n // MAX_MEMORY_BOUND_N)
     if not 0 < m < _FEW_OUTPUTS:
-        most = min(most, fewest + _MORE_BLOCKS)
+        most = min(most, fewest + _MORE_TILES)
     counts = sorted({c for w in range(16, widest + 1, 16) if fewest <= (c := -(-n // w)) <= most})
     return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
 
 
-# (warpgroups, row tiles of one, blocks that share X, slices, blocks per multiprocessor): of those that were
-# measured on random shapes, the ones that were the fastest somewhere by more than a few percent.
+# The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs along M, split-K, CTAs per SM).
+# Of all that were measured on random shapes these were the fastest somewhere by more than a few percent.
 _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
@@ -271,23 +281,20 @@ _OF_SOME = (
     *((1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1)),
 )
 _MANY = 2048
-"""Tokens beyond which blocks need no slices to be many."""
+"""Tokens beyond which there are CTAs enough without split-K."""
 
 
-# (warpgroups, row tiles of one, blocks that share X) of schedules with ranges.
+# The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
 _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
-_WORTH_RANGES = 0.35
-"""The share of the last wave that must be idle for ranges to win by filling it: handing over takes a third of
-an item. Of 261 measured pairs the model's choice alone lost 0.9% on the mean, with this it loses 0.4%."""
 
 
-def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]:
-    """Where there are items for all clusters, and too few for some."""
-    found, least = [], _WORTH_RANGES if parts == 1 else 0.0
+def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[WgmmaSpSchedule, ...]:
+    """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
+    found, least = [], constants("wgmma_sp_stream_k")["min_idle"] if parts == 1 else 0.0
     for tokens in widths(n, m=m):
         for warpgroups, row_blocks, share in _OF_RANGES:
             ranges = H200_MULTIPROCESSORS // share
-            one = Schedule(warpgroups, row_blocks, tokens, share, k_chunks=parts, stream_k=ranges)
+            one = WgmmaSpSchedule(warpgroups, row_blocks, tokens, share, k_chunks=parts, stream_k=ranges)
             items = one.items(n, m)
             if one.fits() and one.stream_k < items and -items % ranges > least * ranges:
                 found.append(one)
@@ -295,20 +302,20 @@ def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[Schedule, ...]
 
 
 @lru_cache(1024)
-def schedules_for(n: int, m: int = 0) -> tuple[Schedule, ...]:
-    """The schedules that are tried for n tokens; with m, also those that are for so many outputs."""
+def schedules_for(n: int, m: int = 0) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that are tried for n tokens; with m, also those that depend on the outputs."""
     shapes = _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
-    tried = (Schedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
+    tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
     return fitting + _schedules_of_ranges(n, m)
 
 
-def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
-    """Those that sum K in so many slices, along a cluster or in a block: the same bits either way."""
+def schedules_in(slices: int, n: int, m: int = 0) -> tuple[WgmmaSpSchedule, ...]:
+    """Schedules that sum K in so many slices, along a cluster or in chunks: the bits are the same."""
     tried = [one for one in schedules_for(n, m) if one.split_k == slices]
     if slices > 1:
         wide = [
-            Schedule(w, r, tokens, share, k_chunks=slices)
+            WgmmaSpSchedule(w, r, tokens, share, k_chunks=slices)
             for tokens in widths(n, m=m)
             for w, r, share, *_ in _OF_MANY
         ]
@@ -322,9 +329,13 @@ def schedules_in(slices: int, n: int, m: int = 0) -> tuple[Schedule, ...]:
     return tuple(dict.fromkeys(tried))
 
 
-def narrow_schedules(n: int) -> tuple[Schedule, ...]:
-    """Those whose threads have registers for their sums twice."""
+def narrow_schedules(n: int) -> tuple[WgmmaSpSchedule, ...]:
+    """Schedules whose threads have registers for their sums twice."""
     found = []
     for tokens in widths(n, 2 * _SUMS_TWICE):
-        found += [Schedule(1, 1, tokens), Schedule(2, 1, tokens), Schedule(2, 1, tokens, cluster_m=2)]
+        found += [
+            WgmmaSpSchedule(1, 1, tokens),
+            WgmmaSpSchedule(2, 1, tokens),
+            WgmmaSpSchedule(2, 1, tokens, cluster_m=2),
+        ]
     return tuple(one for one in found if one.fits())

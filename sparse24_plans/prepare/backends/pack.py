@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -17,17 +16,16 @@ _SOURCE = "prepare/pack.cu"
 _THREADS = 256
 
 
-class _Parameters(ctypes.Structure):
-    """PackParams of the kernels."""
+@kernel_params("prepare/params/pack.cuh")
+class PackParams(KernelParams):
+    """Parameters of the kernels of ``prepare/pack.cu``."""
 
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("status", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-    ]
+    values = field("u8*", "Kept values [m, k / 2].")
+    metadata = field("u16*", "Positions of the kept values [m, k / 8].")
+    packed = field("u8*", "Packed tiles of 64 rows.")
+    status = field("u64*", "First group with invalid metadata and its code.")
+    m = field("i64", "Number of rows.")
+    k = field("i64", "Number of columns of the dense matrix.")
 
 
 class Kernel(PrepareKernel[PackSparse24Descriptor]):
@@ -47,13 +45,14 @@ class Kernel(PrepareKernel[PackSparse24Descriptor]):
             _THREADS,
             choice.device,
             element_defines(desc.element),
-            _Parameters,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         names = ("values", "metadata", "packed", "status")
-        at = [views[name].address if name in views else 0 for name in names]
+        at = {name: views[name].address for name in names if name in views}
         kernel: Launch = nothing
         if self._blocks:
-            kernel = self._function.bind(self._blocks, _Parameters(*at, self.descriptor.m, self.descriptor.k))
+            kernel = self._function.bind(
+                self._blocks, PackParams(m=self.descriptor.m, k=self.descriptor.k, **at)
+            )
         return reset_then(views["status"], kernel) if self._reports else kernel

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.enum_codes import ELEMENT_CODES
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -18,21 +17,20 @@ _SOURCE = "prepare/prune.cu"
 _THREADS = 256
 
 
-class _Parameters(ctypes.Structure):
-    """PruneParams of the kernels."""
+@kernel_params("prepare/params/prune.cuh")
+class PruneParams(KernelParams):
+    """Parameters of the kernels of ``prepare/prune.cu``. Operands that an op lacks are null."""
 
-    _fields_ = [
-        ("dense", ctypes.c_void_p),
-        ("scores", ctypes.c_void_p),
-        ("mask_in", ctypes.c_void_p),
-        ("pruned", ctypes.c_void_p),
-        ("mask_out", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-        ("status", ctypes.c_void_p),
-        ("cells", ctypes.c_uint64),
-        ("row_cells", ctypes.c_uint64),
-    ]
+    dense = field("const void*", "Dense matrix to read.")
+    scores = field("const void*", "Scores that rank the cells in place of their magnitudes.")
+    mask_in = field("const void*", "Mask to apply: one bit a cell.")
+    pruned = field("void*", "Pruned dense matrix.")
+    mask_out = field("void*", "Mask of the kept cells: one bit a cell.")
+    values = field("void*", "Kept values.")
+    metadata = field("void*", "Positions of the kept values.")
+    status = field("u64*", "First group that is not 2:4 and the number of its non-zeros.")
+    cells = field("u64", "Number of cells of the matrix.")
+    row_cells = field("u64", "Number of cells of a row.")
 
 
 class Kernel(PrepareKernel[PrepareDescriptor]):
@@ -46,7 +44,7 @@ class Kernel(PrepareKernel[PrepareDescriptor]):
         self.launches = 2 if self._reports else 1
         self._blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
         self.details = f"{name}, {self._blocks} blocks"
-        self._function = load(_SOURCE, name, _THREADS, choice.device, defines(desc), _Parameters)
+        self._function = load(_SOURCE, name, _THREADS, choice.device, defines(desc))
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         kernel = self._bind(views)
@@ -59,7 +57,7 @@ class Kernel(PrepareKernel[PrepareDescriptor]):
         reads_mask = self.descriptor.op is PrepareOp.MASK
         return self._function.bind(
             self._blocks,
-            _Parameters(
+            PruneParams(
                 dense=at["dense"],
                 scores=at.get("scores", 0),
                 mask_in=at["mask"] if reads_mask else 0,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from ...device.jit.launcher import load
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -21,7 +20,8 @@ _RULES = {
     TileRule.CAUSAL_1122: {"RULE": 1, "SIGNED": 1},
     TileRule.OPTIMAL: {"RULE": 2, "SIGNED": 0},
 }
-# For the optimal rule: bits of a float's mantissa, bias of its exponent, whether it has Inf.
+_NO_FLOAT = (0, 0, 0)
+# The optimal rule computes with values, so it needs the mantissa bits, the exponent bias and whether Inf exists.
 _FLOATS = {
     ElementKind.F32: (23, 127, 1),
     ElementKind.F16: (10, 15, 1),
@@ -31,27 +31,24 @@ _FLOATS = {
 }
 
 
-class _Parameters(ctypes.Structure):
-    """TilePruneParams of the kernel."""
+@kernel_params("prepare/params/tile_prune.cuh")
+class TilePruneParams(KernelParams):
+    """Parameters of ``prepare/tile_prune.cu``."""
 
-    _fields_ = [
-        ("dense", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-        ("values_t", ctypes.c_void_p),
-        ("metadata_t", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-    ]
+    dense = field("const u8*", "Dense W[m, k].")
+    values = field("u8*", "Kept values of W: [m, k / 2].")
+    metadata = field("u16*", "Positions of the kept values of W: [m, k / 8].")
+    values_t = field("u8*", "Kept values of W^T: [k, m / 2].")
+    metadata_t = field("u16*", "Positions of the kept values of W^T: [k, m / 8].")
+    mask = field("uint2*", "Mask of the kept cells: 64 bits for each 8 x 8 tile, [m / 8, k / 8].")
+    m = field("i64", "Number of rows.")
+    k = field("i64", "Number of columns.")
 
 
 def defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
-    defines = {**element_defines(desc.element), **_RULES[desc.rule]}
-    if desc.rule is TileRule.OPTIMAL and desc.element in _FLOATS:
-        mantissa, bias, has_inf = _FLOATS[desc.element]
-        defines |= {"MANTISSA_BITS": mantissa, "EXPONENT_BIAS": bias, "HAS_INF": has_inf}
-    return defines
+    float_format = _FLOATS.get(desc.element, _NO_FLOAT) if desc.rule is TileRule.OPTIMAL else _NO_FLOAT
+    macros = dict(zip(("MANTISSA_BITS", "EXPONENT_BIAS", "HAS_INF"), float_format, strict=True))
+    return {**element_defines(desc.element), **_RULES[desc.rule], **macros}
 
 
 class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
@@ -62,11 +59,13 @@ class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
         desc = self.descriptor
         self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
         self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
-        self._function = load(_SOURCE, "tile_prune", _THREADS, choice.device, defines(desc), _Parameters)
+        self._function = load(_SOURCE, "tile_prune", _THREADS, choice.device, defines(desc))
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._blocks == 0:
             return nothing
         names = ("dense", "values", "metadata", "values_t", "metadata_t", "mask")
-        at = [views[name].address for name in names]
-        return self._function.bind(self._blocks, _Parameters(*at, self.descriptor.m, self.descriptor.k))
+        at = {name: views[name].address for name in names}
+        return self._function.bind(
+            self._blocks, TilePruneParams(m=self.descriptor.m, k=self.descriptor.k, **at)
+        )

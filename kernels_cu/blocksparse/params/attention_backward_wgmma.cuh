@@ -1,0 +1,66 @@
+// Written from sparse24_plans.blocksparse.backends.attention_backward_wgmma: edit the declaration there,
+// then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
+#pragma once
+#include "blocksparse/params/attention_tables.cuh"
+#include "common/types.cuh"
+
+struct AttentionBackwardWgmmaParams {
+  // K and V, or Q and dO, in boxes of 64 rows x 128 bytes.
+  TensorMap stationary_maps[2];
+  // Q and dO, or K and V, in boxes of a tile's rows x 128 bytes.
+  TensorMap streamed_maps[2];
+  // dK and dV, or dQ alone: [.., rows, head_size].
+  void* gradients[2];
+  // Result of the forward pass: [Z * H, queries, head_size].
+  const void* o;
+  // Gradient of the result: [Z * H, queries, head_size].
+  const void* d_o;
+  // Logarithm of each row's sum of exponentials: [Z * H, queries].
+  const float* lse;
+  // lse * log2(e), and infinity where a row sees no key: [Z * H, queries].
+  float* bases;
+  // Sum of o * d_o over each row: [Z * H, queries].
+  float* deltas;
+  // Tables of block columns for dK and dV, of block rows for dQ.
+  AttentionTables tables;
+  // Factor of Q K^T.
+  float scale;
+  // scale * log2(e).
+  float exponent_scale;
+  // Number of stationary matrices: Z times the heads of K, or of Q.
+  u32 matrices;
+  // Number of heads of Q, H.
+  u32 heads;
+  // Number of heads of K and V.
+  u32 kv_heads;
+  // Number of heads of Q that share one head of K and V.
+  u32 heads_per_kv;
+  // Number of rows of Q in a head.
+  u32 queries;
+  // Number of rows of K in a head.
+  u32 keys;
+  // Number of work tiles of a matrix: its block columns, or block rows.
+  u32 matrix_tiles;
+  // Number of matrices whose work tiles are interleaved, for L2.
+  u32 raster_matrices;
+};
+static_assert(sizeof(AttentionBackwardWgmmaParams) == 704);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, stationary_maps) == 0);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, streamed_maps) == 256);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, gradients) == 512);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, o) == 528);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, d_o) == 536);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, lse) == 544);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, bases) == 552);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, deltas) == 560);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, tables) == 568);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, scale) == 616);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, exponent_scale) == 620);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrices) == 624);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads) == 628);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, kv_heads) == 632);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads_per_kv) == 636);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, queries) == 640);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keys) == 644);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrix_tiles) == 648);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, raster_matrices) == 652);

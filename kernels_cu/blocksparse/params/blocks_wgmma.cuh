@@ -1,0 +1,84 @@
+// Written from sparse24_plans.blocksparse.backends.blocks_wgmma: edit the declaration there,
+// then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
+#pragma once
+#include "common/types.cuh"
+
+struct BlocksWgmmaParams {
+  // Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.
+  TensorMap left_map;
+  // X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.
+  TensorMap right_map;
+  // C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.
+  TensorMap out_map;
+  // Row panels, longest first: [panels].
+  const int* panel_order;
+  // Number of block columns that each panel meets: [panels].
+  const int* panel_columns;
+  // Bit c % 32 of word c / 32 is set where the block row keeps column c.
+  const u32* kept;
+  // Index where each block row, or panel for small blocks and sdd, begins.
+  const int* pointers;
+  // Block columns: of each block for sdd, of each panel for small blocks.
+  const int* columns;
+  // Index of each block in the values, or null if they are in order. Small blocks: for each column of a panel one index
+  // for every block row, negative where no block is kept.
+  const int* value_index;
+  // Values of S, read or written without a tensor map for small blocks.
+  void* values;
+  // Bias [H, rows], or null.
+  const void* bias;
+  // Number of kept blocks of a batch element.
+  int blocks;
+  // Factor of the product.
+  float alpha;
+  // Number of row panels of all heads.
+  u32 panels;
+  // Number of row panels of a head.
+  u32 head_panels;
+  // Number of block rows of a head.
+  u32 head_block_rows;
+  // Number of words of a block row in kept.
+  u32 bit_words;
+  // Number of heads, H.
+  u32 heads;
+  // Number of batch elements, Z.
+  u32 batch;
+  // Number of columns of X.
+  u32 tokens;
+  // Number of clusters' token tiles that cover the tokens; unused for sdd.
+  u32 cluster_tiles;
+  // Number of token tiles that every panel meets before the next ones, for L2.
+  u32 raster_tiles;
+  // Work tiles of a panel at most, for sdd.
+  u32 panel_groups;
+  // Number of steps along the tokens, for sdd.
+  u32 k_steps;
+  // Small blocks: 1 if a box of right_map holds a whole token tile, else 0.
+  u32 full_boxes;
+};
+static_assert(sizeof(BlocksWgmmaParams) == 512);
+static_assert(S24_OFFSET(BlocksWgmmaParams, left_map) == 0);
+static_assert(S24_OFFSET(BlocksWgmmaParams, right_map) == 128);
+static_assert(S24_OFFSET(BlocksWgmmaParams, out_map) == 256);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_order) == 384);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_columns) == 392);
+static_assert(S24_OFFSET(BlocksWgmmaParams, kept) == 400);
+static_assert(S24_OFFSET(BlocksWgmmaParams, pointers) == 408);
+static_assert(S24_OFFSET(BlocksWgmmaParams, columns) == 416);
+static_assert(S24_OFFSET(BlocksWgmmaParams, value_index) == 424);
+static_assert(S24_OFFSET(BlocksWgmmaParams, values) == 432);
+static_assert(S24_OFFSET(BlocksWgmmaParams, bias) == 440);
+static_assert(S24_OFFSET(BlocksWgmmaParams, blocks) == 448);
+static_assert(S24_OFFSET(BlocksWgmmaParams, alpha) == 452);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panels) == 456);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_panels) == 460);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_block_rows) == 464);
+static_assert(S24_OFFSET(BlocksWgmmaParams, bit_words) == 468);
+static_assert(S24_OFFSET(BlocksWgmmaParams, heads) == 472);
+static_assert(S24_OFFSET(BlocksWgmmaParams, batch) == 476);
+static_assert(S24_OFFSET(BlocksWgmmaParams, tokens) == 480);
+static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 484);
+static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 488);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 492);
+static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 496);
+static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 500);

@@ -1,0 +1,74 @@
+// Written from sparse24_plans.blocksparse.backends.blocks_wgmma_sp: edit the declaration there,
+// then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
+#pragma once
+#include "common/types.cuh"
+
+struct BlocksWgmmaSpParams {
+  // Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.
+  TensorMap values_map;
+  // X [Z * H, ..] in boxes of 128 bytes.
+  TensorMap right_map;
+  // C [Z * H, ..] in boxes of 128 bytes.
+  TensorMap out_map;
+  // Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.
+  const u8* metadata;
+  // Row panels, longest first: [panels].
+  const int* panel_order;
+  // Number of block columns that each panel meets: [panels].
+  const int* panel_columns;
+  // Bit c % 32 of word c / 32 is set where the block row keeps column c.
+  const u32* kept;
+  // Index where the blocks of each block row begin.
+  const int* pointers;
+  // Index of each block in the values, or null if they are in order.
+  const int* value_index;
+  // Bias [H, rows], or null.
+  const void* bias;
+  // Number of kept blocks of a batch element.
+  int blocks;
+  // Factor of the product.
+  float alpha;
+  // Number of row panels of all heads.
+  u32 panels;
+  // Number of row panels of a head.
+  u32 head_panels;
+  // Number of block rows of a head.
+  u32 head_block_rows;
+  // Number of words of a block row in kept.
+  u32 bit_words;
+  // Number of heads, H.
+  u32 heads;
+  // Number of batch elements, Z.
+  u32 batch;
+  // Number of columns of X.
+  u32 tokens;
+  // Number of clusters' token tiles that cover the tokens.
+  u32 cluster_tiles;
+  // Number of token tiles in a raster group, which every panel meets, for L2.
+  u32 raster_tiles;
+  // Number of raster groups.
+  u32 raster_groups;
+};
+static_assert(sizeof(BlocksWgmmaSpParams) == 512);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, values_map) == 0);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, right_map) == 128);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, out_map) == 256);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, metadata) == 384);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_order) == 392);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_columns) == 400);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, kept) == 408);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, pointers) == 416);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, value_index) == 424);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, bias) == 432);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, blocks) == 440);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, alpha) == 444);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panels) == 448);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_panels) == 452);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_block_rows) == 456);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, bit_words) == 460);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, heads) == 464);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, batch) == 468);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, tokens) == 472);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, cluster_tiles) == 476);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_tiles) == 480);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_groups) == 484);

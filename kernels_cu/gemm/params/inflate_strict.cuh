@@ -1,0 +1,41 @@
+// Written from sparse24_plans.gemm.backends.inflate_strict: edit the declaration there,
+// then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
+#pragma once
+#include "common/types.cuh"
+
+struct StrictParams {
+  // Kept values of W: [m, k / 2].
+  const void* values;
+  // Positions of the kept values: [m, k / 8].
+  const u16* metadata;
+  // X[n, k]; dY[n, m] for dgrad.
+  const void* x;
+  // Bias of the outputs, or null.
+  const void* bias;
+  // Y[n, m], or Y[n, m / 2] if the epilogue is gated; dX[n, k] for dgrad.
+  void* y;
+  // Number of tokens.
+  i64 n;
+  // Number of rows of W.
+  i64 m;
+  // Number of columns of W.
+  i64 k;
+  // Elements from one row of x to the next.
+  i64 x_stride;
+  // Elements from one row of y to the next.
+  i64 y_stride;
+  // Factor of the product.
+  float alpha;
+};
+static_assert(sizeof(StrictParams) == 88);
+static_assert(S24_OFFSET(StrictParams, values) == 0);
+static_assert(S24_OFFSET(StrictParams, metadata) == 8);
+static_assert(S24_OFFSET(StrictParams, x) == 16);
+static_assert(S24_OFFSET(StrictParams, bias) == 24);
+static_assert(S24_OFFSET(StrictParams, y) == 32);
+static_assert(S24_OFFSET(StrictParams, n) == 40);
+static_assert(S24_OFFSET(StrictParams, m) == 48);
+static_assert(S24_OFFSET(StrictParams, k) == 56);
+static_assert(S24_OFFSET(StrictParams, x_stride) == 64);
+static_assert(S24_OFFSET(StrictParams, y_stride) == 72);
+static_assert(S24_OFFSET(StrictParams, alpha) == 80);

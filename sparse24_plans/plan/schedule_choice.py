@@ -1,0 +1,68 @@
+"""How families pick a schedule: fitted constants, the fastest candidate, the split-K of invariant kernels.
+
+A cost model is a formula in its family's ``schedules/``; its constants are data that ``python -m
+benchmarks.fit`` writes from measured problems, one file a GPU in ``tuning/models``. All devices take the
+H200's: a schedule's split-K fixes bits, which must not depend on the device at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+FOLDER = Path(__file__).parent.parent / "tuning" / "models"
+REFERENCE_GPU = "nvidia_h200"
+
+S = TypeVar("S")
+
+
+@cache
+def _models(gpu: str) -> dict[str, Any]:
+    models: dict[str, Any] = json.loads((FOLDER / f"{gpu}.json").read_text())["models"]
+    return models
+
+
+def constants(model: str) -> Any:
+    """The fitted constants of one cost model, as its file names them."""
+    return _models(REFERENCE_GPU)[model]["constants"]
+
+
+def fastest(
+    candidates: Sequence[S],
+    predicted: Callable[[Sequence[S]], Sequence[float]],
+    workspace: Callable[[S], int] | None = None,
+    max_workspace: int | None = None,
+) -> S:
+    """The candidate of the least predicted time, the first of equals.
+
+    ``max_workspace`` refuses candidates whose ``workspace`` asks for more bytes.
+    """
+    if workspace is not None and max_workspace is not None:
+        candidates = [one for one in candidates if workspace(one) <= max_workspace]
+    times = predicted(candidates)
+    return candidates[min(range(len(candidates)), key=times.__getitem__)]
+
+
+def invariant_split(
+    splits: Sequence[int],
+    times: Callable[[int], tuple[float, Sequence[float]]],
+    *,
+    judged: Mapping[str, float],
+    power: float,
+) -> int:
+    """The split-K, one for all n, that loses least beside schedules that are free to differ.
+
+    ``judged`` weighs each n that is looked at. ``times`` gives, for an n, the microseconds of the best free
+    schedule and of the best with each of ``splits``. The logarithm of their ratio counts by ``power``, so
+    that no n loses much; a split that is faster than every free schedule loses nothing.
+    """
+    lost = dict.fromkeys(splits, 0.0)
+    for n, weight in judged.items():
+        free, sliced = times(int(n))
+        for split, us in zip(splits, sliced, strict=True):
+            lost[split] += weight * max(0.0, math.log(us / free)) ** power
+    return min(splits, key=lost.__getitem__)
