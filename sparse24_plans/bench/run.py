@@ -25,7 +25,7 @@ def steps(scope: Scope) -> list[Step]:
     found = []
     for element, (m, k), n in product(scope.elements, scope.shapes, scope.tokens):
         about: dict[str, Any] = {"m": m, "k": k, "n": n, "element": element.value}
-        name = scope.backends[0].value if scope.backends else "auto"
+        name = scope.backends[0] if scope.backends else "auto"
         measure = partial(_products, scope, m, k, n, element)
         found.append(Step("gemm", {**about, "backend": name}, measure))
         if (m, k) == epilogues.SHAPE and n in epilogues.TOKENS and element in epilogues.ELEMENTS:

@@ -17,8 +17,8 @@ _THREADS, _TILE_COLUMNS, _TILE_ROW_BYTES, _VECTOR_BYTES = 256, 64, 128, 16
 class TransposeParams(KernelParams):
     """Parameters of ``common/transpose.cu``."""
 
-    matrices = field("const void*", "Matrices [count, rows, columns], one behind the other.")
-    out = field("void*", "Their transposes [count, columns, rows], contiguous.")
+    matrices = field("const void*", "Matrices [batch, rows, columns], one behind the other.")
+    out = field("void*", "Their transposes [batch, columns, rows], contiguous.")
     rows = field("i64", "Rows of a matrix.")
     columns = field("i64", "Columns of a matrix.")
     row_stride = field("i64", "Elements from one row of a matrix to the next.")
@@ -35,18 +35,18 @@ class Matrices(NamedTuple):
     columns: int
     itemsize: int
     """Bytes of an element: 1 or 2."""
-    count: int = 1
+    batch: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all the matrices."""
-        return self.count * self.rows * self.columns * self.itemsize
+        return self.batch * self.rows * self.columns * self.itemsize
 
     @property
     def ctas(self) -> int:
         """Grid size of the launch that transposes them."""
         row_tiles, column_tiles = self.tiles
-        return self.count * row_tiles * column_tiles
+        return self.batch * row_tiles * column_tiles
 
     @property
     def tiles(self) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class GemmSparse24Plan(Plan):
         name = self.guarantee.arithmetic
         if name is None:
             raise UnsupportedError(
-                f"replay: expected a plan that names its arithmetic, got {self._row.name}, which names none"
+                f"replay: expected a plan that names its arithmetic, got {self._entry.name}, which names none"
             )
         if on_block is not None and not callable(on_block):
             raise InvalidProblemError(f"on_block: expected a function, got {type(on_block).__name__}")
@@ -132,7 +132,7 @@ class GemmSparse24Plan(Plan):
         check_weight_fits(weight, operand, self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        return check_weight(packed, operand, (self._row.layout,), self._home)
+        return check_weight(packed, operand, (self._entry.layout,), self._home)
 
 
 def _table(tuning: object, properties: DeviceProperties) -> TuningTable:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..plan.caller import Caller
+from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
 from .elements import plan_device, stream_getter
 

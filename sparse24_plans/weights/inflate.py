@@ -1,7 +1,4 @@
-"""Launches ``weights/inflate.cu``: a canonical weight to a dense matrix, at memory speed.
-
-Serves the inflate tier of products and the plan that decompresses.
-"""
+"""Launches ``weights/inflate.cu``, which expands a canonical weight to a dense matrix."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from ..vocab import DeviceProperties, ElementKind
 
 SOURCE = "weights/inflate.cu"
 ALIGNMENT = 16
-"""Bytes that every address is a multiple of."""
+"""Bytes that must divide every address."""
 BLOCK_BYTES = 16384
-"""Dense bytes that a block of the kernel writes."""
+"""Dense bytes that a CTA writes."""
 _THREADS = 256
 
 
@@ -37,7 +34,7 @@ class Inflate:
         self._function = load(SOURCE, "inflate", _THREADS, device, {"WIDTH": element.itemsize})
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
-        """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
+        """A launch that writes [M, K], row-major, to address ``dense``. The weight must not be empty."""
         nbytes = 2 * values.shape[0] * values.shape[1] * values.element.itemsize
         blocks = -(-nbytes // BLOCK_BYTES)
         parameters = InflateParams(

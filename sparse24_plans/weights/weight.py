@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..device.adapters import Unmoving
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
 from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
@@ -37,7 +38,7 @@ def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
     return view
 
 
-class Sparse24Weight:
+class Sparse24Weight(Unmoving):
     """A 2:4 weight W[M, K] in canonical form.
 
     ``values`` [M, K/2] and ``metadata`` [M, K/8] uint16 may be any tensors on one device; both must be
@@ -77,12 +78,12 @@ class Sparse24Weight:
 
     @property
     def values(self) -> Any:
-        """The kept values [M, K/2], zero-copy, as a NumPy or CuPy array."""
+        """The kept values [M, K/2] as a NumPy or CuPy array, not copied."""
         return self.values_view.array()
 
     @property
     def metadata(self) -> Any:
-        """The metadata [M, K/8] uint16, zero-copy, as a NumPy or CuPy array."""
+        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
         return self.metadata_view.bits()
 
     @property
@@ -90,13 +91,13 @@ class Sparse24Weight:
         """Bytes of values and metadata together."""
         return self.m * self.k // 2 * self.element.itemsize + self.m * self.k // 4
 
-    # ``stream`` below: as of ``plan.run``. On a GPU work and memory are of that stream, and the kernels are
-    # those of the plans that prepare weights where they serve the operands; else CuPy's, with the same bits.
+    # A GPU's work and memory belong to the ``stream``; see ``plan.run``. If no kernel of ``prepare`` serves
+    # the operands, CuPy's kernels do, with the same bits.
 
     def validate(self, *, stream: Any = None) -> None:
         """Check every metadata byte. Raises FormatError with the first bad row and group.
 
-        On a GPU it waits for ``stream``; the host takes None alone.
+        On a GPU this waits for ``stream``; the host takes None alone.
         """
         with on_stream(self.device, stream):
             canonical.check_metadata(self.metadata)
@@ -125,9 +126,9 @@ class Sparse24Weight:
     ) -> Sparse24Weight:
         """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
 
-        Ranked by |value|, or by ``scores`` [M, K] of any element, or NumPy's float64 (as they are, signed).
-        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike. On a GPU the work is queued
-        on ``stream``; the host takes None alone.
+        Values are ranked by |value|, or by signed ``scores`` [M, K] of any element, or NumPy's float64. Ties
+        keep the lower index; all NaNs rank highest, and equal. On a GPU the work is queued on ``stream``; the
+        host takes None alone.
         """
         view = _dense_view(dense, element)
         with on_stream(view.device, stream):
@@ -177,11 +178,11 @@ class Sparse24Weight:
         return TensorView.of(dense, element=self.element)
 
     def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24Weight:
-        """The same weight on a device, named as for ``Plan.select``; itself where it is there already.
+        """The weight on a device, named as for ``Plan.select``, or the weight itself if it is there already.
 
-        ``stream`` is one of the GPU that the weight comes from, or else goes to.
+        ``stream`` belongs to the GPU that the weight comes from, or goes to if it comes from the host.
 
-        Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
+        Raises InvalidProblemError for a wrong device's name, BackendUnavailableError for an absent device.
         """
         if device is None:
             raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
@@ -211,7 +212,7 @@ class Sparse24Weight:
 
 
 def portable(view: TensorView) -> Any:
-    """The bits as a NumPy array of its own, to be pickled. Raises UnsupportedError for device memory."""
+    """A NumPy copy of the bits, to be pickled. Raises UnsupportedError for device memory."""
     if view.device != HOST:
         raise UnsupportedError(
             f"pickle: expected a weight in host memory, got one on {view.device}; call weight.to('host')"
@@ -235,7 +236,7 @@ def _copy_to(view: TensorView, target: Device) -> Any:
 def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
         return lambda bits, rows, by: canonical.magnitude_codes(bits, view.element, by)
-    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
+    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element, but NumPy's default
         _check_scores(view, scores.shape, HOST)
         return lambda bits, rows, by: canonical.rank_codes(canonical.float64_keys(scores[rows]), by)
     ranked = _scores_view(view, scores)
@@ -259,9 +260,9 @@ def _check_scores(view: TensorView, shape: tuple[int, ...], device: Device) -> N
 def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None, stream: Any = None) -> Any:
     """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
 
-    The same rule, and the same ``stream``, as of :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or
-    CuPy array of the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a
-    matrix with K a multiple of 8.
+    Rule and ``stream`` are those of :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of
+    the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a matrix with K
+    a multiple of 8.
     """
     view = _dense_view(dense, element)
     if view.device != HOST:
@@ -279,14 +280,14 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class PackedWeight(Unmoving):
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
-    memory, in the order the layout defines; ``m``, ``k``, ``element`` and ``device`` are the weight's. The
-    inflate tier and ``host_strict`` read the canonical layout as it is: there packing copies nothing.
+    memory, in the layout's order; ``m``, ``k``, ``element`` and ``device`` are the weight's. Kernels that
+    read the canonical layout need no packing, so nothing is copied for them.
 
-    Raises InvalidProblemError for buffers that aren't the layout's, BufferTooSmallError for short ones.
+    Raises InvalidProblemError for buffers that don't fit the layout, BufferTooSmallError for short ones.
     """
 
     layout_id: str

@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
 
 
 def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
-    (kernels / "weights/inflate.cu").write_text('#include "common/element.cuh"\nint broken( { return 0; }\n')
+    (kernels / "weights/inflate.cu").write_text('#include "common/types.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
         cubins.cubin_path(*INFLATE)
     for word in ("weights/inflate.cu", "sm_80", "weights/inflate.cu(2): error"):

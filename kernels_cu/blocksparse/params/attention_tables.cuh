@@ -10,7 +10,7 @@ struct AttentionTables {
   const int* pointers;
   // Block column of each kept block, or block row: [blocks].
   const int* entries;
-  // Work tiles claimed beyond each channel's first; 0 before the launch.
+  // Work tiles claimed beyond each pipeline group's first; 0 before the launch.
   u32* claimed;
   // Valid rows of Q in each batch element: [Z], or null.
   const int* q_lengths;

@@ -44,7 +44,7 @@ struct BlocksWgmmaSpParams {
   u32 tokens;
   // Number of clusters' token tiles that cover the tokens.
   u32 cluster_tiles;
-  // Number of token tiles in a raster group, which every panel meets, for L2.
+  // Number of token tiles of a raster group, which L2 holds.
   u32 raster_tiles;
   // Number of raster groups.
   u32 raster_groups;

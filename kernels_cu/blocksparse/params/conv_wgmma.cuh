@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 struct AxisParams {
-  // Pixel that result 0 of a phase meets at offset 0.
+  // Pixel that result 0 of a phase reads at offset 0.
   int lower;
   // Pixels from one result's pixel to the next.
   int stride;
@@ -89,7 +89,7 @@ struct ConvWgmmaParams {
   u32 pixels;
   // Number of clusters' tiles that cover the pixels; of a group, for wgrad.
   u32 cluster_tiles;
-  // Number of pixel tiles that every panel meets before the next ones, for L2.
+  // Number of pixel tiles of a raster group, which L2 holds.
   u32 raster_tiles;
   // Number of groups of blocks, for wgrad.
   u32 groups;

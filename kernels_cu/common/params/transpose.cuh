@@ -4,9 +4,9 @@
 #include "common/types.cuh"
 
 struct TransposeParams {
-  // Matrices [count, rows, columns], one behind the other.
+  // Matrices [batch, rows, columns], one behind the other.
   const void* matrices;
-  // Their transposes [count, columns, rows], contiguous.
+  // Their transposes [batch, columns, rows], contiguous.
   void* out;
   // Rows of a matrix.
   i64 rows;

@@ -11,9 +11,8 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparsePass
 from ..descriptor import BlockSparseSoftmaxDescriptor
-from ..limits import softmax_teams
 from ..lookup_tables import addresses
-from ..schedules.softmax import SoftmaxSchedule, best_schedule
+from ..schedules.softmax import SoftmaxSchedule, best_schedule, softmax_teams
 
 _SOURCE = "blocksparse/softmax.cu"
 _OVERLAPS = (9, 0)

@@ -1,4 +1,4 @@
-"""Launches ``prepare/pack.cu``: canonical weights to tiles of 64 rows, and back. One kernel, no workspace."""
+"""Launches ``prepare/pack.cu``: canonical weights to tiles of 64 rows and back, without a workspace."""
 
 from __future__ import annotations
 

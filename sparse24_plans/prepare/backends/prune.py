@@ -1,4 +1,4 @@
-"""Launches ``prepare/prune.cu``: prune, compress, both at once, or apply a mask. One kernel, no workspace."""
+"""Launches ``prepare/prune.cu``: prune, compress, both at once, or apply a mask, without a workspace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Kernel(PrepareKernel[PrepareDescriptor]):
 
 
 def entry_of(desc: PrepareDescriptor) -> str:
-    """The kernel of the file that serves the op."""
+    """Name of the kernel that serves the op."""
     if isinstance(desc, MaskSparse24Descriptor):
         return "mask_by_tiles" if desc.layout is MaskLayout.TILES else "mask_by_rows"
     return str(desc.op)

@@ -1,4 +1,4 @@
-"""Launches ``prepare/tile_prune.cu``: 4x4 tiles pruned, W and W^T compressed. One kernel, no workspace."""
+"""Launches ``prepare/tile_prune.cu``: prunes 4x4 tiles and compresses W and W^T, without a workspace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RULES = {
     TileRule.OPTIMAL: {"RULE": 2, "SIGNED": 0},
 }
 _NO_FLOAT = (0, 0, 0)
-# The optimal rule computes with values, so it needs the mantissa bits, the exponent bias and whether Inf exists.
+# The optimal rule computes with values: it needs the mantissa bits, the exponent bias and whether Inf exists.
 _FLOATS = {
     ElementKind.F32: (23, 127, 1),
     ElementKind.F16: (10, 15, 1),
