@@ -1,6 +1,6 @@
 """Multiply by a 2:4 weight on the host: descriptor, select, pack, workspace, run.
 
-Needs no GPU. The same five steps drive a GPU plan; examples 04 and 05 show what changes there.
+This example needs no GPU. The same five steps drive a GPU plan; examples 04 and 05 show what changes there.
 """
 
 import ml_dtypes
@@ -15,20 +15,20 @@ x = rng.standard_normal((n, k), np.float32).astype(ml_dtypes.bfloat16)
 bias = rng.standard_normal(m, np.float32).astype(ml_dtypes.bfloat16)
 y = np.empty((n, m), ml_dtypes.bfloat16)
 
-# 1. The problem. Frozen, hashable, JSON both ways.
+# 1. The descriptor states the problem. It is frozen and hashable, and converts from and to JSON.
 desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue="bias_silu")
 assert GemmSparse24Descriptor.model_validate_json(desc.model_dump_json()) == desc
 
-# 2. The kernel for it. Nothing is timed, so the answer is the same every time.
+# 2. `select` chooses the kernel. It times nothing, so the answer is the same every time.
 plan = GemmSparse24Plan.select(desc, device="host")
 print(plan.explain())
 
-# 3. The weight: keep the two largest of every group of four, then pack for the plan's kernel.
+# 3. The weight keeps the two largest of every group of four, and is packed for the plan's kernel.
 weight = Sparse24Weight.prune_compress(dense)
 packed = plan.pack(weight)
 print(f"\n{weight}: {weight.nbytes} bytes, dense {dense.nbytes}")
 
-# 4. The operands and the workspace, all the caller's.
+# 4. The operands and the workspace are the caller's memory.
 args = GemmSparse24Args(weight=packed, x=x, y=y, bias=bias)
 workspace = np.empty(plan.workspace_size(), np.uint8)
 assert plan.can_implement(args)

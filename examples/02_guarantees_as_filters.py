@@ -1,6 +1,6 @@
 """Ask for guarantees at selection, and read why a kernel was chosen or refused.
 
-Needs no GPU: `explain` also answers for the properties of a GPU that isn't here.
+This example needs no GPU: `explain` also answers for the properties of a GPU that is not present.
 """
 
 from sparse24_plans import (
@@ -34,13 +34,13 @@ show("batch invariant, on an NVIDIA H200", same_bits_in_any_batch, h200)
 
 show("no workspace to give, on an NVIDIA H200", PlanPreference(max_workspace_bytes=0), h200)
 
-# The numbers behind the promise: on the host, the plan itself.
+# A plan on the host shows the numbers behind the promise.
 for preference in (PlanPreference(), same_bits_in_any_batch):
     plan = GemmSparse24Plan.select(desc, preference=preference, device="host")
     print(f"{plan.explain().chosen}: error_bound({desc.k}) = {plan.guarantee.error_bound(desc.k):.3g}")
     print(f"  {plan.guarantee.model_dump_json()}")
 
-# A wish that no kernel grants is an error with every row's reason, never a silent fallback.
+# A requirement that no kernel meets is an error with every kernel's reason, never a silent fallback.
 impossible = PlanPreference(require=GuaranteeRequirement(max_error_bound=1e-9))
 try:
     GemmSparse24Plan.select(desc, preference=impossible, device="host")

@@ -1,6 +1,6 @@
 """Compress a safetensors checkpoint to 2:4, verify it against the dense one, and multiply by a layer of it.
 
-Needs no GPU. Writes a small generated checkpoint to a temporary folder. The commands
+This example needs no GPU. Writes a small generated checkpoint to a temporary folder. The commands
 `sparse24 compress CKPT -o OUT` and `sparse24 verify OUT --against CKPT` do the same from a shell.
 """
 

@@ -1,7 +1,7 @@
-"""Every byte from the caller's own allocator, every launch on the caller's own stream.
+"""Run a plan in memory of the caller's own allocator, on the caller's own stream.
 
-Needs a CUDA device. One cudaMalloc serves the weight, the operands and the workspace; the package sees
-addresses only. CuPy launches the kernels, and its memory pool stays empty.
+This example needs a CUDA device. One cudaMalloc serves the weight, the operands and the workspace; the
+package sees addresses only. CuPy launches the kernels, and its memory pool stays empty.
 """
 
 import numpy as np
@@ -64,8 +64,8 @@ rng = np.random.default_rng(0)
 arena = Arena(64 << 20)
 stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)  # a bare cudaStream_t
 
-# The weight is compressed on the host, then uploaded into the arena. The metadata was made here, so the
-# scan of it on the device is skipped.
+# The weight is compressed on the host, then uploaded into the arena. The host made the metadata, so the
+# check on the device is skipped.
 on_host = Sparse24Weight.prune_compress(rng.standard_normal((m, k), np.float32).astype(np.float16))
 weight = Sparse24Weight(
     arena.upload(on_host.values, ElementKind.F16),
@@ -96,6 +96,6 @@ print(f"\nworst error: {ratio:.1%} of what the guarantee allows")
 print(f"bytes in CuPy's memory pool: {cupy.get_default_memory_pool().total_bytes()}")
 assert ratio <= 1
 
-del bound  # holds a CUDA graph where the kernel is several launches
+del bound  # it holds a CUDA graph, because the kernel is several launches
 runtime.streamDestroy(stream)
 runtime.free(arena.base)

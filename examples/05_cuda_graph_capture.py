@@ -1,6 +1,7 @@
 """Capture two layers into one CUDA graph and replay it with new activations.
 
-Needs a CUDA device. `select`, `pack` and `bind` come before the capture; `run` and `launch` may be inside it.
+This example needs a CUDA device. `select`, `pack` and `bind` come before the capture; `run` and `launch` may
+be inside it.
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
-"""PyTorch tensors without a copy, read through data_ptr() and through __dlpack__.
+"""Multiply PyTorch tensors without a copy, read through data_ptr() and through __dlpack__.
 
-Runs on CPU tensors, and on CUDA tensors where PyTorch and CuPy both see a GPU. Without PyTorch it says so.
+This example runs on CPU tensors, and on CUDA tensors where PyTorch and CuPy both see a GPU. Without PyTorch
+it says so.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ class OnlyDLPack:
 
 n, m, k = 16, 256, 128
 desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue="bias_relu")
-# None: the current CUDA device, or the host where CuPy sees none.
+# None means the current CUDA device, or the host if CuPy sees none.
 plan = GemmSparse24Plan.select(desc, device=None if torch.cuda.is_available() else "host")
 on_gpu = plan.device.kind == "cuda"
 place = torch.device("cuda", plan.device.ordinal) if on_gpu else torch.device("cpu")
@@ -63,13 +64,13 @@ for operand in (x, OnlyDLPack(x)):
     plan.run(GemmSparse24Args(packed, operand, y, bias), workspace=workspace, stream=stream)
     results.append(y)
 
-# The reference: what PyTorch computes with the pruned weight, in float64.
+# The reference is PyTorch's product with the pruned weight, in float64.
 pruned = dense.reshape(m, k // 4, 4)
 keep = torch.zeros_like(pruned, dtype=torch.bool).scatter_(2, pruned.abs().topk(2, dim=2).indices, True)
 pruned = torch.where(keep, pruned, 0).reshape(m, k).double()
 want = torch.relu(x.double() @ pruned.T + bias.double())
 ties = (dense.abs().reshape(m, k // 4, 4).sort(dim=2).values.diff(dim=2)[:, :, 1] == 0).any(dim=1)
-untied = ~ties  # topk and this package may break ties differently, so rows with one are left out
+untied = ~ties  # topk and this package may break ties differently, so rows with ties are left out
 for y in results:
     error = (y.double() - want)[:, untied].abs().max().item()
     print(f"{plan.explain().chosen} on {place}: largest error {error:.3g} over {int(untied.sum())} rows of W")

@@ -1,6 +1,7 @@
-"""The gradient of the activations, dX = alpha * dY @ W, by a plan with op="dgrad"; checked against float64.
+"""Compute the gradient of the activations, dX = alpha * dY @ W, by a plan with op="dgrad".
 
-Needs no GPU. The weight is the one that the forward plan uses: nothing is transposed or packed anew.
+This example needs no GPU. The forward plan's weight is used as it is: nothing is transposed or packed anew.
+The gradient is checked with float64.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ rng = np.random.default_rng(0)
 weight = Sparse24Weight.prune_compress(rng.standard_normal((m, k), np.float32))
 x = rng.standard_normal((n, k), np.float32)
 
-# Strict kernels: the same bits in every batch and on every device, forward and backward.
+# Strict kernels give the same bits in every batch and on every device, forward and backward.
 strict = PlanPreference(require=GuaranteeRequirement(bit_stable_across_hardware=True))
 problem = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32", alpha=alpha)
 gradient = problem.model_copy(update={"op": "dgrad"})
@@ -31,11 +32,11 @@ packed = forward.pack(weight)  # both plans read the canonical layout, so one pa
 y = np.empty((n, m), np.float32)
 forward.run(GemmSparse24Args(packed, x, y))
 
-# loss = sum(y^2) / 2, so dY = y.
+# The loss is sum(y^2) / 2, so dY = y.
 dx = np.empty((n, k), np.float32)
 backward.run(DgradSparse24Args(packed, dy=y, dx=dx))
 
-# The product itself, held to the plan's guarantee. The reduction length of dgrad is M.
+# The product meets the plan's guarantee. The reduction length of dgrad is M.
 w64 = weight.decompress().astype(np.float64)
 y64 = y.astype(np.float64)
 exact = alpha * (y64 @ w64)
@@ -52,7 +53,7 @@ def loss(at: np.ndarray) -> float:
     return float(((alpha * (at @ w64.T)) ** 2).sum() / 2)
 
 
-# The gradient: central differences of the float64 loss in random directions.
+# Central differences of the float64 loss in random directions check the gradient.
 x64, step = x.astype(np.float64), 1e-4
 for _ in range(3):
     direction = rng.standard_normal((n, k))

@@ -1,6 +1,6 @@
-"""Other libraries' 2:4 formats: one weight into several, and a sharded compressed-tensors model into ours.
+"""Convert one weight to other libraries' 2:4 formats, and a sharded compressed-tensors model to ours.
 
-Needs no GPU and none of those libraries. From a shell, the second part is
+This example needs no GPU and none of those libraries. From a shell, the second part is
 `sparse24 convert MODEL OUT --from compressed_tensors --to sparse24`.
 """
 

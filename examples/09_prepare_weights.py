@@ -1,6 +1,6 @@
-"""Prepare weights by plans, in memory of our own: prune 4x4 tiles for training, mask, check, pack.
+"""Prepare weights by plans, in the caller's memory: prune 4x4 tiles for training, mask, check, pack.
 
-Runs on a GPU where there is one, else on the host: the bits are the same.
+This example runs on a GPU where there is one, else on the host: the bits are the same.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ else:
 rng = np.random.default_rng(0)
 dense = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
 
-# Transposable 2:4: W and W^T compressed, and the mask, in one pass over W.
+# One pass over W gives W and W^T compressed, and the mask.
 for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
     plan = TilePruneSparse24Plan.select(TilePruneSparse24Descriptor(m=m, k=k, element="f16", rule=rule))
     args = TilePruneSparse24Args(
@@ -48,12 +48,12 @@ for rule in ("causal_1122", "greedy_value", "greedy_magnitude", "optimal"):
     kept = abs(weight.decompress().astype(np.float64)).sum() / abs(dense.astype(np.float64)).sum()
     print(f"{rule:16} keeps {float(kept):.1%} of sum|w|; {plan.device}")
 
-# The gradient keeps what the weight keeps. In place.
+# The mask is applied to the gradient in place.
 gradient = xp.asarray(rng.standard_normal((m, k), np.float32).astype(np.float16))
 masking.run(MaskSparse24Args(gradient, args.mask, gradient))
 print(f"gradient: {float((gradient != 0).mean()):.1%} of its cells are left")
 
-# What claims to be 2:4 is checked while it is compressed, and the run doesn't wait for the answer.
+# Compression checks that the matrix is 2:4. The run does not wait for the answer.
 compress = CompressSparse24Plan.select(CompressSparse24Descriptor(m=m, k=k, element="f16"))
 out = {"values": xp.empty((m, k // 2), np.float16), "metadata": xp.empty((m, k // 8), np.uint16)}
 status = xp.empty(1, np.uint64).view(np.uint8)
@@ -66,7 +66,7 @@ for name, matrix in (("pruned", weight.decompress()), ("dense", dense)):
     except FormatError as error:
         print(f"{name}: {error}")
 
-# The layout of the sparse tensor core kernels.
+# Pack the weight in the layout of the sparse tensor-core kernels.
 packing = PackSparse24Plan.select(PackSparse24Descriptor(m=m, k=k, element="f16"))
 pack_args = PackSparse24Args(weight, xp.empty((-(-m // 64), -(-k // 128), 9216), np.uint8))
 packing.run(pack_args)

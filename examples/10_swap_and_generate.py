@@ -1,7 +1,7 @@
-"""A transformers model made 2:4: swapped in place, and loaded from a compressed checkpoint; both generate.
+"""Make a transformers model 2:4 in place, load one from a compressed checkpoint, and generate with both.
 
-Runs on the GPU where PyTorch and CuPy see one, else on the CPU. The model is a tiny Llama with random
-weights. Says so where PyTorch or transformers isn't installed.
+This example runs on the GPU where PyTorch and CuPy see one, else on the CPU. The model is a tiny Llama with
+random weights. Without PyTorch or transformers it says so.
 """
 
 import tempfile
@@ -38,14 +38,14 @@ prompt = torch.arange(8, device=device)[None]
 options = {"max_new_tokens": 12, "do_sample": False}
 
 with tempfile.TemporaryDirectory() as folder:
-    # From a checkpoint: pruned and compressed on disk, then as llm-compressor would have written it.
+    # The checkpoint is pruned and compressed on disk, then converted to llm-compressor's format.
     dense, ours, theirs = (Path(folder, name) for name in ("dense", "ours", "compressed-tensors"))
     model.save_pretrained(dense)
     compress_checkpoint(dense, ours, exclude=["lm_head*"], device="host")
     convert_checkpoint(ours, theirs, from_format="sparse24", to_format="compressed_tensors")
     loaded = from_pretrained(theirs, device=device)
 
-# In place: the same layers, pruned by the same rule.
+# Swapping in place prunes the same layers by the same rule.
 report = to_sparse24(model, exclude=["lm_head"])
 print(report)
 print(model.model.layers[0].mlp.up_proj)

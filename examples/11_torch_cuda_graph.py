@@ -1,7 +1,7 @@
-"""A small runtime on the ops: static buffers, linear_out, and one CUDA graph for a decode step.
+"""Build a small runtime on the ops: static buffers, linear_out, and one CUDA graph for a decode step.
 
-On a GPU the step is captured and replayed with new inputs; on a CPU it runs eagerly. Says so where PyTorch
-isn't installed.
+On a GPU the step is captured and replayed with new inputs; on a CPU it runs eagerly. Without PyTorch
+it says so.
 """
 
 try:
@@ -25,7 +25,7 @@ class SparseWeight:
     def __init__(self, dense: torch.Tensor) -> None:
         values, meta = sparse24.prune_compress(dense)
         self.dense, self.m = sparse24.decompress(values, meta), dense.shape[0]
-        # Packed once, for every number of tokens; on the CPU the canonical form is what plans take.
+        # One packed weight serves every number of tokens. On the CPU, plans take the canonical form.
         self.tensors = (sparse24.pack(values, meta), None) if on_gpu else (values, meta)
 
     def into(self, out: torch.Tensor, x: torch.Tensor, activation: str = "none") -> None:

@@ -1,4 +1,4 @@
-"""Attention over the blocks that a mask keeps: one plan, or product, softmax and product. On the host."""
+"""Compute attention over the blocks that a mask keeps on the host: by one plan, and by three."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ shape = (batch, heads, tokens, head_size)
 q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
 o, lse = np.empty(shape, np.float32), np.empty(shape[:3], np.float32)
 
-# In one plan.
+# One plan computes the attention.
 desc = BlockSparseAttentionDescriptor(
     layout=layout, batch=batch, head_size=head_size, element="f32", causal=True
 )
@@ -36,7 +36,7 @@ plan = BlockSparseAttentionPlan.select(desc, device="host")
 tables = plan.pack(layout)
 plan.run(BlockSparseAttentionArgs(layout=tables, q=q, k=k, v=v, o=o, lse=lse))
 
-# In three, which serve every size of blocks and every mask of a softmax. The tables are the same.
+# Three plans serve every block size and every mask of a softmax, with the same tables.
 scores = np.empty((batch, layout.shape.blocks, block, block), np.float32)
 sdd = BlockSparseMatmulPlan.select(
     BlockSparseMatmulDescriptor(
@@ -60,7 +60,7 @@ composed = np.empty(shape, np.float32)
 dsd.run(BlockSparseMatmulArgs(layout=tables, a=scores, b=v, c=composed))
 assert np.abs(o - composed).max() < 1e-5
 
-# Against dense attention with the same mask.
+# Dense attention with the same mask is the reference.
 seen = np.kron(window, np.ones((block, block), bool)) & np.tri(tokens, dtype=bool)
 exact = np.where(seen, q.astype(np.float64) @ k.swapaxes(2, 3) * head_size**-0.5, -np.inf)
 exact = np.exp(exact - exact.max(axis=-1, keepdims=True))

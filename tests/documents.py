@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = sorted({*DOCUMENTS, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"})
+PAGES = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("[be]*/**/*.md")})
 FENCE = re.compile(r"^```(?P<mark>.*)\n(?P<body>(?:(?!```).*\n)*)```$", re.MULTILINE)
 
 

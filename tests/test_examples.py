@@ -1,7 +1,7 @@
 """The examples run, and so does every Python block of README.md and docs/.
 
-A block marked ``python`` is executed; one marked ``python gpu-only`` where there is a GPU, ``python torch``
-where there is PyTorch. The blocks of a file share one namespace, in order.
+A block marked ``python`` is executed. A block marked ``python gpu-only`` needs a GPU. A block that is marked
+``python torch`` or imports torch needs PyTorch. The blocks of a file share one namespace, in order.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import sparse24_plans
+from benchmarks.guarantee_table import BITS, ERRORS
 from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.formats.table import FORMATS
 from sparse24_plans.gemm.kernel_table import ENTRIES
 
-from .documents import DOCUMENTS, EXAMPLES, PAGES, ROOT, blocks
+from .documents import DOCUMENTS, EXAMPLES, FENCE, PAGES, ROOT, blocks
 from .support import HAS_GPU
 
 MARKS = {"python", "python gpu-only", "python torch", "bash", "console", "text"}
@@ -32,7 +35,7 @@ def relative(page: Path) -> str:
 
 def test_the_ladder_is_numbered_and_listed():
     assert [path.name[:3] for path in EXAMPLES] == [f"{i:02}_" for i in range(1, len(EXAMPLES) + 1)]
-    listed = re.findall(r"^\| `(\w+\.py)`", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\|`(\w+\.py)`", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
     assert listed == [path.name for path in EXAMPLES]
 
 
@@ -51,23 +54,29 @@ def test_example(path):
     assert done.stdout.strip()
 
 
-def runs_here(mark: str) -> bool:
-    needs = {"python": True, "python gpu-only": HAS_GPU, "python torch": find_spec("torch") is not None}
-    return needs.get(mark, False)
+def runs_here(mark: str, body: str) -> bool:
+    has_torch = find_spec("torch") is not None
+    plain = has_torch or not re.search(r"^import torch$", body, re.MULTILINE)
+    return {"python": plain, "python gpu-only": HAS_GPU, "python torch": has_torch}.get(mark, False)
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_python_blocks(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where they may write
+    with patch.dict(FORMATS):  # what a page registers ends with it
+        run_blocks(page)
+
+
+def run_blocks(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": "document"}
     for line, mark, body in blocks(page):
-        if runs_here(mark):
+        if runs_here(mark, body):
             # Line numbers in a traceback are those of the page.
             exec(compile("\n" * (line - 1) + body, str(page), "exec"), namespace)
 
 
 def test_the_guides_show_code_that_runs():
-    """All but the pages that are tables, or on changing the package, on versions and on the reference."""
+    """Pages of tables, the contributors' page and the page on versions need no code."""
     shown = {
         relative(page)
         for page in DOCUMENTS
@@ -79,7 +88,6 @@ def test_the_guides_show_code_that_runs():
         "docs/command-line.md",
         "docs/kernels.md",
         "docs/performance.md",
-        "docs/reference.md",
         "docs/versioning.md",
     }
 
@@ -96,6 +104,24 @@ def test_blocks_are_marked(page):
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    text = FENCE.sub("", page.read_text())
+    heads = [re.sub(r"[`*]|\[|\]\(.*?\)", "", head) for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_to_headings_lead_somewhere(page):
+    found = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in found
+        if anchor not in anchors((page.parent / target) if target else page)
+    ]
     assert not missing
 
 
@@ -149,16 +175,19 @@ def test_what_is_shown_imports_from_the_package_alone(code):
 
 
 def promises_in_the_guide() -> dict[str, dict[str, str]]:
-    """docs/guarantees.md's table of rows: kernel -> field -> what it says."""
-    text = (ROOT / "docs" / "guarantees.md").read_text().partition("## What each row promises")[2]
-    table = text.partition("<!-- end -->")[0]
-    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    heads = [re.findall(r"`(\w+)`", cell) for cell in lines[0][1:-1]]
-    found: dict[str, dict[str, str]] = {name: {} for names in heads for name in names}
-    for field, *cells in lines[2:]:
-        for names, cell in zip(heads, cells[:-1], strict=True):
-            for name in names:
-                found[name][field.strip(" `")] = cell.strip()
+    """Return what the tables of docs/guarantees.md say: kernel -> field -> cell."""
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    tables = text.partition("<!-- figures: guarantees -->")[2].partition("<!-- end -->")[0]
+    fields = {head: field for field, head in (BITS | ERRORS).items()}
+    found: dict[str, dict[str, str]] = {}
+    for table in tables.strip().split("\n\n"):
+        head, _, *lines = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        )
+        for first, *cells in lines:
+            for name in re.findall(r"`(\w+)`", first):
+                said = zip((fields[label] for label in head[1:]), cells, strict=True)
+                found.setdefault(name, {}).update(said)
     return found
 
 
@@ -169,7 +198,7 @@ def test_the_guide_says_what_the_registry_says(name):
     element = "bf16" if "bf16" in spec.elements else spec.elements[0]
     promised = spec.guarantee(GemmSparse24Descriptor(n=1, m=8, k=8, element=element)).model_dump(mode="json")
     assert said.keys() == promised.keys()
-    usual = {field: cell.split(";")[0].strip("`") for field, cell in said.items()}
+    usual = {field: cell.split(";")[0].removesuffix("\\*").strip("`") for field, cell in said.items()}
     for field in ("subnormals", "nonfinite", "accumulator"):
         assert usual[field] == promised[field]
     for field in (field for field, value in promised.items() if isinstance(value, bool)):
@@ -183,8 +212,17 @@ def test_the_guide_says_what_the_registry_says(name):
     assert promised["arithmetic"] in (None, usual["arithmetic"])
 
 
+@pytest.mark.parametrize("field", BITS | ERRORS)
+def test_the_guide_explains_every_field_and_names_its_test(field):
+    text = (ROOT / "docs" / "guarantees.md").read_text().partition("## The fields")[2].partition("\n## ")[0]
+    (row,) = re.findall(rf"^\|`{field}`.*\|$", text, re.MULTILINE)
+    assert re.search(r"\|`test_\w+(?:\.\.\.)?`[^|]*\|$", row)
+    head = (BITS | ERRORS)[field]
+    assert head == field or f"({head})" in row.split("|")[1]
+
+
 def test_every_row_of_the_registry_is_documented():
     names = [spec.name for spec in ENTRIES]
     page = (ROOT / "docs" / "kernels.md").read_text().partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == names
+    assert re.findall(r"^\|`(\w+)`\|", page, re.MULTILINE) == names
     assert sorted(promises_in_the_guide()) == sorted(names)

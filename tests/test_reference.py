@@ -1,6 +1,6 @@
 """The reference is complete: every public name and every public member of it is explained, and it builds.
 
-The reference is what pdoc makes of the docstrings: docs/reference.md.
+The reference is what pdoc makes of the docstrings; README.md has the command.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ needs_pdoc = pytest.mark.skipif(importlib.util.find_spec("pdoc") is None, reason
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> Path:
-    """Built as docs/reference.md says; a warning is an error."""
+    """Built as README.md says; a warning is an error."""
     out = tmp_path_factory.mktemp("reference")
-    words = re.search(r"^python (.*-m pdoc .*)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    words = re.search(r"`python (-m pdoc .*?)`", (ROOT / "README.md").read_text())
     command = [word if word != "reference" else str(out) for word in words[1].split()]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    strict = [sys.executable, "-W", "error::UserWarning", *command]
+    done = subprocess.run(strict, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Warn" not in done.stderr
     return out

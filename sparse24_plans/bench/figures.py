@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from .guarantee_table import guarantee_table
+from benchmarks.guarantee_table import guarantee_table
+
 from .random_figures import random_summary, with_worst
 from .record import Record, load
 from .scope import PREPARE_SHAPES, TOKENS
@@ -338,18 +339,23 @@ def everything(root: Path) -> Record:
     return {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
 
 
+def _compact(line: str) -> str:
+    """A row of a table without spaces beside its bars."""
+    return "|".join(cell.strip() or " " for cell in line.split("|")).strip()
+
+
 def rendered(text: str, record: Record) -> str:
     """``text`` with its tables as the record has them. Raises KeyError for a table that there isn't."""
 
     def table(found: re.Match[str]) -> str:
-        return "\n".join((found[1].rstrip(), *TABLES[found[2]](record), found[3]))
+        return "\n".join((found[1].rstrip(), *map(_compact, TABLES[found[2]](record)), found[3]))
 
     return _BLOCK.sub(table, text)
 
 
 def documents(root: Path) -> list[Path]:
     """Those that have tables."""
-    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    paths = (root / "README.md", *sorted((root / "docs").glob("*.md")), *root.glob("benchmarks/results/*.md"))
     return [path for path in paths if _BLOCK.search(path.read_text())]
 
 

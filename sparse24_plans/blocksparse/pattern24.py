@@ -2,7 +2,7 @@
 
 Of a block of side b every line, of the b cells that the product sums over, keeps two of four: b/2 values, in
 increasing columns. A code says which two of a group of four: ``first | second << 2``, as in metadata of 2:4
-weights (docs/concepts.md). Metadata have four bits a group, in the order in which mma.sp and wgmma.sp take
+weights (docs/formats.md). Metadata have four bits a group, in the order in which mma.sp and wgmma.sp take
 them. The 16 groups of 64 cells of a line are four times 16 bits, ``half[line, t]`` of the four groups from
 16 * t on, the lowest group in the lowest bits. A block's metadata are uint16
 ``[tile of 64 lines][w][g][t][64 cells][line 16w + g, line 16w + g + 8]``, w and t below 4 and g below 8.

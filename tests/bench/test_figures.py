@@ -40,9 +40,9 @@ def test_a_table_is_replaced_and_nothing_else():
     new = figures.rendered(old, {"host": {"launch_us": 4.56, "import_s": 0.25}})
     lines = new.splitlines()
     assert (lines[:2], lines[-2:]) == (["before", "<!-- figures: host -->"], ["<!-- end -->", "after"])
-    assert "| `launch` | 4.6 us |" in lines
-    assert "| `import sparse24_plans` | 250.0 ms |" in lines
-    assert "| `run`, new arguments | - |" in lines, "what is not measured"
+    assert "|`launch`|4.6 us|" in lines
+    assert "|`import sparse24_plans`|250.0 ms|" in lines
+    assert "|`run`, new arguments|-|" in lines, "what is not measured"
     assert figures.rendered(new, {"host": {"launch_us": 4.56, "import_s": 0.25}}) == new
 
 

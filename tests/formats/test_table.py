@@ -30,7 +30,7 @@ from .samples import ONE_OF_TWO, f16_weight
 def test_the_guide_says_what_the_table_says():
     text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     table = text.partition("## Other libraries' formats")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|`")]
     assert [row[0].strip("`") for row in rows] == list(FORMATS)
     for name, (_, _, elements, parts, shapes) in zip(FORMATS, rows, strict=True):
         known = FORMATS[name]

@@ -1,7 +1,34 @@
-"""The bounds of rows on tensor cores hold for the sums that their arithmetic gives, which the host runs.
+"""The error bounds of tensor-core kernels hold for the sums of their arithmetics, which the host runs.
 
-So they are tested without a GPU, on operands that are made to break them; and they aren't so wide that
-nothing comes near.
+So the bounds are tested without a GPU, on operands that are made to break them. The tests also check
+that some operands come near, so the bounds are not too wide.
+
+Why the bounds hold for Hopper's steps (sparse24_plans/gemm/arithmetic/tensor_core.py). Let T be
+sum|x||w|, with subnormal magnitudes counted as the smallest normal number. Cutting makes no addend
+larger, so the accumulator stays within T, and 2^E <= T. In a step of p products:
+
+- The addend with the exponent E is not cut. The others lose less than p * 2^-25 * T (fp8: p * 2^-13 *
+  T).
+- The sum is a multiple of 2^(E - 25), so cutting it to a float32 loses at most 3 * 2^-25 * T (fp8:
+  nothing). If the sum's exponent is above E, then T >= 2^(E + 1), and both losses together are smaller.
+
+K is a multiple of 8, so a step has at least 4 products, and a product costs at most 7/4 * 2^-25 (fp8:
+2^-13). Adding S slices costs (S - 1) * 2^-24. The u = 2^-22 of f16 and bf16 leaves a factor of 4.5 for
+libraries that do not state their order and for mma_sp on other architectures.
+
+Why the bounds hold for split float32. With |x| in [2^e, 2^(e+1)), |x - h| and |m| are at most 2^(e-8),
+and h and m lack at most 2^(e-17), all of which l has, down to 2^-110: bf16 ends at 2^-133. Below, 2^-134
+may be lost, and tensor cores align subnormal terms as normal ones, so magnitudes below 2^-108 count as
+that. Relative to T:
+
+- Omitted products. f32x6 leaves out m l, l m and l l: 2^-24, below product_roundoff = 2^-23. f32x3
+  leaves out m m and all of l: 2^-16 + 2 * 2^-17, below 2^-15 + 2^-24.
+- Cutting. The small products of a tile are at most 1.02 * 2^-7 of its sum|x||w|, so ten of its twelve
+  steps lose little beside the two of h h. With p products a step loses at most (p + 3) * 2^-25 of what
+  it adds, so f32x6 loses less than 1.06 * 7/4 * 2^-25 < 2^-24 a kept product. In f32x3 the small
+  products of a tile meet the sums of earlier tiles, so all three products count: 1.01 * 21/4 * 2^-25 < 3
+  * 2^-24.
+- Adding the sums: 2^-24 each.
 """
 
 from __future__ import annotations

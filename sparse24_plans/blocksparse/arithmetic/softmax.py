@@ -1,4 +1,4 @@
-"""Softmax over the kept cells of rows, to the bit: docs/blocksparse.md has the definition."""
+"""Softmax over the kept cells of rows. This module defines the bits of ``host_strict``."""
 
 from __future__ import annotations
 

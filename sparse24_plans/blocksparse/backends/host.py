@@ -1,6 +1,6 @@
 """The host tier: NumPy. ``host_blas`` calls BLAS; ``host_strict`` is the oracle.
 
-What the strict mode computes, bit for bit, is in docs/blocksparse.md.
+The modules in ``blocksparse/arithmetic/`` define the bits of the strict mode.
 """
 
 from __future__ import annotations
