@@ -1,4 +1,4 @@
-"""The public names, for type checkers; __init__.py loads each when it is first used."""
+"""The public names, for type checkers and for __init__.py, which loads a name when it is first used."""
 
 from ._version import __version__ as __version__
 from .blocksparse.args import BlockSparseAttentionArgs as BlockSparseAttentionArgs

@@ -211,3 +211,13 @@ def test_a_changed_copy_is_validated():
     for wrong in ({"alpha": math.nan}, {"k": 12}, {"typo": 1}):
         with pytest.raises(InvalidProblemError):
             desc.model_copy(update=wrong)
+
+
+def test_fields_by_position_are_refused_with_their_names():
+    with pytest.raises(InvalidProblemError, match=r"expected fields by name \(element, n, m, k, .*got 4 by"):
+        GemmSparse24Descriptor(1, 16, 8, "bf16")
+
+
+def test_text_that_json_cannot_hold_is_refused():
+    with pytest.raises(InvalidProblemError, match="name: expected text that UTF-8 can encode"):
+        DeviceProperties(kind="cuda", name="\ud800")

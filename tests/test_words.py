@@ -143,3 +143,8 @@ def test_every_epilogue_but_identity_takes_a_bias(kind):
 )
 def test_the_compilers_target_of_a_device(capability, arch):
     assert DeviceProperties(kind="cuda", compute_capability=capability).cuda_arch == arch
+
+
+@pytest.mark.parametrize("kind", ElementKind)
+def test_numpys_name_means_the_element(kind):
+    assert ElementKind(kind.dtype.name) is kind

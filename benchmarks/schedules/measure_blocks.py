@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from benchmarks import blocks
 from sparse24_plans import BlockSparseOp
-from sparse24_plans.bench import blocks
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density

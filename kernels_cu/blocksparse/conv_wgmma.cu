@@ -14,7 +14,7 @@
 // bits depend on a problem's sizes alone.
 //
 // role       warps                        work
-// producer   last warpgroup, 2 warps      the filter (for wgrad dY); the other two warps pixels: one stage a step, up to
+// producer   last warpgroup, 2 warps      the filter (for wgrad dY); the other two warps pixels: a stage a step, up to
 //            each                         kStages ahead, also into the next work tiles
 // consumer   each of kWarpgroups          64 rows x kWarpgroupN by wgmma; skips steps in which it has no block; stages
 //                                         its results for TMA stores; with phases threads store them

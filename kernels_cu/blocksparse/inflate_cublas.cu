@@ -1,11 +1,12 @@
 // The kernels around cuBLAS's dense product of a block-sparse matrix. All are memory bound.
 //
-//   kernel          threads    work of a CTA
+//   role            threads    work of a CTA
 //   inflate_blocks  256        32 blocks of a block row: writes their values, or zeros, to a dense matrix
 //   finish          256        C = epilogue(acc), element by element; a null acc stands for zeros
 //   gather_blocks   256        copies 4 KB of the kept blocks out of a dense C
 //
-//   no barriers except __syncthreads; a few words of shared memory; few registers
+//   barriers   __syncthreads alone; a few words of shared memory
+//   registers  few
 //
 //   thread   | load 16 bytes | store 16 bytes | next ..
 #include "blocksparse/params/inflate_cublas.cuh"

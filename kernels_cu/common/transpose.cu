@@ -1,8 +1,8 @@
-// Transposes matrices [count][rows][columns] of 1- or 2-byte elements: a pre-pass for kernels that need an operand in
+// Transposes matrices [batch][rows][columns] of 1- or 2-byte elements: a pre-pass for kernels that need an operand in
 // its other major order. Memory bound.
 //
-// threads    work
-// 256        a tile of 128 bytes of rows x 64 columns: rows in, through shared memory, columns out
+// role       threads    work
+// transpose  256        a tile of 128 bytes of rows x 64 columns: rows in, through shared memory, columns out
 //
 // barriers   one __syncthreads, between in and out
 // registers  what a thread loads before it stores: 8 words

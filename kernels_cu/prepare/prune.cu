@@ -3,8 +3,8 @@
 // K is a multiple of 8, so rows never split a unit and the matrix is one flat array. Loads and stores are streaming:
 // nothing is read twice, and stores do not evict what is still to be read.
 //
-//   threads    work
-//   256        kPerThread units of kCells cells a thread, 256 units apart
+//   role       threads    work
+//   any kernel 256        kPerThread units of kCells cells a thread, 256 units apart
 //
 //   no barriers, no shared memory; registers hold a thread's units
 //

@@ -4,8 +4,8 @@
 // A thread owns a square of 8x8 cells, which is two pairs of tiles; a CTA owns 128 x 128 cells. The output for W^T goes
 // through shared memory, so that all its stores are whole sectors.
 //
-//   threads    work
-//   256        a square: masks of both pairs, W's values and metadata; then a part of W^T's stores
+//   role       threads    work
+//   tile_prune 256        a square: masks of both pairs, W's values and metadata; then a part of W^T's stores
 //
 //   barriers   one __syncthreads, between the squares and the stores of W^T
 //   registers  a square's cells and masks; at most 64 where four CTAs are to share an SM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..vocab import ElementKind
 
 _F32, _F16, _BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
-# 8-bit elements: the results they may have, the default first. The others: the element or f32.
+# Result types of 8-bit elements, the default first. Results of other elements are the element or f32.
 _OUT_OF = {
     ElementKind.S8: (ElementKind.I32, ElementKind.S8, _F16, _BF16, _F32),
     ElementKind.FP8_E4M3: (_BF16, _F16, _F32),

@@ -1,4 +1,4 @@
-"""What follows a sum, to the bit: alpha, bias, activation, gate, rounding; as StrictMath of the kernels."""
+"""Epilogues to the bit: alpha, bias, activation, gate and rounding, like StrictMath in the kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..weights.gates import GATE_GROUP, GATE_ROWS
 Array = np.ndarray[Any, Any]
 
 IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
-"""What kernels that aren't strict round step by step as here; their GELU and SiLU are CUDA's functions."""
+"""Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict are CUDA's."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
-"""Those of which each sum makes a result."""
+"""Epilogues that make one result of each sum."""
 EXACT = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
-"""What kernels of ours have."""
+"""Epilogues of this package's kernels; the library cuSPARSELt alone has the tanh approximation."""
 EXACT_UNGATED = tuple(kind for kind in EXACT if kind in UNGATED)
 
 
@@ -72,7 +72,7 @@ def _gelu(v: Array) -> Array:
 def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
     """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own.
 
-    Of a gated kind the last axis, which is in the order of W's rows, becomes half as long.
+    For a gated kind the last axis, which is in the order of W's rows, becomes half as long.
     """
     v = _biased(acc, alpha, bias)
     if not kind.is_gated:
@@ -88,12 +88,12 @@ def _biased(acc: Array, alpha: float, bias: Array | None) -> Array:
 
 
 def _gated(gate: Array, up: Array, kind: EpilogueKind) -> Array:
-    """Both with their bias; the product of an activated gate with what it lets through is rounded once."""
+    """The activated gate times ``up``, rounded once. Both include their bias."""
     return _activated(gate, kind) * up
 
 
 def _activated(v: Array, kind: EpilogueKind) -> Array:
-    """Of a gated kind the gate's activation."""
+    """The activation of an ungated kind, or of a gated kind's gate."""
     if kind is EpilogueKind.BIAS_RELU:
         return np.where(v < 0, np.float32(0.0), v)
     if kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU):
@@ -128,7 +128,7 @@ def encoded(value: Array, element: ElementKind) -> Array:
 
 
 class Finish(Protocol):
-    """What a product's descriptor says of what follows its sums."""
+    """The part of a product's descriptor that describes its epilogue."""
 
     @property
     def alpha(self) -> float: ...
@@ -147,10 +147,10 @@ def finished(
     scale_w: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """The results' bits: all that follows the sums, which are float32, or of s8 exact in float64.
+    """The results' bits, from sums in float32 (for s8: exact sums in float64).
 
-    Scales and bias broadcast to the sums. Of a gated epilogue the last axis is in the order of W's rows, and
-    that of the results is half as long.
+    Scales and bias broadcast to the sums. For a gated epilogue the last axis is in the order of W's rows, and
+    the results' last axis is half as long.
     """
     if desc.out_element is ElementKind.I32 and desc.is_plain:
         limits = np.iinfo(np.int32)

@@ -1,1 +1,1 @@
-"""Measures what users compare: ``sparse24 bench``. plot.py draws the records, figures.py writes them down."""
+"""Measures what users compare: ``sparse24 bench``. What only maintainers run lies in benchmarks/."""

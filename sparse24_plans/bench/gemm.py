@@ -1,8 +1,9 @@
-"""The ``gemm`` rows of a record: every backend beside dense cuBLAS and cuSPARSELt, cell by cell."""
+"""The ``gemm`` rows of a record: what selection chooses beside dense cuBLAS, cuSPARSELt and every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,43 +17,54 @@ from ..gemm.plan import GemmSparse24Plan
 from ..gemm.tuned import shipped
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..tuning.data import Matrix, Problem, widened
+from ..tuning.data import Matrix, Problem, free_memory, widened
 from ..tuning.timing import Contender, Launch, time_contenders
+from ..vocab import ElementKind
 from . import peers
 from .record import sources_of
 from .scope import BACKENDS
+from .steady import MANY_TOKENS, Steady, time_alone
 
 Row = dict[str, Any]
 
 _INVARIANT = GuaranteeRequirement(batch_invariant=True)
 FORCED = {name: PlanPreference(prefer_backend=name) for name in BACKENDS}
-_MEASURED = {
-    **FORCED,
-    "wgmma_sp_invariant": PlanPreference(prefer_backend="wgmma_sp", require=_INVARIANT),
-}
 SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
 """What selection chose, and what it chose where batch invariance was required."""
+_ALONE = SELECTED | {name: FORCED[name] for name in ("cusparselt", "f32_split6", "f32_split3")}
+"""Contenders that are timed alone, as dense cuBLAS is. float32 has two kernels that users pick by name."""
+_IN_BURSTS = {
+    **{name: preference for name, preference in FORCED.items() if name not in _ALONE},
+    "wgmma_sp_invariant": PlanPreference(prefer_backend="wgmma_sp", require=_INVARIANT),
+}
+"""Contenders that are timed in bursts beside ``auto``."""
 _MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
-"""Past these they are nobody's choice, and take most of a record's time."""
+"""Past these tokens selection never chooses the backend, and it would take most of a record's time."""
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
-_ROUNDS = 11
+_ROUNDS, _ROUND_MS = 7, 2.0
 _SAMPLED = (64, 256)
 """Rows and columns of a result that are compared with float64."""
 
 
-class Cell(Problem):
-    """One (matrix, n): operands, and the contenders that are timed interleaved.
+@lru_cache(maxsize=1)
+def matrix_of(m: int, k: int, element: ElementKind) -> Matrix:
+    """The random weight of one shape. It is kept for the next measurement of that shape."""
+    free_memory()
+    return Matrix(m, k, element)
 
-    Names that ask for the same kernel share one contender.
-    """
+
+class Cell(Problem):
+    """One (matrix, n): operands, and contenders by name. Names that ask for the same kernel share one."""
 
     def __init__(self, matrix: Matrix, n: int) -> None:
         super().__init__(GemmSparse24Descriptor(n=n, m=matrix.m, k=matrix.k, element=matrix.element), matrix)
-        self.contenders: list[Contender] = []
+        self.contenders: dict[str, Contender] = {}
+        self.kernels: dict[str, str | None] = {}
+        """Name -> the kernel entry that was chosen."""
         self.sources: set[str] = set()
         self._errors: dict[str, float] = {}
-        self._names: dict[tuple[str | None, str], list[str]] = {}
+        self._first: dict[tuple[str | None, str], str] = {}
 
     def plan(self, preference: PlanPreference) -> GemmSparse24Plan | None:
         """Our plan under ``preference``; None where no kernel can serve."""
@@ -61,23 +73,24 @@ class Cell(Problem):
         except Sparse24Error:
             return None
 
-    def enter(self, name: str, preference: PlanPreference, *, alone: bool = True) -> None:
-        """Add a plan to what is timed, its result checked; ``alone``: also where no other has its kernel."""
+    def enter(self, name: str, preference: PlanPreference) -> None:
+        """Add a plan to what is timed. Raises UnsupportedError where its result is wrong."""
         plan = self.plan(preference)
         if plan is None:
             return
         about = plan.explain()
-        names = self._names.get((about.chosen, about.details))
-        if names is not None:
-            names.append(name)
-        elif alone:
+        first = self._first.setdefault((about.chosen, about.details), name)
+        if first == name:
             made = self.contender(name, plan)
             self._errors[name] = error = self.rel_error(made.launches[0])
             if not error <= _WORST_ERROR[self.desc.element]:
                 raise UnsupportedError(f"{name} {self.desc}: relative error {error:.3g}, not recorded")
-            self._names[about.chosen, about.details] = [name]
-            self.contenders.append(made)
+            self.contenders[name] = made
             self.sources.update(sources_of(plan))
+        else:
+            self.contenders[name] = self.contenders[first]
+            self._errors[name] = self._errors[first]
+        self.kernels[name] = about.chosen
 
     def contender(self, name: str, plan: GemmSparse24Plan) -> Contender:
         """The plan's launches, one for each copy of the weight."""
@@ -101,39 +114,44 @@ class Cell(Problem):
         got, exact = widened(self.y[rows][:, columns], self.desc.out_element), x @ w.T
         return float(cupy.linalg.norm(got - exact) / cupy.linalg.norm(exact))
 
-    def rows(self) -> list[Row]:
-        """Time what has entered; one row a name."""
-        times = self.times()
-        cusparselt_us = times.get("cusparselt") if self._peer_is_tuned() else None
-        beside = {"dense_us": rounded(times.get("dense")), "cusparselt_us": rounded(cusparselt_us)}
-        return [self.row(name, times) | beside for name in self.names]
+    def dense(self) -> list[Contender]:
+        """Dense cuBLAS; nothing where PyTorch is missing or refuses the product."""
+        found = peers.dense(self.x, self.y, self.matrix.dense, self.desc.element)
+        return [found] if found else []
 
-    @property
-    def names(self) -> dict[str, str | None]:
-        """What has entered, and the row of the table that is its kernel's."""
-        return {name: row for (row, _), names in self._names.items() for name in names}
+    def times_alone(self, *others: Contender) -> dict[str, Steady]:
+        """What each name takes alone, and so ``dense`` and ``others`` by their own names."""
+        distinct = {one.name: one for one in (*self.dense(), *self.contenders.values(), *others)}
+        times = time_alone(list(distinct.values()))
+        return times | {name: times[one.name] for name, one in self.contenders.items()}
 
-    def times(self) -> dict[str, float]:
-        """Microseconds by contender: dense, and the first of the names that ask for a kernel."""
-        if not self.contenders:
-            return {}
-        dense = peers.dense(self.x, self.y, self.matrix.dense, self.desc.element)
-        return time_contenders([*([dense] if dense else []), *self.contenders], rounds=_ROUNDS)
+    def times_in_bursts(self, others: Sequence[Contender], auto: Steady) -> dict[str, float]:
+        """Microseconds by contender, from bursts beside ``auto``: its steady time times their ratio."""
+        beside = self.contenders["auto"]
+        found = time_contenders([beside, *others], rounds=_ROUNDS, round_ms=_ROUND_MS) if others else {}
+        return {one.name: auto.us * found[one.name] / found[beside.name] for one in others}
 
-    def row(self, name: str, times: Mapping[str, float]) -> Row:
-        """What the record says of a name, but for its peers."""
-        first = next(names[0] for names in self._names.values() if name in names)
-        return {
+    def row(self, name: str, time: Steady) -> Row:
+        """What the record says of a name, its peers left out."""
+        about = {
             "m": self.desc.m,
             "k": self.desc.k,
             "n": self.desc.n,
             "element": self.desc.element.value,
             "backend": name,
-            "us": rounded(times[first]),
-            "rel_error": float(f"{self._errors[first]:.3g}"),
+            "us": rounded(time.us),
+            "rel_error": float(f"{self._errors[name]:.3g}"),
         }
+        return about | (time.fields() if self.desc.n >= MANY_TOKENS else {})
 
-    def _peer_is_tuned(self) -> bool:
+    def peer(self, name: str, time: Steady | None) -> Row:
+        """The fields of a peer: its time and, for many tokens, its clock and power; None without one."""
+        found: Row = {name: rounded(time.us if time else None)}
+        if self.desc.n >= MANY_TOKENS:
+            found |= (time or Steady(0.0)).fields(name)
+        return found
+
+    def peer_is_tuned(self) -> bool:
         """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
         properties = cuda_properties(0)
         row = next(row for row in ENTRIES if row.name == "cusparselt")
@@ -145,17 +163,30 @@ class Cell(Problem):
 
 
 def rounded(us: float | None) -> float | None:
-    """As records have it."""
+    """A time as records have it."""
     return None if us is None else round(us, 2)
 
 
 def measured(matrix: Matrix, n: int, backends: Sequence[str], sources: set[str]) -> list[Row]:
-    """The rows of one shape and n, of the named backends if any. Adds to ``sources`` what was timed."""
+    """The rows of one shape and n; forced backends are the named ones, or all if none is named.
+
+    Adds to ``sources`` what was timed.
+    """
     cell = Cell(matrix, n)
-    for name, preference in _MEASURED.items():
+    for name, preference in _ALONE.items():
+        cell.enter(name, preference)
+    if "auto" not in cell.contenders:
+        return []
+    alone = cell.times_alone()
+    beside = cell.peer("dense_us", alone.get("dense"))
+    beside |= cell.peer("cusparselt_us", alone.get("cusparselt") if cell.peer_is_tuned() else None)
+    for name, preference in _IN_BURSTS.items():
         if n <= _MOST_TOKENS.get(name, n) and (not backends or preference.prefer_backend in backends):
             cell.enter(name, preference)
-    for name, preference in SELECTED.items():
-        cell.enter(name, preference, alone=not backends)
+    times = {name: alone[one.name] for name, one in cell.contenders.items() if one.name in alone}
+    others = [one for name, one in cell.contenders.items() if name not in times]
+    distinct = list({one.name: one for one in others}.values())
+    bursts = cell.times_in_bursts(distinct, alone["auto"])
+    times |= {name: Steady(bursts[one.name]) for name, one in cell.contenders.items() if one.name in bursts}
     sources |= cell.sources
-    return cell.rows()
+    return [cell.row(name, time) | beside for name, time in times.items()]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+from ..device.tensors import import_cupy
 from ..tuning.data import Array, Matrix, random_bits
 from ..tuning.timing import Contender, Launch, copies_beyond_l2
 from ..vocab import ElementKind, TileRule
+from .steady import StreamRuler
 
 try:
     torch: Any = import_module("torch")
@@ -40,6 +43,25 @@ def on_torch_stream(call: Callable[[], object]) -> Launch:
             call()
 
     return launch
+
+
+@cache
+def _stream() -> Any:
+    """One stream for all, since PyTorch keeps freed memory by stream."""
+    return import_cupy().cuda.Stream(non_blocking=True)
+
+
+@contextmanager
+def torch_ruler() -> Iterator[StreamRuler]:
+    """A stream that PyTorch's calls in the block run on, and what marks its moments.
+
+    A backward pass runs on the stream of its forward pass, so both belong into the block.
+    """
+    stream = _stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        yield StreamRuler(stream)
+        stream.synchronize()
 
 
 def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:

@@ -31,10 +31,11 @@ from ..errors import UnsupportedError
 from ..plan.operands import fields_of
 from ..prepare.kernel_table import PACKED_ELEMENTS
 from ..tuning.data import free_memory, random_bits, typed
-from ..tuning.timing import Contender, Launch, copies_beyond_l2, time_contenders
+from ..tuning.timing import Contender, Launch, copies_beyond_l2
 from ..weights.packed_layouts import layout_of
 from . import peers
 from .record import sources_of
+from .steady import time_alone
 
 Row = dict[str, Any]
 _SAMPLE = 64  # rows (of 4x4 tiles: whole ones) that are checked against the host
@@ -172,38 +173,30 @@ def _copies(moved: int, count: int) -> Contender:
 
 
 def row_of(job: Job, shape: tuple[int, int], element: ElementKind) -> Row:
-    """Microseconds of the op and of the copy, interleaved, over buffers that exceed the L2 cache.
-
-    For some milliseconds after copies an H200 runs kernels up to 8% slower than in a row of kernels. So the
-    op runs twice a round, and the second time counts: peers are timed without copies between, too.
-    """
+    """Microseconds of the op and of a device copy, each alone, over buffers that exceed the L2 cache."""
     args, buffers = job.make()
     job.check(args)
     moved = sum(buffer.nbytes for buffer in buffers)
     count = copies_beyond_l2(moved)
     sets = [args] + [job.make()[0] for _ in range(count - 1)]
-    launches = [job.plan.bind(one).launch for one in sets]
-    contenders = [Contender("wakes up", launches), Contender("ours", launches), _copies(moved, count)]
-    times = time_contenders(contenders)
+    ours = Contender("ours", [job.plan.bind(one).launch for one in sets])
+    times = time_alone([ours, _copies(moved, count)])
     return {
         "op": job.op,
         "m": shape[0],
         "k": shape[1],
         "element": element.value,
-        "us": round(times["ours"], 2),
-        "copy_us": round(times["copy"], 2),
+        "us": round(times["ours"].us, 2),
+        "copy_us": round(times["copy"].us, 2),
     }
 
 
-def measured(
-    shape: tuple[int, int], element: ElementKind, on_row: Callable[[], None], sources: set[str]
-) -> list[Row]:
+def measured(shape: tuple[int, int], element: ElementKind, sources: set[str]) -> list[Row]:
     """The rows of one shape. Adds to ``sources`` what was timed."""
     rows = []
     for job in jobs(*shape, element):
         rows.append(row_of(job, shape, element))
         sources.update(sources_of(job.plan))
-        on_row()
         free_memory()
     return rows
 
@@ -214,7 +207,7 @@ def peer_rows(shape: tuple[int, int], element: ElementKind) -> list[Row]:
     if found is None:
         return []
     name, contender = found
-    us = round(time_contenders([contender])[contender.name], 2)
+    us = round(time_alone([contender])[contender.name].us, 2)
     return [
         {"op": "tile_prune", "m": shape[0], "k": shape[1], "element": element.value, "peer": name, "us": us}
     ]

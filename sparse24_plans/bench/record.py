@@ -1,7 +1,8 @@
 """Records: JSON of figures, of the machine, and of the very kernels that gave them.
 
-A record names the kernel files that it measured, with all that they include, and the SHA-256 of these: it
-goes stale only when one of its own kernels changes. Runs of a part each add up to one record.
+A record names the kernel files that it measured, with all that they include, and a SHA-256 over their code
+without comments and layout: it goes stale only when the code of its own kernels changes. A record is taken
+in steps, which any number of runs share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,20 +31,17 @@ Record = dict[str, Any]
 _PREFIX = "kernels_cu/"
 """Of paths in a record: relative to the repository."""
 _MAX_BYTES = 100_000_000
-_MACHINE = ("schema", "gpu", "driver", "cuda", "versions")
+_MACHINE = ("schema", "gpu", "driver", "cuda", "versions", "seed")
+_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 Lists = Mapping[str, tuple[str, ...]]
-"""Of a record -> what names one of their rows."""
-_KEYS: Lists = {
+"""The lists of a record, each with the fields that name one of its rows."""
+GRID: Lists = {
     "gemm": ("m", "k", "n", "element", "weight_element", "group", "backend"),
+    "epilogues": ("m", "k", "n", "element", "epilogue"),
+    "variants": ("variant", "m", "k", "n", "element"),
     "prepare": ("op", "m", "k", "element"),
     "prepare_peers": ("op", "m", "k", "element", "peer"),
 }
-BLOCKS_KEYS: Lists = {
-    "products": ("op", "m", "k", "n", "block", "density", "pattern", "element"),
-    "sparse24": ("op", "m", "k", "n", "block", "density", "element"),
-    "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
-}
-TORCH_KEYS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
 
 
 # The kernels --------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def kernel_files() -> list[str]:
 
 
 def files_of(sources: Iterable[str]) -> list[str]:
-    """Those that ``sources`` and all they include make up."""
+    """The paths of ``sources`` and of all that they include."""
     return sorted({_PREFIX + name for source in sources for name in closure(source)})
 
 
@@ -64,12 +64,18 @@ def sources_of(plan: Plan) -> tuple[str, ...]:
     return next(row.kernel.sources for row in plan.table if row.name == chosen)
 
 
+def code_of(text: str) -> str:
+    """A kernel's text with every comment and every run of blanks outside of a string made one space."""
+    bare = _STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+    return " ".join(bare.split())
+
+
 def kernels_sha256(files: Iterable[str]) -> str:
-    """SHA-256 over the files: path, NUL, contents, NUL, in path order."""
+    """SHA-256 over the files: path, NUL, code without comments and layout, NUL, in path order."""
     digest = hashlib.sha256()
     for name in sorted(files):
-        path = KERNEL_FOLDER / name.removeprefix(_PREFIX)
-        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+        text = (KERNEL_FOLDER / name.removeprefix(_PREFIX)).read_text(encoding="utf-8")
+        digest.update(name.encode() + b"\0" + code_of(text).encode() + b"\0")
     return digest.hexdigest()
 
 
@@ -132,12 +138,12 @@ def _torch() -> str | None:
 # Records ------------------------------------------------------------------------------------------
 
 
-def empty(about: Mapping[str, Any], lists: Lists = _KEYS) -> Record:
+def empty(about: Mapping[str, Any], lists: Lists = GRID) -> Record:
     """A record of the machine, without figures."""
     return {"schema": SCHEMA, **about, **stamp(()), **{name: [] for name in lists}, "host": {}}
 
 
-def load(path: str | Path, lists: Lists = _KEYS) -> Record:
+def load(path: str | Path, lists: Lists = GRID) -> Record:
     """Read what :func:`save` wrote. Raises StorageError, or FormatError for anything else."""
     try:
         found = json.loads(read_whole(path, _MAX_BYTES))
@@ -164,25 +170,23 @@ def is_current(record: Record) -> bool:
     return set(files) <= set(kernel_files()) and kernels_sha256(files) == record["kernels_sha256"]
 
 
-def to_extend(path: Path, lists: Lists = _KEYS) -> Record | None:
-    """What a run that is to be written to ``path`` adds to; None where there is nothing yet.
+def to_extend(path: Path, lists: Lists = GRID) -> Record | None:
+    """The record that a run adds to; None where there is no file yet.
 
-    Raises StorageError or FormatError for what is no record, InvalidProblemError for one of other kernels or
-    another machine.
+    Raises StorageError or FormatError for what is no record, InvalidProblemError for one of other kernels.
     """
     if not path.exists():
         return None
     found = load(path, lists)
     if not is_current(found):
         raise InvalidProblemError(f"{path}: expected a record of these kernels, got others; remove it first")
-    merged(found, empty(machine(), lists), lists)
     return found
 
 
-def merged(old: Record, new: Record, lists: Lists = _KEYS) -> Record:
+def merged(old: Record, new: Record, lists: Lists = GRID) -> Record:
     """Both records' rows; where both have one, the newer; the system is the newer's.
 
-    Raises InvalidProblemError for two machines.
+    Raises InvalidProblemError for two machines, or two seeds.
     """
     for name in _MACHINE:
         if old.get(name) != new.get(name):
@@ -196,3 +200,59 @@ def merged(old: Record, new: Record, lists: Lists = _KEYS) -> Record:
         rows = {tuple(row.get(key) for key in keys): row for row in (*old[name], *new[name])}
         both[name] = list(rows.values())
     return {**both, **stamp({*old["kernel_files"], *new["kernel_files"]})}
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement of a record. A run can end after any step."""
+
+    part: str
+    """The list that the rows belong to, or ``host``."""
+    fields: Mapping[str, Any]
+    """What only rows of this step have: such a row in a record says that the step is done."""
+    measure: Callable[[set[str]], Record]
+    """Gives rows by list, or the host's figures; adds the kernel sources that it launched to the set."""
+
+    def is_done(self, record: Record) -> bool:
+        """Whether the record has what the step measures."""
+        if self.part == "host":
+            return bool(record["host"])
+        wanted = self.fields.items()
+        return any(all(row.get(name) == value for name, value in wanted) for row in record[self.part])
+
+    def __str__(self) -> str:
+        return f"{self.part} {', '.join(f'{name} {value}' for name, value in self.fields.items())}"
+
+
+def take(
+    steps: Sequence[Step],
+    about: Mapping[str, Any],
+    lists: Lists = GRID,
+    *,
+    path: Path | None = None,
+    seconds: float | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> Record:
+    """Measure the steps that the record in ``path`` lacks, and write the file after each of them.
+
+    No step begins once ``seconds`` have passed. ``on_step`` hears of every step that is done, also of those
+    that the file had. Raises what :func:`to_extend` and :func:`merged` raise, UnsupportedError for a wrong
+    result.
+    """
+    begin, found = time.monotonic(), empty(about, lists)
+    if path is not None and (before := to_extend(path, lists)) is not None:
+        found = merged(before, found, lists)
+    for step in steps:
+        if not step.is_done(found):
+            if seconds is not None and time.monotonic() - begin >= seconds:
+                break
+            sources: set[str] = set()
+            new = {**empty(about, lists), **step.measure(sources)}
+            found = merged(found, {**new, **stamp(files_of(sources))}, lists)
+            if path is not None:
+                save(found, path)
+        on_step(step)
+    return found

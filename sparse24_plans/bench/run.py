@@ -1,52 +1,53 @@
 """Measures a record, or parts of one: ``sparse24 bench -o benchmarks/results/h200.json``.
 
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
-cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``prepare`` beside a
-device copy of the same bytes, with ``prepare_peers``; ``host`` microseconds of host time a call, of the plan
-that select chooses and, with a prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
+cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``epilogues`` beside the
+plain product; ``prepare`` beside a device copy of the same bytes, with ``prepare_peers``; ``host``
+microseconds of host time a call, of the plan that select chooses and, with a prefix, of each backend forced,
+and of PyTorch's call of cuSPARSELt. ``variants`` has no rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
-from ..tuning.data import Matrix, free_memory
-from . import gemm, host, prepare, record
-from .record import Record
+from ..vocab import ElementKind
+from . import epilogues, gemm, host, prepare
+from .gemm import matrix_of
+from .record import Record, Step
 from .scope import Scope
 
 
-def measure(
-    scope: Scope, on_step: Callable[[], None] = lambda: None, keep: Callable[[Record], None] = lambda _: None
-) -> Record:
-    """A record of the scope. ``keep`` gets what there is after every matrix: an interrupted run leaves that.
+def steps(scope: Scope) -> list[Step]:
+    """The measurements of the scope."""
+    found = []
+    for element, (m, k), n in product(scope.elements, scope.shapes, scope.tokens):
+        about: dict[str, Any] = {"m": m, "k": k, "n": n, "element": element.value}
+        name = scope.backends[0] if scope.backends else "auto"
+        measure = partial(_products, scope, m, k, n, element)
+        found.append(Step("gemm", {**about, "backend": name}, measure))
+        if (m, k) == epilogues.SHAPE and n in epilogues.TOKENS and element in epilogues.ELEMENTS:
+            found.append(Step("epilogues", about, partial(_epilogues, m, k, n, element)))
+    for element, (m, k) in product(scope.elements, scope.prepare_shapes):
+        about = {"m": m, "k": k, "element": element.value}
+        found.append(Step("prepare", about, partial(_preparation, m, k, element)))
+    found.append(Step("host", {}, lambda sources: {"host": host.measured(sources)}))
+    return [step for step in found if step.part in scope.parts]
 
-    Raises BackendUnavailableError without a GPU, UnsupportedError for a wrong result.
-    """
-    found, sources = record.empty(record.machine()), set[str]()
 
-    def add(**parts: object) -> None:
-        for name, figures in parts.items():
-            found[name] += figures
-        found.update(record.stamp(record.files_of(sources)))
-        keep(found)
+def _products(scope: Scope, m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
+    return {"gemm": gemm.measured(matrix_of(m, k, element), n, scope.backends, sources)}
 
-    for element, (m, k) in product(scope.elements, scope.shapes if "gemm" in scope.parts else ()):
-        matrix = Matrix(m, k, element)
-        rows = []
-        for n in scope.tokens:
-            rows += gemm.measured(matrix, n, scope.backends, sources)
-            on_step()
-        add(gemm=rows)
-        del matrix
-        free_memory()
-    for element, shape in product(scope.elements, scope.prepare_shapes if "prepare" in scope.parts else ()):
-        add(
-            prepare=prepare.measured(shape, element, on_step, sources),
-            prepare_peers=prepare.peer_rows(shape, element),
-        )
-    if "host" in scope.parts:
-        found["host"] = host.measured(sources)
-        add()
-    return found
+
+def _epilogues(m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
+    return {"epilogues": epilogues.measured(matrix_of(m, k, element), n, sources)}
+
+
+def _preparation(m: int, k: int, element: ElementKind, sources: set[str]) -> Record:
+    matrix_of.cache_clear()
+    return {
+        "prepare": prepare.measured((m, k), element, sources),
+        "prepare_peers": prepare.peer_rows((m, k), element),
+    }

@@ -15,18 +15,17 @@ SHAPES = LLAMA_8B + LLAMA_70B
 """(M, K)."""
 PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-PARTS = ("gemm", "prepare", "host")
+PARTS = ("gemm", "epilogues", "prepare", "host")
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
 BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES if not row.on_host))
-"""Those that multiply on a GPU."""
-_PREPARE_OPS = 6
+"""The backends that multiply on a GPU."""
 
 
 @dataclass(frozen=True)
 class Scope:
     """What is measured. Raises InvalidProblemError for what no record has.
 
-    ``backends``: of products only these, and of what selection chose only what runs on them; none: all.
+    ``backends``: the backends that are forced beside what selection chooses; none names all of them.
     """
 
     elements: Sequence[ElementKind] = (ElementKind.BF16,)
@@ -51,10 +50,3 @@ class Scope:
     @property
     def prepare_shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple(shape for shape in PREPARE_SHAPES if shape in self.shapes)
-
-    @property
-    def steps(self) -> int:
-        """How often a run reports that it is further."""
-        products = len(self.shapes) * len(self.tokens) * ("gemm" in self.parts)
-        prepared = _PREPARE_OPS * len(self.prepare_shapes) * ("prepare" in self.parts)
-        return len(self.elements) * (products + prepared)

@@ -1,4 +1,4 @@
-"""The operands of block-sparse plans, as callers give them."""
+"""Arguments of block-sparse plans: the operands that callers pass."""
 
 from __future__ import annotations
 

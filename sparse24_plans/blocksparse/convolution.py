@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, SupportsFloat, SupportsIndex
 
 from pydantic import BeforeValidator, model_validator
 
@@ -17,7 +17,6 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
-from .conv_geometry import Axis, Geometry
 from .descriptor import FLOATS, BlockSparseDescriptor, LayoutLike
 from .shape import MOST
 
@@ -32,6 +31,82 @@ _Padding = Annotated[int, Integer(most=MOST)]
 Sizes = Annotated[tuple[_Size, _Size], BeforeValidator(_pair)]
 Paddings = Annotated[tuple[_Padding, _Padding], BeforeValidator(_pair)]
 PairLike = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+
+
+class Axis(NamedTuple):
+    """Rows or columns of a convolution: which pixels its results read.
+
+    A tap is a position in the filter; taps are counted row by row. At a tap, result i of a phase reads pixel
+    ``lower + stride * i + offset``. A phase is the set of results that are ``divide`` apart: for the gradient
+    of a strided input, each phase reads at taps of its own.
+    """
+
+    size: int
+    """Pixels of the image that is read."""
+    results: int
+    """Results of a phase, including those that a phase may lack at the end."""
+    lower: int
+    stride: int
+    start: int
+    step: int
+    divide: int
+    taps: int
+
+    @classmethod
+    def forward(cls, size: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+        """The axis of a forward pass; ``results`` is 0 or less if the kernel is wider than the image."""
+        results = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        return cls(size, results, -padding, stride, 0, dilation, 1, kernel)
+
+    @classmethod
+    def gradient(cls, size: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+        """The axis of the input's gradient, which has ``size`` pixels."""
+        read = cls.forward(size, kernel, stride, padding, dilation).results
+        lower = -((dilation * (kernel - 1) - padding) // stride)
+        start = padding - stride * lower
+        return cls(read, -(-size // stride), lower, 1, start, -dilation, stride, kernel)
+
+    def offset(self, phase: int, tap: int) -> int | None:
+        """Offset at a tap, from 0 on, or None if the phase reads no pixel there."""
+        found, rest = divmod(self.start + phase + self.step * tap, self.divide)
+        return None if rest else found
+
+    @property
+    def most_offset(self) -> int:
+        found = (self.offset(phase, tap) for phase in range(self.divide) for tap in range(self.taps))
+        return max(one for one in found if one is not None)
+
+    @property
+    def upper(self) -> int:
+        """Pixel of the last result at offset 0, relative to the image's last pixel."""
+        return self.lower + self.stride * (self.results - 1) - (self.size - 1)
+
+
+class Geometry(NamedTuple):
+    """Both axes of a convolution."""
+
+    h: Axis
+    w: Axis
+
+    @property
+    def taps(self) -> int:
+        return self.h.taps * self.w.taps
+
+    @property
+    def phases(self) -> int:
+        """Phases of both axes; the phase of the columns varies fastest."""
+        return self.h.divide * self.w.divide
+
+    @property
+    def pixels(self) -> int:
+        """Results of an image in a phase."""
+        return self.h.results * self.w.results
+
+    def offsets(self, phase: int, tap: int) -> tuple[int, int] | None:
+        """Offsets at a tap, or None if the phase reads no pixels there."""
+        rows = self.h.offset(phase // self.w.divide, tap // self.w.taps)
+        columns = self.w.offset(phase % self.w.divide, tap % self.w.taps)
+        return None if rows is None or columns is None else (rows, columns)
 
 
 class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
@@ -135,17 +210,17 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
 
     @property
     def channels(self) -> int:
-        """C, of the input."""
+        """Number of the input's channels, C."""
         return self.layout.cols // (self.kernel[0] * self.kernel[1])
 
     @property
     def forward(self) -> Geometry:
-        """How results meet the input's pixels; of ``wgrad`` how the gradient of results does."""
+        """Geometry of the forward pass; ``wgrad`` reads the results' gradient by it."""
         return self._geometry(Axis.forward)
 
     @property
     def geometry(self) -> Geometry:
-        """Of the op: that of ``dgrad`` is how the input's gradient meets that of the results."""
+        """Geometry of the op; ``dgrad`` reads the results' gradient by it."""
         return self._geometry(Axis.gradient if self.op is BlockSparseConvOp.DGRAD else Axis.forward)
 
     def _geometry(self, axis: Any) -> Geometry:
@@ -154,7 +229,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
 
     @property
     def reduction(self) -> int:
-        """The most products of a sum; blocks that aren't kept and padding add none."""
+        """Most products in a sum; blocks that are not kept and padding add none."""
         one, taps = self.layout, self.kernel[0] * self.kernel[1]
         return {"forward": one.cols, "dgrad": one.rows * taps, "wgrad": self.batch * self.forward.pixels}[
             self.op

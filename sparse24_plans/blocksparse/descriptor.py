@@ -1,4 +1,4 @@
-"""What is to be computed with block-sparse matrices: descriptors, and the operands that each asks for."""
+"""Descriptors of block-sparse problems, and the operands that each takes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .lookup_tables import length, view_of
 from .shape import MOST, BlockSparseShape
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
-"""The floats of 16 bits."""
+"""Floating-point elements of 16 bits."""
 FLOATS = (ElementKind.F32, *HALVES)
-"""The elements of softmax, attention and convolutions."""
+"""Elements of softmax, attention and convolutions."""
 MATMUL_ELEMENTS = (*FLOATS, ElementKind.S8, ElementKind.FP8_E4M3)
-"""The elements that can be multiplied."""
+"""Elements of products."""
 
 PATTERNED = HALVES
-"""The elements of values whose blocks are 2:4: of these, metadata have one order."""
+"""Elements of values whose blocks are 2:4; their metadata have one order."""
 PATTERNED_BLOCKS = (64, 128)
 
 
@@ -47,17 +47,18 @@ LayoutLike = BlockSparseShape | BlockSparseLayout
 
 
 class BlockSparseDescriptor(Descriptor):
-    """What the family's descriptors share."""
+    """Base of the family's descriptors."""
 
     layout: Annotated[BlockSparseShape, BeforeValidator(_shape_of)]
-    """Sizes of the sparse matrix and how many blocks it keeps. Which, the arguments say."""
+    """Sizes of the sparse matrix and its number of kept blocks. The arguments say which blocks are kept."""
     batch: Count = 1
-    """Z: problems that share the layout."""
+    """Batch elements, Z, which share the layout."""
 
     category: ClassVar[OpCategory] = OpCategory.GEMM
 
     def _check_sizes(self, width: int) -> None:
-        """``width``: the largest side of a dense operand that the layout doesn't give."""
+        """Check that sizes fit; ``width`` is the largest side of a dense operand that the layout does not
+        give."""
         one = self.layout
         most = max(one.blocks * one.block**2, one.heads * max(one.rows, one.cols) * width)
         if self.batch * most > INT64_MAX // 8:
@@ -70,7 +71,7 @@ class BlockSparseDescriptor(Descriptor):
     def _blocks(
         self, name: str, role: Role, element: ElementKind, may_be: str | None = None, *, width: int = 0
     ) -> Operand:
-        """Blocks, or lines of them of another width."""
+        """Operand of kept blocks, or of their rows with another width."""
         one = self.layout
         return Operand(
             name, role, (self.batch, one.blocks, one.block, width or one.block), element, may_be=may_be
@@ -172,12 +173,12 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
 
     @property
     def trans_sparse(self) -> bool:
-        """Whether the sparse matrix enters the product transposed; C never does."""
+        """Whether the sparse matrix enters the product transposed. C never does."""
         return {"sdd": False, "dsd": self.trans_a, "dds": self.trans_b}[self.op]
 
     @property
     def dense_k_last(self) -> bool:
-        """Whether the rows of the dense operand, of ``sdd`` those of b, are what is summed over."""
+        """Whether the rows of the dense operand (for ``sdd`` of b) are summed over."""
         return not self.trans_a if self.op is BlockSparseOp.DDS else self.trans_b
 
     @property
@@ -188,12 +189,12 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
 
     @property
     def reduction(self) -> int:
-        """The most products of a sum; blocks that aren't kept add none."""
+        """Most products in a sum; blocks that are not kept add none."""
         rows, cols = self.sides
         return {"sdd": self.n, "dsd": cols, "dds": rows}[self.op]
 
     def operands(self) -> tuple[Operand, ...]:
-        """The tables, ``a``, ``b``, ``c``; and ``metadata`` and ``bias`` where there are any."""
+        """Operands: the tables, ``a``, ``b``, ``c``, and if present ``metadata`` and ``bias``."""
         (rows, cols), n, element, out = self.sides, self.n, self.element, self.out_element
         a, b = (
             partial(self._dense, name, Role.IN, element=element, transposed=transposed)
@@ -293,7 +294,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
         return self.layout.cols
 
     def operands(self) -> tuple[Operand, ...]:
-        """The layout's tables; ``x``, ``y`` and what is added to x; or ``y``, ``dy``, ``dx``."""
+        """Operands: the tables; ``x``, ``y`` and what is added to x, or ``y``, ``dy``, ``dx``."""
         one, element = self.layout, self.element
         read, written = (partial(self._blocks, role=role, element=element) for role in (Role.IN, Role.OUT))
         if self.op is BlockSparsePass.BACKWARD:
@@ -382,7 +383,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
 
     @property
     def group(self) -> int:
-        """Heads of Q that share one of K and V."""
+        """Heads of Q that share one head of K and V."""
         return self.layout.heads // max(self.kv_heads, 1)
 
     @property
@@ -391,7 +392,8 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
         return self.layout.cols
 
     def operands(self) -> tuple[Operand, ...]:
-        """The tables; ``q``, ``k``, ``v``, ``o``, ``lse``; of ``backward`` the gradients; the lengths."""
+        """Operands: the tables; ``q``, ``k``, ``v``, ``o``, ``lse``; the gradients for ``backward``; the
+        lengths."""
         one, read, written = self.layout, Role.IN, Role.OUT
         queries = (self.batch, one.heads, one.rows, self.head_size)
         keys = (self.batch, self.kv_heads, one.cols, self.head_size)

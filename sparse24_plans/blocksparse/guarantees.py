@@ -1,4 +1,4 @@
-"""What the kernels of block-sparse matrices promise, and why."""
+"""Guarantees of the block-sparse kernels, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
-"""Of a tile of the tensor cores."""
+"""Rows of a tile of the tensor cores."""
 
 
 def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -19,13 +19,13 @@ def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # Of 2:4 blocks only kept cells are steps.
+    # The steps of 2:4 blocks are their kept cells.
     named = {"arithmetic": in_order(problem.element)}
     return _of_pattern(problem, strict(problem).model_copy(update=named))
 
 
 def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
-    """Of what multiplies kept cells alone."""
+    """Return the guarantee of a kernel that multiplies kept cells alone."""
     half = problem.inner is InnerPattern.SPARSE24
     return found.model_copy(update={"terms_per_k": 0.5}) if half else found
 
@@ -38,9 +38,9 @@ def strict_convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarant
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
-    # A row's sum is folded in float32, in an order that its number of blocks gives. The exponential is the
-    # GPU's: another one may round it otherwise. It errs by less than 2^-20.8, which is more than a step's
-    # rounding, but less than that of the 16 steps and more of any row.
+    # A row's sum is reduced in float32, in an order that its number of blocks gives. The exponential is the
+    # GPU's instruction, which another GPU may round differently. Its error is below 2^-20.8: more than the
+    # rounding of one step, but less than that of the at least 16 steps of a row.
     return strict(problem).model_copy(
         update={"bit_stable_across_hardware": False, "unit_roundoff": 2 * ElementKind.F32.unit_roundoff}
     )
@@ -59,8 +59,8 @@ def host_blas_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee
 
 
 def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
-    # Of a result's kept blocks, in increasing k. The tensor cores truncate when they align and add: up to
-    # 2^-22 a step. Lines of small blocks share tiles, in which zeros stand for what one of them lacks.
+    # A result's kept blocks are summed in increasing k. The tensor cores truncate when they align and add: up
+    # to 2^-22 a step. Block rows of small blocks share tiles, where zeros replace the blocks that one lacks.
     return PrecisionGuarantee(
         math_precision=MathPrecision.of(problem.element),
         accumulator=ElementKind.F32,
@@ -76,7 +76,7 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # Row tiles are of one line each, and the tensor cores choose what kept cells meet.
+    # A 64-row tile has one block row, and the tensor cores choose the cells of X by the metadata.
     return _of_pattern(problem, tensor_cores(problem))
 
 
@@ -85,7 +85,7 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
         return tensor_cores(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
     if problem.element is not ElementKind.S8:
         return tensor_cores(problem)
-    # Sums of integers are exact in any order. What follows is rounded step by step, as on the host, but for
+    # Sums of integers are exact in any order. The epilogue is rounded step by step as on the host, except for
     # the activations of CUDA's math library.
     if problem.epilogue in IN_STEPS:
         return strict_matmul(problem)
@@ -93,15 +93,15 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
 
 
 def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
-    # A row of blocks, of the gradients of K and V a column, is one thread block's, which takes its kept
-    # blocks in order, whatever the others are. Exponentials, and gradients of scores, which these make,
-    # enter products rounded to the element, as math_precision says.
+    # One CTA computes a block row (a block column for the gradients of K and V) and takes its kept blocks in
+    # order, whatever the other block rows are. Exponentials and gradients of scores enter products rounded to
+    # the element, as math_precision says.
     return tensor_cores(problem)
 
 
 def convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
-    # A pixel's sum is over its line's kept blocks in order. That of a filter's gradient is over every image,
-    # in parts of as many pixels as the shape gives, which are added in order.
+    # A pixel's sum runs over its block row's kept blocks in order. A filter's gradient sums over every image,
+    # in splits of as many pixels as the shape determines, which are added in order.
     promised = tensor_cores(problem)
     if problem.op is BlockSparseConvOp.WGRAD:
         return promised.model_copy(update={"batch_invariant": False})
@@ -109,8 +109,8 @@ def convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits. It
-    # multiplies the zeros of blocks that aren't kept, too.
+    # The algorithm and its workspace are fixed at select, as cuBLAS demands for reproducible bits. It
+    # multiplies the zeros of blocks that are not kept, too.
     on_cores = problem.element is not ElementKind.F32
     return tensor_cores(problem).model_copy(
         update={

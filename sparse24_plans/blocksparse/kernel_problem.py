@@ -1,4 +1,4 @@
-"""How the operands of a product lie, in the terms of the kernels that multiply kept blocks."""
+"""A product in the terms of the kernels that multiply kept blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from ..plan.operands import Operand
 from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
-from .lookup_tables import FEW_LINES, STRIP, addresses, head_strips, met_share, strip_lines, tile_lines, words
+from .lookup_tables import (
+    FEW_BLOCK_ROWS,
+    PANEL_ROWS,
+    addresses,
+    expected_occupancy,
+    head_panels,
+    narrow_panel_block_rows,
+    panel_block_rows,
+    words,
+)
 from .shape import BLOCK_SIZES
 
 K_MAJOR, MN_MAJOR = 0, 1
 _WHOLE = 8
-"""Elements of 16 bits that the copy engine's rows are multiples of."""
+"""Elements of 16 bits that the length of a TMA row must be a multiple of."""
 
 
 class Transposed(NamedTuple):
@@ -31,33 +40,38 @@ class Transposed(NamedTuple):
         return cls(operand.name, Matrices(rows, columns, operand.element.itemsize, prod(outer)))
 
 
-class Form:
-    """A product as the kernels take it: op(S) times X, of ``dds`` its transpose.
+class KernelProblem:
+    """A product as the kernels compute it: op(S) times X, or for ``dds`` the transpose of that.
 
-    Of ``sdd`` the left operand is op(A) and the right one op(B).
+    For ``sdd`` the left operand is op(A) and the right one op(B).
     """
 
     def __init__(self, desc: BlockSparseMatmulDescriptor) -> None:
         op, one = desc.op, desc.layout
         self.sampled, on_the_right = op is BlockSparseOp.SDD, op is BlockSparseOp.DDS
         self.left, self.right = ("b", "a") if on_the_right else ("a", "b")
-        self.turned = desc.trans_sparse != on_the_right
-        """Whether the sparse matrix enters transposed: its columns of blocks are the kernel's lines."""
-        lines, across = (one.block_cols, one.block_rows) if self.turned else (one.block_rows, one.block_cols)
-        self.head_lines, self.words = lines, words(across)
-        left_turned = desc.trans_a if self.sampled else self.turned
-        self.left_major = MN_MAJOR if left_turned else K_MAJOR
+        self.by_columns = desc.trans_sparse != on_the_right
+        """Whether the sparse matrix enters transposed: its block columns are the kernel's block rows."""
+        lines, across = (
+            (one.block_cols, one.block_rows) if self.by_columns else (one.block_rows, one.block_cols)
+        )
+        self.head_block_rows, self.words = lines, words(across)
+        left_transposed = desc.trans_a if self.sampled else self.by_columns
+        self.left_major = MN_MAJOR if left_transposed else K_MAJOR
         self.right_major = K_MAJOR if desc.dense_k_last else MN_MAJOR
         self.tokens_contiguous = not on_the_right
-        self.small = strip_lines(one) > FEW_LINES
-        """Whether a strip has so many lines that its columns are looked up together."""
+        self.small = panel_block_rows(one) > FEW_BLOCK_ROWS
+        """Whether a panel has so many block rows that its columns are looked up together."""
 
-    def turns(self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0) -> tuple[Transposed, ...]:
-        """What is transposed before tensor cores multiply it, and what better is: that up to ``spare`` bytes.
+    def transposed_operands(
+        self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0
+    ) -> tuple[Transposed, ...]:
+        """Operands that are transposed first: those that must be, and within ``spare`` bytes those that
+        should be.
 
-        They take 8-bit elements K-major alone. Of 16-bit ones in blocks of 16 a K-major X is read 16
-        neighbouring k at a time, and of ``sdd`` another 16 neighbouring columns: in pieces of 32 bytes, of
-        which L2 gives half as many bytes as of 128.
+        Tensor cores take 8-bit elements K-major alone. With 16-bit elements and blocks of 16, a K-major X is
+        read in pieces of 16 k (for ``sdd`` an MN-major one in pieces of 16 columns), which are 32 bytes. L2
+        delivers half as many bytes in such pieces as in pieces of 128 bytes.
         """
         majors = {self.left: self.left_major, self.right: self.right_major}
         if desc.element.itemsize == 1:
@@ -66,50 +80,53 @@ class Form:
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
         x = Transposed.of(next(one for one in desc.operands() if one.name == self.right))
-        lines = tile_lines(one) if self.sampled else strip_lines(one)
-        strips = self.head_strips(lines * one.block, one.block)
+        lines = narrow_panel_block_rows(one) if self.sampled else panel_block_rows(one)
+        panels = self.head_panels(lines * one.block, one.block)
         limits = constants("blocks_transpose")  # X must be large and read often for it to be worth it
-        often = x.matrices.nbytes >= limits["min_bytes"] and strips * met_share(one, lines) >= limits["min_reads"]
+        often = (
+            x.matrices.nbytes >= limits["min_bytes"]
+            and panels * expected_occupancy(one, lines) >= limits["min_reads"]
+        )
         return (x,) if often and (spare is None or align_up(x.matrices.nbytes) <= spare) else ()
 
-    def majors(self, turns: tuple[Transposed, ...]) -> tuple[int, int]:
-        """Of the left and the right operand, once these are transposed."""
-        names = {one.name for one in turns}
+    def majors(self, transposed: tuple[Transposed, ...]) -> tuple[int, int]:
+        """Major dimensions of the left and the right operand once ``transposed`` are transposed."""
+        names = {one.name for one in transposed}
         return (
             _other(self.left_major) if self.left in names else self.left_major,
             _other(self.right_major) if self.right in names else self.right_major,
         )
 
-    def head_strips(self, rows: int, block: int) -> int:
-        """Of so many rows of op(S), in a head."""
-        return head_strips(self.head_lines * block, rows)
+    def head_panels(self, rows: int, block: int) -> int:
+        """Row panels of a head, each with ``rows`` rows of op(S)."""
+        return head_panels(self.head_block_rows * block, rows)
 
-    def tables(self, start: int, desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> dict[str, int]:
-        """The kernel's parameters that are tables, of those at ``start``, for strips of so many rows."""
+    def tables(self, start: int, desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> dict[str, int]:
+        """Addresses of the kernel's table parameters, for tables at ``start`` and panels of ``rows`` rows."""
         found = addresses(start, desc.layout)
-        side, other = ("column", "row") if self.turned else ("row", "column")
-        strip = f"{side}_{'strip' if rows == STRIP else 'tile'}"
-        names = {"panel_order": f"{strip}s", "panel_columns": f"{strip}_{other}s", "kept": f"{side}_bits"}
+        side, other = ("column", "row") if self.by_columns else ("row", "column")
+        panel = f"{side}_{'panel' if rows == PANEL_ROWS else 'narrow_panel'}"
+        names = {"panel_order": f"{panel}s", "panel_columns": f"{panel}_{other}s", "kept": f"{side}_bits"}
         names["pointers"] = f"{side}_pointers"
         if self.sampled:
             names["columns"] = "columns"
-        elif self.turned:
+        elif self.by_columns:
             names["value_index"] = "column_order"
         if self.small:
             names |= {
-                "pointers": f"{strip}_pointers",
-                "columns": f"{strip}_met",
-                "value_index": f"{strip}_places",
+                "pointers": f"{panel}_pointers",
+                "columns": f"{panel}_kept",
+                "value_index": f"{panel}_places",
             }
         return {field: found[name] for field, name in names.items()}
 
     def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
-        """The same of a kernel that takes a line's blocks one by one."""
+        """Addresses of the table parameters of a kernel that reads a block row's blocks one by one."""
         found = addresses(start, desc.layout)
         names = {"pointers": "row_pointers", "columns": "columns"}
         if self.sampled:
             names |= {"group_rows": "group_rows", "group_firsts": "group_firsts"}
-        elif self.turned:
+        elif self.by_columns:
             names = {"pointers": "column_pointers", "columns": "column_rows", "value_index": "column_order"}
         return {field: found[name] for field, name in names.items()}
 
@@ -118,6 +135,6 @@ def _other(major: int) -> int:
     return MN_MAJOR if major == K_MAJOR else K_MAJOR
 
 
-def turned_bytes(turns: tuple[Transposed, ...]) -> int:
-    """Of workspace."""
-    return sum(align_up(one.matrices.nbytes) for one in turns)
+def transpose_bytes(transposed: tuple[Transposed, ...]) -> int:
+    """Workspace bytes of operands that are transposed first."""
+    return sum(align_up(one.matrices.nbytes) for one in transposed)

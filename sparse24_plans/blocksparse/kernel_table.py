@@ -1,4 +1,4 @@
-"""The table of kernels of block-sparse matrices: what each serves and what it promises."""
+"""The kernel table of block-sparse problems: what each kernel serves and what it guarantees."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from .descriptor import (
     PATTERNED_BLOCKS,
     BlockSparseMatmulDescriptor,
 )
+from .schedules.conv_wgmma import conv_workspace
 from .shape import BLOCK_SIZES
 
 
 @dataclass(frozen=True)
 class BlockSparseEntry(KernelEntry):
-    """A row of the family."""
+    """A kernel entry of the family."""
 
     layout: str = BLOCKS_LAYOUT
     strict: bool = False
-    """Of the host: every step in a defined order; else BLAS multiplies."""
+    """Whether the host computes every step in a defined order; otherwise BLAS multiplies."""
 
 
 @dataclass(frozen=True)
 class MatmulEntry(BlockSparseEntry):
-    """A row of products."""
+    """A kernel entry of products."""
 
     blocks: tuple[int, ...] = BLOCK_SIZES
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
@@ -71,7 +72,7 @@ _BLOCKS_WGMMA = with_wgmma(
         guarantees.blocks_wgmma,
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
-        min_workspace=limits.turned,
+        min_workspace=limits.transpose_workspace,
         epilogues=EXACT_UNGATED,
     )
 )
@@ -113,9 +114,9 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         missing=needs_cublaslt,
         epilogues=EXACT_UNGATED,
     ),
-    # For what inflating doesn't promise.
+    # This entry serves requirements that inflating does not meet.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
-    # And for what neither serves.
+    # This entry serves what neither of them serves.
     replace(
         _BLOCKS_STRICT,
         name="blocks_strict_any",
@@ -178,7 +179,7 @@ CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
             guarantees.convolution,
             HALVES,
             limits=limits.conv_wgmma,
-            min_workspace=limits.conv_workspace,
+            min_workspace=conv_workspace,
         )
     ),
     BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),

@@ -1,4 +1,4 @@
-"""Which blocks of a matrix are kept, and conversions from and to what others call it."""
+"""Layouts, which say which blocks of a matrix are kept, and conversions from and to other formats."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ class BlockSparseLayout:
         )
 
     def transposed(self) -> BlockSparseLayout:
-        """The layout of the transposed matrices; equal to this one where it is symmetric."""
+        """Layout of the transposed matrices; equal to this one if it is symmetric."""
         return BlockSparseLayout(self.bitmap.transpose(0, 2, 1), self.shape.block)
 
     # BSR --------------------------------------------------------------------------------------------
 
     @classmethod
     def from_bsr(cls, crow_indices: Any, col_indices: Any, cols: int, block: int) -> BlockSparseLayout:
-        """Of block compressed sparse rows, in the terms of ``torch.sparse_bsr``.
+        """Make a layout of block compressed sparse rows, in the terms of ``torch.sparse_bsr``.
 
         ``crow_indices``: [heads, R + 1], or [R + 1] of one head, each head's from 0. ``col_indices``: the
         columns of blocks, increasing in each row, of all heads one after the other in any shape. ``cols``:
@@ -124,9 +124,11 @@ class BlockSparseLayout:
         pointers = pointers.astype(np.int64)
         counts = np.diff(pointers, axis=1)
         if (pointers[:, 0] != 0).any() or (counts < 0).any():
-            raise InvalidProblemError("crow_indices: expected each head's to start at 0 and never to fall")
+            raise InvalidProblemError(
+                "crow_indices: expected values that start at 0 and never decrease in each head"
+            )
         heads, rows = counts.shape
-        columns = _integers("col_indices", col_indices).reshape(-1)
+        columns = _integers("col_indices", col_indices).reshape(-1).astype(np.int64)
         total = sum(map(int, pointers[:, -1]))
         if columns.size != total:
             raise InvalidProblemError(
@@ -181,10 +183,11 @@ class BlockSparseLayout:
 
     @classmethod
     def from_coo(cls, indices: Any, shape: tuple[int, int, int], block: int) -> BlockSparseLayout:
-        """Of places of blocks: ``indices`` [3, blocks] are heads, rows and columns of blocks, in any order.
+        """Make a layout of places: ``indices`` [3, blocks] are heads, block rows and block columns.
 
-        ``shape``: (heads, rows, cols), the last two in cells. Blocks come into the order of the layout's
-        values by ``np.lexsort(indices[::-1])``. Raises InvalidProblemError naming argument and block.
+        ``shape``: (heads, rows, cols), the last two in cells. Blocks may be in any order, and come into the
+        order of the layout's values by ``np.lexsort(indices[::-1])``. Raises InvalidProblemError naming
+        argument and block.
         """
         at = _integers("indices", indices)
         if at.ndim != 2 or at.shape[0] != 3:
@@ -207,7 +210,7 @@ class BlockSparseLayout:
 
     @classmethod
     def from_dense(cls, dense: Any, block: int) -> BlockSparseLayout:
-        """Of the blocks of a matrix [rows, cols], or matrices [heads, rows, cols], that hold a non-zero.
+        """Make a layout of the blocks with a non-zero in matrices [heads, rows, cols], or [rows, cols].
 
         NaN is a non-zero, -0.0 is a zero. Raises InvalidProblemError naming the argument.
         """
@@ -254,7 +257,7 @@ class BlockSparseLayout:
         return dense
 
     def _tiles(self, dense: Array) -> Array:
-        """The same memory [Z, heads, rows, cols] as [Z, heads, R, C, block, block]."""
+        """View of the same memory as [Z, heads, R, C, block, block]."""
         one = self.shape
         shape = (dense.shape[0], one.heads, one.block_rows, one.block, one.block_cols, one.block)
         return dense.reshape(shape).transpose(0, 1, 2, 4, 3, 5)
@@ -262,7 +265,7 @@ class BlockSparseLayout:
     # JSON -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """A header that :meth:`from_json` reads: the block's size, the bitmap's shape, its bits in base64."""
+        """Header that :meth:`from_json` reads: the block size, the bitmap's shape and its bits in base64."""
         return json.dumps(
             {
                 "format": _JSON_FORMAT,
@@ -274,7 +277,7 @@ class BlockSparseLayout:
 
     @classmethod
     def from_json(cls, text: str) -> BlockSparseLayout:
-        """What :meth:`to_json` wrote: bits in row-major order, the first of a byte its highest.
+        """Read what :meth:`to_json` wrote: bits in row-major order, the highest of a byte first.
 
         Raises FormatError for anything else.
         """
@@ -298,7 +301,7 @@ class BlockSparseLayout:
 
 
 def _integers(argument: str, value: Any) -> Array:
-    """An array of bools or integers: NumPy's, nested lists, a tensor of PyTorch's wherever it is."""
+    """Convert bools or integers to an array: NumPy's, nested lists, or a tensor of PyTorch on any device."""
     try:
         if hasattr(type(value), "detach"):
             value = value.detach().cpu().numpy()
@@ -324,7 +327,7 @@ def on_host(argument: str, value: Any) -> TensorView:
 
 
 def _blocks_along(argument: str, cells: object, block: object) -> int:
-    """Blocks along a side of so many cells."""
+    """Number of blocks along a side of ``cells`` cells."""
     count, size = integer(cells), integer(block)
     if size not in BLOCK_SIZES:
         raise wrong("block", "16, 32, 64 or 128", block)
@@ -334,7 +337,7 @@ def _blocks_along(argument: str, cells: object, block: object) -> int:
 
 
 def _bitmap(argument: str, at: Array, sizes: tuple[int, int, int]) -> Array:
-    """Blocks at these places, [3, blocks]: each inside, and there once."""
+    """Bitmap of blocks at places [3, blocks], each inside and named once."""
     outside = ((at < 0) | (at >= np.array(sizes)[:, None])).any(axis=0)
     if outside.any():
         raise InvalidProblemError(

@@ -1,4 +1,4 @@
-"""What the kernels of block-sparse matrices serve: the reason why a problem is beyond one, or None."""
+"""Limits of the block-sparse kernels: the reason why a problem exceeds one, or None."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .kernel_problem import Form, turned_bytes
-from .lookup_tables import groups
-from .strict_tiles import StrictTiles
+from .kernel_problem import KernelProblem, transpose_bytes
+from .schedules.blocks_strict import BlocksStrictSchedule
+from .schedules.conv_wgmma import filter_split_k
+from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
-"""A tensor map's coordinates and the kernels' counts are below it."""
+"""Bound of a tensor map's coordinates and of the kernels' counts."""
 _COPIED = 16
-"""Bytes that the copy engine's rows are multiples of."""
+"""Bytes that the length of a TMA row must be a multiple of."""
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
-"""Of a scale that stays a normal number when it is multiplied by log2(e)."""
+"""Range of scales that remain normal numbers when multiplied by log2(e)."""
 COUNTER_BYTES = 4
-"""Of workspace: a counter that deals a launch's items."""
+"""Workspace bytes of a launch's counter of work tiles."""
 PASSES = 2
-"""Of attention's gradients: over rows of blocks and over columns, each with a counter."""
+"""Passes of attention's gradients: over block rows and over block columns, each with a counter."""
 _STEP_OF_8_BITS = 32
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
-_TEAM_BYTES = 512
 _INTEGER_TERMS = 2**17
-"""Products of s8, of at most 2^14, whose sums an int32 doesn't hold."""
+"""Number of s8 products, of at most 2^14 each, whose sum may exceed an int32."""
 
 
 def _beyond(counts: dict[str, int]) -> str | None:
-    """Why the kernels can't count so many, or None."""
+    """The reason why the kernels cannot count that far, or None."""
     for what, count in counts.items():
         if count >= _MOST:
             return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
@@ -59,9 +59,9 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     one = problem.layout
     if problem.element.itemsize == 1 and (reason := _of_8_bits(problem)) is not None:
         return reason
-    turned = [one.name for one in Form(problem).turns(problem)]
+    transposed = [one.name for one in KernelProblem(problem).transposed_operands(problem)]
     for operand in problem.operands():
-        width = operand.shape[-2 if operand.name in turned else -1]
+        width = operand.shape[-2 if operand.name in transposed else -1]
         if operand.name in ("a", "b", "c") and width * operand.element.itemsize % _COPIED:
             return f"needs rows of {operand.name} in multiples of {_COPIED} bytes, got n = {problem.n}"
     coordinates = {
@@ -75,16 +75,16 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _beyond(coordinates)
 
 
-def turned(problem: BlockSparseMatmulDescriptor) -> int:
-    """Bytes of operands that have to be transposed first."""
-    return turned_bytes(Form(problem).turns(problem))
+def transpose_workspace(problem: BlockSparseMatmulDescriptor) -> int:
+    """Bytes of operands that must be transposed first."""
+    return transpose_bytes(KernelProblem(problem).transposed_operands(problem))
 
 
 def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
-    """The instruction takes 32 neighbouring k of either operand at a time."""
+    """Limits of 8-bit elements: the instruction reads 32 neighbouring k of either operand at a time."""
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
-    for one in Form(problem).turns(problem):
+    for one in KernelProblem(problem).transposed_operands(problem):
         if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
@@ -106,7 +106,7 @@ def blocks_strict(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def blocks_strict_any(problem: BlockSparseMatmulDescriptor) -> str | None:
-    return _integer_sums(problem) or grid_limit_refusal(StrictTiles.of(problem, 2**31).blocks(problem))
+    return _integer_sums(problem) or grid_limit_refusal(BlocksStrictSchedule.of(problem, 2**31).ctas(problem))
 
 
 def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
@@ -128,26 +128,26 @@ def _of_attention(problem: BlockSparseAttentionDescriptor, op: BlockSparsePass) 
     if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
         return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
     matrices = problem.batch * one.heads
-    items = {"rows of blocks": matrices * one.block_rows}
+    counts = {"block rows": matrices * one.block_rows}
     if op is BlockSparsePass.BACKWARD:
-        items["columns of blocks"] = matrices * one.block_cols
-    return _beyond(items)
+        counts["block columns"] = matrices * one.block_cols
+    return _beyond(counts)
 
 
 def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
-    """Of Q, in all heads of all batches."""
+    """Rows of Q in all heads of all batch elements."""
     return problem.batch * problem.layout.heads * problem.layout.rows
 
 
 def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
-    """Bytes: of each row of Q two float32, and the counters behind them."""
+    """Workspace bytes: two float32 for each row of Q, and the counters behind them."""
     return 8 * rows_of_queries(problem) + PASSES * COUNTER_BYTES
 
 
 _MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8
-"""What the copy engine's im2col mode takes."""
+"""Limits of TMA's im2col mode."""
 _BEYOND_PIXELS = 1 << 12
-"""That tiles may count past the last one."""
+"""Pixels that tiles may count past the last one."""
 
 
 def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
@@ -160,42 +160,11 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
         if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MOST_OFFSET:
             return f"serves kernels of up to {_MOST_OFFSET} pixels, {_MOST_CORNER} beyond the {name}"
     pixels = problem.batch * max(found.pixels * found.phases, problem.height * problem.width)
-    parts = filter_parts(problem)[0] if problem.op is BlockSparseConvOp.WGRAD else 1
+    parts = filter_split_k(problem)[0] if problem.op is BlockSparseConvOp.WGRAD else 1
     coordinates = {"rows of values": parts * one.blocks * one.block}
     coordinates["tiles"] = -(-pixels // _SMALLEST_TILE) * max(one.block_rows, one.block_cols)
     coordinates["pixels"] = pixels + _BEYOND_PIXELS
     return _beyond(coordinates)
-
-
-_STEP_PIXELS, _LEAST_STEPS, _MOST_PARTS = 64, 8, 32
-_H200_SMS = 132
-"""Bits depend on the split, so every GPU splits as an H200 does."""
-
-
-def filter_parts(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
-    """Parts of the pixels that a filter's gradient sums, and steps of 64 pixels of each: the fastest."""
-    one = problem.layout
-    steps, items = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
-    fit = constants("conv_wgrad_split_k")
-    step_us = fit["step"].get(str(one.block), 1.0)
-
-    def us(parts: int) -> float:
-        waves = -(-parts * items // _H200_SMS)
-        reduce = parts * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if parts > 1 else 0.0
-        return float(waves * (-(-steps // parts) * step_us + fit["tile"]) + reduce)
-
-    most = max(1, min(_MOST_PARTS, steps // _LEAST_STEPS))
-    parts = min(range(1, most + 1), key=lambda count: (us(count), count))
-    each = -(-steps // parts)
-    return max(1, -(-steps // max(each, 1))), each
-
-
-def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
-    """Bytes of the parts of a filter's gradient, in float32."""
-    if problem.op is not BlockSparseConvOp.WGRAD or not problem.reduction:
-        return 0
-    parts, one = filter_parts(problem)[0], problem.layout
-    return 0 if parts == 1 else 4 * parts * one.blocks * one.block**2
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -203,13 +172,6 @@ def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     if largest >= _MOST:
         return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
     return beyond_alpha(problem.alpha)
-
-
-def softmax_teams(problem: BlockSparseSoftmaxDescriptor) -> int:
-    """Teams of warps of the kernel: each has the rows of a line that 512 contiguous bytes of a block hold."""
-    one = problem.layout
-    rows = _TEAM_BYTES // (one.block * problem.element.itemsize)
-    return problem.batch * one.heads * one.rows // rows
 
 
 def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:

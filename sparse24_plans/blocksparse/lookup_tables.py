@@ -1,107 +1,111 @@
 """Look-up tables: what kernels read of a layout, as int32 in one piece of memory that never moves.
 
-The order of a layout's values, row by row, is the one that the tables define; a second set of them walks the
-same blocks column by column.
+The tables define the order of a layout's values, row by row. A second set of tables walks the same blocks
+column by column.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device.devices import current_on
 from ..device.streams import stream_handle
-from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy
+from ..device.tensors import HOST, LOCATION_OF_TYPE, Device, TensorView, check_device, import_cupy
 from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .shape import BlockSparseShape
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
-STRIP = 128
-"""Rows of cells whose blocks kernels take together."""
-TILE = 64
-"""Rows of a narrow strip, which ``sdd`` takes, and the others of small blocks where that is less work."""
-FEW_LINES = 2
-"""Rows of blocks of a strip, up to which kernels read the bits of each."""
-GROUP = 256
-"""Columns of cells of neighbouring blocks of a row that kernels take together."""
+PANEL_ROWS = 128
+"""Rows of cells of a row panel, whose blocks kernels multiply together."""
+NARROW_PANEL_ROWS = 64
+"""Rows of a narrow panel, for ``sdd``, and for small blocks if narrow panels are less work."""
+FEW_BLOCK_ROWS = 2
+"""Most block rows of a panel for which kernels read the bits of each."""
+GROUP_COLUMNS = 256
+"""Columns of cells in a group of neighbouring blocks of a row."""
 
 
 class LookUp(NamedTuple):
-    """The tables of a shape with R rows and C columns of blocks, in the order in which they lie in memory."""
+    """The tables of a shape, in the order of memory. R and C are its block rows and block columns in a head.
+
+    A row panel has 128 rows of cells, and a narrow one has 64, or one block row of larger blocks; a column
+    panel is the same for columns. S, T and U are the panels of a head, its narrow panels and the columns in
+    which the panels of all heads keep a block. Tables named ``panel_pointers``, ``panel_kept`` and
+    ``panel_places`` have entries for blocks of 16 and 32 alone, of which a panel has several block rows.
+    """
 
     row_pointers: Array
-    """[heads * R + 1]: where in the values the blocks of row r of head h, at h * R + r, begin."""
+    """[heads * R + 1]: place in the values where the blocks of row r of head h begin, at h * R + r."""
     columns: Array
     """[blocks]: column of each block in its head."""
     rows: Array
     """[blocks]: h * R + r of each block."""
     column_pointers: Array
-    """[heads * C + 1]: where column c of head h, at h * C + c, begins in the next two."""
+    """[heads * C + 1]: index in ``column_rows`` where column c of head h begins, at h * C + c."""
     column_rows: Array
     """[blocks]: row of each block in its head, column by column."""
     column_order: Array
     """[blocks]: place of each block in the values, column by column."""
     row_bits: Array
-    """[heads * R, ceil(C / 32)]: bit c % 32 of word c / 32 is whether the row keeps column c."""
+    """[heads * R, ceil(C / 32)]: bit c % 32 of word c / 32 tells whether the row keeps column c."""
     column_bits: Array
-    """[heads * C, ceil(R / 32)]: the same of the columns."""
-    row_strips: Array
-    """[heads * S], S = ceil(rows / 128): the strips of 128 rows of cells, those that keep blocks in the most
-    columns first; of equals the first. Strip s of head h is h * S + s."""
-    column_strips: Array
-    """The same of 128 columns."""
-    row_strip_columns: Array
-    """[heads * S]: of how many columns each strip keeps a block."""
-    column_strip_rows: Array
-    """The same of 128 columns."""
+    """[heads * C, ceil(R / 32)]: bit r % 32 of word r / 32 tells whether the column keeps row r."""
+    row_panels: Array
+    """[heads * S]: row panels as h * S + s, those with blocks in the most columns first, ties in order."""
+    column_panels: Array
+    """Column panels, ordered like ``row_panels``."""
+    row_panel_columns: Array
+    """[heads * S]: number of columns in which each row panel keeps a block."""
+    column_panel_rows: Array
+    """Number of rows in which each column panel keeps a block."""
     rows_by_length: Array
-    """[heads * R]: of each head its rows, as h * R + r, those with the most blocks first; of equals the
-    first."""
+    """[heads * R]: rows of each head as h * R + r, those with the most blocks first, ties in order."""
     columns_by_length: Array
-    """[heads * C]: the same of the columns, as h * C + c."""
+    """[heads * C]: columns of each head as h * C + c, those with the most blocks first, ties in order."""
     group_rows: Array
     """[groups]: h * R + r of each group of neighbouring blocks of a row; -1 past the last group."""
     group_firsts: Array
-    """[groups]: place of a group's first block in the values. It has at most ``group_size``."""
-    row_strip_pointers: Array
-    """[heads * S + 1]: where strip s of head h, at h * S + s, begins in the next two. These three are there
-    for blocks of 16 and 32 alone, of which a strip has several rows."""
-    row_strip_met: Array
-    """[U], U at most the blocks: columns in which the strip keeps any block, rising; room is for all."""
-    row_strip_places: Array
-    """[U, 128 / block]: of each such column the place of every row's block in the values, -1: not kept."""
-    column_strip_pointers: Array
-    """The same of strips of 128 columns."""
-    column_strip_met: Array
-    """The same."""
-    column_strip_places: Array
-    """The same."""
-    row_tiles: Array
-    """[heads * T], T = ceil(rows / tile_size): narrow strips, of ``tile_size`` rows, like ``row_strips``."""
-    column_tiles: Array
-    """The same of columns. Of larger blocks than 64 a strip is a row (column) of them."""
-    row_tile_columns: Array
-    """Like ``row_strip_columns``, of narrow strips."""
-    column_tile_rows: Array
-    """The same of columns."""
-    row_tile_pointers: Array
-    """Like those of strips, as are the next ones."""
-    row_tile_met: Array
-    """The same."""
-    row_tile_places: Array
-    """The same."""
-    column_tile_pointers: Array
-    """The same."""
-    column_tile_met: Array
-    """The same."""
-    column_tile_places: Array
-    """The same."""
+    """[groups]: place in the values of each group's first block; a group has at most ``group_size``."""
+    row_panel_pointers: Array
+    """[heads * S + 1]: index in ``row_panel_kept`` where panel s of head h begins, at h * S + s."""
+    row_panel_kept: Array
+    """[U]: increasing columns in which each row panel keeps a block, with room for all."""
+    row_panel_places: Array
+    """[U, 128 / block]: place in the values of each block row's block in that column, -1 if not kept."""
+    column_panel_pointers: Array
+    """Index in ``column_panel_kept`` where each column panel begins."""
+    column_panel_kept: Array
+    """Increasing rows in which each column panel keeps a block."""
+    column_panel_places: Array
+    """Place in the values of each block column's block in that row, -1 if not kept."""
+    row_narrow_panels: Array
+    """[heads * T]: narrow row panels, ordered like ``row_panels``."""
+    column_narrow_panels: Array
+    """Narrow column panels, ordered like ``row_panels``."""
+    row_narrow_panel_columns: Array
+    """[heads * T]: number of columns in which each narrow row panel keeps a block."""
+    column_narrow_panel_rows: Array
+    """Number of rows in which each narrow column panel keeps a block."""
+    row_narrow_panel_pointers: Array
+    """``row_panel_pointers`` for narrow panels."""
+    row_narrow_panel_kept: Array
+    """``row_panel_kept`` for narrow panels."""
+    row_narrow_panel_places: Array
+    """``row_panel_places`` for narrow panels."""
+    column_narrow_panel_pointers: Array
+    """``column_panel_pointers`` for narrow panels."""
+    column_narrow_panel_kept: Array
+    """``column_panel_kept`` for narrow panels."""
+    column_narrow_panel_places: Array
+    """``column_panel_places`` for narrow panels."""
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
-        """Views of the parts of ``memory``, int32 [:func:`length`]."""
+        """Split ``memory``, int32 of :func:`length`, into the tables."""
         ends = np.cumsum(_lengths(shape))[:-1]
         return cls(*np.split(memory, ends))
 
@@ -109,72 +113,82 @@ class LookUp(NamedTuple):
 def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     rows, columns, count = shape.heads * shape.block_rows, shape.heads * shape.block_cols, shape.blocks
     bits = rows * words(shape.block_cols), columns * words(shape.block_rows)
-    strips = shape.heads * head_strips(shape.rows), shape.heads * head_strips(shape.cols)
+    panels = shape.heads * head_panels(shape.rows), shape.heads * head_panels(shape.cols)
     size = group_size(shape)
-    groups = min(count, (count + rows * (size - 1)) // size)  # as many as there can be
+    groups = min(count, (count + rows * (size - 1)) // size)  # the most there can be
     sparse = rows + 1, count, count, columns + 1, count, count
-    tile = tile_size(shape.block)
-    tiles = shape.heads * head_strips(shape.rows, tile), shape.heads * head_strips(shape.cols, tile)
-    strips_met: tuple[int, ...] = (0,) * 6
-    tiles_met = strips_met
-    if strip_lines(shape) > FEW_LINES:
+    tile = narrow_panel_rows(shape.block)
+    narrow = shape.heads * head_panels(shape.rows, tile), shape.heads * head_panels(shape.cols, tile)
+    panels_kept: tuple[int, ...] = (0,) * 6
+    narrow_kept = panels_kept
+    if panel_block_rows(shape) > FEW_BLOCK_ROWS:
         across = shape.block_cols, shape.block_rows
-        strips_met, tiles_met = (
-            _met_lengths(count, counts, across, lines)
-            for counts, lines in ((strips, strip_lines(shape)), (tiles, tile_lines(shape)))
+        panels_kept, narrow_kept = (
+            _kept_lengths(count, counts, across, lines)
+            for counts, lines in ((panels, panel_block_rows(shape)), (narrow, narrow_panel_block_rows(shape)))
         )
-    met = *strips_met, *tiles, *tiles, *tiles_met
-    return *sparse, *bits, *strips, *strips, rows, columns, groups, groups, *met
+    kept_columns = *panels_kept, *narrow, *narrow, *narrow_kept
+    return *sparse, *bits, *panels, *panels, rows, columns, groups, groups, *kept_columns
 
 
-def _met_lengths(count: int, strips: tuple[int, int], across: tuple[int, int], lines: int) -> tuple[int, ...]:
-    """Of both sides: strips, columns that they meet, and places."""
-    met = [min(count, one * other) for one, other in zip(strips, across, strict=True)]
-    return strips[0] + 1, met[0], met[0] * lines, strips[1] + 1, met[1], met[1] * lines
+def _kept_lengths(
+    count: int, panels: tuple[int, int], across: tuple[int, int], lines: int
+) -> tuple[int, ...]:
+    """Lengths for both sides: pointers of panels, kept columns, and places."""
+    kept_columns = [min(count, one * other) for one, other in zip(panels, across, strict=True)]
+    return (
+        panels[0] + 1,
+        kept_columns[0],
+        kept_columns[0] * lines,
+        panels[1] + 1,
+        kept_columns[1],
+        kept_columns[1] * lines,
+    )
 
 
 def words(bits: int) -> int:
-    """Int32s of so many bits."""
+    """Number of int32 that hold so many bits."""
     return -(-bits // 32)
 
 
-def head_strips(cells: int, size: int = STRIP) -> int:
-    """Strips of a head, of so many rows or columns of cells, each of ``size``."""
+def head_panels(cells: int, size: int = PANEL_ROWS) -> int:
+    """Number of panels of ``size`` cells that cover a head's rows or columns."""
     return -(-cells // size)
 
 
-def tile_size(block: int) -> int:
-    """Cells of a narrow strip."""
-    return max(TILE, block)
+def narrow_panel_rows(block: int) -> int:
+    """Rows of cells of a narrow panel."""
+    return max(NARROW_PANEL_ROWS, block)
 
 
-def tile_lines(shape: BlockSparseShape) -> int:
-    """Rows of blocks of a narrow strip."""
-    return tile_size(shape.block) // shape.block
+def narrow_panel_block_rows(shape: BlockSparseShape) -> int:
+    """Block rows of a narrow panel."""
+    return narrow_panel_rows(shape.block) // shape.block
 
 
-def met_share(shape: BlockSparseShape, lines: int) -> float:
-    """Of the columns, those in which so many lines keep any block, were the kept blocks random."""
+def expected_occupancy(shape: BlockSparseShape, lines: int) -> float:
+    """Expected fraction of columns in which ``lines`` block rows keep any block, if blocks are kept at
+    random."""
     return 1 - (1 - shape.density) ** lines
 
 
-def strip_lines(shape: BlockSparseShape) -> int:
-    """Rows of blocks of a strip."""
-    return STRIP // shape.block
+def panel_block_rows(shape: BlockSparseShape) -> int:
+    """Block rows of a panel."""
+    return PANEL_ROWS // shape.block
 
 
 def group_size(shape: BlockSparseShape) -> int:
-    """The most blocks of a group."""
-    return GROUP // shape.block
+    """Most blocks of a group."""
+    return GROUP_COLUMNS // shape.block
 
 
 def groups(shape: BlockSparseShape) -> int:
-    """The most groups of such a layout."""
+    """Most groups of a layout of this shape."""
     return _lengths(shape)[LookUp._fields.index("group_rows")]
 
 
 def addresses(start: int, shape: BlockSparseShape) -> dict[str, int]:
-    """Where each table lies, by name, when the first is at ``start``."""
+    """Address of each table by name, for tables at ``start``."""
     found, at = {}, start
     for name, count in zip(LookUp._fields, _lengths(shape), strict=True):
         found[name] = at
@@ -183,7 +197,7 @@ def addresses(start: int, shape: BlockSparseShape) -> dict[str, int]:
 
 
 def length(shape: BlockSparseShape) -> int:
-    """Int32s of the tables of such a layout."""
+    """Number of int32 in the tables of this shape."""
     return sum(_lengths(shape))
 
 
@@ -194,20 +208,20 @@ class BlockSparseTables:
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
+    __slots__ = ("_memory", "_there", "_view", "device", "identity", "lookup", "shape")
 
     shape: BlockSparseShape
-    """Of the layouts that they can be of."""
+    """Shape of the layouts that the tables can describe."""
     device: Device
-    """Where plans read them."""
+    """Device on which plans read the tables."""
     lookup: LookUp
     """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on."""
 
     def __init__(self, layout: BlockSparseLayout, device: Device = HOST) -> None:
-        """In memory of their own on ``device``; on a GPU, filled on CuPy's current stream.
+        """Allocate tables on ``device``; on a GPU they are filled on CuPy's current stream.
 
-        Raises InvalidProblemError for anything but a layout, BackendUnavailableError where CuPy or the device
-        is missing, or its memory is full.
+        Raises InvalidProblemError for anything but a layout, BackendUnavailableError if CuPy or the device is
+        missing or its memory is full.
         """
         shape = _checked(layout).shape
         self._set(shape, np.empty(length(shape), np.int32), check_device("device", device))
@@ -215,6 +229,7 @@ class BlockSparseTables:
 
     def _set(self, shape: BlockSparseShape, memory: Array, device: Device) -> None:
         self.shape, self._memory, self.device = shape, memory, device
+        self.identity = object()
         shown = memory.view()
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
@@ -237,7 +252,7 @@ class BlockSparseTables:
         self._copy(handle)
 
     def _copy(self, stream: int) -> None:
-        """To the device. The driver has taken what lies in pageable memory when the call returns."""
+        """Copy to the device. The driver has read pageable memory when the call returns."""
         if self._there is not None:
             with current_on(self.device):
                 self._there.data.copy_from_host_async(
@@ -246,7 +261,7 @@ class BlockSparseTables:
 
     @property
     def view(self) -> TensorView:
-        """All of them, read-only: int32, one table behind the other."""
+        """All tables, read-only: int32, one behind the other."""
         return self._view
 
     def __repr__(self) -> str:
@@ -259,8 +274,11 @@ class BlockSparseTables:
         return _restored, (self.shape, self._memory, self.device)
 
 
+LOCATION_OF_TYPE[BlockSparseTables] = attrgetter("identity")
+
+
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
-    if memory.size != length(shape):  # another version's
+    if memory.size != length(shape):  # written by another version
         raise InvalidProblemError(
             f"tables: expected {length(shape)} integers for {shape}, got {memory.size}; make them anew"
         )
@@ -271,7 +289,7 @@ def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSp
 
 
 def _allocated(count: int, device: Device) -> Any:
-    """Int32s on a GPU."""
+    """Allocate int32 on a GPU."""
     cupy = import_cupy()
     try:
         with current_on(device):
@@ -300,32 +318,43 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     column = tables.columns + head * np.int32(across)
     columns = shape.heads * across
     if columns <= 1 << 16:
-        column = column.astype(np.uint16)  # which NumPy sorts by radix
+        column = column.astype(np.uint16)  # NumPy sorts 16-bit integers by radix
     tables.column_order[...] = np.argsort(column, kind="stable")
     np.take(row, tables.column_order, out=tables.column_rows)
     tables.column_pointers[0] = 0
     np.cumsum(np.bincount(column, minlength=columns), out=tables.column_pointers[1:])
     _fill_bits(kept, tables.row_bits)
-    _fill_strips(kept, strip_lines(shape), tables.row_strips, tables.row_strip_columns)
-    turned = np.ascontiguousarray(kept.transpose(0, 2, 1))
-    _fill_bits(turned, tables.column_bits)
-    _fill_strips(turned, strip_lines(shape), tables.column_strips, tables.column_strip_rows)
-    _fill_strips(kept, tile_lines(shape), tables.row_tiles, tables.row_tile_columns)
-    _fill_strips(turned, tile_lines(shape), tables.column_tiles, tables.column_tile_rows)
+    _fill_panels(kept, panel_block_rows(shape), tables.row_panels, tables.row_panel_columns)
+    transposed = np.ascontiguousarray(kept.transpose(0, 2, 1))
+    _fill_bits(transposed, tables.column_bits)
+    _fill_panels(transposed, panel_block_rows(shape), tables.column_panels, tables.column_panel_rows)
+    _fill_panels(
+        kept, narrow_panel_block_rows(shape), tables.row_narrow_panels, tables.row_narrow_panel_columns
+    )
+    _fill_panels(
+        transposed,
+        narrow_panel_block_rows(shape),
+        tables.column_narrow_panels,
+        tables.column_narrow_panel_rows,
+    )
     tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
     tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
-    if strip_lines(shape) > FEW_LINES:
+    if panel_block_rows(shape) > FEW_BLOCK_ROWS:
         places = np.full(kept.shape, -1, np.int32)
         places[kept] = np.arange(shape.blocks)
-        found = tables.row_strip_pointers, tables.row_strip_met, tables.row_strip_places
-        _fill_met(places, strip_lines(shape), *found)
-        found = tables.column_strip_pointers, tables.column_strip_met, tables.column_strip_places
-        _fill_met(places.transpose(0, 2, 1), strip_lines(shape), *found)
-        found = tables.row_tile_pointers, tables.row_tile_met, tables.row_tile_places
-        _fill_met(places, tile_lines(shape), *found)
-        found = tables.column_tile_pointers, tables.column_tile_met, tables.column_tile_places
-        _fill_met(places.transpose(0, 2, 1), tile_lines(shape), *found)
+        found = tables.row_panel_pointers, tables.row_panel_kept, tables.row_panel_places
+        _fill_kept_columns(places, panel_block_rows(shape), *found)
+        found = tables.column_panel_pointers, tables.column_panel_kept, tables.column_panel_places
+        _fill_kept_columns(places.transpose(0, 2, 1), panel_block_rows(shape), *found)
+        found = tables.row_narrow_panel_pointers, tables.row_narrow_panel_kept, tables.row_narrow_panel_places
+        _fill_kept_columns(places, narrow_panel_block_rows(shape), *found)
+        found = (
+            tables.column_narrow_panel_pointers,
+            tables.column_narrow_panel_kept,
+            tables.column_narrow_panel_places,
+        )
+        _fill_kept_columns(places.transpose(0, 2, 1), narrow_panel_block_rows(shape), *found)
 
 
 def _fill_bits(kept: Any, bits: Array) -> None:
@@ -335,8 +364,8 @@ def _fill_bits(kept: Any, bits: Array) -> None:
     bits[...] = packed.view("<i4").reshape(-1)
 
 
-def _fill_strips(kept: Any, size: int, order: Array, counts: Array) -> None:
-    """Of so many lines each."""
+def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
+    """Fill the tables of panels that have ``size`` block rows each."""
     any_of_strip = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
@@ -345,20 +374,22 @@ def _fill_strips(kept: Any, size: int, order: Array, counts: Array) -> None:
     order[...] = np.argsort(-counts, kind="stable")
 
 
-def _fill_met(places: Array, size: int, pointers: Array, met: Array, of_lines: Array) -> None:
-    """``places`` [heads, lines, across]: of every block, -1 where it isn't kept."""
+def _fill_kept_columns(
+    places: Array, size: int, pointers: Array, kept_columns: Array, of_lines: Array
+) -> None:
+    """Fill the kept columns of panels. ``places`` [heads, lines, across] is -1 for blocks not kept."""
     heads, lines, across = places.shape
     of_head = -(-lines // size)
     padded = np.full((heads, of_head * size, across), -1, np.int32)
     padded[:, :lines] = places
-    strips = padded.reshape(heads * of_head, size, across).transpose(0, 2, 1)
-    strip, column = np.nonzero((strips >= 0).any(axis=-1))
+    panels = padded.reshape(heads * of_head, size, across).transpose(0, 2, 1)
+    panel, column = np.nonzero((panels >= 0).any(axis=-1))
     pointers[0] = 0
-    np.cumsum(np.bincount(strip, minlength=len(strips)), out=pointers[1:])
-    met[...] = 0
+    np.cumsum(np.bincount(panel, minlength=len(panels)), out=pointers[1:])
+    kept_columns[...] = 0
     of_lines[...] = -1
-    met[: len(column)] = column
-    of_lines[: len(column) * size] = strips[strip, column].reshape(-1)
+    kept_columns[: len(column)] = column
+    of_lines[: len(column) * size] = panels[panel, column].reshape(-1)
 
 
 def _by_length(pointers: Array, heads: int) -> Array:
@@ -378,7 +409,7 @@ def _fill_groups(tables: LookUp, size: int) -> None:
 
 
 def view_of(shape: BlockSparseShape, given: object) -> TensorView:
-    """The memory of tables of such layouts. Raises InvalidProblemError for anything else."""
+    """Return the memory of tables of this shape. Raises InvalidProblemError for anything else."""
     if type(given) is not BlockSparseTables:
         hint = "; call plan.pack(layout)" if type(given) is BlockSparseLayout else ""
         raise InvalidProblemError(f"layout: expected BlockSparseTables, got {type(given).__name__}{hint}")

@@ -28,7 +28,7 @@ ALONG = ("columns", "rows")
 
 
 def compress_blocks(layout: BlockSparseLayout, values: Any, *, along: Along) -> tuple[Array, Array]:
-    """What is kept of ``values`` [Z, blocks, block, block], f16 or bf16, whose blocks of 64 or 128 are 2:4.
+    """Compress ``values`` [Z, blocks, block, block], f16 or bf16, whose blocks of 64 or 128 are 2:4.
 
     ``along``: what the groups of four lie along, and the product sums over: ``columns`` of the stored blocks
     for ``dsd``, and for ``dds`` with trans_b; ``rows`` for ``dds``, and for ``dsd`` with trans_a. A line is a
@@ -127,7 +127,8 @@ def prune_blocks(
 
 
 def codes_of(metadata: Array) -> Array:
-    """Codes uint8 [Z, blocks, block, block/4] of metadata uint8 [Z, blocks, block, block/8], unchecked."""
+    """Unpack codes uint8 [Z, blocks, block, block/4] from metadata uint8 [Z, blocks, block, block/8],
+    unchecked."""
     batch, blocks, block, _ = metadata.shape
     words = np.ascontiguousarray(metadata).view("<u2").reshape(batch, blocks, *_tiled(block))
     halves = words.transpose(0, 1, 2, 3, 7, 4, 6, 5).reshape(batch, blocks, block, block // 16, 1)
@@ -136,7 +137,7 @@ def codes_of(metadata: Array) -> Array:
 
 
 def metadata_of(codes: Array) -> Array:
-    """The inverse of :func:`codes_of`."""
+    """Pack codes into metadata: the inverse of :func:`codes_of`."""
     batch, blocks, block, _ = codes.shape
     nibbles = codes.reshape(batch, blocks, block, block // 16, 4).astype(np.uint16)
     halves = np.bitwise_or.reduce(nibbles << np.arange(0, 16, 4, dtype=np.uint16), axis=-1)
@@ -146,14 +147,14 @@ def metadata_of(codes: Array) -> Array:
 
 
 def whole(values: Array, codes: Array) -> Array:
-    """Lines [.., block] of kept ones [.., block/2], zeros elsewhere; by codes [.., block/4]."""
+    """Expand kept values [.., block/2] into lines [.., block], zero elsewhere, by codes [.., block/4]."""
     *outer, width = values.shape
     found: Array = canonical.scatter(_rows(values), codes.reshape(-1))
     return found.reshape(*outer, 2 * width)
 
 
 def positions(codes: Array) -> Array:
-    """In its line the column of each kept value, [.., block/2], of codes [.., block/4]."""
+    """Column of each kept value in its line, [.., block/2], from codes [.., block/4]."""
     *outer, groups = codes.shape
     found: Array = canonical.positions(codes.reshape(-1, groups))
     return found.reshape(*outer, 2 * groups)
@@ -171,7 +172,7 @@ def _rows(lines: Array) -> Array:
 
 
 def _lined(blocks: Array, along: object) -> Array:
-    """The blocks with what the product sums over last; and back."""
+    """Move the summed dimension of the blocks last, or back."""
     if not isinstance(along, str) or along not in ALONG:
         raise wrong("along", "columns or rows", along)
     return blocks if along == "columns" else blocks.swapaxes(-1, -2)
@@ -184,7 +185,7 @@ def _kept(lines: Array, codes: Array, element: ElementKind) -> tuple[Array, Arra
 
 
 def _cells(layout: BlockSparseLayout, values: Any, kept: int = 4) -> tuple[Array, ElementKind]:
-    """Bits of values [Z, blocks, block, ..] that have so many cells of four, and their element."""
+    """Bits and element of values [Z, blocks, block, ..] that have ``kept`` of every four cells."""
     if type(layout) is not BlockSparseLayout:
         raise wrong("layout", "BlockSparseLayout", layout)
     one = layout.shape
@@ -218,7 +219,7 @@ def _grid(cells: Array, block: object) -> tuple[int, int, int]:
 
 
 def _weights(blocks: Array, *, squared: bool) -> Array:
-    """Of blocks [count, b, b]; of one with a NaN Inf, which nothing exceeds."""
+    """Weights of blocks [count, b, b]. A block with a NaN weighs Inf, which nothing exceeds."""
     with np.errstate(all="ignore"):
         wide = blocks.astype(np.float64)
         found: Array = (wide * wide if squared else wide).sum(axis=(1, 2))
@@ -226,7 +227,7 @@ def _weights(blocks: Array, *, squared: bool) -> Array:
 
 
 def _heaviest(weights: Array, density: object) -> Array:
-    """Which are kept."""
+    """Choose the heaviest blocks."""
     if type(density) not in (int, float) or not 0 <= density <= 1:  # type: ignore[operator]
         raise wrong("density", "a number from 0 to 1", density)
     kept = np.zeros(len(weights), bool)
@@ -235,6 +236,6 @@ def _heaviest(weights: Array, density: object) -> Array:
 
 
 def _where(layout: BlockSparseLayout, index: int) -> str:
-    """Of values of all batches in a row, the block of this index."""
+    """Name the block of this index among the values of all batch elements."""
     batch, place = divmod(index, layout.shape.blocks)
     return f"{place_of(layout.to_coo()[:, place])}, batch {batch}"

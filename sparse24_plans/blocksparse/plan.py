@@ -28,14 +28,15 @@ from .lookup_tables import BlockSparseTables, view_of
 
 
 class BlockSparsePlan(Plan):
-    """What the plans of this family share."""
+    """Base of the family's plans."""
 
     descriptor: BlockSparseDescriptor
 
     def pack(self, layout: BlockSparseLayout) -> BlockSparseTables:
-        """The layout's look-up tables, on the plan's device. They serve every plan of the layout's shape.
+        """Return the layout's look-up tables, on the plan's device. They serve every plan of the layout's
+        shape.
 
-        Raises InvalidProblemError where the shape isn't the descriptor's.
+        Raises InvalidProblemError if the shape is not the descriptor's.
         """
         tables = BlockSparseTables(layout, self._home)
         view_of(self.descriptor.layout, tables)

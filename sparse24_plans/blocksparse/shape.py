@@ -1,4 +1,4 @@
-"""All that the choice of a kernel may know of a layout: its sizes and how many blocks it keeps."""
+"""Shapes of layouts: sizes and the number of kept blocks, all that the choice of a kernel sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..vocab import Integer, Model
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MOST = 2**31 - 1
-"""Of anything that look-up tables count: they are int32."""
+"""Most of anything that look-up tables count, since they are int32."""
 
 _Counted = Annotated[int, Integer(most=MOST)]
 
@@ -61,12 +61,12 @@ class BlockSparseShape(Model):
 
     @property
     def block_rows(self) -> int:
-        """Rows of blocks of a head."""
+        """Block rows of a head."""
         return self.rows // self.block
 
     @property
     def block_cols(self) -> int:
-        """Columns of blocks of a head."""
+        """Block columns of a head."""
         return self.cols // self.block
 
     @property

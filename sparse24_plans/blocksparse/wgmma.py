@@ -1,4 +1,4 @@
-"""What the backends on Hopper's tensor cores share: tensor maps."""
+"""Tensor maps of the backends on Hopper's tensor cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from ..device.tensors import TensorView
 
 
 def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    """Of a view [Z, heads, rows, columns]: a box (rows, columns) is of one matrix. Raises LibraryError."""
+    """Tensor map of a view [Z, heads, rows, columns], whose box (rows, columns) lies in one matrix.
+
+    Raises LibraryError.
+    """
     batch, heads, rows, columns = view.shape
     return cuda_driver_abi.swizzled_matrices_map(
         view.address, (batch * heads, rows, columns), view.element.itemsize, box
@@ -15,7 +18,7 @@ def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
 
 
 def rows_map(view: TensorView, box: tuple[int, int]) -> bytes:
-    """Of a view of four sizes as one matrix, with the last as columns. Raises LibraryError."""
+    """Tensor map of a view of four sizes as one matrix with the last as columns. Raises LibraryError."""
     first, second, third, columns = view.shape
     size = view.element.itemsize
     return cuda_driver_abi.swizzled_matrix_map(

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import record as bench_record
-from ..bench.record import BLOCKS_KEYS, TORCH_KEYS
 from ..bench.scope import BACKENDS, PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
 from ..device.files import check_writable
-from ..errors import BackendUnavailableError, InvalidProblemError
+from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
@@ -35,8 +34,6 @@ from .output import emit, progress, reported
 from .tables import Json, show_line
 
 _ALL_SHAPES = len(SHAPES)
-_SHARES = (1, 2, 4, 8)
-"""GPUs that the decoder's 8 heads of keys and values can be shared by."""
 
 RecordOption = Annotated[
     Path | None,
@@ -50,7 +47,10 @@ ShapesOption = Annotated[
 ]
 BackendsOption = Annotated[
     list[str] | None,
-    word_option(known=BACKENDS, meaning="Only this backend; repeatable, all by default."),
+    word_option(
+        known=BACKENDS,
+        meaning="Force only this backend beside what select chooses; repeatable, all by default.",
+    ),
 ]
 PartsOption = Annotated[
     list[str] | None,
@@ -58,28 +58,11 @@ PartsOption = Annotated[
         known=PARTS, meaning="Only this part of the record; repeatable, all by default.", metavar="PART"
     ),
 ]
-SeedOption = Annotated[
-    int | None,
+SecondsOption = Annotated[
+    float | None,
     typer.Option(
-        "--random",
-        metavar="SEED",
-        help="Instead of the record's shapes, those of other models and ragged ones, with any N.",
+        "--seconds", min=0, metavar="S", help="Begin nothing new after S seconds; the next run goes on."
     ),
-]
-TorchOption = Annotated[
-    bool,
-    typer.Option(
-        "--torch", help="Instead, what a user of PyTorch gets: host time a call, and a Llama-3.1-8B decoder."
-    ),
-]
-BlocksOption = Annotated[
-    bool,
-    typer.Option(
-        "--blocksparse", help="Instead, products of block-sparse matrices and attention, beside PyTorch's."
-    ),
-]
-GpusOption = Annotated[
-    int, typer.Option("--gpus", metavar="N", help=f"With --torch: GPUs that share the decoder, of {_SHARES}.")
 ]
 
 
@@ -90,43 +73,19 @@ def bench(
     element: ElementsOption = None,
     backend: BackendsOption = None,
     only: PartsOption = None,
-    random: SeedOption = None,
-    with_torch: TorchOption = False,
-    gpus: GpusOption = 1,
-    blocksparse: BlocksOption = False,
+    seconds: SecondsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels beside dense cuBLAS and cuSPARSELt.
 
     And preparing weights beside a device copy. Needs a GPU.
 
-    A record of this machine and of the same kernels that is there already gets what is measured added.
+    Of a record of this machine and of the same kernels that is there already, only what it lacks is measured.
     PyTorch, where it is installed, gives the times of cuBLAS.
     """
-    of_the_grid = bool(n or backend or only or shapes != _ALL_SHAPES)
-    if gpus not in _SHARES or (gpus > 1 and not with_torch):
-        raise typer.BadParameter(f"--gpus: expected one of {_SHARES}, with --torch, got {gpus}")
-    if blocksparse:
-        if of_the_grid or element or random is not None or with_torch:
-            raise typer.BadParameter("--blocksparse takes --out alone")
-        with reported(as_json):
-            emit(_measure_blocks(out, quiet=as_json), times.show_blocks, as_json=as_json)
-        return
-    if with_torch:
-        if of_the_grid or element or random is not None:
-            raise typer.BadParameter("--torch takes --gpus and --out alone")
-        with reported(as_json):
-            emit(_measure_torch(gpus, out, quiet=as_json), times.show_torch, as_json=as_json)
-        return
-    if random is not None:
-        if of_the_grid:
-            raise typer.BadParameter("--random takes --element and --out alone")
-        with reported(as_json):
-            emit(_measure_random(random, element, out, quiet=as_json), times.show_random, as_json=as_json)
-        return
     scope = _scope(n, shapes, element, backend, only)
     with reported(as_json):
-        emit(_measure(scope, out, quiet=as_json), times.show_benchmark, as_json=as_json)
+        emit(_measure(scope, out, seconds, quiet=as_json), times.show_benchmark, as_json=as_json)
 
 
 def _scope(
@@ -148,91 +107,24 @@ def _scope(
         raise typer.BadParameter(f"--{error}") from error
 
 
-def _measure(scope: Scope, out: Path | None, *, quiet: bool) -> Json:
+def _measure(scope: Scope, out: Path | None, seconds: float | None, *, quiet: bool) -> Json:
     """Writes the record as it grows: an interrupted run leaves what it has."""
+    if out is not None:
+        check_writable(out)
+        bench_record.to_extend(out)  # raises before a GPU is asked for
+    about = bench_record.machine()  # raises without a GPU, before anything is shown
     from ..bench import run  # PyTorch comes with it
 
-    before = None
-    if out is not None:
-        check_writable(out)
-        before = bench_record.to_extend(out)
-    bench_record.machine()  # raises without a GPU, before anything is shown
-    with progress("measuring", scope.steps, quiet) as advance:
-
-        def keep(found: Json) -> None:
-            if out is not None:
-                bench_record.save(bench_record.merged(before, found) if before else found, out)
-
-        record: Json = run.measure(scope, lambda: advance(1), keep)
-    return record
-
-
-def _measure_torch(gpus: int, out: Path | None, *, quiet: bool) -> Json:
-    """Writes the record as it grows: an interrupted run leaves what it has."""
-    before = None
-    if out is not None:
-        check_writable(out)
-        before = bench_record.to_extend(out, TORCH_KEYS)
-    bench_record.machine()  # raises without a GPU, before anything is shown
-    try:
-        from ..bench import torch_run
-    except ImportError as error:
-        raise BackendUnavailableError(str(error)) from error
-    torch_run.check_gpus(gpus)
-    with progress("measuring", torch_run.STEPS, quiet) as advance:
-
-        def keep(found: Json) -> None:
-            if out is not None:
-                bench_record.save(bench_record.merged(before, found, TORCH_KEYS) if before else found, out)
-
-        record: Json = torch_run.measure(gpus, lambda: advance(1), keep)
-    return record
-
-
-def _measure_blocks(out: Path | None, *, quiet: bool) -> Json:
-    """Writes the record as it grows: an interrupted run leaves what it has."""
-    before = None
-    if out is not None:
-        check_writable(out)
-        before = bench_record.to_extend(out, BLOCKS_KEYS)
-    bench_record.machine()  # raises without a GPU, before anything is shown
-    from ..bench import blocks  # PyTorch comes with it
-
-    with progress("measuring", len(blocks.every_cell()), quiet) as advance:
-
-        def keep(found: Json) -> None:
-            if out is not None:
-                bench_record.save(bench_record.merged(before, found, BLOCKS_KEYS) if before else found, out)
-
-        record: Json = blocks.measure(lambda: advance(1), keep)
+    steps = run.steps(scope)
+    with progress("measuring", len(steps), quiet) as advance:
+        record: Json = bench_record.take(
+            steps, about, path=out, seconds=seconds, on_step=lambda step: advance(1)
+        )
     return record
 
 
 def _tunable(name: str) -> str:
     return one_of(row.name for row in ENTRIES if row.kernel.tunable)(name)
-
-
-def _measure_random(seed: int, elements: list[ElementKind] | None, out: Path | None, *, quiet: bool) -> Json:
-    """Writes the record as it grows. A seed's record is whole: there is nothing to add to one."""
-    from ..bench import random_cells  # PyTorch comes with it
-
-    chosen = elements or tuple(random_cells.MATRICES)
-    if unknown := [one for one in chosen if one not in random_cells.MATRICES]:
-        known = ", ".join(random_cells.MATRICES)
-        raise InvalidProblemError(f"element: expected one of {known}, got {unknown[0]}")
-    if out is not None:
-        if out.exists():
-            raise InvalidProblemError(f"{out}: expected a new file, got one that is there; remove it first")
-        check_writable(out)
-    bench_record.machine()  # raises without a GPU, before anything is shown
-    with progress("measuring", len(random_cells.drawn(seed, chosen)), quiet) as advance:
-
-        def keep(found: Json) -> None:
-            if out is not None:
-                bench_record.save(found, out)
-
-        record: Json = random_cells.measure(seed, chosen, lambda: advance(1), keep)
-    return record
 
 
 def tune(

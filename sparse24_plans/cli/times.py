@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..bench.random_figures import random_summary, with_worst
 from .tables import Column, Json, shape_text, show_line, show_table, time_text
 
 
@@ -16,108 +15,11 @@ def _matrix(row: Json) -> str:
 def show_benchmark(record: Json) -> None:
     """What the record holds: products, preparation of weights, the host's times."""
     _show_products(record["gemm"])
+    _show_epilogues(record["epilogues"])
     _show_preparation(record["prepare"], record.get("prepare_peers", []))
     rows = [{"call": name, "time": value} for name, value in record["host"].items()]
     columns = Column("of the host", "call"), Column("time", "time", right=True)
     show_table(columns, rows, title="host: microseconds (_us) or seconds (_s) of a call")
-
-
-def show_random(record: Json) -> None:
-    """What the record says by element and number of tokens: means and the worst cell, then that cell."""
-    columns = (
-        Column("element", "element"),
-        Column("N", "tokens"),
-        Column("cells", "cells", right=True),
-        Column("over dense", partial(_ratio, "mean"), right=True),
-        Column("worst", partial(_ratio, "worst"), right=True),
-        Column("at", lambda row: row["at"] or "-"),
-        Column("invariant / auto", lambda row: with_worst(row, "invariant"), right=True),
-        Column("auto / best", lambda row: with_worst(row, "best"), right=True),
-    )
-    show_table(columns, random_summary(record))
-    show_line(f"seed {record['seed']}, {record['gpu']}")
-
-
-def show_torch(record: Json) -> None:
-    """What the record says of the decoder, over the dense one, and of the host's time a call."""
-    columns = (
-        Column("", lambda row: f"{row['kind']} of {row['n'] if row['tokens'] == 1 else row['tokens']}"),
-        Column("GPUs", "gpus", right=True),
-        Column("dense", partial(_ms, "graph_dense_ms"), right=True),
-        Column("sparse", partial(_ms, "graph_sparse_ms"), right=True),
-        Column("over dense", partial(_of_dense, "graph", "sparse"), right=True),
-        Column("invariant", partial(_of_dense, "graph", "invariant"), right=True),
-        Column("eager", partial(_of_dense, "eager", "sparse"), right=True),
-    )
-    title = "Llama-3.1-8B's shapes, 16 layers: ms in a CUDA graph, and the speed over dense"
-    show_table(columns, record["decoder"], title=title)
-    rows = [{"call": name, "time": value} for name, value in record["host"].items()]
-    if rows:
-        show_table((Column("host", "call"), Column("us a call", "time", right=True)), rows)
-
-
-def show_blocks(record: Json) -> None:
-    """Microseconds of each product, and the speed over dense cuBLAS and over PyTorch's BSR."""
-
-    def over(peer: str, row: Json) -> str:
-        return f"{row[peer] / row['us']:.2f}x" if row[peer] else "-"
-
-    columns = (
-        Column("op", "op"),
-        Column("M x K", _matrix),
-        Column("N", "n", right=True),
-        Column("block", "block", right=True),
-        Column("kept", lambda row: f"{row['density']:.0%} {row['pattern']}"),
-        Column("us", partial(_time, "us"), right=True),
-        Column("over dense", partial(over, "dense_us"), right=True),
-        Column("over BSR", partial(over, "torch_bsr_us"), right=True),
-        Column("kernel", "backend", optional=True),
-    )
-    show_table(columns, record["products"], title="products of block-sparse matrices: microseconds")
-    _show_blocks24(record)
-    _show_attention(record)
-
-
-def _show_blocks24(record: Json) -> None:
-    columns = (
-        Column("op", "op"),
-        Column("M x K", _matrix),
-        Column("N", "n", right=True),
-        Column("block", "block", right=True),
-        Column("kept", lambda row: f"{row['density']:.0%}"),
-        Column("us", partial(_time, "us"), right=True),
-        Column("over whole blocks", lambda row: f"{row['blocks_us'] / row['us']:.2f}x", right=True),
-        Column("over dense", lambda row: f"{row['dense_us'] / row['us']:.2f}x", right=True),
-        Column("kernel", "backend", optional=True),
-    )
-    show_table(columns, record["sparse24"], title="products of blocks that are 2:4: microseconds")
-
-
-def _show_attention(record: Json) -> None:
-    columns = (
-        Column("attention", "direction"),
-        Column("tokens", "tokens", right=True),
-        Column("heads", lambda row: f"{row['heads']} x {row['head_size']}", right=True),
-        Column("block", "block", right=True),
-        Column("kept", lambda row: f"{row['density']:.0%}", right=True),
-        Column("us", partial(_time, "us"), right=True),
-        Column("over dense", lambda row: f"{row['dense_us'] / row['us']:.2f}x", right=True),
-        Column("TFLOP/s", lambda row: f"{row['tflops']:.0f}", right=True),
-    )
-    show_table(columns, record["attention"], title="attention over kept blocks: microseconds")
-
-
-def _ms(key: str, row: Json) -> str:
-    return "-" if row[key] is None else f"{row[key]:.2f}"
-
-
-def _of_dense(mode: str, name: str, row: Json) -> str:
-    dense, ours = (row[f"{mode}_{one}_ms"] for one in ("dense", name))
-    return "-" if dense is None or ours is None else f"{dense / ours:.2f}x"
-
-
-def _ratio(key: str, row: Json) -> str:
-    return "-" if row[key] is None else f"{row[key]:.2f}x"
 
 
 def _time(key: str, row: Json) -> str:
@@ -155,6 +57,20 @@ def _show_products(rows: list[Json]) -> None:
         ),
     )
     show_table(columns, cells.values(), title="products: microseconds, and how often auto goes into dense")
+
+
+def _show_epilogues(rows: list[Json]) -> None:
+    """Microseconds beside the plain product."""
+    columns = (
+        Column("epilogue", "epilogue"),
+        Column("element", "element"),
+        Column("M x K", _matrix),
+        Column("N", "n", right=True),
+        Column("us", partial(_time, "us"), right=True),
+        Column("plain", partial(_time, "identity_us"), right=True),
+        Column("us / plain", lambda row: f"{row['us'] / row['identity_us']:.2f}", right=True),
+    )
+    show_table(columns, rows, title="epilogues: microseconds, beside the plain product")
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:

@@ -1,7 +1,7 @@
-"""Zero-copy views of any framework's tensors: what ``TensorView.of`` tries, and where operands lie.
+"""Zero-copy views of any framework's tensors, and the locations that key caches of launches.
 
-No framework is imported here. A tensor is read through the first of these that it has: NumPy or CuPy
-array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, ``__array_interface__``.
+This module imports no framework. It reads a tensor through the first interface that the tensor has: NumPy or
+CuPy array, ``data_ptr()`` (PyTorch), ``__cuda_array_interface__``, ``__dlpack__``, ``__array_interface__``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from .tensors import (
     READ_OF_TYPE,
     Adapter,
     Device,
-    Read,
     TensorView,
-    Workspace,
     checked_view,
     contiguous_strides,
     element_of,
@@ -97,7 +95,7 @@ def _from_torch(obj: Any, element: ElementKind | None, argument: str) -> TensorV
         address = obj.data_ptr()
     except RuntimeError as error:
         raise InvalidProblemError(f"{argument}: expected a tensor with storage: {error}") from error
-    if address == obj.storage_offset() * kind.itemsize:  # of storage that was resized to nothing
+    if address == obj.storage_offset() * kind.itemsize:  # its storage was resized to nothing
         address = 0
     return honest_view(address, tuple(obj.shape), kind, device, obj.stride(), False, obj, argument)
 
@@ -147,7 +145,7 @@ def _from_array_interface(obj: Any, element: ElementKind | None, argument: str) 
 
 
 def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner: object) -> TensorView:
-    """A view, on the host for now, from the dictionary that both array interfaces give."""
+    """A view from an array interface's dictionary. It is on the host until the caller says otherwise."""
     try:
         dtype, shape = np.dtype(about["typestr"]), about["shape"]
         address, readonly = about["data"]
@@ -159,7 +157,7 @@ def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner
         raise InvalidProblemError(f"{argument}: expected a tensor without a mask")
     kind = element_of(dtype, element, argument)
     view = checked_view(address, shape, kind, HOST, about.get("strides"), bool(readonly), owner, argument)
-    # They were bytes.
+    # The interface counts strides in bytes.
     view.strides = _element_strides(view.shape, about.get("strides"), kind.itemsize, argument)
     return view
 
@@ -174,7 +172,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
     try:
         try:
             capsule = obj.__dlpack__(max_version=dlpack_abi.VERSION, **order)
-        except TypeError:  # a producer of before DLPack 1
+        except TypeError:  # the producer is older than DLPack 1
             capsule = obj.__dlpack__(**order)
     except Exception as error:
         raise InvalidProblemError(f"{argument}: the producer refused DLPack export: {error}") from error
@@ -206,7 +204,7 @@ def _from_dlpack(obj: Any, element: ElementKind | None, argument: str) -> Tensor
 
 
 def _from_jax(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
-    """JAX's arrays never change, and its compiler relies on it; their protocols don't say so."""
+    """A read-only view, because JAX's compiler relies on arrays that never change."""
     on_gpu = hasattr(obj, "__cuda_array_interface__")
     view = (_from_cuda_array_interface if on_gpu else _from_dlpack)(obj, element, argument)
     view.readonly = True
@@ -214,12 +212,12 @@ def _from_jax(obj: Any, element: ElementKind | None, argument: str) -> TensorVie
 
 
 def _comes_from(obj: Any, framework: str) -> bool:
-    """Whether the object's class, or one that it extends, is the framework's own."""
+    """Whether the framework defines the object's class or one of its bases."""
     return any(kind.__module__.partition(".")[0] == framework for kind in type(obj).__mro__)
 
 
 def _is_masked(obj: Any) -> bool:
-    masked = sys.modules.get("numpy.ma")  # it is imported when first needed
+    masked = sys.modules.get("numpy.ma")  # NumPy imports it when first needed
     return masked is not None and isinstance(obj, masked.MaskedArray)
 
 
@@ -232,50 +230,40 @@ _is_cupy_array, _is_torch_tensor = (
     _has("data_ptr", "storage_offset"),
 )
 
+
+def _location_of_cupy(array: Any) -> object:
+    memory = array.data
+    return memory.ptr, array.shape, array.strides, array.dtype, memory.device_id
+
+
+def _location_of_torch(tensor: Any) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
+
+
+def _location_of_data_ptr(tensor: Any) -> object:
+    home = tensor.device
+    form = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), home.type, home.index
+    return tensor.data_ptr(), form
+
+
 READ_OF_TYPE[np.ndarray] = _from_numpy
 register(
     (
         Adapter(_is_masked, _from_masked, lasting=True),
         Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
-        Adapter(lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, lasting=True),
-        Adapter(lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj), _from_torch, lasting=True),
+        Adapter(
+            lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, True, _location_of_cupy
+        ),
+        Adapter(
+            lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj),
+            _from_torch,
+            True,
+            _location_of_torch,
+        ),
         Adapter(lambda obj: _comes_from(obj, "jax") or _comes_from(obj, "jaxlib"), _from_jax, lasting=False),
-        Adapter(_has("data_ptr"), _from_data_ptr, lasting=True),
+        Adapter(_has("data_ptr"), _from_data_ptr, True, _location_of_data_ptr),
         Adapter(_has("__cuda_array_interface__"), _from_cuda_array_interface, lasting=False),
         Adapter(_has("__dlpack__"), _from_dlpack, lasting=False),
         Adapter(_has("__array_interface__"), _from_array_interface, lasting=False),
     )
 )
-
-Location = Callable[[Any], object]
-
-
-def _location_of_data_ptr(tensor: Any) -> object:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-_LOCATION_OF_TYPE: dict[type, Location] = {
-    type(None): lambda none: None,
-    TensorView: lambda view: (view.address, view.shape, view.strides, view.device),
-    Workspace: lambda space: (space.address, space.nbytes, space.device),
-}
-_LOCATION_OF_READ: dict[Read | None, Location] = {
-    _from_cupy: lambda array: (array.data.ptr, array.shape, array.strides),
-    _from_torch: _location_of_data_ptr,
-    _from_data_ptr: _location_of_data_ptr,
-}
-
-
-def addresses_of(tensors: tuple[Any, ...]) -> list[object] | None:
-    """Where the tensors lie, to be compared with where they lay. None where one doesn't say it cheaply."""
-    addresses: list[object] = []
-    for tensor in tensors:
-        kind = type(tensor)
-        location = _LOCATION_OF_TYPE.get(kind) or _LOCATION_OF_READ.get(READ_OF_TYPE.get(kind))
-        if location is None:
-            return None
-        try:
-            addresses.append(location(tensor))
-        except Exception:  # noqa: BLE001 - to be told by the checks, which name the argument
-            return None
-    return addresses

@@ -1,4 +1,4 @@
-"""What the machine has: device properties, read once a process and device."""
+"""Device properties, read once per process and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensors import HOST, Device, import_cupy, wrong
 
 _MOST_ORDINAL = 1 << 31
 _MOST_DIGITS = 11
-"""Of an ordinal's."""
+"""The longest decimal ordinal that is parsed."""
 HOST_PROPERTIES = DeviceProperties(kind="host")
 
 
@@ -68,7 +68,7 @@ def cuda_major() -> int:
 
 
 class FrameworkDevice(Protocol):
-    """What PyTorch's devices have: ``type`` is "cpu" or "cuda", ``index`` an ordinal or None."""
+    """PyTorch's devices: ``type`` is "cpu" or "cuda", ``index`` an ordinal or None."""
 
     @property
     def type(self) -> str: ...
@@ -81,7 +81,7 @@ DeviceLike: TypeAlias = SupportsIndex | str | Device | FrameworkDevice | None
 
 
 def resolve(device: DeviceLike) -> DeviceProperties:
-    """Properties of a device; ``"cuda"`` is the current one; None is that, or the host where there is none.
+    """Properties of a device. ``"cuda"`` is the current GPU; None is that GPU, or the host without one.
 
     Raises InvalidProblemError for no device's name, BackendUnavailableError for a device that isn't there.
     """
@@ -131,17 +131,17 @@ def _checked(kind: object, ordinal: object) -> tuple[str, int | None]:
 
 @cache
 def _say_no_gpu() -> None:
-    """Once a process: a caller who named no device may have expected one."""
+    """Log once per process, because a caller who named no device may have expected a GPU."""
     SELECT.info("no usable CUDA device: where no device is named, the host serves")
 
 
 def home_of(properties: DeviceProperties) -> Device:
-    """Where the device's memory lives."""
+    """The Device that the properties describe."""
     return HOST if properties.kind == "host" else Device("cuda", properties.ordinal)
 
 
 def current_on(device: Device) -> AbstractContextManager[Any]:
-    """CuPy allocates and computes on its current device: make that the operands' own."""
+    """Make ``device`` CuPy's current one, because CuPy allocates and computes there."""
     if device == HOST:
         return nullcontext()
     guard: AbstractContextManager[Any] = import_cupy().cuda.Device(device.ordinal)

@@ -1,4 +1,4 @@
-"""DLPack's types, and capsules of views: also of elements that neither NumPy nor CuPy can export."""
+"""DLPack types, and capsules of views, including elements that neither NumPy nor CuPy can export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENT_OF_TYPE = {
     (dlpack_abi.FLOAT8_E4M3FN, 8): ElementKind.FP8_E4M3,
     (dlpack_abi.FLOAT8_E5M2, 8): ElementKind.FP8_E5M2,
 }
-"""By DLDataTypeCode and bits."""
+"""Elements by DLDataTypeCode and bits."""
 _TYPE_OF_ELEMENT = {element: code for (code, _), element in ELEMENT_OF_TYPE.items()}
 
 

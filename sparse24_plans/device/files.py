@@ -1,4 +1,4 @@
-"""Files: read only where they are regular and of a sane size, written whole or not at all."""
+"""Files are read only if they are regular and of a sane size, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_writable(path: StrPath) -> None:
 
 
 def new_target(path: StrPath) -> Path:
-    """Where something written to ``path`` lands, links followed. It may be there already, or not.
+    """The file that a write to ``path`` reaches, links followed. It need not exist.
 
     Raises StorageError for a link to itself, a name that is too long, a folder that can't be searched.
     """
@@ -107,7 +107,7 @@ def new_target(path: StrPath) -> Path:
 
 
 class _NewFile(io.FileIO):
-    """A file that must not exist. ``path`` is what it is called in errors."""
+    """A file that must not exist yet. Errors name it ``path``."""
 
     def __init__(self, temporary: Path, path: StrPath) -> None:
         super().__init__(temporary, "xb")

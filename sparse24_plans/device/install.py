@@ -1,6 +1,7 @@
-"""What to install for what is missing: the libraries themselves, as the installed package's metadata says.
+"""Advice on installing missing libraries, from the installed package's metadata.
 
-Not the package's name with an extra: an index needn't have the package, or may have another one of the name.
+The advice names the libraries, not this package with an extra: an index may lack the package, or have another
+one of its name.
 """
 
 from __future__ import annotations

@@ -13,20 +13,20 @@ from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, 
 from .tensors import HOST, Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
-"""Enqueues work on the stream of that handle; its device is current."""
+"""Enqueues work on the stream with the given handle, whose device is current."""
 
 _MOST_HANDLE = 1 << 64
 _bound_threads = threading.local()
 
 
 def driver_error(error: LibraryError) -> DriverError:
-    """What a library answered, as callers of plans get it."""
+    """The DriverError for an error code that a library returned."""
     return DriverError(error.call, error.status, error.name)
 
 
 @cache
 def _cuda() -> Any:
-    """``cupy.cuda``; an import statement would cost every launch some 0.3 us."""
+    """``cupy.cuda``. An import statement would cost every launch some 0.3 us."""
     return import_cupy().cuda
 
 

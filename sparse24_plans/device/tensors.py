@@ -1,12 +1,10 @@
-"""Memory that plans read and write: where it lives, strided views of it, workspaces.
-
-How frameworks' tensors become views is in adapters.py.
-"""
+"""Memory that plans read and write: devices, strided views, workspaces. See adapters.py for frameworks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,7 +17,7 @@ from .install import install_advice
 
 
 class Device(NamedTuple):
-    """Where memory lives: ``("host", 0)`` or ``("cuda", ordinal)``."""
+    """A place of memory: ``("host", 0)`` or ``("cuda", ordinal)``."""
 
     kind: str
     """``host`` or ``cuda``."""
@@ -34,7 +32,7 @@ HOST = Device("host", 0)
 
 
 def import_cupy() -> Any:
-    """CuPy, imported when first needed: that alone takes half a second."""
+    """CuPy, imported when first needed, because its import takes half a second."""
     try:
         import cupy
     except ImportError as error:
@@ -49,7 +47,7 @@ _MOST_DIMENSIONS = 64
 
 
 def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
-    """The error for an argument; what came may be anything, also what can't be printed."""
+    """The error for an argument. ``got`` may be anything, even an object that can't be printed."""
     return InvalidProblemError(f"{argument}: expected {expected}, got {shown(got)}")
 
 
@@ -75,7 +73,7 @@ def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ..
 
 
 def _check_memory(argument: str, address: Any, used: bool) -> int:
-    """The ``address``, which must not be null where anything lies there."""
+    """The ``address``, which must not be null if the memory is ``used``."""
     if type(address) is int and 0 < address < _MOST_ADDRESS:
         return address
     if isinstance(address, np.integer):
@@ -120,7 +118,7 @@ class TensorView:
         readonly: bool = False,
         owner: object = None,
     ) -> None:
-        """Raises InvalidProblemError for what can't be memory: a null address, a negative size."""
+        """Raises InvalidProblemError for a null address or a negative size."""
         self._check_and_set("TensorView", address, shape, element, device, strides, readonly, owner)
 
     def _check_and_set(
@@ -178,7 +176,7 @@ class TensorView:
             ) from error
 
     def _as(self, element: ElementLike, argument: str) -> TensorView:
-        """The same memory as another element, under the rule of ``of``."""
+        """A view of the memory as another element, under the rule of ``of``."""
         kind = element_of(self.element.dtype, element_kind(element), argument)
         return honest_view(
             self.address, self.shape, kind, self.device, self.strides, self.readonly, self, argument
@@ -201,15 +199,12 @@ class TensorView:
             raise BackendUnavailableError(f"no copy on {self.device}: {error}") from error
 
     def __copy__(self) -> TensorView:
+        return self.at(self.address, self.owner)
+
+    def at(self, address: int, owner: object) -> TensorView:
+        """A view of other memory with the same shape, strides, element and device."""
         return honest_view(
-            self.address,
-            self.shape,
-            self.element,
-            self.device,
-            self.strides,
-            self.readonly,
-            self.owner,
-            "TensorView",
+            address, self.shape, self.element, self.device, self.strides, self.readonly, owner, "TensorView"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -248,7 +243,7 @@ class TensorView:
         )
 
     def bits(self) -> Any:
-        """The same memory as an array of unsigned integers: NumPy on the host, CuPy on a GPU."""
+        """The memory as an array of unsigned integers, of NumPy on the host, of CuPy on a GPU."""
         dtype = self.element.bits_dtype
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
         if self.device.kind == "host":
@@ -260,7 +255,7 @@ class TensorView:
         return cupy.ndarray(self.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
     def array(self) -> Any:
-        """The same memory as a NumPy or CuPy array of the element's type (where CuPy lacks it: its bits)."""
+        """The memory as a NumPy or CuPy array of the element's type; as bits if CuPy lacks the type."""
         bits = self.bits()
         try:
             return bits.view(self.element.dtype)
@@ -288,7 +283,7 @@ class TensorView:
 
 
 class _HostMemory:
-    """Hands NumPy an address, and keeps the owner alive for as long as the array lives."""
+    """Hands NumPy an address, and keeps the owner alive as long as the array."""
 
     def __init__(self, view: TensorView, dtype: np.dtype[Any], strides: tuple[int, ...]) -> None:
         self.owner = view.owner
@@ -325,9 +320,9 @@ def honest_view(
     owner: object,
     argument: str,
 ) -> TensorView:
-    """A view of what a framework says of its own tensors: only null addresses are looked for.
+    """A view from a framework's own fields, which are trusted: only null addresses are refused.
 
-    This is on the path of every run. Raises InvalidProblemError naming ``argument``.
+    Every run calls this. Raises InvalidProblemError naming ``argument``.
     """
     if not address and 0 not in shape:
         _check_memory(argument, address, True)
@@ -353,7 +348,7 @@ def checked_view(
     owner: object,
     argument: str,
 ) -> TensorView:
-    """A view of what some object says of itself. Raises InvalidProblemError naming ``argument``."""
+    """A view from any object's fields, all checked. Raises InvalidProblemError naming ``argument``."""
     view = _new(TensorView)
     view._check_and_set(argument, address, shape, element, device, strides, readonly, owner)
     return view
@@ -363,24 +358,30 @@ _new = object.__new__
 
 Read = Callable[[Any, "ElementKind | None", str], TensorView]
 """(tensor, element to reinterpret as, name of the argument) -> view."""
+Location = Callable[[Any], object]
+"""Gives an operand's address and all else that checks look at, as a hashable value that holds no memory."""
 
 
 class Adapter(NamedTuple):
-    """How the tensors of some framework or protocol are read."""
+    """A reader of the tensors of one framework or protocol."""
 
     applies: Callable[[Any], bool]
     read: Read
     lasting: bool
-    """Whether every object of the type takes it. Not so for a JAX array: its protocol hangs on its device."""
+    """Whether it reads every object of a type. A JAX array's protocol depends on the array's device."""
+    location: Location | None = None
+    """Says cheaply where such a tensor lies; only for adapters that are lasting."""
 
 
 READ_OF_TYPE: dict[type, Read] = {}
-"""What ``TensorView.of`` has found out about types."""
+"""Readers by type, as ``TensorView.of`` found them."""
+LOCATION_OF_TYPE: dict[type, Location] = {type(None): lambda none: None}
+"""Says where an operand of a type lies, for types that can say it cheaply."""
 _adapters: list[Adapter] = []
 
 
 def register(adapters: tuple[Adapter, ...]) -> None:
-    """Let ``TensorView.of`` try these, in order, behind those that it has."""
+    """Let ``TensorView.of`` try these adapters, in order, after the registered ones."""
     _adapters.extend(adapters)
 
 
@@ -389,6 +390,8 @@ def _find(obj: Any, argument: str) -> Read:
         if adapter.applies(obj):
             if adapter.lasting:
                 READ_OF_TYPE[type(obj)] = adapter.read
+                if adapter.location is not None:
+                    LOCATION_OF_TYPE[type(obj)] = adapter.location
             return adapter.read
     raise InvalidProblemError(
         f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "
@@ -401,7 +404,7 @@ ELEMENT_NAMES = ", ".join(kind.dtype.name for kind in ElementKind)
 
 
 def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) -> ElementKind:
-    """The element that data of ``dtype`` is taken for: its own, or the ``wanted`` one of the same size.
+    """The element of data of ``dtype``: its own, or the ``wanted`` one if the sizes agree.
 
     Raises InvalidProblemError naming ``argument``.
     """
@@ -420,16 +423,16 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
 
 
 class Workspace:
-    """``nbytes`` of scratch memory at ``address``, the caller's own. Kernels never write outside it.
+    """The caller's scratch memory: ``nbytes`` bytes at ``address`` on ``device``.
 
-    It lies on ``device``; ``owner`` is kept alive as long as the Workspace.
-    Like a TensorView it can be copied, but not deeply, and not pickled.
+    Kernels never write outside it. The Workspace keeps ``owner`` alive. Like a TensorView it can be copied,
+    but not deeply, and not pickled.
     """
 
     __slots__ = ("address", "device", "nbytes", "owner")
 
     def __init__(self, address: int, nbytes: int, device: Device, owner: object = None) -> None:
-        """Raises InvalidProblemError for what can't be memory: a null address, a negative size."""
+        """Raises InvalidProblemError for a null address or a negative size."""
         if type(nbytes) is not int or not 0 <= nbytes < _MOST:
             raise wrong("workspace", "a size in bytes", nbytes)
         self.address = _check_memory("workspace", address, nbytes > 0)
@@ -467,8 +470,8 @@ class Workspace:
 
 
 def _extent(obj: Any, device: Device) -> tuple[int, int, Device]:
-    """Address, bytes and home of an object that stands for a workspace."""
-    address = getattr(obj, "ptr", None)
+    """Address, bytes and device of an object that is used as a workspace."""
+    address = None if type(obj) in READ_OF_TYPE else getattr(obj, "ptr", None)
     if type(address) is int:
         memory = getattr(obj, "mem", None)
         size = None if memory is None else memory.size - (address - memory.ptr)
@@ -489,3 +492,7 @@ def _extent(obj: Any, device: Device) -> tuple[int, int, Device]:
     if not view.is_contiguous or view.readonly:
         raise InvalidProblemError(f"workspace: expected writable contiguous memory, got {view!r}")
     return view.address, view.nbytes_spanned, view.device
+
+
+LOCATION_OF_TYPE[TensorView] = attrgetter("address", "shape", "strides", "element", "device", "readonly")
+LOCATION_OF_TYPE[Workspace] = attrgetter("address", "nbytes", "device")

@@ -6,28 +6,26 @@ from typing import NamedTuple
 
 from ..vocab import DeviceProperties
 from .jit.launcher import load
-from .jit.structs import KernelParams, field
+from .jit.structs import KernelParams, field, kernel_params
 from .streams import Launch
 
 SOURCE = "common/transpose.cu"
 _THREADS, _TILE_COLUMNS, _TILE_ROW_BYTES, _VECTOR_BYTES = 256, 64, 128, 16
 
 
+@kernel_params("common/params/transpose.cuh")
 class TransposeParams(KernelParams):
     """Parameters of ``common/transpose.cu``."""
 
-    header = "common/params/transpose.cuh"
-    matrices = field("const void*", "Matrices [count, rows, columns], one behind the other.")
-    out = field("void*", "Their transposes [count, columns, rows], contiguous.")
+    matrices = field("const void*", "Matrices [batch, rows, columns], one behind the other.")
+    out = field("void*", "Their transposes [batch, columns, rows], contiguous.")
     rows = field("i64", "Rows of a matrix.")
     columns = field("i64", "Columns of a matrix.")
     row_stride = field("i64", "Elements from one row of a matrix to the next.")
     row_tiles = field("u32", "Number of tiles that cover the rows.")
     column_tiles = field("u32", "Number of tiles that cover the columns.")
-    rows_aligned = field("u32", "1 if every row of the matrices begins at a multiple of 16 bytes, else 0.")
-    columns_aligned = field(
-        "u32", "1 if every row of the transposes begins at a multiple of 16 bytes, else 0."
-    )
+    rows_aligned = field("u32", "1 if every row of the matrices begins at a multiple of 16 bytes.")
+    columns_aligned = field("u32", "1 if every row of the transposes begins at a multiple of 16 bytes.")
 
 
 class Matrices(NamedTuple):
@@ -37,18 +35,18 @@ class Matrices(NamedTuple):
     columns: int
     itemsize: int
     """Bytes of an element: 1 or 2."""
-    count: int = 1
+    batch: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all the matrices."""
-        return self.count * self.rows * self.columns * self.itemsize
+        return self.batch * self.rows * self.columns * self.itemsize
 
     @property
     def ctas(self) -> int:
         """Grid size of the launch that transposes them."""
         row_tiles, column_tiles = self.tiles
-        return self.count * row_tiles * column_tiles
+        return self.batch * row_tiles * column_tiles
 
     @property
     def tiles(self) -> tuple[int, int]:

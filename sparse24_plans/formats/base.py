@@ -1,7 +1,7 @@
-"""What a foreign 2:4 format is: a class with four methods, and what passes through them.
+"""The base class of foreign 2:4 formats, and the data that passes through their methods.
 
-A format is one file with one subclass of :class:`ForeignFormat`, and one line in ``table.py``. The memory
-orders themselves are in ``vendor/``; positions and nibbles, which the formats share, in ``positions.py``.
+A format is one file with a subclass of :class:`ForeignFormat`, and one line in ``table.py``. Memory orders
+are in ``vendor/``; positions and nibbles, which formats share, are in ``positions.py``.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ALL_ELEMENTS = (
     ElementKind.FP8_E4M3,
     ElementKind.FP8_E5M2,
 )
-"""Elements that a weight can be stored with."""
+"""Elements that a weight can have."""
 
 Parts = dict[str, Any]
 """The tensors of a foreign weight by name."""
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""NumPy's name of the type (``VALUES`` for the element) and the shape of each part, the values first."""
+"""NumPy's name of each part's type (``VALUES`` means the element) and its shape. The values come first."""
 VALUES = "values"
 
 _MOST_CELLS = 1 << 62
 _WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
 
 
-# What callers pass --------------------------------------------------------------------------------
+# Arguments ---------------------------------------------------------------------------------------
 
 
 def two_sizes(name: str, value: Any) -> tuple[int, int]:
     """M and K from a sequence or a tensor of two integers. Raises InvalidProblemError naming ``name``."""
-    if isinstance(value, (bytes, bytearray, memoryview)):  # sequences of integers, but no sizes
+    if isinstance(value, (bytes, bytearray, memoryview)):  # these are sequences of integers, too
         raise InvalidProblemError(f"{name}: expected two sizes, M and K, got {shown(value)}")
     try:
         flat = value if isinstance(value, Sequence) else value.reshape(-1)[:3].tolist()
@@ -62,7 +62,7 @@ def two_sizes(name: str, value: Any) -> tuple[int, int]:
 
 
 def element_of(value: ElementLike | None) -> ElementKind | None:
-    """The element that a caller names, or None where he names none. Raises InvalidProblemError."""
+    """The element that a caller names, or None. Raises InvalidProblemError."""
     return None if value is None else element_kind(value)
 
 
@@ -70,8 +70,8 @@ def element_of(value: ElementLike | None) -> ElementKind | None:
 class Option:
     """A keyword that a format takes.
 
-    ``check(name, value)`` returns the value to use, or raises InvalidProblemError; ``default`` is used where
-    the caller gives none.
+    ``check(name, value)`` returns the value to use, or raises InvalidProblemError. ``default`` is used if the
+    caller gives no value.
     """
 
     default: Any
@@ -79,7 +79,7 @@ class Option:
 
 
 def integer_option(default: int, expected: str, allows: Callable[[int], bool]) -> Option:
-    """An option that is an integer; ``expected`` says in words which."""
+    """An integer option. ``expected`` describes allowed values."""
 
     def check(name: str, value: Any) -> int:
         number = integer(value)
@@ -91,12 +91,12 @@ def integer_option(default: int, expected: str, allows: Callable[[int], bool]) -
 
 
 SHAPE = Option(None, two_sizes)
-"""M and K, for formats whose values don't say. No option of ``to_foreign``: a weight has its own."""
+"""M and K, for formats whose values don't tell them. ``to_foreign`` takes them from the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """A weight [m, k] of an element, and its format's options but ``shape``."""
+    """A weight [m, k] of an element, and all options of its format but ``shape``."""
 
     m: int
     k: int
@@ -105,16 +105,16 @@ class WeightShape:
 
     @property
     def nibbles(self) -> int:
-        """Nibbles of a row where float32 is 1:2."""
+        """Nibbles per row in formats that hold float32 as 1:2."""
         return self.k // (2 if self.element is ElementKind.F32 else 4)
 
 
-# In and out ---------------------------------------------------------------------------------------
+# Data -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """The parts of a foreign weight, on their way in."""
+    """The parts of a foreign weight that is read."""
 
     shape: WeightShape
     layout: Layout
@@ -122,10 +122,10 @@ class Incoming:
     device: Device
 
     def words(self, part: str, *, as_stored: bool = False) -> Any:
-        """A part's words as a flat contiguous array of unsigned integers: as many as its layout has.
+        """A part's words, as many as its layout has, as a flat contiguous array of unsigned integers.
 
-        Metadata of three axes is PyTorch's view of it, whatever the format: its CUTLASS weights may hold
-        what the tile packer wrote. Not so ``as_stored``.
+        Metadata of three axes is taken for PyTorch's view, because PyTorch's CUTLASS weights may hold the
+        tile packer's metadata. ``as_stored`` turns this off.
         """
         dtype, sizes = self.layout[part]
         array = self._bits(part, _WORDS[np.dtype(dtype).itemsize])
@@ -140,7 +140,7 @@ class Incoming:
         return canonical.array_module(array).ascontiguousarray(array.reshape(-1))
 
     def values(self, part: str = "") -> Any:
-        """A part's elements (by default the first part's) as bits of exactly its layout's shape."""
+        """A part's elements (by default the first part's) as bits in its layout's shape."""
         part = part or next(iter(self.layout))
         array = self._bits(part, self.shape.element)
         if array.shape != self.layout[part][1]:
@@ -159,7 +159,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A canonical weight on its way out: bits [m, k/2] and codes uint8 [m, k/4]."""
+    """A canonical weight that is written: bits [m, k/2] and codes uint8 [m, k/4]."""
 
     shape: WeightShape
     values: Any
@@ -174,12 +174,11 @@ class Outgoing:
 
 
 class ForeignFormat(ABC):
-    """A foreign format: what it holds, and how a weight gets into it and out of it.
+    """A foreign format, with the conversions of weights to it and from it.
 
-    The class attributes say what: ``origin`` what writes and reads it; ``parts`` the tensors that
-    ``to_foreign`` returns, the values first, of which the ``optional`` ones needn't be given to
-    ``from_foreign``, but are checked against the others where they are; ``constraint`` in words which shapes
-    it holds; ``options`` which keywords it takes.
+    ``origin`` names the software that writes and reads it. ``parts`` are the tensors that ``to_foreign``
+    returns, the values first; ``from_foreign`` doesn't need the ``optional`` ones, but checks them if they
+    are given. ``constraint`` describes the shapes, ``options`` the keywords that the format takes.
     """
 
     name: ClassVar[str]
@@ -191,7 +190,7 @@ class ForeignFormat(ABC):
     options: ClassVar[Mapping[str, Option]] = MappingProxyType({})
 
     def fits(self, shape: WeightShape) -> bool:
-        """Whether it holds this shape, of one of its elements, with K a multiple of 8: ``constraint``."""
+        """Whether ``constraint`` allows a shape of a valid element and a K that is a multiple of 8."""
         return True
 
     @abstractmethod
@@ -202,16 +201,16 @@ class ForeignFormat(ABC):
     def decode(self, found: Incoming) -> tuple[Any, Any]:
         """Bits of the values [m, k/2], and codes uint8 [m, k/4] of any positions.
 
-        Raises InvalidProblemError for parts that don't fit the layout, FormatError (row and group) for
-        metadata that can't be meant.
+        Raises InvalidProblemError for parts that don't fit the layout, and FormatError (row and group) for
+        invalid metadata.
         """
 
     @abstractmethod
     def encode(self, out: Outgoing) -> Parts:
-        """The parts, as new arrays. Raises FormatError (row and group) for what the format can't express."""
+        """The parts, as new arrays. Raises FormatError (row and group) for a weight that doesn't fit."""
 
     def sizes(self, values: TensorView) -> tuple[int, int]:
-        """M and K as the first part's shape says, where the caller doesn't."""
+        """M and K from the first part's shape, used if the caller doesn't give them."""
         if len(values.shape) != 2 or values.shape[1] % 4:
             raise InvalidProblemError(
                 f"{self.parts[0]}: expected shape [M, K/2] with K a multiple of 8, "
@@ -220,7 +219,7 @@ class ForeignFormat(ABC):
         return values.shape[0], 2 * values.shape[1]
 
     def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option's value: the one ``given``, checked, or the default where that is None or missing."""
+        """The value of every option: the given one, checked, or the default if it is None or missing."""
         for name, value in given.items():
             if value is not None and name not in self.options:
                 raise InvalidProblemError(f"{name}: {self.name} takes no such option, got {shown(value)}")
@@ -236,7 +235,7 @@ class ForeignFormat(ABC):
         return WeightShape(m, k, element, settled)
 
     def check(self, shape: WeightShape) -> None:
-        """Raise UnsupportedError for an element, InvalidProblemError for a shape that it can't hold."""
+        """Raise UnsupportedError for an element, InvalidProblemError for a shape that doesn't fit."""
         if shape.element not in self.elements:
             raise UnsupportedError(f"{self.name} holds {', '.join(self.elements)}, got {shape.element}")
         if shape.m < 0 or shape.k < 0 or shape.k % 8 or not self.fits(shape):

@@ -1,7 +1,7 @@
-"""2:4 weights in other libraries' formats: in and out.
+"""Conversions of 2:4 weights from and to other libraries' formats.
 
-:data:`FORMATS` is the table. A foreign weight is a few named tensors, its parts; :func:`from_foreign` makes a
-canonical weight of them and :func:`to_foreign` the parts of a weight.
+A foreign weight is a few named tensors, its parts. :func:`from_foreign` makes a canonical weight of parts,
+and :func:`to_foreign` the parts of a weight. :data:`FORMATS` is the table of formats.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ def from_foreign(
 ) -> Sparse24Weight:
     """A canonical weight from the parts of a foreign one.
 
-    Positions are normalised: unsorted ones are sorted, those of zeros (which some writers leave
-    uninitialised) replaced by the lowest free ones. The dense matrix is that of the foreign weight, bit for
-    bit; padding is dropped unread.
+    Unsorted positions are sorted. Positions of zeros, which some writers leave uninitialised, become the
+    lowest free ones. The dense matrix is the foreign weight's, bit for bit. Padding is not read.
 
     Parameters
     ----------
     name : str
         A format's name in :data:`FORMATS`, or one that ``register_format`` was given.
     parts : mapping of str to tensor
-        The tensors, named as in the format's ``parts``; all on one device, of any framework. The sizes in
-        ``shape`` of ``compressed_tensors`` may also be a list or a tuple.
+        Tensors of any framework on one device, by the names in the format's ``parts``. The part ``shape`` of
+        ``compressed_tensors`` may also be a list or a tuple.
     element : ElementKind or str, optional
-        The type of the values, where they come as raw bits.
+        The type of the values, if they are raw bits.
     shape : (int, int), optional
-        M and K, where the values don't say: ``cusparselt_sm80`` and ``cusparselt_sm90`` need it,
-        ``torch_tile`` takes the padded shape without it.
+        M and K. ``cusparselt_sm80`` and ``cusparselt_sm90`` need them; ``torch_tile`` takes the padded shape
+        without them.
     tile_k : int, optional
         ``cutlass_sm90``: the tile K of the mainloop; 128 by default.
     word_bytes : int, optional
@@ -62,7 +61,7 @@ def from_foreign(
     UnsupportedError
         An element that the format doesn't hold.
     FormatError
-        Metadata that can't be meant, with row and group.
+        Invalid metadata, with row and group.
     """
     known = _format(name)
     parts = _check_parts(known, parts)
@@ -85,7 +84,7 @@ def to_foreign(name: str, weight: Sparse24Weight, **options: Any) -> dict[str, A
     name : str
         A format's name in :data:`FORMATS`.
     weight : Sparse24Weight
-        Its positions go out as they are, but float32 in the 1:2 formats.
+        The weight. Its positions are kept, but for float32 in 1:2 formats.
     tile_k : int, optional
         ``cutlass_sm90``: the tile K of the mainloop that will read it; 128 by default.
     word_bytes : int, optional
@@ -98,8 +97,8 @@ def to_foreign(name: str, weight: Sparse24Weight, **options: Any) -> dict[str, A
     UnsupportedError
         An element that the format doesn't hold.
     FormatError
-        A weight that the format can't express, with row and group: two non-zeros in a pair of float32 where
-        the format is 1:2; a weight whose transpose isn't 2:4 for ``torch_tile``.
+        A weight that the format can't hold, with row and group: two non-zeros in a pair of float32 for a 1:2
+        format; a weight whose transpose isn't 2:4 for ``torch_tile``.
     """
     known = _format(name)
     if not isinstance(weight, Sparse24Weight):
@@ -123,7 +122,7 @@ def _format(name: object) -> ForeignFormat:
 
 
 def _check_parts(known: ForeignFormat, parts: object) -> dict[str, Any]:
-    """The parts that are given, in the format's order."""
+    """The given parts, in the format's order."""
     if not isinstance(parts, Mapping):
         raise InvalidProblemError(
             f"parts: expected a mapping of names to tensors, got {type(parts).__name__}"
@@ -132,7 +131,7 @@ def _check_parts(known: ForeignFormat, parts: object) -> dict[str, Any]:
     for name, part in given.items():
         if not isinstance(name, str) or name not in known.parts:
             raise InvalidProblemError(f"parts: expected {', '.join(known.parts)}, got {shown(name)}")
-        if isinstance(part, np.ma.MaskedArray):  # NumPy would hand over what the mask hides
+        if isinstance(part, np.ma.MaskedArray):  # NumPy would export the hidden cells
             raise InvalidProblemError(f"{name}: expected plain memory, got a masked array")
     for name in known.parts:
         if name not in given and name not in known.optional:

@@ -1,4 +1,4 @@
-"""cuSPARSELt's compressed matrices: one buffer, values and then metadata, which doesn't say M and K."""
+"""cuSPARSELt's compressed matrices: one buffer of values and metadata, which doesn't tell M and K."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .positions import EVEN, packed_nibbles, unpacked_nibbles
 
 
 class _Blob(ForeignFormat):
-    """What the architectures share."""
+    """The base of both architectures' formats."""
 
     parts = ("packed",)
     options = MappingProxyType({"shape": SHAPE})
@@ -29,7 +29,7 @@ class _Blob(ForeignFormat):
         )
 
     def split(self, found: Incoming) -> tuple[Any, Any]:
-        """The values [m, k/2] and the metadata as bytes. What follows them isn't read."""
+        """The values [m, k/2] and the metadata as bytes. Trailing bytes aren't read."""
         shape, name = found.shape, self.parts[0]
         view = TensorView.of(found.parts[name], element=shape.element, argument=name)
         count, needed = shape.m * shape.k // 2, found.layout[name][1][0]
@@ -39,7 +39,7 @@ class _Blob(ForeignFormat):
         return bits[:count].reshape(shape.m, shape.k // 2), bits[count:needed].view(np.uint8)
 
     def joined(self, out: Outgoing, metadata: Any) -> Parts:
-        """Values, then metadata bytes, in one tensor of the element."""
+        """Values and then metadata bytes in one tensor of the element."""
         xp = canonical.array_module(out.values)
         words = xp.ascontiguousarray(metadata).view(out.values.dtype)
         return {self.parts[0]: out.typed(xp.concatenate([out.values.reshape(-1), words]))}

@@ -1,4 +1,4 @@
-"""CUTLASS's weights for sm_90, in the order of a mainloop of any tile K."""
+"""CUTLASS's weights for sm_90, for mainloops with any tile K."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .base import (
 from .positions import PAD_NIBBLES, codes_in, nibbles_out, unpacked_nibbles
 
 DEFAULT_TILE_K = 128
-"""That of torchao's and xFormers' fp8 kernels."""
+"""Tile K of torchao's and xFormers' fp8 kernels."""
 
 
 def _sizes(shape: WeightShape) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """Positions in foreign metadata: nibbles, codes, and float32 as 1:2.
 
-*Nibbles* uint8 [M, groups] are one for each group of four: bits 1:0 the first position, 3:2 the second.
-Formats that hold float32 hold it as the hardware does, 1:2 sparse: a nibble for each pair, 0x4 where the
-even element is kept and 0xE where the odd one is. *Codes* uint8 [M, K/4] are of groups of four always.
+*Nibbles* uint8 [M, groups]: one for each group of four, bits 1:0 are the first position, 3:2 the second.
+Formats with float32 hold it 1:2 sparse, like the hardware: a nibble for each pair, 0x4 if the even element is
+kept, 0xE if the odd one is. *Codes* uint8 [M, K/4] always stand for groups of four.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..weights.weight import Sparse24Weight
 from .base import Outgoing, WeightShape
 
 PAD_NIBBLES = 0x44
-"""A byte of padding: positions 0 and 1 (and even elements), which are legal to the hardware."""
+"""A byte of padding: positions 0 and 1 (or even elements), which are legal to the hardware."""
 EVEN, ODD = 0x4, 0xE
-"""Nibbles of a pair of float32: the element that is kept."""
+"""Nibbles of a pair of float32 that keep the even or the odd element."""
 
 
 def packed_nibbles(found: Any) -> Any:
@@ -37,9 +37,9 @@ def unpacked_nibbles(words: Any, rows: int, groups: int) -> Any:
 
 
 def codes_in(found: Any, values: Any, shape: WeightShape) -> Any:
-    """Nibbles [m, shape.nibbles] as read -> codes [m, k/4]. An odd nibble of a zero is taken as even.
+    """Nibbles [m, shape.nibbles] -> codes [m, k/4]. Invalid nibbles of zeros are taken for even.
 
-    Raises FormatError, with row and group, for a nibble that no pair of float32 has.
+    Raises FormatError, with row and group, for an invalid nibble of a non-zero float32.
     """
     if shape.element is not ElementKind.F32:
         return found
@@ -56,7 +56,6 @@ def codes_in(found: Any, values: Any, shape: WeightShape) -> Any:
     return position[:, 0::2] | (position[:, 1::2] | np.uint8(2)) << np.uint8(2)
 
 
-# Occupied positions of a group -> the code with one position in each pair.
 _ONE_A_PAIR = np.array(
     [
         canonical.IMPOSSIBLE if mask & 3 == 3 or mask & 12 == 12 else (mask >> 1 & 1) | (2 | mask >> 3) << 2
@@ -64,12 +63,13 @@ _ONE_A_PAIR = np.array(
     ],
     np.uint8,
 )
+"""By a group's occupied positions, the code with one position in each pair."""
 
 
 def nibbles_out(out: Outgoing) -> tuple[Any, Any]:
-    """Values [m, k/2] and nibbles [m, shape.nibbles] of a weight; float32 as 1:2.
+    """Values [m, k/2] and nibbles [m, shape.nibbles] of a weight; float32 becomes 1:2.
 
-    Raises FormatError, with row and group, where a pair of float32 has two non-zeros.
+    Raises FormatError, with row and group, if a pair of float32 has two non-zeros.
     """
     shape = out.shape
     if shape.element is not ElementKind.F32:
@@ -91,7 +91,7 @@ def nibbles_out(out: Outgoing) -> tuple[Any, Any]:
 def canonical_weight(values: Any, codes: Any, element: ElementKind) -> Sparse24Weight:
     """The weight of bits [m, k/2] and codes uint8 [m, k/4] of any positions.
 
-    Raises FormatError, with row and group, where two non-zeros stand at one position.
+    Raises FormatError, with row and group, if two non-zeros have one position.
     """
     xp = canonical.array_module(values)
     m, width = values.shape

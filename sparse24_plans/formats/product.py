@@ -1,4 +1,4 @@
-"""A canonical weight from a compressed matrix whose metadata only its own library can read."""
+"""Canonical weights from compressed matrices whose metadata only their own library can read."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def from_product(
 ) -> Sparse24Weight:
     """A canonical weight from a compressed matrix whose metadata only its own library can read.
 
-    It serves cuSPARSELt on every architecture: the values [M, K/2] lie at the start of the blob, row-major,
-    and the library itself says where they belong. ``multiply`` is called once, with a copy of the blob whose
-    values are 1 and 2 (first and second of their group), and returns the dense matrix that it stands for: its
-    product with the identity matrix. So the weight's own values, NaN and Inf among them, come through as
-    bits.
+    It serves cuSPARSELt on every architecture: the values [M, K/2] are at the start of the blob, row-major,
+    and the library itself tells their positions. ``multiply`` is called once, with a copy of the blob whose
+    values are 1 and 2 (first and second of their group), and returns the copy's dense matrix: its product
+    with the identity matrix. The weight's own values, NaN and Inf too, are copied as bits.
 
     Parameters
     ----------
@@ -43,14 +42,14 @@ def from_product(
         ``multiply(blob)`` -> tensor [M, K], of a floating type or the element's. For PyTorch:
         ``lambda blob: torch._cslt_sparse_mm(blob, torch.eye(K, dtype=blob.dtype, device=blob.device))``.
     element : ElementKind or str, optional
-        The type of the values, where they come as raw bits.
+        The type of the values, if they are raw bits.
 
     Raises
     ------
     InvalidProblemError
         A shape, size, device or type that is wrong, of the blob or of the product.
     FormatError
-        A product that isn't a 2:4 matrix of 1 and 2, with row and group: the values don't lie where expected.
+        A product that isn't a 2:4 matrix of 1 and 2, with row and group, because the values lie elsewhere.
     """
     if not callable(multiply):
         raise InvalidProblemError(f"multiply: expected a callable, got {type(multiply).__name__}")
@@ -73,7 +72,7 @@ def from_product(
 
 
 def _copied(blob: Any) -> Any:
-    """A tensor of the same type, which the library takes as it takes the blob."""
+    """A copy of the blob, of the same type, so that the library takes it too."""
     for method in ("clone", "copy"):
         if hasattr(blob, method):
             return getattr(blob, method)()
@@ -81,7 +80,7 @@ def _copied(blob: Any) -> Any:
 
 
 def _codes_of_product(product: Any, m: int, k: int, device: Device) -> Any:
-    """Codes [m, k/4] from a dense matrix in which 1 stands for a first value, 2 for a second, 3 for both."""
+    """Codes [m, k/4] from a dense matrix that marks first values by 1, second ones by 2, both by 3."""
     view = TensorView.of(product, argument="product")
     if view.shape != (m, k) or view.device != device:
         raise InvalidProblemError(
@@ -99,7 +98,7 @@ def _codes_of_product(product: Any, m: int, k: int, device: Device) -> Any:
 
 
 def _small_integers(view: TensorView) -> Any:
-    """Elements 0, 1, 2 and 3 as uint8 [m, k]; 255, which has too many bits to pass, for all others."""
+    """Elements 0, 1, 2 and 3 as uint8 [m, k]. All others become 255, which the caller refuses."""
     if view.element not in (*ALL_ELEMENTS, ElementKind.I32):
         raise InvalidProblemError(f"product: expected a number type, got {view.element}")
     bits = view.bits()

@@ -1,8 +1,8 @@
 """Formats of users: the values in row-major order, the metadata in an order of the user's own.
 
-Metadata are nibbles, one for each group of four cells (of float32, which is held 1:2 as the hardware has it,
-one for each pair, 0x4 or 0xE): bits 1:0 the first position, 3:2 the second. Words of one, two, four or eight
-nibbles, the first in the lowest bits, are what an order moves.
+Metadata are nibbles, one for each group of four cells: bits 1:0 are the first position, 3:2 the second.
+float32 is held 1:2, like in the hardware, with a nibble 0x4 or 0xE for each pair. An order moves words of
+one, two, four or eight nibbles, the first nibble in the lowest bits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .positions import EVEN, ODD, codes_in, nibbles_out, packed_nibbles, unpacke
 from .table import BUILT_IN, FORMATS, NO_FORMATS
 
 Reorder = Callable[[Any], Any]
-"""Words [M, words a row], unsigned, NumPy's or CuPy's -> as many words, of the same type."""
+"""Takes unsigned words [M, words a row] of NumPy or CuPy and gives as many words of the same type."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _STORED = {4: "uint8", 8: "uint8", 16: "int16", 32: "int32"}
-"""Bits of a word -> NumPy's type of the stored metadata; of nibbles two lie in a byte."""
+"""NumPy's type of the stored metadata, by bits of a word. A byte holds two nibbles."""
 _DEFAULT_ELEMENTS = (
     ElementKind.F16,
     ElementKind.BF16,
@@ -38,7 +38,7 @@ _DEFAULT_ELEMENTS = (
     ElementKind.FP8_E5M2,
 )
 _TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
-"""Tiles, down and across, of the metadata on which an order is tried."""
+"""Sizes of random metadata that an order is tried on: tiles down and across."""
 _ROUNDS = 4
 
 
@@ -54,48 +54,48 @@ def register_format(
     origin: str = "registered by the user",
     replace: bool = False,
 ) -> None:
-    """Add a format of one's own, which everything then takes by its name as it takes the others.
+    """Add a format of one's own under a name.
 
-    That is ``from_foreign``, ``to_foreign``, ``convert_checkpoint`` and, in the same process, the command
-    line; the command ``sparse24`` finds formats of installed packages (docs/formats.md). A weight has the
-    parts ``packed`` [M, K/2], the values in row-major order, and ``meta`` [M, words a row], the metadata.
+    ``from_foreign``, ``to_foreign`` and ``convert_checkpoint`` then take the name. The command ``sparse24``
+    finds formats of installed packages (docs/formats.md). A weight has the parts ``packed`` [M, K/2], the
+    values in row-major order, and ``meta`` [M, words a row], the metadata.
 
     Parameters
     ----------
     name : str
-        Letters, digits, ``_``, ``.`` and ``-``. Not that of a format that comes with the package.
+        Letters, digits, ``_``, ``.`` and ``-``. Names of the package's own formats are refused.
     permutation : sequence of int, optional
-        The order within a tile of metadata: what is stored i-th is word number ``permutation[i]`` of the tile
-        in row-major order. Tiles follow each other in row-major order.
+        The order within a tile of metadata: the i-th stored word is word number ``permutation[i]`` of the
+        tile in row-major order. Tiles are stored in row-major order.
     encode, decode : callable, optional
-        Instead: ``encode`` takes the metadata in row-major order, unsigned [M, words a row], NumPy's or
-        CuPy's, and returns as many words, of any shape, as they are stored. ``decode`` takes the stored words
-        as [M, words a row] and returns them in row-major order.
+        Functions in place of a permutation. ``encode`` takes the metadata in row-major order, unsigned
+        [M, words a row] of NumPy or CuPy, and returns as many words, of any shape, in stored order.
+        ``decode`` takes stored words [M, words a row] and returns them in row-major order.
     tile : (int, int), optional
-        Rows, and words, that M and a row's words are multiples of; by default one row, and as many words as
-        the permutation has, or one.
+        Rows and words that divide M and the words of a row; by default one row, and as many words as the
+        permutation has, or one.
     word_bits : int
-        What is moved as a whole: 4, 8, 16 or 32 bits. ``meta`` is uint8 (of nibbles a byte holds two), uint8,
+        Bits of a word that moves as a whole: 4, 8, 16 or 32. ``meta`` is uint8 (two nibbles a byte), uint8,
         int16 or int32.
     elements : sequence of ElementKind or str
-        What it holds.
+        Elements that the format holds.
     origin : str
-        What writes and reads it, in words.
+        The software that writes and reads the format.
     replace : bool
-        Whether a format that was registered under the name before gives way.
+        Whether to replace a format that was registered under the name before.
 
     Raises
     ------
     InvalidProblemError
-        An argument that can't be meant. An order that isn't invertible, as tried on random metadata: the
-        positions of a number that comes twice; the row and the word that the functions don't give back.
+        An invalid argument. An order that isn't invertible: the message has the positions of a number that
+        comes twice, or the row and the word of random metadata that the functions don't restore.
     """
     _check_name(name, replace)
     _register(name, _order(permutation, encode, decode, tile, word_bits), _elements(elements), origin)
 
 
 def _order(permutation: Any, encode: Any, decode: Any, tile: Any, word_bits: Any) -> _Order:
-    """What the caller describes, not tried yet."""
+    """The order that the arguments describe, not tried yet."""
     if type(word_bits) is not int or word_bits not in _STORED:
         raise InvalidProblemError(f"word_bits: expected 4, 8, 16 or 32, got {shown(word_bits)}")
     if permutation is not None and encode is None and decode is None:
@@ -130,7 +130,7 @@ def _register(name: str, order: _Order, elements: tuple[ElementKind, ...], origi
 
 @dataclass(frozen=True)
 class _Order:
-    """How words are reordered, in tiles of ``rows`` x ``words``."""
+    """An order of words in tiles of ``rows`` x ``words``."""
 
     encode: Reorder
     decode: Reorder
@@ -155,11 +155,11 @@ class _Order:
         return packed.view(f"u{self.word_bits // 8}")
 
     def nibbles_of(self, words: Any, groups: int) -> Any:
-        """The inverse."""
+        """The inverse of :meth:`words_of`."""
         return words if self.word_bits == 4 else unpacked_nibbles(words, words.shape[0], groups)
 
     def apply(self, which: str, words: Any) -> Any:
-        """What the function ``which`` makes of words [m, words a row]: as many, flat and contiguous."""
+        """The result of the function ``which`` for words [m, words a row], flat and contiguous."""
         if not words.size:
             return words.reshape(-1)
         xp = canonical.array_module(words)
@@ -180,14 +180,14 @@ class _Order:
         return xp.ascontiguousarray(made).reshape(-1)
 
     def check(self, element: ElementKind) -> None:
-        """Raise InvalidProblemError with the first word that ``decode`` doesn't give back."""
+        """Raise InvalidProblemError for the first word that ``decode`` doesn't restore."""
         rng = np.random.default_rng(0)
         valid = [EVEN, ODD] if element is ElementKind.F32 else VALID_CODES
         for down, across in _TRIED * _ROUNDS:
             m, count = down * self.rows, across * self.words
             groups = count * self.word_bits // 4
             if groups * (2 if element is ElementKind.F32 else 4) % 8:
-                continue  # no K of such a weight
+                continue  # no weight has such a K
             words = self.words_of(rng.choice(np.array(valid, np.uint8), (m, groups)))
             back = self.apply("decode", self.apply("encode", words).reshape(m, count)).reshape(m, count)
             if (differs := back != words).any():
@@ -200,7 +200,7 @@ class _Order:
 
 def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
     stored: list[int | None] = [None]
-    with suppress(Exception):  # whatever a broken object raises, and what has no end has no length
+    with suppress(Exception):  # a broken object may raise anything; an endless one has no length
         stored = [integer(permutation[at]) for at in range(len(permutation))]
     bad = next((at for at, one in enumerate(stored) if one is None), None)
     if bad is not None or not stored:
@@ -247,7 +247,7 @@ def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
 
 
 class _Registered(ForeignFormat):
-    """Subclassed for each name."""
+    """Base of registered formats, with a subclass for each name."""
 
     def __init__(self, order: _Order) -> None:
         self._order = order

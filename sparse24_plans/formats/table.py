@@ -1,4 +1,4 @@
-"""The table of foreign formats: one line for each, in the order in which they are listed to users."""
+"""The table of foreign formats, in the order of lists for users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tilelang import TileLang
 from .torch_cutlass import TorchCutlass
 from .torch_tile import TorchTile
 
-_ROWS: tuple[ForeignFormat, ...] = (
+_BUILT_IN: tuple[ForeignFormat, ...] = (
     Baracuda(),
     TorchCutlass(),
     CutlassSm90(),
@@ -25,13 +25,13 @@ _ROWS: tuple[ForeignFormat, ...] = (
     CompressedTensors(),
 )
 
-FORMATS: dict[str, ForeignFormat] = {row.name: row for row in _ROWS}
-"""Every foreign format by name: those that come with the package, and those that ``register_format`` adds."""
+FORMATS: dict[str, ForeignFormat] = {one.name: one for one in _BUILT_IN}
+"""All foreign formats by name: the package's own, and those that ``register_format`` adds."""
 BUILT_IN = tuple(FORMATS)
 NO_FORMATS = ("dense", "sparse24")
-"""Names that checkpoints have for what is no foreign format."""
+"""Formats of checkpoints that are no foreign formats."""
 _GROUP = "sparse24_plans.formats"
-"""Installed packages name their formats in entry points of this group: functions that register them."""
+"""Entry points of this group, in installed packages, are functions that register formats."""
 
 
 def format_names() -> tuple[str, ...]:
@@ -40,9 +40,9 @@ def format_names() -> tuple[str, ...]:
 
 
 def find_format(name: str) -> ForeignFormat | None:
-    """The format of this name; one of an installed package is registered by it first.
+    """The format of this name. An installed package registers its format first.
 
-    Raises InvalidProblemError where that package can't be loaded or registers no such format.
+    Raises InvalidProblemError if that package can't be loaded or registers no such format.
     """
     if name not in FORMATS:
         for point in entry_points(group=_GROUP, name=name):

@@ -11,7 +11,7 @@ from .positions import codes_in, nibbles_out, packed_nibbles, unpacked_nibbles
 
 
 def _word(shape: WeightShape) -> tuple[int, int]:
-    """Bytes of a metadata word, and words of a row."""
+    """Bytes of a metadata word, and words per row."""
     size = 4 if shape.element.itemsize == 1 else 2
     return size, shape.nibbles // (2 * size)
 

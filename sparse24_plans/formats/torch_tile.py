@@ -1,4 +1,4 @@
-"""What PyTorch's and xFormers' tile packers return: W and its transpose, and a bitmask of what was kept."""
+"""Weights of PyTorch's and xFormers' tile packers: W, its transpose, and a bitmask of kept cells."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..weights import canonical
 from .base import SHAPE, VALUES, ForeignFormat, Incoming, Layout, Outgoing, Parts, WeightShape
 from .positions import PAD_NIBBLES, unpacked_nibbles
 
-# The suffix of a part's name says which of the two matrices it belongs to.
-_PLAIN, _TURNED = "", "_t"
+# Suffixes of the parts' names of W and of its transpose.
+_PLAIN, _TRANSPOSED = "", "_t"
 
 
 class TorchTile(ForeignFormat):
@@ -32,7 +32,7 @@ class TorchTile(ForeignFormat):
 
     def layout(self, shape: WeightShape) -> Layout:
         layout: Layout = {}
-        for suffix in (_PLAIN, _TURNED):
+        for suffix in (_PLAIN, _TRANSPOSED):
             rows, columns = _padded(shape, suffix)
             layout["packed" + suffix] = (VALUES, (rows, columns // 2))
             layout["meta" + suffix] = ("int16", (rows, 2, columns // 32))
@@ -51,9 +51,9 @@ class TorchTile(ForeignFormat):
     def encode(self, out: Outgoing) -> Parts:
         shape, xp = out.shape, canonical.array_module(out.values)
         dense = canonical.scatter(out.values, xp.ascontiguousarray(out.codes).reshape(-1))
-        turned = xp.ascontiguousarray(dense.T)
+        transposed = xp.ascontiguousarray(dense.T)
         try:
-            codes_t = canonical.occupancy_codes(turned, shape.element)
+            codes_t = canonical.occupancy_codes(transposed, shape.element)
         except FormatError as error:
             raise FormatError(
                 "weight: expected one whose transpose is 2:4 as well, got more than 2 non-zeros in 4 rows of "
@@ -61,9 +61,9 @@ class TorchTile(ForeignFormat):
                 row=error.row,
                 group=error.group,
             ) from error
-        values_t = canonical.gather(turned, codes_t)
+        values_t = canonical.gather(transposed, codes_t)
         parts = _half_out(out, _PLAIN, out.values, out.codes)
-        parts |= _half_out(out, _TURNED, values_t, codes_t.reshape(shape.k, shape.m // 4))
+        parts |= _half_out(out, _TRANSPOSED, values_t, codes_t.reshape(shape.k, shape.m // 4))
         kept = xp.zeros(_padded(shape, _PLAIN), np.uint8)
         kept[: shape.m, : shape.k] = canonical.magnitude_keys(dense, shape.element) != 0
         parts["bitmask"] = torch_tile.encode_mask(kept)
@@ -71,7 +71,7 @@ class TorchTile(ForeignFormat):
 
 
 def _padded(shape: WeightShape, suffix: str) -> tuple[int, int]:
-    """Rows and columns of W, or of its transpose, with their padding."""
+    """Padded rows and columns of W or of its transpose."""
     return torch_tile.padded(*((shape.k, shape.m) if suffix else (shape.m, shape.k)))
 
 
@@ -97,7 +97,7 @@ def _check_transpose(found: Incoming, values: Any, codes: Any) -> None:
     for part in ("packed_t", "meta_t"):
         if part not in found.parts:
             raise InvalidProblemError(f"parts: expected packed_t and meta_t, or neither; {part} is missing")
-    other = _dense(*_half(found, _TURNED, shape.k, shape.m), shape.element).T
+    other = _dense(*_half(found, _TRANSPOSED, shape.k, shape.m), shape.element).T
     dense = _dense(values, codes, shape.element)
     zero = canonical.magnitude_keys(dense, shape.element) == 0
     differs = (dense != other) & ~(zero & (canonical.magnitude_keys(other, shape.element) == 0))
@@ -124,7 +124,7 @@ def _refuse_first(bad: Any, complaint: str) -> None:
 
 
 def _half_out(out: Outgoing, suffix: str, values: Any, codes: Any) -> Parts:
-    """The two parts of W, or of its transpose, of its values and codes without padding."""
+    """Both parts of W, or of its transpose, from values and codes without padding."""
     xp = canonical.array_module(values)
     rows, columns = _padded(out.shape, suffix)
     packed = xp.zeros((rows, columns // 2), values.dtype)

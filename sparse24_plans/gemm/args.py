@@ -1,4 +1,4 @@
-"""The operands of products, as callers give them."""
+"""The operands that callers pass to gemm plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..weights.weight import PackedWeight, Sparse24Weight
 class GemmSparse24Args(Args):
     """Operands of a ``forward`` plan. Tensors of any framework, on the plan's device.
 
-    ``weight``: what ``plan.pack`` returned, or a canonical Sparse24Weight where the plan reads that.
-    ``x`` [N, K] of the element; ``y`` [N, M], of a gated epilogue [N, M/2], of ``out_element``, written;
-    ``bias`` [M] of ``bias_element`` exactly when the epilogue has one. Rows of x and y may be further apart
-    than their width; in a ``column`` order it is their columns that are contiguous. ``scale_x``,
-    ``scale_w``: f32, [1] for a scale of the tensor, [N] and [M] for one a row, exactly when the descriptor
-    has them.
+    ``weight`` is the result of ``plan.pack``, or a canonical Sparse24Weight if the plan reads that. ``x`` [N,
+    K] has the type ``element``. ``y`` is written; it has the type ``out_element`` and the shape [N, M], or
+    [N, M/2] for a gated epilogue. ``bias`` [M] has the type ``bias_element`` and is given exactly when the
+    epilogue has a bias. Rows of x and y may be further apart than their width; in ``column`` order their
+    columns are contiguous instead. ``scale_x`` and ``scale_w`` are f32: [1] for one scale of the tensor, [N]
+    and [M] for one scale per row. They are given exactly when the descriptor has them.
     """
 
     weight: Sparse24Weight | PackedWeight
@@ -33,9 +33,8 @@ class GemmSparse24Args(Args):
 class DgradSparse24Args(Args):
     """Operands of a ``dgrad`` plan: ``dy`` [N, M] of the element is read, ``dx`` [N, K] is written.
 
-    ``weight``: a canonical Sparse24Weight, or what ``plan.pack`` returned.
-
-    A class of its own: where M == K, swapped operands would otherwise pass.
+    ``weight`` is a canonical Sparse24Weight, or the result of ``plan.pack``. The class differs from
+    GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K.
     """
 
     weight: Sparse24Weight | PackedWeight

@@ -1,4 +1,4 @@
-"""What is to be computed: the descriptor of a product, and its operands."""
+"""The descriptor of a gemm, and its operands."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ class GemmSparse24Descriptor(ProductDescriptor):
     Parameters
     ----------
     n, m, k : int
-        Tokens, out features, in features; k a multiple of 8. Any may be 0.
+        Tokens, out features, in features; k is a multiple of 8. Any of them may be 0.
     element : ElementKind
         Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
     op : GemmOp
         ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
-        v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) =
-        t * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) =
-        t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
-        Gated kinds make a result of two rows of W: swiglu is silu(v_gate + bias) * (v_up + bias), geglu the
-        same with gelu. M is then a multiple of 16, W, bias and scale_w are in the order of ``gated_rows``,
-        and Y is [N, M/2].
+        v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) = t
+        * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) = t/2 * (1 +
+        tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
+        of two rows of W: swiglu is silu(v_gate + bias) * (v_up + bias), geglu is gelu(v_gate + bias) * (v_up
+        + bias). M is then a multiple of 16, W, bias and scale_w are in the order of
+        ``gated_rows``, and Y is [N, M/2].
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional
-        Type of the result: ``element`` (default) or ``f32``. Of ``s8``: ``i32`` (default), ``s8``, ``f16``,
-        ``bf16`` or ``f32``; of ``fp8_e4m3``: ``bf16`` (default), ``f16`` or ``f32``. Integers are rounded to
+        Type of the result: ``element`` (default) or ``f32``. For ``s8``: ``i32`` (default), ``s8``, ``f16``,
+        ``bf16`` or ``f32``. For ``fp8_e4m3``: ``bf16`` (default), ``f16`` or ``f32``. Integers are rounded to
         nearest even and saturate.
     bias_element : ElementKind, optional
-        Type of bias[M]: ``element`` (default) or ``f32``. Of the 8-bit elements: ``out_element`` (default)
-        or ``f32``, and ``f32`` alone where the result is an integer.
+        Type of bias[M]: ``element`` (default) or ``f32``. For 8-bit elements: ``out_element`` (default) or
+        ``f32``, and only ``f32`` if the result is an integer.
     x_order, y_order : MatrixOrder
-        ``row``: a row of X (of Y) is contiguous; ``column``: a column is. With both in columns the product is
-        W @ X^T on row-major [K, N] and [M, N] matrices: the sparse operand on the left. ``forward`` only.
+        ``row``: rows of X (of Y) are contiguous. ``column``: columns are contiguous. With both in column
+        order the product is W @ X^T on row-major [K, N] and [M, N] matrices, with the sparse operand on the
+        left. ``forward`` only.
     scale_x, scale_w : ScaleKind
-        Factors in float32 that X and W were divided by: ``none``, one a ``tensor``, or one a ``row``: for
-        each token of X, each out feature of W. ``forward`` only.
+        Factors in float32 that X and W were divided by: ``none``, one per ``tensor``, or one per ``row``,
+        which is a token of X or an out feature of W. ``forward`` only.
 
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.GEMM
@@ -127,7 +128,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the result is the sum itself, rounded to its type."""
+        """Return whether the result is the sum itself, rounded to its type."""
         none = ScaleKind.NONE
         return super().is_plain and self.scale_x is none and self.scale_w is none
 
@@ -143,11 +144,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def outputs(self) -> int:
-        """Results per token: as many as sums, of a gated epilogue half as many."""
+        """Results per token: as many as sums, or half as many for a gated epilogue."""
         return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x, dy), ``result`` (y, dx), and what epilogue and scales ask for."""
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias and scales."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, f32 = self.n, ElementKind.F32
         found = [

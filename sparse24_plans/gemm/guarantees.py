@@ -1,21 +1,26 @@
-"""What the kernels of products promise, and why."""
+"""The guarantees of the gemm kernels, and their reasons."""
 
 from __future__ import annotations
 
-from ..plan.arithmetic import PROMOTED_EVERY, in_order
+from ..arithmetic.epilogue import IN_STEPS
+from ..plan.arithmetic import EXACT_SUM, PROMOTED_EVERY, Arithmetic, in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
-from .arithmetic import names
-from .arithmetic.split import SPLIT_SUM
+from .arithmetic.bf16_terms import SPLIT_SUM
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32
 S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
 
 SPLIT_STEP = {2: 3 * 2.0**-24, 3: 2.0**-24}
-"""Relative error of adding up, for a kept product of float32 in so many parts."""
+"""Relative error of adding one kept product, by the number of bf16 terms of a float32."""
 SPLIT_ROUNDOFF = {2: 2.0**-15 + 2.0**-24, 3: 2.0**-23}
-"""Relative error of a product of float32 in so many parts, by what isn't multiplied."""
+"""Relative error of one product from the terms that are not multiplied, by the number of bf16 terms."""
+
+
+def named(problem: GemmSparse24Descriptor, arithmetic: str) -> str | None:
+    """Return the arithmetic of a GPU kernel, or None if CUDA's math library computes the activation."""
+    return arithmetic if problem.epilogue in IN_STEPS else None
 
 
 def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
@@ -51,15 +56,15 @@ def mma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
 
 
 def wgmma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
-    # The slices of K are chosen for the shape, n included.
+    # Split-K is chosen for the shape, n included.
     return mma_sp(problem).model_copy(update={"batch_invariant": False})
 
 
 def wgmma_sp_s8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # Sums of integers are exact in any order. The other steps are rounded one by one, as the host does; only
     # the activations of CUDA's math library differ from it.
-    named = names.exact_sum(problem)
-    same = {"bit_stable_across_hardware": named is not None, "arithmetic": named}
+    name = named(problem, EXACT_SUM)
+    same = {"bit_stable_across_hardware": name is not None, "arithmetic": name}
     return strict(problem).model_copy(update=same)
 
 
@@ -73,36 +78,36 @@ def wgmma_sp_fp8_invariant(problem: GemmSparse24Descriptor) -> PrecisionGuarante
 
 
 def wgmma_sp_fp8_promoted(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
-    # That, for the 64 kept products of 128 columns; their sums are added in float32.
+    # The tensor cores add the 64 kept products of 128 columns; float32 adds these sums.
     return mma_sp(problem).model_copy(
         update={
             "unit_roundoff": FP8_ROUNDOFF,
             "promoted_every": PROMOTED_EVERY,
-            "arithmetic": names.promoted(problem),
+            "arithmetic": named(problem, str(Arithmetic.promoted())),
         }
     )
 
 
-def split(parts: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
-    """Of float32 in parts of bf16."""
-    # Six: a tile's small products come first, and lose little. Three: they are added to what several tiles
-    # have come to, so each loses as much. The slices of K are chosen for the shape, n included.
+def split(terms: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    """Return the guarantee of float32 that is multiplied in ``terms`` bf16 terms."""
+    # With six products each tile's small ones are added first and lose little. With three they are added to
+    # the sum of several tiles, so each product loses as much. Split-K is chosen for the shape, n included.
     return wgmma_sp(problem).model_copy(
         update={
             "math_precision": MathPrecision.BF16,
-            "unit_roundoff": SPLIT_STEP[parts],
-            "promoted_every": SPLIT_SUM[parts],
-            "product_roundoff": SPLIT_ROUNDOFF[parts],
+            "unit_roundoff": SPLIT_STEP[terms],
+            "promoted_every": SPLIT_SUM[terms],
+            "product_roundoff": SPLIT_ROUNDOFF[terms],
         }
     )
 
 
-def split_invariant(parts: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
-    return split(parts, problem).model_copy(update={"batch_invariant": True})
+def split_invariant(terms: int, problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    return split(terms, problem).model_copy(update={"batch_invariant": True})
 
 
 def host_tensor_core(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
-    # Whichever of the tensor cores' arithmetics it runs: the bound of the weakest.
+    # The kernel can run any arithmetic of the tensor cores, so the bound is that of the weakest one.
     if problem.element is F32:
         return split_invariant(2, problem)
     return wgmma_sp_fp8_invariant(problem) if problem.element is FP8 else mma_sp(problem)

@@ -1,4 +1,4 @@
-"""The base class of every backend that multiplies."""
+"""The base class of all gemm backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
 MOST_STRIDES = 64
-"""Pairs of row strides that a library's plans are kept for; the one that was used longest ago goes first."""
+"""Number of pairs of strides whose library plans are cached; the least recently used one is dropped first."""
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
@@ -30,5 +30,5 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
 
 
 def address(view: TensorView | None) -> int:
-    """Of an operand that may be absent: 0 then."""
+    """Return the operand's address, or 0 if the operand is absent."""
     return 0 if view is None else view.address

@@ -1,4 +1,4 @@
-"""The table of kernels that multiply: what each serves and what it guarantees."""
+"""The table of gemm kernels: the problems that each serves, and its guarantee."""
 
 from __future__ import annotations
 
@@ -25,28 +25,32 @@ from ..vocab import (
     Tier,
 )
 from . import guarantees, limits
-from .arithmetic.split import MOST_PARTS
+from .arithmetic.bf16_terms import MAX_TERMS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, F16, F32, FP8, S8
 
 
 @dataclass(frozen=True)
 class GemmEntry(KernelEntry):
-    """A row of the family. ``limits`` may refuse some of what the fields allow."""
+    """A gemm kernel. ``limits`` may refuse some of the problems that the fields allow."""
 
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
     epilogues: tuple[EpilogueKind, ...] = EXACT
     column_order: bool = False
-    """Whether X or Y may lie in columns."""
+    """The kernel serves column-major X and Y."""
     scales: bool = False
-    """Whether it takes scale_x or scale_w."""
+    """The kernel takes scale_x and scale_w."""
     strict: bool = False
-    """Of the host: fma by fma, as inflate_strict does; else BLAS."""
+    """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
-    """Whether sums of fp8 products are added up outside of the tensor cores."""
-    parts: int = 0
-    """Of bf16, in which float32 is multiplied; 0: operands are multiplied as they are."""
+    """Sums of fp8 products are promoted: float32 adds them outside of the tensor cores."""
+    split_terms: int = 0
+    """Number of bf16 terms in which float32 is multiplied; 0: operands are multiplied as they are."""
+
+    @property
+    def module(self) -> str:
+        return "f32_split" if self.split_terms else self.backend
 
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
@@ -61,7 +65,7 @@ class GemmEntry(KernelEntry):
         return None
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
-        # With 16, lines of X in columns are whole 16 bytes.
+        # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
         return min(self.min_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
 
     def shard_refusal(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> str | None:
@@ -74,7 +78,7 @@ class GemmEntry(KernelEntry):
         return None
 
 
-# Any n: chosen where there is no wgmma and batch invariance is required.
+# Serves any n. It is chosen without wgmma if batch invariance is required.
 _MMA_SP_MANY = GemmEntry(
     name="mma_sp_many",
     backend="mma_sp",
@@ -100,31 +104,31 @@ _WGMMA_SP = replace(
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
 
 
-def _split_row(name: str, backend: str, parts: int) -> GemmEntry:
-    """float32 in so many parts of bf16."""
+def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
+    """A kernel that multiplies float32 in ``terms`` bf16 terms."""
     return replace(
         _WGMMA_SP,
         name=name,
         backend=backend,
-        guarantee=partial(guarantees.split, parts),
+        guarantee=partial(guarantees.split, terms),
         elements=(F32,),
-        layout=TILE64X64_LAYOUT if parts == MOST_PARTS else TILE64X64_PARTS_LAYOUT,
-        limits=partial(limits.f32_split, parts),
-        min_workspace=partial(limits.split_workspace, parts),
+        layout=TILE64X64_LAYOUT if terms == MAX_TERMS else TILE64X64_PARTS_LAYOUT,
+        limits=partial(limits.f32_split, terms),
+        min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
-        epilogues=EXACT_UNGATED,  # a sum that is NaN is mended result by result
-        for_a_bound=parts < MOST_PARTS,
-        parts=parts,
+        epilogues=EXACT_UNGATED,  # each NaN sum is recomputed for one result
+        for_a_bound=terms < MAX_TERMS,
+        split_terms=terms,
     )
 
 
-def _invariant(row: GemmEntry) -> GemmEntry:
-    guarantee = partial(guarantees.split_invariant, row.parts)
-    return replace(row, name=f"{row.name}_invariant", guarantee=guarantee)
+def _invariant(entry: GemmEntry) -> GemmEntry:
+    guarantee = partial(guarantees.split_invariant, entry.split_terms)
+    return replace(entry, name=f"{entry.name}_invariant", guarantee=guarantee)
 
 
-_F32_SPLIT3 = _split_row("f32_split3", "f32_split3", 2)
-_F32_SPLIT6 = _split_row("f32_split6", "f32_split6", MOST_PARTS)
+_F32_SPLIT3 = _f32_split("f32_split3", "f32_split3", 2)
+_F32_SPLIT6 = _f32_split("f32_split6", "f32_split6", MAX_TERMS)
 
 _HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
 
@@ -152,7 +156,7 @@ _CUSPARSELT = GemmEntry(
 
 ENTRIES: tuple[GemmEntry, ...] = (
     _WGMMA_SP,
-    # Where batch invariance is required.
+    # The next kernel serves where batch invariance is required.
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=guarantees.mma_sp),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=guarantees.wgmma_sp_s8, elements=(S8,)),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
@@ -169,12 +173,12 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=(FP8,),
         promoted=True,
     ),
-    # The faster first, for those whom its error bound is enough.
+    # The faster kernel comes first; it is chosen where its error bound is enough.
     _F32_SPLIT3,
     _invariant(_F32_SPLIT3),
     _F32_SPLIT6,
     _invariant(_F32_SPLIT6),
-    # Where there is no wgmma.
+    # The next kernels serve devices without wgmma.
     replace(_MMA_SP_MANY, name="mma_sp", limits=limits.mma_sp_few),
     GemmEntry(
         name="inflate_cublas",
@@ -195,8 +199,8 @@ ENTRIES: tuple[GemmEntry, ...] = (
         guarantee=guarantees.strict,
         limits=limits.strict,
     ),
-    # Below this package's own kernels, whose bits and layouts are ours to promise: chosen for what they
-    # don't serve, and where it is asked for.
+    # cuSPARSELt comes after this package's own kernels, whose bits and layouts the package can guarantee. It
+    # is chosen for problems that they don't serve, and on request.
     _CUSPARSELT,
     replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=(8, 9), elements=(FP8,)),
     GemmEntry(
@@ -221,7 +225,8 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
     ),
-    # The tensor cores' bits, for audits: chosen where their arithmetic is required by name.
+    # Computes the tensor cores' bits on the host, for audits. It is chosen if an arithmetic is required by
+    # name.
     GemmEntry(
         name="host_tensor_core",
         backend="host_tensor_core",
@@ -238,5 +243,5 @@ ENTRIES: tuple[GemmEntry, ...] = (
 
 
 def find(name: str) -> GemmEntry | None:
-    """The row of this name."""
-    return next((row for row in ENTRIES if row.name == name), None)
+    """Return the kernel of this name."""
+    return next((entry for entry in ENTRIES if entry.name == name), None)

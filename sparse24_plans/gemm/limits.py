@@ -1,4 +1,4 @@
-"""What the kernels serve: the reason why a problem or a device is beyond one, or None."""
+"""The limits of the gemm kernels: each function returns why a kernel refuses a problem or device, or None."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
-from .arithmetic.split import SPLIT_GROUP
+from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
-SPLIT_BLOCK = 2048
-"""Elements of X that a block of the pass over it splits."""
-_GROUP_SUMS = 132 * 128 * 128 * 4
-"""Bytes of the sums of the largest blocks, a multiprocessor each."""
+SPLIT_CTA_ELEMENTS = 2048
+"""Elements of X that one CTA of the pre-pass kernel splits."""
+_BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
+"""Bytes of the blocked sums of the largest CTA tiles, one per SM of an H200."""
 DIRECT_TOKENS, _SECTOR = 64, 32
-"""Up to so many, X in columns is multiplied as it lies; of more where columns begin at multiples of so many
-bytes, which memory gives at a time."""
+"""A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
+its columns begin at multiples of a memory sector, _SECTOR bytes."""
 STRICT_SMALL_TILE = (32, 16)
-"""Outputs x tokens of the strict kernel's smallest tile: what bounds its grid."""
+"""Outputs x tokens of the strict kernel's smallest tile, which bounds its grid."""
 
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
@@ -37,18 +37,18 @@ def strict(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
-    """Whether the tensor core kernels' smallest tiles, each cut into at most 8 slices of K, fit the grid."""
+    """Refuse problems whose smallest tiles, each with at most 8 split-K slices, exceed the grid."""
     return grid_limit_refusal(-(-problem.m // 64) * -(-problem.n // 8) * 8)
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if problem.n == 0 or problem.m == 0:
         return "serves no empty results"
-    return _columns_of_x(problem) or _tile_blocks(problem)
+    return _unaligned_columns(problem) or _tile_blocks(problem)
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
-    """mma_sp's limits, and a preference for so few tokens that it beats inflating."""
+    """Refuse what mma_sp refuses, and more tokens than it multiplies faster than inflate_cublas does."""
     limits = constants("mma_sp_max_n")
     most = limits["large" if problem.m * problem.k >= limits["large_weight"] else "small"]
     return mma_sp(problem) if problem.n <= most else f"is preferred for n <= {most}, not {problem.n}"
@@ -62,71 +62,71 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
     if problem.n > 1 and problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
-    if must_turn(problem) and (reason := grid_limit_refusal(_turned_blocks(problem))) is not None:
+    if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)
 
 
-def must_turn(problem: GemmSparse24Descriptor) -> bool:
-    """Whether X lies in columns that touch and begin between multiples of 16 bytes: no copy reads them."""
+def must_transpose_x(problem: GemmSparse24Descriptor) -> bool:
+    """Return whether X has contiguous columns that begin between multiples of 16 bytes: no load reads it."""
     return problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16 != 0
 
 
-def should_turn(problem: GemmSparse24Descriptor) -> bool:
-    """Whether X in columns is read faster where a pass turns it into rows first, as measured on an H200."""
-    return must_turn(problem) or (
+def should_transpose_x(problem: GemmSparse24Descriptor) -> bool:
+    """Return whether a column-major X is multiplied faster after a transposition, as measured on an H200."""
+    return must_transpose_x(problem) or (
         problem.x_order is MatrixOrder.COLUMN
         and problem.n > DIRECT_TOKENS
         and problem.n * problem.element.itemsize % _SECTOR != 0
-        and grid_limit_refusal(_turned_blocks(problem)) is None
+        and grid_limit_refusal(_transpose_tiles(problem)) is None
     )
 
 
-def turned_bytes(problem: GemmSparse24Descriptor) -> int:
-    """Of X in rows."""
+def transpose_bytes(problem: GemmSparse24Descriptor) -> int:
+    """Bytes of the transposed X."""
     return problem.n * problem.k * problem.element.itemsize
 
 
 def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
-    """Without which it can't run."""
-    return turned_bytes(problem) if must_turn(problem) else 0
+    """Bytes of workspace without which the kernel can't run."""
+    return transpose_bytes(problem) if must_transpose_x(problem) else 0
 
 
-def _turned_blocks(problem: GemmSparse24Descriptor) -> int:
+def _transpose_tiles(problem: GemmSparse24Descriptor) -> int:
     return Matrices(problem.k, problem.n, problem.element.itemsize).ctas
 
 
-def _columns_of_x(problem: GemmSparse24Descriptor) -> str | None:
-    """Whether columns of X that touch begin where 16 bytes at a time can be copied."""
+def _unaligned_columns(problem: GemmSparse24Descriptor) -> str | None:
+    """Refuse a contiguous column-major X whose columns can't be loaded 16 bytes at a time."""
     if problem.x_order is MatrixOrder.COLUMN and problem.n * problem.element.itemsize % 16:
         return f"needs columns of X in multiples of 16 bytes, got n = {problem.n}"
     return None
 
 
-def f32_split(parts: int, problem: GemmSparse24Descriptor) -> str | None:
-    """Of float32 in so many parts of bf16, which a pass writes to the workspace first."""
-    rows, blocks = parts * problem.n, -(-problem.n * problem.k // SPLIT_BLOCK)
+def f32_split(terms: int, problem: GemmSparse24Descriptor) -> str | None:
+    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of X."""
+    rows, blocks = terms * problem.n, -(-problem.n * problem.k // SPLIT_CTA_ELEMENTS)
     if rows >= 2**31:
-        return f"{parts} parts of {problem.n} tokens exceed a tensor map's coordinates, {2**31 - 1}"
+        return f"{terms} bf16 terms of {problem.n} tokens exceed a tensor map's coordinates, {2**31 - 1}"
     return wgmma_sp(problem) or grid_limit_refusal(blocks)
 
 
-def split_bytes(parts: int, problem: GemmSparse24Descriptor) -> int:
-    """Of the parts of X."""
-    return parts * problem.n * problem.k * BF16.itemsize
+def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
+    """Bytes of the bf16 terms of X."""
+    return terms * problem.n * problem.k * BF16.itemsize
 
 
-def split_workspace(parts: int, problem: GemmSparse24Descriptor) -> int:
-    """Those, and sums of groups of columns: of all results, or of as many blocks as there are at most."""
-    size = align_up(split_bytes(parts, problem))
-    if not 0 < SPLIT_GROUP[parts] < problem.k:
+def split_workspace(terms: int, problem: GemmSparse24Descriptor) -> int:
+    """Bytes of the terms of X and of blocked sums: of all results, or of the largest tiles, one per SM."""
+    size = align_up(split_bytes(terms, problem))
+    if not 0 < SPLIT_GROUP[terms] < problem.k:
         return size
     results = align_up(problem.m) * align_up(problem.n, 16 if problem.n <= 64 else 128)
-    return size + min(4 * results, _GROUP_SUMS)
+    return size + min(4 * results, _BLOCKED_SUM_BYTES)
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:
-    """Whether every sum of k/2 products of s8 fits the int32 that the tensor cores add them up in."""
+    """Refuse sums of k/2 products of s8 that may exceed the int32 accumulators of the tensor cores."""
     if problem.element is S8 and problem.k >= _INTEGER_K:
         return f"sums of s8 may exceed int32 for k >= {_INTEGER_K}, got {problem.k}"
     return None
@@ -148,7 +148,7 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     return dense, align_up(accumulators)
 
 
-# What the library takes: element -> its results. The bias is of the result's type, of f32 for integers.
+# cuSPARSELt's result types by element. The bias has the result's type, or f32 for integer results.
 _CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
 _CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
 

@@ -1,4 +1,4 @@
-"""The product: ``Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T)`` with W 2:4 sparse, and its gradient dX."""
+"""The gemm plan: ``Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T)`` with W 2:4 sparse, and its gradient dX."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .tuned import TuningTable, shipped
 class GemmSparse24Plan(Plan):
     """A kernel chosen for a product on a device. Immutable; share it between threads and streams.
 
-    Make one with :meth:`select`. ``descriptor`` is its problem. Its arguments are GemmSparse24Args, for the
-    op ``dgrad`` DgradSparse24Args.
+    :meth:`select` makes one. ``descriptor`` is its problem. Its arguments are GemmSparse24Args, or
+    DgradSparse24Args for the op ``dgrad``.
     """
 
     descriptor_type = GemmSparse24Descriptor
@@ -51,10 +51,10 @@ class GemmSparse24Plan(Plan):
         device: DeviceLike = None,
         tuning: TuningTable | None = None,
     ) -> Self:
-        """:meth:`Plan.select`, with ``tuning``: configurations for the kernels that can be tuned.
+        """Select a kernel as :meth:`Plan.select` does. ``tuning`` holds configurations of tunable kernels.
 
-        None is the table that comes with the package for the device. What is stamped for another machine is
-        ignored with a TuningWarning.
+        None means the package's table for the device. Entries stamped for another machine are ignored with a
+        TuningWarning.
         """
         properties = resolve(device)
         return cls._selected(descriptor, preference, properties, _table(tuning, properties))
@@ -68,7 +68,7 @@ class GemmSparse24Plan(Plan):
         device: DeviceLike | DeviceProperties = None,
         tuning: Any = None,
     ) -> Explanation:
-        """:meth:`Plan.explain_choice`, with ``tuning`` as of :meth:`select`."""
+        """Explain a choice as :meth:`Plan.explain_choice` does, with ``tuning`` as for :meth:`select`."""
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         return super().explain_choice(
             descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
@@ -83,7 +83,7 @@ class GemmSparse24Plan(Plan):
         device: DeviceLike | DeviceProperties = None,
         tuning: Any = None,
     ) -> tuple[CompiledKernel, ...]:
-        """:meth:`Plan.compile`, with ``tuning`` as of :meth:`select`."""
+        """Compile as :meth:`Plan.compile` does, with ``tuning`` as for :meth:`select`."""
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         return super().compile(
             descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
@@ -95,19 +95,19 @@ class GemmSparse24Plan(Plan):
     def replay(
         self, args: Any, samples: Any = None, *, seed: int = 0, on_block: OnBlock | None = None
     ) -> Replay:
-        """Compute results again on the host, and compare their bits with those that ``args`` hold.
+        """Compute results again on the host, and compare their bits with the results in ``args``.
 
-        ``args``: what the plan was run with, as host copies, its result included; the weight canonical.
-        ``samples``: which results: all (None), so many random ones (``seed`` draws them), or pairs
-        (token, output) as integers [P, 2]. ``on_block`` is called with how many more have been compared.
+        ``args`` are host copies of the arguments of a run, its result included, with a canonical weight.
+        ``samples`` chooses the results: None for all, a number of random ones (drawn with ``seed``), or pairs
+        (token, output) as integers [P, 2]. ``on_block`` is called with the number of results just compared.
 
-        Raises UnsupportedError where the plan's guarantee names no arithmetic; InvalidProblemError,
-        MisalignedOperandError for arguments that are wrong.
+        Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
+        MisalignedOperandError for wrong arguments.
         """
         name = self.guarantee.arithmetic
         if name is None:
             raise UnsupportedError(
-                f"replay: expected a plan that names its arithmetic, got {self._row.name}, which names none"
+                f"replay: expected a plan that names its arithmetic, got {self._entry.name}, which names none"
             )
         if on_block is not None and not callable(on_block):
             raise InvalidProblemError(f"on_block: expected a function, got {type(on_block).__name__}")
@@ -121,10 +121,10 @@ class GemmSparse24Plan(Plan):
         return replayed(results, views, tokens, outputs, on_block)
 
     def pack(self, weight: Sparse24Weight, *, stream: Any = None) -> PackedWeight:
-        """``weight`` in the layout of this plan's kernel, on its device. Usable by every n.
+        """Pack ``weight`` in the layout of this plan's kernel, on its device. Plans of every n can use it.
 
-        On a GPU the work is queued on ``stream``, as of :meth:`run`; a host plan takes None alone.
-        Raises InvalidProblemError where shape, element or device differ from the plan's.
+        On a GPU the work is enqueued on ``stream``, as for :meth:`run`; a host plan takes only None.
+        Raises InvalidProblemError if shape, element or device differ from the plan's.
         """
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
@@ -132,7 +132,7 @@ class GemmSparse24Plan(Plan):
         check_weight_fits(weight, operand, self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        return check_weight(packed, operand, (self._row.layout,), self._home)
+        return check_weight(packed, operand, (self._entry.layout,), self._home)
 
 
 def _table(tuning: object, properties: DeviceProperties) -> TuningTable:

@@ -1,4 +1,4 @@
-"""Replaying: what a plan has computed is computed again on the host, and compared bit for bit."""
+"""Replay: a plan's results are computed again on the host and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from ..errors import InvalidProblemError, shown
 from ..plan.operands import Views
 from ..vocab import INT64_MAX, ElementKind, Model, Size, integer
 from ..weights import threads
-from .arithmetic.divergence import parting_of
+from .arithmetic.divergence import explain_difference
 from .arithmetic.results import Results, blocks_of, places
 from .descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
 OnBlock = Callable[[int], object]
-"""Called with how many more results have been compared, by any thread, one at a time."""
+"""Callback with the number of results compared since the last call. Threads call it one at a time."""
 
 
 class ReplayDifference(Model):
-    """A result that isn't what its arithmetic gives."""
+    """A recorded result that differs from what its arithmetic gives."""
 
     token: Size
-    """Its row of Y (of dX)."""
+    """Row of Y (of dX) of the result."""
     output: Size
-    """Its column."""
+    """Column of Y (of dX) of the result."""
     recorded: float
-    """Its value in the recorded result."""
+    """Value in the recorded result."""
     recomputed: float
-    """Its value by the arithmetic."""
+    """Value that the arithmetic gives."""
     recorded_bits: Size
-    """The recorded value's bits in the result's element, as an unsigned integer."""
+    """Bits of ``recorded`` in the result's element, as an unsigned integer."""
     recomputed_bits: Size
-    """Those of the other value."""
+    """Bits of ``recomputed`` in the result's element, as an unsigned integer."""
     parting: str | None
-    """The step where the two may have parted, in words; None where no one step explains it."""
+    """A single step that would explain the difference, in words; None if no single step does."""
 
 
 class Replay(Model):
-    """What a replay has found."""
+    """The findings of a replay."""
 
     arithmetic: str
-    """The name of the sequence of roundings that was computed again."""
+    """Name of the recomputed sequence of roundings."""
     results: Size
-    """All that the plan computes."""
+    """Number of results of the plan."""
     compared: Size
-    """Of them, those that were computed again."""
+    """Number of results that were recomputed."""
     differing: Size
-    """Of these, those whose bits differ."""
+    """Number of recomputed results whose bits differ from the recorded ones."""
     first: ReplayDifference | None
-    """Of those that differ, the first by token and output."""
+    """The differing result with the smallest token, and of these with the smallest output."""
 
     @property
     def equal(self) -> bool:
-        """Whether all that was compared has the same bits."""
+        """Return whether all compared results have the same bits."""
         return self.differing == 0
 
 
 def chosen_results(samples: Any, seed: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
-    """Tokens and outputs that are asked for: all (None), so many at random, or pairs. In the best order."""
+    """Tokens and outputs of the requested results (all, some random ones, or pairs) in the fastest order."""
     total, number, start = desc.n * desc.outputs, integer(samples), integer(seed)
     if start is None or not 0 <= start <= INT64_MAX:
         raise InvalidProblemError(f"seed: expected an integer from 0 to 2^63 - 1, got {shown(seed)}")
@@ -100,7 +100,7 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
 def replayed(
     results: Results, views: Views, tokens: Array, outputs: Array, on_block: OnBlock | None = None
 ) -> Replay:
-    """Compares the results that ``views`` hold with what they ought to be."""
+    """Compare the results in ``views`` with recomputed ones."""
     result, lock = views["result"].bits(), Lock()
     wrong: list[tuple[int, int, int, int]] = []
     differing = 0
@@ -138,7 +138,7 @@ def _difference(results: Results, token: int, output: int, got: int, want: int) 
         recomputed=_value(want, element),
         recorded_bits=got,
         recomputed_bits=want,
-        parting=parting_of(results, token, output, got, want),
+        parting=explain_difference(results, token, output, got, want),
     )
 
 

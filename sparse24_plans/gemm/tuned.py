@@ -1,9 +1,9 @@
-"""Tuned configurations: what they hold, where they come from, and when they apply. Nothing is timed here.
+"""Tables of tuned configurations, and the conditions under which an entry applies. Nothing is timed here.
 
-A table is JSON: a stamp (GPU, driver) and one entry a problem and row of the table, each with the version
-of the library or kernel that it was measured with. ``sparse24 tune`` writes them (tuning/search.py),
-``select`` reads them, and so stays a function of its arguments. What doesn't match is ignored with a
-TuningWarning, never applied: an algorithm's number means another algorithm in another version
+A table is JSON: a stamp (GPU, driver) and one entry per problem and kernel, with the version of the library
+or kernel that was measured. ``sparse24 tune`` writes them (tuning/search.py),
+``select`` reads them, and so stays a function of its arguments. An entry whose stamp differs is ignored with
+a TuningWarning, because an algorithm's number may mean another algorithm in another version
 (pytorch#115178).
 """
 
@@ -31,19 +31,19 @@ _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
 
 
 Confirmable = Literal["deterministic", "bit_stable_on_same_hardware"]
-"""Flags of a guarantee that a self-test can confirm: a table promises no others."""
+"""Flags of a guarantee that a self-test can confirm. A table promises no others."""
 
 
 class TuningWarning(UserWarning):
-    """A tuned configuration was left out, because its stamp doesn't match this machine."""
+    """A tuned configuration was ignored because its stamp differs from this machine."""
 
 
 class TunedKernel(Model):
-    """The configuration that was the fastest right one for one problem.
+    """The fastest correct configuration of a kernel for one problem.
 
-    ``promises`` are the flags of the guarantee that the configuration's self-test confirmed;
-    ``microseconds`` and ``default_microseconds`` are those of the kernel in this configuration and in the
-    one that it has without a table. An empty ``configuration`` is that one: nothing beat it by enough.
+    ``promises`` are the flags of the guarantee that the configuration's self-test confirmed.
+    ``microseconds`` is the kernel's time with the configuration, ``default_microseconds`` its time without a
+    table. An empty ``configuration`` means that none was faster than the default by enough.
     """
 
     kernel: str
@@ -60,9 +60,9 @@ class TunedKernel(Model):
 class TuningTable:
     """Tuned configurations of one GPU and driver. Immutable; pass it to ``select(tuning=...)``.
 
-    ``gpu`` and ``driver`` are the name and the version that it was measured with, ``entries`` its contents.
+    ``gpu`` and ``driver`` are the name and the version with which ``entries`` were measured.
 
-    Raises InvalidProblemError where two entries are for one problem and kernel, or something is no entry.
+    Raises InvalidProblemError if two entries have the same problem and kernel, or something is no entry.
     """
 
     __slots__ = ("_by_problem", "driver", "entries", "gpu")
@@ -83,7 +83,7 @@ class TuningTable:
 
     @classmethod
     def load(cls, path: str | Path) -> TuningTable:
-        """Read what :meth:`save` wrote. Raises StorageError, or FormatError for anything else."""
+        """Read a table that :meth:`save` wrote. Raises StorageError, or FormatError for any other content."""
         raw = read_whole(path, _MAX_BYTES)
         try:
             document: dict[str, Any] = json.loads(raw)
@@ -96,7 +96,7 @@ class TuningTable:
             raise FormatError(f"tuning table {path}: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, one entry a line; the whole file or none of it. Raises StorageError."""
+        """Write JSON, one entry per line; the whole file or nothing. Raises StorageError."""
         lines = [json.dumps(_plain(entry)) for entry in self.entries]
         stamp = json.dumps({"gpu": self.gpu, "driver": self.driver})
         body = ",\n  ".join(lines)
@@ -105,9 +105,9 @@ class TuningTable:
             file.write(text.encode())
 
     def merged(self, newer: TuningTable) -> TuningTable:
-        """Both tables' entries, sorted; where both have one, the newer.
+        """The sorted entries of both tables; ``newer`` wins where both have one.
 
-        Raises InvalidProblemError where the stamps differ.
+        Raises InvalidProblemError if the stamps differ.
         """
         if type(newer) is not TuningTable:
             raise InvalidProblemError(f"newer: expected a TuningTable, got {shown(newer)}")
@@ -120,50 +120,50 @@ class TuningTable:
         return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_order))
 
     def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
-        """Row of the table -> entry for exactly this problem, whether its stamp matches or not."""
+        """Kernel -> entry for exactly this problem, whether its stamp matches or not."""
         if type(problem) is not GemmSparse24Descriptor:
             raise InvalidProblemError(f"problem: expected GemmSparse24Descriptor, got {shown(problem)}")
         return self._by_problem.get(problem, {})
 
     def promises(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, kernels: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
-        """Row -> what the self-test of its configuration confirmed, where that applies on the device."""
-        return {name: entry.promises for name, entry in self._applicable(descriptor, rows, device).items()}
+        """Kernel -> flags that its configuration's self-test confirmed, for entries that apply."""
+        return {name: entry.promises for name, entry in self._applicable(descriptor, kernels, device).items()}
 
     def configurations(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, kernels: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, Mapping[str, int]]:
-        """Row -> its configuration, where that applies on the device."""
-        found = self._applicable(descriptor, rows, device)
+        """Kernel -> configuration, for entries that apply on the device."""
+        found = self._applicable(descriptor, kernels, device)
         return {name: entry.configuration for name, entry in found.items()}
 
     def _applicable(
-        self, descriptor: GemmSparse24Descriptor, rows: Sequence[GemmEntry], device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, kernels: Sequence[GemmEntry], device: DeviceProperties
     ) -> dict[str, TunedKernel]:
         entries = self.find(descriptor)
-        named = {row.name: row for row in rows if row.name in entries}
+        named = {one.name: one for one in kernels if one.name in entries}
         return {
             name: entries[name]
-            for name, row in named.items()
-            if self.mismatch(entries[name], device, row.kernel.tuning_version(device)) is None
+            for name, one in named.items()
+            if self.mismatch(entries[name], device, one.kernel.tuning_version(device)) is None
         }
 
     def configuration(
-        self, descriptor: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties
+        self, descriptor: GemmSparse24Descriptor, kernel: GemmEntry, device: DeviceProperties
     ) -> Mapping[str, int]:
-        """That of the row; empty where there is none, or, with a TuningWarning, where it doesn't apply."""
-        entry = self.find(descriptor).get(row.name)
+        """The kernel's configuration; empty without an entry, or with a TuningWarning if it can't apply."""
+        entry = self.find(descriptor).get(kernel.name)
         if entry is None:
             return {}
-        reason = self.mismatch(entry, device, row.kernel.tuning_version(device))
+        reason = self.mismatch(entry, device, kernel.kernel.tuning_version(device))
         if reason is None:
             return entry.configuration
         self._warn(entry, reason)
         return {}
 
     def mismatch(self, entry: TunedKernel, device: DeviceProperties, version: str) -> str | None:
-        """Why the entry must not be applied on a device with this version of the kernel, or None."""
+        """Return why the entry can't apply on a device with this version of the kernel, or None."""
         for name, wanted, found in (
             ("GPU", self.gpu, device.name),
             ("driver", self.driver, device.driver),
@@ -190,20 +190,20 @@ class TuningTable:
 
 
 def _order(entry: TunedKernel) -> tuple[Any, ...]:
-    """Where an entry stands in a table: by kernel, type, shape and n."""
+    """Sort key of an entry: kernel, type, shape, n."""
     one = entry.problem
     return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()
 
 
 def _plain(entry: TunedKernel) -> dict[str, Any]:
-    """JSON of an entry, its problem without what is at its default."""
+    """JSON of an entry. Its problem leaves out default values."""
     document = entry.model_dump(mode="json")
     document["problem"] = entry.problem.model_dump(mode="json", exclude_defaults=True)
     return document
 
 
 def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:
-    """The entries, one at a time: what isn't a sequence of them may have no end."""
+    """Check the entries one at a time, because an iterable of other objects may have no end."""
     found = []
     try:
         for entry in entries:
@@ -220,7 +220,7 @@ EMPTY = TuningTable("", "", ())
 
 @cache
 def shipped(gpu: str) -> TuningTable:
-    """The table that comes with the package for a GPU of this name; EMPTY where there is none."""
+    """The package's table for a GPU of this name, or EMPTY."""
     wanted = f"{gpu.lower().replace(' ', '_')}.json"
-    # A name is looked for, never opened: it may hold anything.
+    # The name is compared and never opened, since it may hold anything.
     return next((TuningTable.load(path) for path in _FOLDER.glob("*.json") if path.name == wanted), EMPTY)

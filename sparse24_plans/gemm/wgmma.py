@@ -1,4 +1,4 @@
-"""What the host hands ``gemm/wgmma_sp.cu``, whichever backend launches it: macros, maps, parameters."""
+"""The base of all backends that launch ``gemm/wgmma_sp.cu``: its macros, tensor maps and parameters."""
 
 from __future__ import annotations
 
@@ -9,43 +9,38 @@ from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
 from ..device.jit.enum_codes import type_defines
-from ..device.jit.launcher import put_maps
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.launcher import load, put_maps
+from ..device.jit.structs import KernelParams, field, kernel_params
+from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import align_up
-from ..plan.operands import Views, leading_dimension
+from ..plan.operands import Alignment, Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
-from ..weights.packed_layouts import TILE_M
-from .arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from ..weights.packed_layouts import TILE_M, layout_called
+from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import address
+from .kernel import GemmKernel, address
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
 _launch_ids = itertools.count(secrets.randbits(63) | 1)
-"""One for each bound launch. No workspace holds it by chance, and after a run no flag holds it any longer."""
+"""A number for each bound launch. No workspace holds it by chance, and a run leaves no flag with it."""
 
 
+@kernel_params("gemm/params/wgmma_sp.cuh")
 class WgmmaSpParams(KernelParams):
     """Parameters of ``gemm/wgmma_sp.cu``."""
 
-    header = "gemm/params/wgmma_sp.cuh"
     x_map = field(
         "TensorMap",
         "X in boxes of 128 bytes of each row that a CTA loads, swizzled. Column-major X: the whole groups of "
         "tokens of a token tile, as [group, column, token].",
     )
     x_tail_map = field("TensorMap", "Like x_map, in boxes for the last token tile.")
-    x_remainder_map = field(
-        "TensorMap", "Column-major X: the partial group of tokens that ends a token tile."
-    )
+    x_remainder_map = field("TensorMap", "Column-major X: the partial group of tokens that ends a tile.")
     x_tail_remainder_map = field("TensorMap", "Column-major X: the partial group that ends the last tile.")
-    y_map = field(
-        "TensorMap",
-        "Y in boxes of one step of the staged store, swizzled. Used if y_aligned is 1 and K is not split "
-        "over CTAs.",
-    )
+    y_map = field("TensorMap", "Y in boxes of one step of the staged store. Used if TMA stores Y.")
     x = field("const void*", "X[n, k]. For float32 the original X: x_map reads its bf16 terms.")
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
     bias = field("const void*", "Bias [m], or null.")
@@ -74,37 +69,90 @@ class WgmmaSpParams(KernelParams):
     alpha = field("float", "Factor of the product.")
     n_tiles = field("u32", "Number of token tiles that cover n.")
     work_tiles = field("u32", "Number of work tiles; each is one cluster's tile of Y.")
-    y_aligned = field(
-        "u32",
-        "1 if all rows (columns) of Y begin, and where TMA stores them also end, at multiples of 16 bytes; "
-        "else 0.",
-    )
+    y_aligned = field("u32", "1 if rows (columns) of Y begin, and for TMA also end, at 16-byte multiples.")
     x_tail_tokens = field("u32", "Number of tokens of X that a CTA loads for the last token tile.")
     data_parallel_tiles = field("u32", "Number of work tiles that no cluster shares; they come first.")
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
-    opaque_zero = field(
-        "u32",
-        "Always 0. The compiler cannot know that, so a value combined with it is not moved or folded away.",
-    )
+    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
+class WgmmaKernel(GemmKernel):
+    """Base of the backends that launch ``gemm/wgmma_sp.cu``, possibly after a pre-pass kernel over X."""
+
+    alignments = {"weight": Alignment(16), "source": Alignment(16, 16)}  # noqa: RUF012
+    workspace_alignment = 256
+
+    def _load(
+        self,
+        desc: GemmSparse24Descriptor,
+        schedule: WgmmaSpSchedule,
+        device: DeviceProperties,
+        *,
+        x_bytes: int,
+        prepass: str = "",
+        tiles_per_unit: int = 1,
+    ) -> None:
+        """Compile the kernel for ``desc``, the problem after the pre-pass that ``prepass`` describes, if any.
+
+        ``x_bytes`` is the size of the elements of X that it loads.
+        """
+        terms = self.entry.split_terms
+        layouts = OperandLayouts.of(desc, layout_called(self.entry.layout))
+        self._problem, self._schedule = desc, schedule
+        self._ctas = grid_size(schedule, desc.n, desc.m, device)
+        weight_stages, x_stages = schedule.stages(layouts, terms)
+        self.details = (
+            f"{f'{prepass}, ' if prepass else ''}"
+            f"{schedule.items(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
+            f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
+            f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
+            f"{weight_stages} + {x_stages} stages"
+        )
+        self._function = load(
+            SOURCE,
+            "gemm_wgmma_sp",
+            128 * (schedule.warpgroups + 1),
+            device,
+            defines(desc, schedule, layouts, self.entry.promoted, terms, x_from_prepass=bool(prepass)),
+            shared_bytes=schedule.shared_bytes(layouts, terms),
+        )
+        self._x_boxes = source_boxes(desc, schedule, x_bytes)
+        self._y_box = result_box(desc, schedule)
+        self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
+
+    def _parameters(self, views: Views, x: TensorView, partials: int) -> WgmmaSpParams:
+        """The parameters of a launch that loads ``x``, with workspace for stream-K at ``partials``."""
+
+        def x_maps() -> list[bytes]:
+            return [view_map(x, self._problem.x_order, box) for box in self._x_boxes]
+
+        return launch_parameters(
+            self._fixed, self._problem, self._schedule, views, x_maps, self._y_box, partials
+        )
+
+    def _multiply(self, parameters: WgmmaSpParams) -> Launch:
+        return self._function.bind(self._ctas, parameters, overlapping=True)
+
+
 def defines(
     desc: GemmSparse24Descriptor,
     schedule: WgmmaSpSchedule,
-    lines: OperandLayouts,
+    layouts: OperandLayouts,
     promote: bool,
-    parts: int = 0,
+    terms: int = 0,
     *,
-    after_pass: bool = False,
+    x_from_prepass: bool = False,
 ) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule. ``parts``: of every float32; ``after_pass``:
-    whether the launch before it writes the X that it reads, and nothing else that it does.
+    """The kernel's macros for a problem type and schedule.
+
+    ``terms`` is the number of bf16 terms of a float32. ``x_from_prepass`` says that the launch before this
+    one writes X, and nothing else that this one reads.
     """
-    weight_stages, source_stages = schedule.stages(lines, parts)
+    weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
         **type_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
@@ -115,40 +163,40 @@ def defines(
         "K_CHUNKS": schedule.k_chunks,
         "SAVED_ACCUMULATORS": schedule.saved_accumulators,
         "STREAM_K": int(schedule.stream_k > 0),
-        "SPLIT_TERMS": parts,
-        "TILES_PER_PROMOTION": SPLIT_SUM[parts] // SPLIT_TILE if parts else 1,
-        "TILES_PER_BLOCKED_SUM": SPLIT_GROUP[parts] // SPLIT_TILE if parts and schedule.split_k == 1 else 0,
+        "SPLIT_TERMS": terms,
+        "TILES_PER_PROMOTION": SPLIT_SUM[terms] // SPLIT_TILE if terms else 1,
+        "TILES_PER_BLOCKED_SUM": SPLIT_GROUP[terms] // SPLIT_TILE if terms and schedule.split_k == 1 else 0,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
         "SCALE_X": _SCALE_CODES[desc.scale_x],
         "SCALE_W": _SCALE_CODES[desc.scale_w],
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
-        "X_STAGES": source_stages,
-        "STEP_TOKENS": schedule.step_tokens(lines.out_bytes),
-        "X_FROM_PREPASS": int(after_pass),
-        "X_COLUMN_MAJOR": int(lines.x_columns),
-        "X_CP_ASYNC": int(lines.x_columns and schedule.copied_by_threads(desc.n)),
-        "Y_COLUMN_MAJOR": int(lines.y_columns),
+        "X_STAGES": x_stages,
+        "STEP_TOKENS": schedule.step_tokens(layouts.out_bytes),
+        "X_FROM_PREPASS": int(x_from_prepass),
+        "X_COLUMN_MAJOR": int(layouts.x_columns),
+        "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
+        "Y_COLUMN_MAJOR": int(layouts.y_columns),
     }
 
 
 def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
-    """Of a launch. With one slice they stay and take tile after tile; with ranges there is one for each."""
+    """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
     items = schedule.items(n, m)
-    # What is parked has room in the workspace of an H200's blocks.
+    # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
     resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
-    stay = resident if schedule.stream_k else min(items, resident)
-    return (stay if schedule.split_k == 1 else items) * schedule.cluster
+    persistent = resident if schedule.stream_k else min(items, resident)
+    return (persistent if schedule.split_k == 1 else items) * schedule.cluster
 
 
 def fixed_parameters(
-    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, lines: OperandLayouts, tiles_of_range: int = 1
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts, tiles_per_unit: int = 1
 ) -> WgmmaSpParams:
-    """Those that don't depend on where the operands lie. Ranges are of ``tiles_of_range`` tiles each."""
-    k_tiles = -(-desc.k // lines.layout.tile_k)
-    whole, range_units, longer = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_of_range))
+    """The parameters that don't depend on addresses. A stream-K unit has ``tiles_per_unit`` K tiles."""
+    k_tiles = -(-desc.k // layouts.layout.tile_k)
+    data_parallel, units, big_units = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_per_unit))
     return WgmmaSpParams(
         n=desc.n,
         m=desc.m,
@@ -158,10 +206,10 @@ def fixed_parameters(
         alpha=desc.alpha,
         n_tiles=-(-desc.n // schedule.tokens),
         work_tiles=schedule.items(desc.n, desc.m),
-        x_tail_tokens=schedule.tail_boxed(desc.n) if lines.x_columns else schedule.tail_rows(desc.n),
-        data_parallel_tiles=whole,
-        units_per_cluster=range_units,
-        big_units=longer,
+        x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
+        data_parallel_tiles=data_parallel,
+        units_per_cluster=units,
+        big_units=big_units,
     )
 
 
@@ -169,44 +217,45 @@ def fixed_parameters(
 
 
 class Box(NamedTuple):
-    """What the copy engine moves at a time: lines, which are rows or columns, and elements of each."""
+    """The box of one TMA instruction: some elements of some lines, which are contiguous rows or columns."""
 
     lines: int
     elements: int
     pitch: int
     """Bytes from one line to the next in shared memory."""
     groups: int = 0
-    """Of so many elements, one after the other in a line: first all lines of one, then those of the next."""
+    """Number of groups of ``elements`` in each line. The box holds all lines of one group after the other."""
 
 
 def source_boxes(
     desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, size: int
 ) -> tuple[Box, Box, Box, Box]:
-    """Of X: of all blocks of tokens; of the last block; in columns: what is left past their whole groups.
+    """Boxes of X: for a CTA tile, for the last tile, and for the partial groups that a column-major X leaves
+    of both.
 
-    ``size``: bytes of an element as it is copied. What lies past the last token is not copied, not even as
-    zeros: those the copy engine writes slowly.
+    ``size`` is the size in bytes of an element as it is loaded. Tokens past the last one are not loaded, not
+    even as zeros, which TMA writes slowly.
     """
     line = 128
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        whole = (
+        full = (
             tail._replace(lines=schedule.tokens // schedule.cluster_m) if desc.n > schedule.tokens else tail
         )
-        return whole, tail, whole, tail
+        return full, tail, full, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
     box = Box(line // size, group, group * size)
-    # A box that nothing is copied with is a whole one.
-    whole, tail = (
+    # A box that loads nothing has a valid size nevertheless.
+    full, tail = (
         box._replace(groups=max(1, min(count, desc.n) // group)) for count in (schedule.tokens, tail_tokens)
     )
     left = schedule.tokens % group, schedule.tail_boxed(desc.n) - tail_tokens // group * group
     rest, tail_rest = (box._replace(elements=tokens or group, groups=1) for tokens in left)
-    return whole, tail, rest, tail_rest
+    return full, tail, rest, tail_rest
 
 
 def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
-    """Of Y: at most what a row tile of W makes."""
+    """The box of Y: at most the results of an m64 tile for the tokens of one epilogue step."""
     size = desc.out_element.itemsize
     tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
     if desc.y_order is MatrixOrder.ROW:
@@ -215,19 +264,18 @@ def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
     return Box(outputs, tokens, pitch_of(tokens * size))
 
 
-def lines_map(at: int, shape: tuple[int, ...], stride: int, size: int, box: Box) -> bytes:
-    """Of lines ``shape`` (count, elements) that begin ``stride`` elements of ``size`` bytes apart."""
-    apart = stride * size
-    if shape[0] == 1:  # nothing lies a line further, so any distance serves
-        apart = align_up(apart, 16)
-    if box.groups:
-        return cuda_driver_abi.swizzled_groups_map(at, (shape[0], shape[1]), apart, size, box)
-    return cuda_driver_abi.swizzled_matrix_map(at, (shape[0], shape[1]), apart, size, box[:2], box.pitch)
-
-
 def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
-    shape = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
-    return lines_map(view.address, shape, leading_dimension(view, order), view.element.itemsize, box)
+    """The tensor map of a matrix whose contiguous lines are rows or columns, as ``order`` says."""
+    lines, elements = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
+    size = view.element.itemsize
+    pitch = leading_dimension(view, order) * size
+    if lines == 1:  # a single line has no next one, so any valid distance serves
+        pitch = align_up(pitch, 16)
+    if box.groups:
+        return cuda_driver_abi.swizzled_groups_map(view.address, (lines, elements), pitch, size, box)
+    return cuda_driver_abi.swizzled_matrix_map(
+        view.address, (lines, elements), pitch, size, box[:2], box.pitch
+    )
 
 
 def launch_parameters(
@@ -235,22 +283,23 @@ def launch_parameters(
     desc: GemmSparse24Descriptor,
     schedule: WgmmaSpSchedule,
     views: Views,
-    source_maps: Callable[[], list[bytes]],
+    x_maps: Callable[[], list[bytes]],
     y_box: Box,
-    handed: int,
+    partials: int,
 ) -> WgmmaSpParams:
-    """Of a launch. ``source_maps``: makes X's four; ``handed``: where what blocks hand over may lie."""
+    """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``partials`` is stream-K's workspace."""
     parameters = WgmmaSpParams.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
-    size, result_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
-    # The copy engine writes whole 16 bytes: where a line of Y ends within them, elements go one by one.
-    copied = schedule.split_k == 1
-    ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if copied else 0
-    parameters.y_aligned = (result.address | result_stride * size | ends) % 16 == 0
+    size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
+    # TMA writes whole 16 bytes. If the lines of Y end between multiples of 16 bytes, threads store its
+    # elements.
+    by_tma = schedule.split_k == 1
+    ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if by_tma else 0
+    parameters.y_aligned = (result.address | y_stride * size | ends) % 16 == 0
 
     def maps() -> bytes:
-        found = b"".join(source_maps())
-        return found + view_map(result, desc.y_order, y_box) if parameters.y_aligned and copied else found
+        found = b"".join(x_maps())
+        return found + view_map(result, desc.y_order, y_box) if parameters.y_aligned and by_tma else found
 
     put_maps(parameters, maps)
     parameters.x = source.address
@@ -260,10 +309,10 @@ def launch_parameters(
     parameters.scale_x = address(views.get("scale_x"))
     parameters.scale_w = address(views.get("scale_w"))
     parameters.y = result.address
-    parameters.y_stride = result_stride
+    parameters.y_stride = y_stride
     if schedule.workspace_bytes():
-        parameters.flags = handed
-        parameters.partials = partials = handed + schedule.flags_bytes()
-        parameters.blocked_sums = partials + schedule.sums_bytes()
+        parameters.flags = partials
+        parameters.partials = partials + schedule.flags_bytes()
+        parameters.blocked_sums = parameters.partials + schedule.sums_bytes()
         parameters.launch_id = next(_launch_ids)
     return parameters

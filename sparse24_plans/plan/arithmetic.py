@@ -3,14 +3,15 @@
 ============================ =====================================================================
 ``fma32_in_order``           one float32 fma a kept position, in increasing order
 ``exact_sum``                integers, added exactly, the sum rounded to float32 once
-``hopper_tc/slices=S``       steps of Hopper's tensor cores over each of S slices of K, folded in order
-``hopper_tc_fp8/slices=S``   the same with the steps of fp8
-``hopper_tc_fp8/promoted=C`` those steps over every C columns, whose sums are added in order
-``hopper_tc_f32x6/slices=S`` float32 in three parts of bf16, six products of which are added; f32x3: in two
+``hopper_tc/slices=S``       steps of Hopper's tensor cores over each of S slices of K, added in order
+``hopper_tc_fp8/slices=S``   fp8 steps of Hopper's tensor cores over each of S slices of K, added in order
+``hopper_tc_fp8/promoted=C`` fp8 steps over every C columns, whose sums are added in order in float32
+``hopper_tc_f32x6/slices=S`` float32 split into three bf16 terms; six of their products are added
+``hopper_tc_f32x3/slices=S`` float32 split into two bf16 terms; three of their products are added
 ============================ =====================================================================
 
-What follows the sum is one sequence for all: docs/guarantees.md has it, with the rules of each name. With a
-descriptor a name fixes every bit of a result.
+The epilogue is one sequence for all names. docs/guarantees.md has it, with the rules of each name. A
+descriptor and a name fix every bit of a result.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..vocab import ElementKind
 
 FMA32, EXACT_SUM, HOPPER, HOPPER_FP8 = "fma32_in_order", "exact_sum", "hopper_tc", "hopper_tc_fp8"
 HOPPER_F32 = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
-"""By the parts of a float32; the number is that of the products of parts that are added."""
+"""Names by the number of split terms of a float32. The name ends in the number of products that are added."""
 MOST_SLICES, PROMOTED_EVERY = 8, 128
 FORMS = (
     FMA32,
@@ -32,7 +33,7 @@ FORMS = (
     f"{HOPPER_FP8}/promoted={PROMOTED_EVERY}",
     *(f"{kind}/slices=1..{MOST_SLICES}" for kind in HOPPER_F32.values()),
 )
-"""What there is, for people."""
+"""All names in short, for messages."""
 _ELEMENTS = {
     FMA32: (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.FP8_E4M3),
     EXACT_SUM: (ElementKind.S8,),
@@ -44,39 +45,39 @@ _OF_ELEMENT = {ElementKind.FP8_E4M3: HOPPER_FP8, ElementKind.F32: HOPPER_F32[3]}
 
 
 def in_order(element: ElementKind) -> str:
-    """The name of a defined order of single products, or of exact sums."""
+    """The name of the host oracle's arithmetic for an element."""
     return EXACT_SUM if element is ElementKind.S8 else FMA32
 
 
 class Arithmetic(NamedTuple):
-    """A name, read. ``str`` of it is the name."""
+    """A parsed name. ``str`` gives the name."""
 
     kind: str
     slices: int = 0
-    """Of K, for the tensor cores; 0: has none."""
+    """Slices of K that tensor cores sum one by one; 0 in arithmetics without slices."""
     promoted_every: int = 0
-    """Columns whose sum leaves the tensor cores; 0: all of a slice."""
+    """Columns of K after which a sum leaves the tensor cores; 0: after a whole slice."""
 
     @classmethod
     def of(cls, name: object) -> Arithmetic:
-        """What ``name`` means. Raises InvalidProblemError."""
+        """Parse ``name``. Raises InvalidProblemError."""
         if (complaint := complaint_of(name)) is not None:
             raise InvalidProblemError(f"arithmetic: {complaint}")
         return _KNOWN[str(name)]
 
     @classmethod
     def hopper(cls, element: ElementKind, slices: int) -> Arithmetic:
-        """Of tensor cores that sum K in so many slices; of f32 in three parts."""
+        """Tensor cores that sum K in so many slices. Elements f32 are split into three terms."""
         return cls(_OF_ELEMENT.get(element, HOPPER), slices)
 
     @classmethod
     def split(cls, parts: int, slices: int) -> Arithmetic:
-        """Of float32 in so many parts of bf16."""
+        """Tensor cores that sum float32 split into so many bf16 terms."""
         return cls(HOPPER_F32[parts], slices)
 
     @classmethod
     def promoted(cls) -> Arithmetic:
-        """Of fp8 on tensor cores whose sums are added outside of them."""
+        """Tensor cores that sum fp8, with sums promoted to float32 outside of them."""
         return cls(HOPPER_FP8, 0, PROMOTED_EVERY)
 
     @property
@@ -85,11 +86,11 @@ class Arithmetic(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of every operand, in bf16; 0: operands are multiplied as they are."""
+        """Split terms in bf16 of every operand; 0: operands are multiplied unsplit."""
         return _PARTS.get(self.kind, 0)
 
     def takes(self, element: ElementKind) -> bool:
-        """Whether it is defined for such operands."""
+        """Whether the arithmetic is defined for operands of this element."""
         return element in _ELEMENTS[self.kind]
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ _KNOWN = {
 
 
 def complaint_of(name: object) -> str | None:
-    """What is wrong with a name, in words, or None."""
+    """A message that says why a name is unknown, or None for a known name."""
     if isinstance(name, str) and name in _KNOWN:
         return None
     return f"expected one of {', '.join(FORMS)}, got {shown(name)}"

@@ -1,4 +1,4 @@
-"""A plan bound to its operands, and several kernels made one graph."""
+"""Plans bound to operands. A plan of several kernels becomes one CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..errors import InvalidProblemError
 
 
 def as_graph(launch: Launch) -> Launch:
-    """The same work as one CUDA graph: a launch then costs the host one call, not one a kernel.
+    """The work of ``launch`` as one CUDA graph, which costs the host one call instead of one per kernel.
 
-    Captures ``launch`` on a stream of its own, so the device must be current; allocates the graph's
-    memory. Into a stream that is capturing, the kernels go one by one.
+    The work is captured on a new stream, so the device must be current. The graph takes device memory. A
+    stream that is capturing gets the kernels one by one.
     """
     cuda = import_cupy().cuda
     runtime = cuda.runtime
@@ -40,12 +40,12 @@ def as_graph(launch: Launch) -> Launch:
 
 
 class Bound:
-    """A plan with its operands: ``launch`` only launches. Keeps the operands alive."""
+    """A plan with its operands, which it keeps alive: ``launch`` checks nothing and only launches."""
 
     __slots__ = ("_device", "_keep", "_launch")
 
     def __init__(self, launch: Launch, launches: int, device: Device, keep: tuple[Any, ...]) -> None:
-        """``launches``: what one run enqueues. Where that is several, they become one CUDA graph here."""
+        """``launches``: the number of kernels and fills of a run. Several become one CUDA graph here."""
         if launches > 1:
             made: list[Launch] = []
             launch_on(device, lambda _: made.append(as_graph(launch)), 0)
@@ -61,8 +61,10 @@ class Bound:
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise InvalidProblemError(
-            "Bound: expected no deep copy, as its operands are the caller's; bind again"
+            "Bound: cannot be copied deeply, because its operands are the caller's; bind again"
         )
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidProblemError("Bound: expected no pickle, as it is of this process; send the plan")
+        raise InvalidProblemError(
+            "Bound: cannot be pickled, because it holds addresses of this process; pickle the plan instead"
+        )

@@ -1,4 +1,4 @@
-"""What every descriptor is: a frozen model that says what is to be computed and declares its operands."""
+"""The base of every descriptor: a frozen model of a problem, which declares the problem's operands."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
 
 
 OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
-"""The field of a product that says of what type its results are; stands behind ``element``."""
+"""Default of a product's field ``out_element``, which must be declared after ``element``."""
 BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])
-"""The same of its bias; stands behind ``out_element``."""
+"""Default of a product's field ``bias_element``, which must be declared after ``out_element``."""
 
 
 class Descriptor(Model):
@@ -35,10 +35,10 @@ class Descriptor(Model):
     """Type of the weight's values."""
 
     category: ClassVar[OpCategory]
-    """What a kernel of the problem does: part of the plan's KernelSku."""
+    """The category in the plan's KernelSku."""
 
     def _expect(self, name: str, allowed: tuple[object, ...]) -> None:
-        """Raise ValueError where the field isn't one of these."""
+        """Raise ValueError if the field's value isn't allowed."""
         if getattr(self, name) not in allowed:
             words = " or ".join(dict.fromkeys(map(str, allowed)))
             raise ValueError(f"{name}: expected {words}, got {getattr(self, name)}")
@@ -59,10 +59,7 @@ class Descriptor(Model):
 
 
 class ProductDescriptor(Descriptor):
-    """Base of those whose results are sums of products, and of what follows the sums.
-
-    Each has these fields itself, in its own order.
-    """
+    """Base of products with an epilogue. Each descriptor declares these fields itself, in its own order."""
 
     if TYPE_CHECKING:
         epilogue: EpilogueKind
@@ -71,9 +68,9 @@ class ProductDescriptor(Descriptor):
         bias_element: ElementKind
 
     def _expect_result_types(self, *, gates: bool = False) -> None:
-        """Raise ValueError where results or bias are of a type that the element hasn't.
+        """Raise ValueError for a result or bias type that doesn't fit the element.
 
-        And where the epilogue is gated, unless the family has ``gates``.
+        A gated epilogue is refused as well, unless the family has ``gates``.
         """
         if self.epilogue.is_gated and not gates:
             raise ValueError(f"epilogue: expected one that isn't gated, got {self.epilogue}")
@@ -82,5 +79,5 @@ class ProductDescriptor(Descriptor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the result is the sum itself, rounded to its type."""
+        """Whether the result is the sum itself, rounded to the result's type."""
         return self.epilogue is EpilogueKind.IDENTITY and self.alpha == 1

@@ -1,4 +1,4 @@
-"""What a plan says of itself: its kernel's identity, why it was chosen, whether it can run some arguments."""
+"""A plan's answers about itself: its kernel's identity, why it was chosen, whether it can run arguments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class KernelSku(Model):
     """Identity of the kernel behind a plan."""
 
     category: OpCategory
-    """What the kernel does."""
+    """The kind of work: a product, pruning, packing."""
     op: str
-    """Its op: ``gemm_sparse24_forward``."""
+    """The op, such as ``gemm_sparse24_forward``."""
     element: ElementKind
     """Element of the weight."""
     aux_element: ElementKind
@@ -24,40 +24,42 @@ class KernelSku(Model):
     layout: str
     """Weight layout the kernel reads or writes: ``canonical``, or a packed ``layout_id``."""
     epilogue: EpilogueKind
-    """What follows the product."""
+    """The epilogue of a product; ``identity`` for other ops."""
     arch: ArchSku
-    """The oldest architecture that it is built for."""
+    """The oldest architecture that the kernel is built for."""
     backend: str
-    """What launches it."""
+    """The name of the backend that launches the kernel."""
     precision_guarantee: PrecisionGuarantee
-    """What it promises about its numbers."""
+    """The kernel's promises about its numbers."""
 
 
 class Explanation(Model):
-    """Why this kernel, and why not the others."""
+    """The reason why a kernel was chosen, and why each other one was not."""
 
     device: str
-    """What the selection was for."""
+    """The device that the selection was for."""
     chosen: str | None
-    """Name of the chosen row; None where nothing can serve."""
+    """Name of the chosen kernel; None if no kernel can serve."""
     details: str
-    """Of a plan: how its kernel cuts the problem. Else empty."""
+    """For a plan, how its kernel cuts the problem; empty without a plan."""
     workspace_size: Size | None
-    """Of a plan: the bytes that it needs. Else None."""
+    """For a plan, the bytes of workspace that it needs; None without a plan."""
     rows: Annotated[tuple[tuple[str, str, str | None], ...], Listed]
-    """(kernel, backend, reason why it can't serve or None) for every row of the table, in order."""
+    """(kernel, backend, reason why it can't serve or None) for every kernel, in order of preference."""
 
     def __str__(self) -> str:
         lines = [f"device: {self.device}", f"chosen: {self.chosen or 'none'}  {self.details}".rstrip()]
         for name, backend, reason in self.rows:
-            state = "chosen" if name == self.chosen else reason or "can serve; a row above it was preferred"
+            state = (
+                "chosen" if name == self.chosen else reason or "can serve; a kernel above it was preferred"
+            )
             lines.append(f"  {name} ({backend}): {state}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Truthy where the plan can run the arguments; else ``error`` is what ``run`` would raise."""
+    """Truthy if the plan can run the arguments. If not, ``error`` is what ``run`` would raise."""
 
     error: Sparse24Error | None = None
 

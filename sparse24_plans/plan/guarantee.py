@@ -1,4 +1,4 @@
-"""What a kernel promises about its numbers, what a caller may require, and the bounds behind both."""
+"""Promises of kernels about their numbers, requirements of callers, and the error bounds behind both."""
 
 from __future__ import annotations
 
@@ -33,25 +33,22 @@ def _arithmetics_name(name: str) -> str:
 
 
 ArithmeticName = Annotated[str, AfterValidator(_arithmetics_name)]
-"""One of :mod:`sparse24_plans.plan.arithmetic`."""
-
-
+"""The name of an arithmetic in :mod:`sparse24_plans.plan.arithmetic`."""
 LEAST_IN_PARTS = 2.0**-108
-"""Magnitudes below count as this where float32 is multiplied in parts of bf16 (docs/guarantees.md)."""
-
-
+"""The least magnitude that counts if float32 is split into bf16 terms (docs/guarantees.md)."""
 FP8_ROUNDOFF = 2.0**-13
-"""What a step of Hopper's tensor cores costs when they add products of fp8, at most: they keep about 13 bits
-below the largest addend."""
+"""Largest relative error of one step of Hopper's tensor cores on fp8, which keep about 13 bits below the
+largest addend."""
 
 
 class PrecisionGuarantee(Model):
-    """What a kernel promises about its numbers. A promise that no test confirms is not made.
+    """The promises of a kernel about its numbers. A promise that no test confirms is not made.
 
     ``math_precision``: precision of the operands as they enter the multiplier.
     ``accumulator``: type of the running sum.
     ``deterministic``: same plan, same inputs, same bits.
-    ``bit_stable_on_same_hardware``: also across processes, streams and load, for the same library versions.
+    ``bit_stable_on_same_hardware``: the same bits across processes, streams and load, for the same library
+    versions.
     ``batch_invariant``: row i of Y depends on row i of X and on W alone, whatever n and i are.
     ``bit_stable_across_hardware``: the same bits on every device and on the host's strict mode.
     ``subnormals``: ``preserved``, or ``flushed`` to zero.
@@ -72,12 +69,12 @@ class PrecisionGuarantee(Model):
     terms_per_k: Annotated[float, Number(above=0)]
     """Steps that can round, for each unit of the reduction length."""
     promoted_every: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
-    """Columns whose sum is added to the others in float32, outside of the tensor cores; None: all are one."""
+    """Columns of K whose sum leaves the tensor cores, to be added in float32; None: all of K."""
     product_roundoff: Annotated[float, Number(least=0)] = 0.0
-    """Relative error of a product before it is added: of operands that are multiplied in parts; else 0."""
+    """Relative error of a product before it is added; 0 unless operands are split into terms."""
     arithmetic: ArithmeticName | None = None
-    """Name of the exact sequence of roundings behind every result (docs/guarantees.md defines them); None:
-    it isn't known. With the same problem and operands, the same name means the same bits on any device."""
+    """Name of the exact sequence of roundings behind every result (docs/guarantees.md), or None if it isn't
+    known. For one problem and its operands, the same name means the same bits on any device."""
 
     def error_bound(self, k: int) -> float:
         """c in ``|y - y_exact| <= c * sum|x||w| + output rounding``, for a reduction of length k.
@@ -96,12 +93,13 @@ class PrecisionGuarantee(Model):
         return steps / (1 - steps) if steps < 1 else float("inf")
 
     def magnitudes(self, values: Float64s, element: ElementLike) -> Float64s:
-        """|values| as the bound counts them, float64; ``element``: what the values are stored as.
+        """|values| as the bound counts them, in float64. ``element`` is the type that stores the values.
 
         Tensor cores align the products of a step to the largest exponent that they find, and a subnormal
-        operand counts there as the smallest normal number (arXiv 2511.10909). So it does here, where the
-        products aren't float32's or integers'. Of operands in parts, what is below 2^-108 counts as that:
-        their low parts are subnormal. CuPy's arrays stay on their device. Raises InvalidProblemError.
+        operand counts there as the smallest normal number (arXiv 2511.10909). This function counts it so
+        too, unless products are float32's or integers'. If operands are split into terms, magnitudes below
+        2^-108 count as 2^-108, because their low terms are subnormal. CuPy's arrays stay on their device.
+        Raises InvalidProblemError.
         """
         kind, found = element_kind(element, "element"), np.abs(_wide("values", values))
         if self.math_precision in (MathPrecision.F32, MathPrecision.INT8):
@@ -115,10 +113,10 @@ class PrecisionGuarantee(Model):
     ) -> Float64s:
         """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
 
-        ``exact`` is alpha times the exact product and ``abs_sum`` is sum|x||w| of what :meth:`magnitudes`
-        gives, both float64: NumPy's arrays, or CuPy's, and then so is the result. Beyond
-        ``error_bound`` it holds what rounding costs: of the sum and of alpha to float32, of their product, of
-        the result to ``out``, and the underflow of every step. Raises InvalidProblemError.
+        ``exact`` is alpha times the exact product, ``abs_sum`` is sum|x||w| of :meth:`magnitudes`; both are
+        float64 arrays of NumPy, or of CuPy, and so is the result. Beyond ``error_bound`` the tolerance
+        includes the roundings of the sum, of alpha and of their product to float32 and of the result to
+        ``out``, and the underflow of every step. Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
         exact, abs_sum, alpha = (
@@ -147,7 +145,7 @@ def of_sums_in_float32(
     terms_per_k: float,
     arithmetic: str | None = None,
 ) -> PrecisionGuarantee:
-    """Of products summed in float32, those of s8 exactly. ``same_bits``: everywhere; else none promised."""
+    """The guarantee of products summed in float32 (s8: exactly). ``same_bits``: on every device and batch."""
     integer = element is ElementKind.S8
     return PrecisionGuarantee(
         math_precision=MathPrecision.INT8 if integer else MathPrecision.F32,
@@ -172,7 +170,7 @@ def _length(k: object) -> int:
 
 
 class GuaranteeRequirement(Model):
-    """A filter on guarantees: only kernels that promise all of this are considered.
+    """A filter: only kernels that promise all of this are considered.
 
     ``deterministic``, ``bit_stable_on_same_hardware``, ``batch_invariant``, ``bit_stable_across_hardware``:
     True asks for the promise of that name. ``subnormals``, ``nonfinite``, ``math_precision``,
@@ -209,7 +207,7 @@ class GuaranteeRequirement(Model):
         ) -> None: ...
 
     def unmet(self, guarantee: PrecisionGuarantee, reduction: int) -> str | None:
-        """The first requirement that the guarantee fails, in words; None where it meets them all."""
+        """A message about the first requirement that the guarantee fails, or None if it meets all."""
         for name in _FLAGS:
             if getattr(self, name) and not getattr(guarantee, name):
                 return f"does not guarantee {name}"
@@ -233,7 +231,7 @@ def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
         on_device: Float64s = value.astype(np.float64, copy=False)
         return on_device
     try:
-        if not isinstance(value, _READ_BY_NUMPY):  # which trusts protocols that lie
+        if not isinstance(value, _READ_BY_NUMPY):  # NumPy trusts protocols that lie
             value = TensorView.of(value, argument=argument).array()
         found = np.asarray(value, np.float64)
     except Exception as error:  # whatever a broken object raises

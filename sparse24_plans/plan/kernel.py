@@ -1,4 +1,4 @@
-"""The base class of every backend: what a kernel states of itself, and how it becomes a launch."""
+"""The base class of every backend's kernel, and the choice that a kernel is built from."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ D = TypeVar("D", bound=Descriptor)
 
 
 class Choice(NamedTuple):
-    """What selection came to, and what a kernel is built from."""
+    """The result of a selection. Kernels are built from it."""
 
     descriptor: Any
-    """The family's own."""
+    """The family's descriptor of the problem."""
     device: DeviceProperties
     entry: Any
     """The kernel's entry in the family's table."""
     preference: PlanPreference
     configuration: Mapping[str, int]
-    """What a tuning table has for the row; empty: the kernel's own choice."""
+    """The tuning table's configuration of the kernel; empty: the kernel chooses its own."""
 
 
 class Kernel(Generic[D]):
-    """Base of every backend's ``Kernel``. Built at select: it compiles and sizes itself in ``__init__``.
+    """Base of every backend's ``Kernel``. ``select`` builds it: it compiles and sizes itself in ``__init__``.
 
-    It states only what is other than here: one launch, no workspace, operands at any address.
+    The defaults are one launch, no workspace, and operands at any address.
     """
 
     details: str = ""
-    """One line for ``explain``: tile, algorithm."""
+    """One line for ``explain``: the tile, the algorithm."""
     launches: int = 1
-    """What one run enqueues: kernels, fills. Several become one CUDA graph where they are bound."""
+    """Number of kernels and fills that one run enqueues. ``bind`` makes several of them one CUDA graph."""
     workspace_size: int = 0
     workspace_alignment: int = 1
     default_alignment: ClassVar[Alignment] = Alignment()
-    """Of operands that ``alignments`` doesn't name."""
+    """Alignment of operands that ``alignments`` doesn't name."""
     alignments: Mapping[str, Alignment] = {}
-    """By the operands' names to the kernel. Every element is aligned to its size at least."""
+    """Alignments by the operands' names to the kernel. Every element is aligned at least to its size."""
     sources: ClassVar[tuple[str, ...]] = ()
-    """The files of kernels_cu that it compiles; what they include comes with them."""
+    """The files of kernels_cu that the kernel compiles, without the files that these include."""
     tunable: ClassVar[bool] = False
-    """Whether it takes configurations, and has ``candidates`` and ``tuning_version``."""
+    """Whether the kernel takes configurations, and has ``candidates`` and ``tuning_version``."""
 
     def __init__(self, choice: Choice) -> None:
         self.descriptor: D = choice.descriptor
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        """A function that takes a stream handle and enqueues the work; called many times where it is bound.
+        """A function that takes a stream handle and enqueues the work. It may be called many times.
 
-        ``views`` are the checked operands by name, ``workspace`` an address.
+        ``views`` are the checked operands by name, ``workspace`` is an address.
         """
         raise NotImplementedError
 
     @classmethod
     def compile(cls, choice: Choice) -> list[CompiledKernel]:
-        """Puts what a kernel of the choice loads into the cache. Needs the compiler, but no GPU."""
+        """Compile into the cache what a kernel of the choice would load. Needs NVRTC, but no GPU."""
         if not cls.sources:
             return []
         with compiling_only() as found:
@@ -71,7 +71,7 @@ class Kernel(Generic[D]):
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
-        """The guarantee's ``arithmetic``: more than the row says where it depends on the problem's cut."""
+        """The guarantee's ``arithmetic``. Kernels override it if it depends on how they cut the problem."""
         named: str | None = choice.entry.guarantee(choice.descriptor).arithmetic
         return named
 
@@ -80,22 +80,22 @@ class Kernel(Generic[D]):
 
     @classmethod
     def candidates(cls, descriptor: D, device: DeviceProperties) -> list[dict[str, int]]:
-        """Configurations worth trying. A row refuses those that would break its promises."""
+        """Configurations worth measuring. The kernel refuses those that would break its promises."""
         return []
 
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
-        """Of the library or of the kernel's sources: configurations are bound to it."""
+        """Version of the library or of the kernel's sources that configurations are valid for."""
         raise NotImplementedError
 
 
 def align_up(size: int, alignment: int = 256) -> int:
-    """The least multiple of ``alignment`` that holds ``size``; by default that of a part of a workspace."""
+    """``size`` rounded up to a multiple of ``alignment``, by default the alignment of workspace parts."""
     return -(-size // alignment) * alignment
 
 
 def launch_in_order(*launches: Launch) -> Launch:
-    """One launch of several, one behind the other."""
+    """One launch that enqueues several, in order."""
 
     def launch(stream: int) -> None:
         for one in launches:

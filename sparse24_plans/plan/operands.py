@@ -1,33 +1,30 @@
-"""Operands: how a descriptor declares them, and the one pass that checks a caller's tensors against that.
+"""Operands: how descriptors declare them, and the one pass that checks a caller's tensors against it.
 
-What doesn't depend on the tensors themselves is worked out once a plan (:class:`OperandChecks`), so that a
-run only compares.
+:class:`OperandChecks` prepares the checks once per plan, so that a run only compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from ..device.streams import Launch
 from ..device.tensors import Device, TensorView, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.weight import PackedWeight, Sparse24Weight
-from .overlap import lines_of, overlap
+from .overlap import overlap, span_of
 
 Views: TypeAlias = dict[str, TensorView]
-"""Checked operands by their names to the kernel; of a weight ``values`` and ``metadata``, or ``packed``."""
+"""Checked operands by their names to the kernel. A weight is ``values`` and ``metadata``, or ``packed``."""
 
 
 class Role(Enum):
-    """What an operand is to a plan.
+    """The use of an operand.
 
-    ``WEIGHT``: a weight object, which is read. ``TABLES``: an object of the family's own, whose look-up
-    tables are read and never move.
+    ``IN`` and ``OUT`` are tensors. ``WEIGHT``: a weight object, which is read. ``TABLES``: an object of the
+    family, whose look-up tables are read and never move.
     """
 
     IN = 0
@@ -37,7 +34,7 @@ class Role(Enum):
 
 
 class Alignment(NamedTuple):
-    """Bytes that an operand's address, and the distance of its lines, are multiples of."""
+    """Bytes that must divide an operand's address, and the distance between its lines."""
 
     address: int = 1
     line: int = 1
@@ -45,54 +42,34 @@ class Alignment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One tensor: its name to the kernel, and what it must be."""
+    """An operand's declaration: its name to the kernel, and its required properties."""
 
     name: str
     role: Role
     shape: tuple[int, ...]
     element: ElementKind
     argument: str = ""
-    """The field of the arguments that holds it; ``name`` by default."""
+    """The field of the arguments that holds the operand; ``name`` by default."""
     lines: MatrixOrder | None = None
-    """None: contiguous as a whole. Of a matrix: its rows (or columns) are, and may lie further apart."""
+    """ROW or COLUMN: the rows (or columns) of the matrix are contiguous and may lie apart. None: the whole
+    operand is contiguous."""
     layout: str | None = None
-    """Of a weight: its layout; None: those that the plan's kernel reads."""
+    """A weight's layout; None: any layout that the plan's kernel reads."""
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
-    """The operand whose memory this one may share, exactly."""
+    """The operand whose memory this one may share, starting at the same address."""
     of: Callable[[Any], TensorView] | None = None
-    """Of tables: gives their memory, or raises InvalidProblemError for what are not such tables."""
+    """Gives the memory of look-up tables. Raises InvalidProblemError for any other object."""
 
     def __post_init__(self) -> None:
         if not self.argument:
             object.__setattr__(self, "argument", self.name)
 
 
-class CachedLaunch:
-    """What a plan made of the same arguments the last time. No part of their value: a copy starts without.
-
-    ``last`` is the plan, where everything lay (None after a first run: arguments that are used once need not
-    pay for it), and the launcher.
-    """
-
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: tuple[object, list[object] | None, Launch] | None = None
-
-    def __reduce__(self) -> tuple[type[CachedLaunch], tuple[()]]:
-        return CachedLaunch, ()
-
-
 @dataclass(frozen=True, slots=True)
 class Args:
-    """Base of every family's arguments: operands in fields, under the names that the descriptor gives them.
-
-    Subclasses are frozen dataclasses with slots.
-    """
-
-    _remembered: CachedLaunch = field(default_factory=CachedLaunch, init=False, repr=False, compare=False)
+    """Base of every family's arguments. Subclasses are frozen dataclasses with slots: a field an operand."""
 
 
 def fields_of(args_type: type[Args]) -> tuple[str, ...]:
@@ -101,21 +78,11 @@ def fields_of(args_type: type[Args]) -> tuple[str, ...]:
     return names
 
 
-def tensors_of(args_type: type[Args], operands: tuple[Operand, ...]) -> Callable[[Args], tuple[Any, ...]]:
-    """A function that takes out of arguments what may lie elsewhere the next time."""
-    fixed = {operand.argument for operand in operands if operand.role in (Role.WEIGHT, Role.TABLES)}
-    names = [name for name in fields_of(args_type) if name not in fixed]
-    if len(names) == 1:
-        one = attrgetter(names[0])
-        return lambda args: (one(args),)
-    found: Callable[[Args], tuple[Any, ...]] = attrgetter(*names)
-    return found
-
-
 class OperandChecks:
-    """The checks of one plan. Called with arguments, gives their views, or raises what is wrong with them.
+    """The checks of one plan. A call with arguments gives their views.
 
-    Raises InvalidProblemError or MisalignedOperandError: the argument, what was expected and what came.
+    Raises InvalidProblemError or MisalignedOperandError, which name the argument, what was expected and what
+    came.
     """
 
     def __init__(
@@ -135,6 +102,8 @@ class OperandChecks:
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
         self._pairs = _pairs(operands, layouts)
+        self._alignments = {one.name: _address_alignment(one, alignment_of(one.name)) for one in operands}
+        self._weight_alignment = alignment_of("weight").address
 
     def __call__(self, args: Args) -> Views:
         if type(args) is not self._args_type:
@@ -150,13 +119,21 @@ class OperandChecks:
         if self._needs_a_result and not any(result.name in views for result in self._results):
             names = " or ".join(result.argument for result in self._results)
             raise InvalidProblemError(f"{names}: expected at least one result, got None")
+        self.check_apart(views)
+        return views
+
+    def check_apart(self, views: Views) -> None:
+        """Raise InvalidProblemError where a result shares memory with another operand."""
         for pair in self._pairs:
             pair.check(views)
-        return views
+
+    def alignment(self, view: str) -> int:
+        """Bytes that the address of a view must be a multiple of."""
+        return self._alignments.get(view, self._weight_alignment)
 
 
 def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
-    """Elements from one row (in a ``column`` order: column) of a checked matrix to the next."""
+    """Elements from the start of one row (for a column order: column) of a checked matrix to the next."""
     return view.strides[0 if order is MatrixOrder.ROW else 1]
 
 
@@ -166,10 +143,13 @@ def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
 def _check_for(
     operand: Operand, needed: Alignment, layouts: tuple[str, ...], home: Device
 ) -> Callable[[Args, Views], None]:
-    address = max(needed.address, operand.alignment, operand.element.itemsize)
     if operand.role is Role.WEIGHT:
         return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
-    return _TensorCheck(operand, Alignment(address, needed.line), home)
+    return _TensorCheck(operand, Alignment(_address_alignment(operand, needed), needed.line), home)
+
+
+def _address_alignment(operand: Operand, needed: Alignment) -> int:
+    return max(needed.address, operand.alignment, operand.element.itemsize)
 
 
 class _TensorCheck:
@@ -232,7 +212,7 @@ class _TensorCheck:
 
 
 def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> TensorView:
-    """The same memory with the strides of lines that touch: what a single line's stride is says nothing."""
+    """The view with the strides of a dense matrix, because the stride of a single line has no meaning."""
     rows, columns = view.shape
     strides = (columns, 1) if order is MatrixOrder.ROW else (1, rows)
     return honest_view(
@@ -245,12 +225,12 @@ _ONE_PART = ("packed",)
 
 
 def _layouts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that a weight may have: its own, or the ones that the plan's kernel reads."""
+    """Layouts that a weight may have: its declared one, or those that the plan's kernel reads."""
     return layouts if operand.layout is None else (operand.layout,)
 
 
 def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the views that an operand may become."""
+    """Names of the views that an operand may become."""
     if operand.role is not Role.WEIGHT:
         return (operand.name,)
     return tuple(name for one in _layouts_of(operand, layouts) for name in _PARTS.get(one, _ONE_PART))
@@ -276,11 +256,11 @@ class _WeightCheck:
 
 
 def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
-    """``given`` as a weight in one of the ``layouts``; a canonical one is taken as it is."""
+    """``given`` as a packed weight in one of the ``layouts``. A canonical weight needs no packing."""
     name = operand.argument
     weight = given
     if type(given) in (Sparse24Weight, PackedWeight):
-        check_weight_fits(given, operand, home)  # before its layout: packing would be in vain
+        check_weight_fits(given, operand, home)  # first, because packing a wrong weight would be in vain
     if type(given) is Sparse24Weight and CANONICAL_LAYOUT in layouts:
         weight = PackedWeight.canonical(given)
     if type(weight) is not PackedWeight:
@@ -299,7 +279,7 @@ def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: D
 
 
 def check_weight_fits(weight: PackedWeight | Sparse24Weight, operand: Operand, home: Device) -> None:
-    """Raise InvalidProblemError where shape, element or device are not the operand's."""
+    """Raise InvalidProblemError if shape, element or device are not the operand's."""
     name, (m, k) = operand.argument, operand.shape
     if (weight.m, weight.k) != (m, k) or weight.element is not operand.element:
         raise InvalidProblemError(
@@ -310,7 +290,7 @@ def check_weight_fits(weight: PackedWeight | Sparse24Weight, operand: Operand, h
 
 
 def reinterpretable(element: ElementKind) -> ElementKind | None:
-    """Types that some frameworks lack may arrive as raw bits; the rest must come as themselves."""
+    """The element, if some frameworks lack it, so that it may arrive as raw bits; else None."""
     return element if element in (ElementKind.BF16, ElementKind.FP8_E4M3, ElementKind.FP8_E5M2) else None
 
 
@@ -323,12 +303,12 @@ def check_alignment(name: str, address: int, alignment: int) -> None:
 
 
 class _Pair(NamedTuple):
-    """A result, and another operand that it must not overlap."""
+    """A result and another operand that must not overlap."""
 
     result: Operand
     other: Operand
     views: tuple[str, ...]
-    """Of the other operand."""
+    """Names of the other operand's views."""
 
     def check(self, views: Views) -> None:
         out = views.get(self.result.name)
@@ -352,8 +332,8 @@ def _pairs(operands: tuple[Operand, ...], layouts: tuple[str, ...]) -> tuple[_Pa
 
 
 def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView) -> None:
-    """Refuse a result that shares memory with another operand."""
+    """Raise InvalidProblemError if a result shares memory with another operand."""
     if out.address >= other.end or other.address >= out.end:  # nearly always
         return
-    if overlap(lines_of(out), lines_of(other)):
+    if overlap(span_of(out), span_of(other)):
         raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")

@@ -1,19 +1,18 @@
-"""The plan of every family: ``Descriptor -> Plan.select -> can_implement -> workspace_size -> run``.
+"""The base of every family's plans: ``Descriptor -> Plan.select -> can_implement -> workspace_size -> run``.
 
-Shapes and types are checked once against the descriptor. ``run`` checks the operands and launches; ``bind``
-checks once for many launches. A family states its descriptor, its arguments and its table of kernels; the
-rest is here.
+``run`` checks the operands against the descriptor and launches; ``bind`` checks once for many launches. A
+family adds its descriptor, its arguments and its table of kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from typing_extensions import Self
 
-from ..device.adapters import addresses_of
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
@@ -21,15 +20,14 @@ from ..device.tensors import Device, Workspace
 from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
-from .caller import Caller
 from .descriptor import Descriptor, ProductDescriptor
 from .explanation import Explanation, KernelSku, Verdict
 from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
-from .operands import Args, CachedLaunch, OperandChecks, Views, check_alignment, tensors_of
-from .overlap import lines_of, overlap, piece
+from .launches import Caller, LaunchCache
+from .operands import Args, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
@@ -39,31 +37,31 @@ class Tuning(Protocol):
     """Measured configurations of kernels, for families whose kernels can be tuned. Hashable."""
 
     def promises(
-        self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
+        self, descriptor: Any, entries: Sequence[Any], device: DeviceProperties
     ) -> dict[str, tuple[str, ...]]:
-        """KernelEntry -> flags of the guarantee that the self-test of its configuration has confirmed."""
+        """Flags of the guarantee that self-tests of the configurations have confirmed, by kernels' names."""
         ...
 
     def configurations(
-        self, descriptor: Any, rows: Sequence[Any], device: DeviceProperties
+        self, descriptor: Any, entries: Sequence[Any], device: DeviceProperties
     ) -> dict[str, Mapping[str, int]]:
-        """KernelEntry -> its configuration, where it has one that applies."""
+        """Configurations that apply, by kernels' names."""
         ...
 
-    def configuration(self, descriptor: Any, row: Any, device: DeviceProperties) -> Mapping[str, int]:
-        """That of the row; empty where there is none, or (with a warning) where it is for another machine."""
+    def configuration(self, descriptor: Any, entry: Any, device: DeviceProperties) -> Mapping[str, int]:
+        """A kernel's configuration. Empty without one, or (with a warning) if it is another machine's."""
         ...
 
 
 class Plan:
     """A kernel chosen for a descriptor on a device. Immutable; share it between threads and streams.
 
-    Make one with :meth:`select`. ``descriptor``, ``preference`` and ``device`` (DeviceProperties) are what it
-    was selected for.
+    Make one with :meth:`select`. The attributes ``descriptor``, ``preference`` and ``device``
+    (DeviceProperties) are those of the selection.
     """
 
     descriptor_type: ClassVar[type[Descriptor]]
-    """The class of descriptors that such plans are for."""
+    """The class of descriptors that the plans serve."""
     table: ClassVar[tuple[KernelEntry, ...]]
     """The family's kernels, in order of preference."""
 
@@ -77,7 +75,7 @@ class Plan:
         self._choice, self.descriptor = choice, choice.descriptor
         self.preference = choice.preference
         self.device = choice.device
-        self._row: Any = choice.entry
+        self._entry: Any = choice.entry
         self._considered, self._tested = considered, tested
         self._home = home_of(choice.device)
         self._kernel: Kernel[Any] = choice.entry.kernel(choice)
@@ -86,12 +84,13 @@ class Plan:
         self._check = OperandChecks(
             args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
         )
-        self._args_type, self._tensors = args_type, tensors_of(args_type, self._operands)
+        self._args_type, self._operands_in = args_type, attrgetter(*fields_of(args_type))
+        self._launches = LaunchCache(self._kernel)
         self._tuning: Tuning | None = None
 
     @classmethod
     def args_type(cls, descriptor: Any) -> type[Args]:
-        """The class of the arguments of such a plan."""
+        """The class of the arguments of a plan for the descriptor."""
         raise NotImplementedError
 
     # Selection --------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Plan:
         InvalidProblemError
             An argument is of the wrong type or names nothing.
         UnsupportedError
-            No row of the table can serve, or the forced one can't; the message has every row's reason.
+            No kernel can serve, or the forced one can't; the message has every kernel's reason.
         BackendUnavailableError
             The device, CuPy or a library is missing; the message says what to install.
         """
@@ -134,7 +133,7 @@ class Plan:
         device: DeviceLike | DeviceProperties = None,
         tuning: Tuning | None = None,
     ) -> Explanation:
-        """What ``select`` would choose and why, uncompiled. ``device`` may be properties of an absent GPU."""
+        """Explain what ``select`` would choose, uncompiled. ``device`` may be properties of an absent GPU."""
         cls._check_descriptor(descriptor)
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
         considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
@@ -150,10 +149,10 @@ class Plan:
         device: DeviceLike | DeviceProperties = None,
         tuning: Tuning | None = None,
     ) -> tuple[CompiledKernel, ...]:
-        """Compile into the kernel cache what ``select`` would compile and load, and load nothing.
+        """Compile into the kernel cache what ``select`` would compile and load, but load nothing.
 
-        Needs NVRTC, but no GPU: ``device`` may be properties of one that isn't there. Empty where the chosen
-        kernel is a library's, or the host's. Raises what ``select`` raises, and StorageError.
+        Needs NVRTC, but no GPU: ``device`` may be properties of an absent one. The result is empty if the
+        chosen kernel is a library's or the host's. Raises what ``select`` raises, and StorageError.
         """
         cls._check_descriptor(descriptor)
         properties = device if isinstance(device, DeviceProperties) else resolve(device)
@@ -177,15 +176,15 @@ class Plan:
     ) -> tuple[JudgedEntry[Any], ...]:
         tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
         cuts = None
-        if tuning and preference.require.arithmetic is not None:  # which depends on them
+        if tuning and preference.require.arithmetic is not None:  # it depends on configurations
             cuts = tuning.configurations(descriptor, cls.table, device)
         return consider(cls.table, descriptor, preference, device, tested, cuts)
 
-    # What it is -------------------------------------------------------------------------------------
+    # Identity ---------------------------------------------------------------------------------------
 
     @property
     def guarantee(self) -> PrecisionGuarantee:
-        """What the kernel promises about its numbers."""
+        """The kernel's promises about its numbers."""
         return self.sku.precision_guarantee
 
     @cached_property
@@ -194,30 +193,30 @@ class Plan:
         return KernelSku(**self._identity())
 
     def _identity(self) -> dict[str, Any]:
-        """The fields of the sku; a family replaces those that its descriptors know better."""
-        row, desc = self._row, self.descriptor
+        """The fields of the sku. A family replaces those that its descriptors know better."""
+        entry, desc = self._entry, self.descriptor
         product = isinstance(desc, ProductDescriptor)
         return {
             "category": desc.category,
             "op": desc.op_name,
             "element": desc.element,
             "aux_element": desc.out_element if product else desc.element,
-            "layout": row.layout,
+            "layout": entry.layout,
             "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
-            "arch": row.arch,
-            "backend": row.backend,
-            "precision_guarantee": row.promises(self._choice, self._tested),
+            "arch": entry.arch,
+            "backend": entry.backend,
+            "precision_guarantee": entry.promises(self._choice, self._tested),
         }
 
     @property
     def tier(self) -> Tier:
-        """How the kernel uses the sparsity."""
-        tier: Tier = self._row.tier
+        """The part of the machine that the kernel uses, and how it uses the sparsity."""
+        tier: Tier = self._entry.tier
         return tier
 
     def explain(self) -> Explanation:
         """Why this kernel was chosen, and why each other one was not."""
-        return _explanation(self.device, self._considered, self._row, self._kernel)
+        return _explanation(self.device, self._considered, self._entry, self._kernel)
 
     def workspace_size(self) -> int:
         """Bytes of device scratch that ``run`` needs; constant for the plan's life."""
@@ -225,13 +224,13 @@ class Plan:
 
     @property
     def workspace_alignment(self) -> int:
-        """Bytes that the workspace's address must be a multiple of."""
+        """Bytes that must divide the workspace's address."""
         return self._kernel.workspace_alignment
 
     def __repr__(self) -> str:
         fields = self.descriptor.model_dump(mode="json", exclude_defaults=True)
         problem = ", ".join(f"{name}={value}" for name, value in fields.items())
-        return f"{type(self).__name__}({self._row.name} on {self.device}: {problem})"
+        return f"{type(self).__name__}({self._entry.name} on {self.device}: {problem})"
 
     def __copy__(self) -> Self:
         return self
@@ -240,7 +239,7 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles hold the choice's arguments: where they are read, the plan is selected again."""
+        """Pickles hold the arguments of the selection. Reading them selects the plan again."""
         return _selected_again, (
             type(self),
             self.descriptor,
@@ -250,13 +249,13 @@ class Plan:
         )
 
     def _given_tuning(self) -> Tuning | None:
-        """What has to be given to ``select`` again."""
+        """The tuning table that was given to ``select``."""
         return self._tuning
 
     # Running ----------------------------------------------------------------------------------------
 
     def can_implement(self, args: Any) -> Verdict:
-        """Whether ``run`` would take these operands (the workspace apart). Touches no memory."""
+        """Whether ``run`` would take these operands, given a workspace. Touches no memory."""
         try:
             self._kernel.launcher(self._check(args), 0)
         except Sparse24Error as error:
@@ -266,8 +265,7 @@ class Plan:
     def run(self, args: Any, *, workspace: Any = None, stream: Any = None) -> None:
         """Check the operands and enqueue the kernel on ``stream``. Writes the results and the workspace only.
 
-        From the third run on, the same ``args`` and workspace, all where they lay in the last run, are only
-        launched.
+        Operands and a workspace that lie where those of an earlier run lay are only launched, not checked.
 
         Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
         must stay alive until the stream has run the kernel. A host plan runs before it returns.
@@ -285,35 +283,28 @@ class Plan:
     def bind(self, args: Any, *, workspace: Any = None) -> Bound:
         """Check once, launch many times. Raises what :meth:`run` raises.
 
-        Where the kernel is several launches, they become one CUDA graph here, which holds a little device
-        memory for as long as the Bound lives; so bind outside of a capture.
+        A kernel of several launches becomes one CUDA graph here, which takes a little device memory while the
+        Bound lives; so bind outside of a capture.
         """
         views = self._check(args)
         launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
         return Bound(launch, self._kernel.launches, self._home, (self, views, args, workspace))
 
     def caller(self, args: Any) -> Caller:
-        """Check all but addresses once, for operands that only move: what frameworks' ops call.
+        """Check all but addresses once, for operands that only move; ops of frameworks use it.
 
-        ``args`` stand for all that are like them in shapes, strides, elements and devices. Raises what
+        ``args`` stand for all arguments with their shapes, strides, elements and devices. Raises what
         :meth:`run` raises.
         """
-        needed = self._kernel.workspace_size
-        return Caller(self._kernel, self._operands, self._home, self._check(args), needed)
+        return Caller(self._launches, self._check, self._home, self._check(args))
 
     def _launcher(self, args: Any, workspace: Any) -> Launch:
         if type(args) is not self._args_type:
-            self._check(args)  # which refuses it
-        remembered: CachedLaunch = args._remembered
-        last = remembered.last
-        places = None
-        if last is not None and last[0] is self:
-            places = addresses_of((*self._tensors(args), workspace))
-            if places is not None and last[1] == places:
-                return last[2]
-        views = self._check(args)
-        launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
-        remembered.last = self, places, launch
+            self._check(args)  # raises
+        key, launch = self._launches.find_located((*self._operands_in(args), workspace))
+        if launch is None:
+            views = self._check(args)
+            launch = self._launches.add(key, views, self._check_workspace(workspace, views))
         return launch
 
     def _check_workspace(self, workspace: Any, views: Views) -> int:
@@ -329,10 +320,7 @@ class Plan:
             raise InvalidProblemError(f"workspace: expected memory on {self._home}, got {space.device}")
         if space.nbytes < needed:
             raise WorkspaceTooSmallError(needed, space.nbytes)
-        check_alignment("workspace", space.address, self._kernel.workspace_alignment)
-        for name, view in views.items():
-            if overlap(piece(space.address, needed), lines_of(view)):
-                raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
+        self._launches.check_workspace(space.address, views)
         return space.address
 
 
@@ -343,10 +331,10 @@ def explain(
     device: DeviceLike | DeviceProperties = None,
     **options: Any,
 ) -> Explanation:
-    """What ``select`` of the descriptor's plan would choose and why, uncompiled.
+    """Explain what ``select`` of the descriptor's plan would choose, uncompiled.
 
-    ``device`` may be properties of a GPU that isn't there. ``options`` are those of the family's ``select``.
-    Raises InvalidProblemError for anything but a descriptor.
+    ``device`` may be properties of an absent GPU. ``options`` are those of the family's ``select``. Raises
+    InvalidProblemError for anything but a descriptor.
     """
     plan: type[Plan] = plan_of(descriptor)
     return plan.explain_choice(descriptor, preference=preference, device=device, **options)
@@ -383,8 +371,8 @@ def _select(
     tuning: Any,
 ) -> Plan:
     choice, considered = _choice(cls, descriptor, preference, device, tuning)
-    row = choice.entry
-    tested = tuning.promises(descriptor, (row,), device).get(row.name, ()) if tuning else ()
+    entry = choice.entry
+    tested = tuning.promises(descriptor, (entry,), device).get(entry.name, ()) if tuning else ()
     plan: Plan = cls(choice, considered, tested)
     plan._tuning = tuning
     return plan
@@ -393,11 +381,11 @@ def _select(
 def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
 ) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
-    """What selection comes to, and every row that it considered."""
+    """The choice, and every entry with its reason."""
     considered = cls._consider(descriptor, preference, device, tuning)
     try:
-        row = choose(considered)
+        entry = choose(considered)
     finally:
         log_choice(descriptor, device, considered)
-    configuration = tuning.configuration(descriptor, row, device) if tuning else {}
-    return Choice(descriptor, device, row, preference, configuration), considered
+    configuration = tuning.configuration(descriptor, entry, device) if tuning else {}
+    return Choice(descriptor, device, entry, preference, configuration), considered

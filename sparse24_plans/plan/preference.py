@@ -1,4 +1,4 @@
-"""What the caller wants of a plan."""
+"""The caller's wishes for a plan."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .guarantee import GuaranteeRequirement
 
 
 class PlanPreference(Model):
-    """What the caller wants of a plan. ``prefer_backend`` and ``tier`` force: what can't serve raises."""
+    """The caller's wishes for a plan. No kernel that fails one of them is chosen."""
 
     max_workspace_bytes: Annotated[int, Integer(most=2**64)] | None = None
-    """No kernel that needs more; None: any."""
+    """Largest workspace in bytes; None: any."""
     allow_sm90a: Flag = True
-    """Whether kernels may serve that run on compute capability 9.0 alone."""
+    """Whether kernels that run on compute capability 9.0 alone may serve."""
     prefer_backend: BackendName | None = None
-    """The backend, or the kernel, to use, or to fail."""
+    """The only backend, or the only kernel, that may serve."""
     tier: Tier | None = None
-    """The tier to use, or to fail."""
+    """The only tier that may serve."""
     require: GuaranteeRequirement = GuaranteeRequirement()
-    """What the kernel has to promise."""
+    """Promises that the kernel must make."""
     whole_m: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
-    """M of the weight that this one is a part of, cut along M. Results have the bits that the whole gives
-    where batch invariance is required; only kernels that are batch invariant serve."""
+    """M of the whole weight, if this weight is a shard of it along M. Only batch-invariant kernels serve. If
+    batch invariance is required, results have the bits that the whole weight gives."""
 
     if TYPE_CHECKING:
 
@@ -43,7 +43,7 @@ class PlanPreference(Model):
 
     @classmethod
     def of(cls, given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
-        """``given``, or one of a mapping's fields, or that of no wishes. Raises InvalidProblemError."""
+        """A preference: ``given``, or a mapping's fields, or no wishes. Raises InvalidProblemError."""
         if given is None:
             return _NO_PREFERENCE
         if type(given) is cls:

@@ -1,4 +1,4 @@
-"""The operands of plans that prepare weights, as callers give them."""
+"""Arguments of plans that prepare weights: the operands that callers pass."""
 
 from __future__ import annotations
 

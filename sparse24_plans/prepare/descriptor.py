@@ -1,4 +1,4 @@
-"""What is to be done to a weight: descriptors, and the operands that each asks for. W is [M, K]."""
+"""Descriptors of plans that prepare a weight W [M, K], and the operands that each takes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ELEMENTS = (
     ElementKind.FP8_E4M3,
     ElementKind.FP8_E5M2,
 )
-"""The elements of weights that can be prepared."""
+"""Elements of weights that can be prepared."""
 SCORE_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
-"""The elements of scores."""
+"""Elements of scores."""
 NOTHING_FOUND = 2**64 - 1
-"""The status of sound input. Else it is ``group << 8 | detail``; groups count through all rows."""
+"""Status of sound input. Any other status is ``group << 8 | detail``; groups are counted through all rows."""
 
 
 class PrepareDescriptor(Descriptor):
-    """What the descriptors share: W [M, K] and its element."""
+    """Base of the descriptors: W [M, K] and its element."""
 
     m: Size
     """Rows of W; 0 or more."""
@@ -58,7 +58,7 @@ class PrepareDescriptor(Descriptor):
 
     @property
     def op(self) -> PrepareOp:
-        """What is done."""
+        """The operation."""
         raise NotImplementedError
 
     @property
@@ -67,7 +67,7 @@ class PrepareDescriptor(Descriptor):
 
     @property
     def layout_id(self) -> str:
-        """The layout of the weight that is made or read."""
+        """Layout of the weight that is made or read."""
         return CANONICAL_LAYOUT
 
     # Parts that several share.
@@ -224,7 +224,7 @@ class PackSparse24Descriptor(PrepareDescriptor):
     """
 
     direction: Literal["pack", "unpack"] = "pack"
-    """From the canonical form to tiles (``pack``), or back."""
+    """``pack`` converts from the canonical form to tiles, ``unpack`` back."""
 
     category: ClassVar[OpCategory] = OpCategory.PACK
 
@@ -260,7 +260,7 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
     """
 
     rule: TileRule = TileRule.GREEDY_MAGNITUDE
-    """Which cells are kept."""
+    """Rule that chooses the kept cells."""
     m: Eights
     """Rows of W, a multiple of 8."""
 
@@ -295,7 +295,7 @@ class MaskSparse24Descriptor(PrepareDescriptor):
     """
 
     layout: MaskLayout = MaskLayout.ROWS
-    """How the mask's bits lie."""
+    """Layout of the mask's bits."""
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
 

@@ -1,4 +1,4 @@
-"""What backends that prepare weights share: alignment, the macros of an element, the status they report."""
+"""Base of the GPU backends that prepare weights: alignment, macros of an element, the reported status."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FLOAT = 2  # Number::SIGN_MAGNITUDE
 
 
 class PrepareKernel(Kernel[P]):
-    """A kernel of the device: all its operands lie at multiples of 16 bytes."""
+    """Base of a GPU kernel; all operands lie at multiples of 16 bytes."""
 
     default_alignment = Alignment(16)
 
 
 def element_defines(element: ElementKind) -> dict[str, int]:
-    """The macros that prepare/groups.cuh asks for."""
+    """Macros that prepare/groups.cuh reads."""
     return {
         "WIDTH": element.itemsize,
         "NUMBER": _INTEGERS.get(element, _FLOAT),
@@ -35,7 +35,8 @@ def element_defines(element: ElementKind) -> dict[str, int]:
 
 
 def reset_then(status: TensorView, kernel: Launch) -> Launch:
-    """``kernel`` behind a fill of the status with ones, which say that nothing was found."""
+    """Return a launch that fills the status with ones, which mean that nothing was found, then launches
+    ``kernel``."""
     fill = import_cupy().cuda.runtime.memsetAsync
 
     def launch(stream: int) -> None:

@@ -1,4 +1,4 @@
-"""The table of kernels that prepare weights: what each serves. All promise the same: nothing rounds."""
+"""The kernel table of plans that prepare weights. All entries give one guarantee: nothing rounds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..weights import inflate
 from .descriptor import ELEMENTS, PrepareDescriptor
 
 PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
-"""The elements that weights/packing.py has a layout for."""
+"""Elements that weights/packing.py has a layout for."""
 BLOCK_BYTES = 16384
-"""Dense bytes that a block of prune.cu works on."""
+"""Dense bytes that a CTA of prune.cu processes."""
 SQUARE_SIDE = 128
-"""Rows, and columns, of a block of tile_prune.cu."""
+"""Rows, and columns, that a CTA of tile_prune.cu processes."""
 _TILE_SIDES = (64, 128)
-"""Rows and columns of a block of pack.cu, at least."""
+"""Fewest rows and columns that a CTA of pack.cu moves."""
 
 
 def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
-    """Of every row: bits are compared and moved, so nothing rounds, and host and GPU give the same bits."""
+    """Guarantee of every entry: bits are compared and moved, so nothing rounds, and host and GPU agree."""
     return PrecisionGuarantee(
         math_precision=MathPrecision.of(descriptor.element),
         accumulator=descriptor.element,
@@ -40,7 +40,7 @@ def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
 
 @dataclass(frozen=True)
 class PrepareEntry(KernelEntry):
-    """A row of the family."""
+    """A kernel entry of the family."""
 
     guarantee: Callable[[PrepareDescriptor], PrecisionGuarantee] = guarantee
     elements: tuple[ElementKind, ...] = ELEMENTS

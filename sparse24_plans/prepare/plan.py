@@ -43,7 +43,7 @@ from .kernel_table import ENTRIES
 
 
 class PreparePlan(Plan):
-    """What the plans of this family share. Nothing rounds: the same bits on every device, and on the host.
+    """Base of the family's plans. Nothing rounds: results have the same bits on every device and on the host.
 
     ``descriptor`` says what is done.
     """
@@ -51,7 +51,7 @@ class PreparePlan(Plan):
     table = ENTRIES
     descriptor: PrepareDescriptor
     args_types: ClassVar[Mapping[PrepareOp, type[Args]]]
-    """Operands, by what the descriptor does."""
+    """Argument classes by operation."""
 
     @classmethod
     def args_type(cls, descriptor: PrepareDescriptor) -> type[Args]:
@@ -62,7 +62,7 @@ class PreparePlan(Plan):
         return {**super()._identity(), "layout": self.descriptor.layout_id}
 
 
-# What was found -----------------------------------------------------------------------------------
+# Status ----------------------------------------------------------------------------------------
 
 
 class _Reporting(PreparePlan):
@@ -120,7 +120,7 @@ class CompressSparse24Plan(_Reporting):
     args_types: ClassVar = {PrepareOp.COMPRESS: CompressSparse24Args}
 
     def weight(self, args: CompressSparse24Args) -> Sparse24Weight:
-        """The results as a weight, sharing their memory. Sound once :meth:`check` has passed."""
+        """Return the results as a weight that shares their memory; sound once :meth:`check` has passed."""
         views = self._check(args)
         return _weight_of(self, views["values"], views["metadata"])
 
@@ -132,7 +132,7 @@ class PruneCompressSparse24Plan(PreparePlan):
     args_types: ClassVar = {PrepareOp.PRUNE_COMPRESS: PruneCompressSparse24Args}
 
     def weight(self, args: PruneCompressSparse24Args) -> Sparse24Weight:
-        """The results as a weight, sharing their memory."""
+        """Return the results as a weight that shares their memory."""
         views = self._check(args)
         return _weight_of(self, views["values"], views["metadata"])
 
@@ -164,7 +164,7 @@ class PackSparse24Plan(_Reporting):
     @overload
     def weight(self, args: UnpackSparse24Args) -> Sparse24Weight: ...
     def weight(self, args: PackSparse24Args | UnpackSparse24Args) -> PackedWeight | Sparse24Weight:
-        """The results as a weight, sharing their memory; of an unpacked one sound once checked."""
+        """Return the results as a weight that shares their memory; an unpacked one is sound once checked."""
         views, desc = self._check(args), self.descriptor
         if desc.op is PrepareOp.UNPACK:
             return _weight_of(self, views["values"], views["metadata"])
@@ -181,7 +181,7 @@ class TilePruneSparse24Plan(PreparePlan):
     args_types: ClassVar = {PrepareOp.TILE_PRUNE: TilePruneSparse24Args}
 
     def weights(self, args: TilePruneSparse24Args) -> tuple[Sparse24Weight, Sparse24Weight]:
-        """The results as weights, W [M, K] and W^T [K, M], sharing their memory."""
+        """Return the results as weights, W [M, K] and W^T [K, M], that share their memory."""
         views = self._check(args)
         return (
             _weight_of(self, views["values"], views["metadata"]),

@@ -1,4 +1,4 @@
-"""What the short forms of weights/ do on a GPU: the kernels of the plans, with results allocated here.
+"""Short forms of weights/ on a GPU: the kernels of the plans, with results allocated here.
 
 Each works on CuPy's current stream (on the host in NumPy), and gives None where no kernel serves: elements
 and scores that the array code of weights/ alone handles. What lies where a kernel can't read it is copied.
@@ -28,11 +28,11 @@ from .descriptor import (
 from .plan import CompressSparse24Plan, DecompressSparse24Plan, PackSparse24Plan, PruneCompressSparse24Plan
 
 _ALIGNMENT = 16
-"""Bytes that the operands of every kernel here are aligned to."""
+"""Bytes that the address of every operand is a multiple of."""
 
 
 def compress(dense: TensorView) -> tuple[TensorView, TensorView] | None:
-    """Values and metadata. Raises FormatError, with row and group, for a dense matrix that isn't 2:4."""
+    """Return values and metadata. Raises FormatError, with row and group, for a matrix that is not 2:4."""
     if dense.element not in ELEMENTS:
         return None
     (m, k), home = dense.shape, dense.device
@@ -48,7 +48,7 @@ def compress(dense: TensorView) -> tuple[TensorView, TensorView] | None:
 
 
 def prune_compress(dense: TensorView, scores: TensorView | None) -> tuple[TensorView, TensorView] | None:
-    """Values and metadata."""
+    """Return values and metadata."""
     ranked_by = None if scores is None else scores.element
     if dense.element not in ELEMENTS or ranked_by not in (None, *SCORE_ELEMENTS):
         return None
@@ -64,7 +64,7 @@ def prune_compress(dense: TensorView, scores: TensorView | None) -> tuple[Tensor
 
 
 def decompress(weight: Sparse24Weight) -> TensorView | None:
-    """The dense matrix."""
+    """Return the dense matrix."""
     if weight.element not in ELEMENTS:
         return None
     desc = DecompressSparse24Descriptor(m=weight.m, k=weight.k, element=weight.element)
@@ -77,7 +77,7 @@ def decompress(weight: Sparse24Weight) -> TensorView | None:
 
 
 def pack(weight: Sparse24Weight) -> PackedWeight | None:
-    """The weight in its element's tiles. Raises UnsupportedError for an element without any."""
+    """Return the weight in its element's tiles. Raises UnsupportedError for an element without any."""
     desc = PackSparse24Descriptor(m=weight.m, k=weight.k, element=weight.element)
     (packed,) = (one for one in desc.operands() if one.name == "packed")
     plan = _selected(PackSparse24Plan, desc, weight.device)

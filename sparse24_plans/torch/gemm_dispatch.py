@@ -18,7 +18,7 @@ from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOpe
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..plan.caller import Caller
+from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
 from . import packed_weight_cache

@@ -1,9 +1,7 @@
-"""How everything is timed: the benchmarks and the search for configurations.
+"""Times kernels in CUDA graphs, for the benchmarks and for the search for configurations.
 
-Contenders run interleaved in one process. Each is captured into a CUDA graph that goes once round its
-rotating operand copies, which together exceed twice the L2 cache, so that weights come from memory. The
-figure is the median over the rounds of graph time / launches, after some that bring the GPU's clocks up:
-while the host prepared the operands it was idle.
+Each contender is captured into a CUDA graph that goes round its rotating operand copies, which together
+exceed twice the L2 cache, so that weights come from memory.
 """
 
 from __future__ import annotations
@@ -45,18 +43,24 @@ def capture(launches: Sequence[Launch], stream: Any, repeats: int) -> Any:
     return stream.end_capture()
 
 
+def capture_for(contender: Contender, stream: Any, graph_us: float) -> tuple[Any, int]:
+    """A CUDA graph that runs for about ``graph_us`` or once round the copies, and its number of launches."""
+    once = capture(contender.launches, stream, 1)
+    repeats = max(1, round(graph_us / max(elapsed_us(once, stream), 1.0)))
+    graph = once if repeats == 1 else capture(contender.launches, stream, repeats)
+    return graph, repeats * len(contender.launches)
+
+
 def time_contenders(
     contenders: Sequence[Contender], *, rounds: int = 15, round_ms: float = 3.0
 ) -> dict[str, float]:
-    """Median microseconds of one launch, by contender."""
+    """Median microseconds of one launch, by contender, each in a short burst a round.
+
+    All contenders share one clock, which suits comparisons of alternatives with one another. Rounds that
+    bring the GPU's clocks up come first: the GPU was idle while the host prepared the operands.
+    """
     stream = import_cupy().cuda.Stream(non_blocking=True)
-    graphs = []
-    for contender in contenders:
-        once = capture(contender.launches, stream, 1)
-        once_us = elapsed_us(once, stream)
-        repeats = max(1, round(1e3 * round_ms / max(once_us, 1.0)))
-        graph = once if repeats == 1 else capture(contender.launches, stream, repeats)
-        graphs.append((contender.name, graph, repeats * len(contender.launches)))
+    graphs = [(one.name, *capture_for(one, stream, 1e3 * round_ms)) for one in contenders]
     warm_us = 0.0
     while graphs and warm_us < _WARM_UP_US:
         warm_us += sum(elapsed_us(graph, stream) for _, graph, _ in graphs)

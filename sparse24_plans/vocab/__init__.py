@@ -1,6 +1,6 @@
-"""The words of the package: enums with stable string values and frozen, JSON-ready models.
+"""The words of the package: enums with stable string values, and frozen models.
 
-Nothing here touches a device. Every model is immutable, hashable and survives
+No code here touches a device. Every model is immutable, hashable and survives
 ``type(x).model_validate_json(x.model_dump_json())`` unchanged.
 """
 
@@ -23,6 +23,7 @@ from .fields import Integer as Integer
 from .fields import Listed as Listed
 from .fields import Number as Number
 from .fields import Size as Size
+from .fields import Text as Text
 from .fields import checked_flag as checked_flag
 from .fields import integer as integer
 from .model import Model as Model
@@ -41,7 +42,7 @@ class _Word(str, Enum):
 
     @classmethod
     def _readable(cls, value: object) -> object:
-        """What an enum may be asked for: it compares and prints all others, which may be broken."""
+        """``value`` if it is a string. Enums would compare and print other values, which may be broken."""
         if isinstance(value, str):
             return value
         raise ValueError(f"expected one of {', '.join(cls)}, got {shown(value)}")
@@ -50,7 +51,7 @@ class _Word(str, Enum):
 class ElementKind(_Word):
     """Element types of operands. ``dtype`` is the NumPy (or ml_dtypes) type with the same bits.
 
-    Where one is expected its name will do, or the dtype that means it: of NumPy, ml_dtypes, JAX, PyTorch.
+    Arguments and fields also take its name, NumPy's name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch.
     """
 
     F32 = "f32"
@@ -69,11 +70,11 @@ class ElementKind(_Word):
 
     @classmethod
     def _readable(cls, value: object) -> object:
-        return super()._readable(value if isinstance(value, str) else _element_of_dtype(value) or value)
+        return super()._readable(_element_of_dtype(value) or value)
 
     @property
     def dtype(self) -> Dtype:
-        """The NumPy type, of ml_dtypes where NumPy has none."""
+        """The NumPy type, or the one of ml_dtypes if NumPy has none."""
         return _DTYPES[self]
 
     itemsize: int
@@ -81,7 +82,7 @@ class ElementKind(_Word):
 
     @property
     def bits_dtype(self) -> Dtype:
-        """The unsigned integer type of the same size: how the package moves elements about."""
+        """The unsigned integer type of the same size, which the package uses to move elements."""
         return np.dtype(f"u{self.itemsize}")
 
     @property
@@ -143,13 +144,15 @@ class TorchDtype(Protocol):
 
 
 ElementLike: TypeAlias = ElementKind | str | np.dtype[Any] | type[Any] | TorchDtype
-"""What names an element: ``"bf16"``, ``ElementKind.BF16``, ``ml_dtypes.bfloat16``, ``torch.bfloat16``."""
+"""A name of an element: ``"bf16"``, ``ElementKind.BF16``, ``ml_dtypes.bfloat16``, ``torch.bfloat16``."""
 
 
 def _element_of_dtype(value: object) -> ElementKind | None:
-    """The element that a framework's dtype means, or None. Asks nothing of objects that are no dtypes."""
+    """The element of a framework's dtype, or None. It calls no method of objects that are no dtypes."""
     kind = type(value)
-    if issubclass(kind, type):  # np.float32; JAX's have the dtype as an attribute
+    if kind is str:
+        return next((one for one, dtype in _DTYPES.items() if dtype.name == value), None)
+    if issubclass(kind, type):  # np.float32, or a type of JAX, which has the dtype as an attribute
         value = vars(value).get("dtype", value)
     if isinstance(value, np.dtype):
         return next((one for one, dtype in _DTYPES.items() if dtype == value), None)
@@ -177,7 +180,7 @@ def _known(found: ElementKind | None) -> ElementKind:
 
 
 class MathPrecision(_Word):
-    """Precision of the operands of a product; the accumulator has a field of its own."""
+    """Precision of the operands of a product. The accumulator's type is another field."""
 
     F32 = "f32"
     TF32 = "tf32"
@@ -189,14 +192,14 @@ class MathPrecision(_Word):
 
     @classmethod
     def of(cls, element: ElementKind) -> MathPrecision:
-        """That of products of the element itself."""
+        """The precision of products of the element itself."""
         return cls.INT8 if element.is_integer else cls(element.value)
 
 
 class EpilogueKind(_Word):
-    """What follows ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation.
+    """The operation on ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation.
 
-    Of SWIGLU and GEGLU two rows of W make a result, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
+    SWIGLU and GEGLU make one result of two rows of W, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
     """
 
     IDENTITY = "identity"
@@ -215,7 +218,7 @@ class EpilogueKind(_Word):
 
     @property
     def is_gated(self) -> bool:
-        """Whether two rows of W make a result: an activated gate times what it lets through."""
+        """Whether two rows of W make one result: an activated gate times the other row's value."""
         return self in (EpilogueKind.BIAS_SWIGLU, EpilogueKind.BIAS_GEGLU)
 
 
@@ -227,14 +230,14 @@ class GemmOp(_Word):
 
 
 class MatrixOrder(_Word):
-    """Which elements of X or Y are adjacent: those of one token (``row``), or of one feature (``column``)."""
+    """The adjacent elements of X or Y: those of one token (``row``), or of one feature (``column``)."""
 
     ROW = "row"
     COLUMN = "column"
 
 
 class ScaleKind(_Word):
-    """Factors of X or W: none, one for the ``tensor``, or one a ``row`` (a token, an out feature)."""
+    """Scale factors of X or W: none, one for the ``tensor``, or one per ``row`` (token or out feature)."""
 
     NONE = "none"
     TENSOR = "tensor"
@@ -242,7 +245,7 @@ class ScaleKind(_Word):
 
 
 class PrepareOp(_Word):
-    """What a plan of ``prepare`` does to a weight; also the op of its KernelSku, before ``_sparse24``."""
+    """The work of a plan of ``prepare``. Its KernelSku's op is this name and ``_sparse24``."""
 
     PRUNE = "prune"
     COMPRESS = "compress"
@@ -255,12 +258,12 @@ class PrepareOp(_Word):
 
 
 class TileRule(_Word):
-    """Which cells of a 4x4 tile are kept, at most two of each row and of each column.
+    """The rule that keeps at most two cells of each row and of each column of a 4x4 tile.
 
-    ``greedy_magnitude``, ``greedy_value``: from the largest |value|, or value, each that still has room; may
-    keep fewer than 8. ``causal_1122``: rows in turn keep their largest 1, 1, 2 and 2 values where the column
-    has room, so that no row depends on a later one. ``optimal``: of the 90 ways to keep two of each row and
-    of each column the one with the largest sum of |value|.
+    ``greedy_magnitude``, ``greedy_value``: cells are kept from the largest |value|, or value, while their row
+    and column have room, which may keep fewer than 8. ``causal_1122``: the rows, in order, keep their largest
+    1, 1, 2 and 2 values while the column has room, so that no row depends on a later one. ``optimal``: the
+    one of the 90 ways to keep two of each row and column that has the largest sum of |value|.
     """
 
     GREEDY_MAGNITUDE = "greedy_magnitude"
@@ -270,7 +273,7 @@ class TileRule(_Word):
 
 
 class BlockSparseOp(_Word):
-    """Products C = A @ B of which one matrix is block-sparse (S) and two are dense (D).
+    """Products C = A @ B with one block-sparse (S) and two dense (D) matrices.
 
     The first letter is C's, then A's and B's: ``sdd`` computes the kept blocks of a dense product, ``dsd``
     multiplies a sparse matrix from the left, ``dds`` one from the right.
@@ -282,10 +285,10 @@ class BlockSparseOp(_Word):
 
 
 class InnerPattern(_Word):
-    """What the kept blocks of a block-sparse matrix hold.
+    """The cells inside the kept blocks of a block-sparse matrix.
 
     ``dense``: every cell. ``sparse24``: at most 2 of every 4 consecutive cells along the sums of the product,
-    stored as the kept values and metadata that say which.
+    stored as kept values and metadata with their positions.
     """
 
     DENSE = "dense"
@@ -293,7 +296,7 @@ class InnerPattern(_Word):
 
 
 class BlockSparsePass(_Word):
-    """The function itself, or the gradients of its operands."""
+    """A function itself (``forward``), or the gradients of its operands (``backward``)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -308,10 +311,9 @@ class BlockSparseConvOp(_Word):
 
 
 class AttentionMask(_Word):
-    """What an attention mask does to scores.
+    """The effect of an attention mask on scores.
 
-    ``none``: there is none. ``add``: it is added. ``mul``: scores are dropped where it is 0, and stay
-    elsewhere.
+    ``none``: there is no mask. ``add``: the mask is added. ``mul``: scores are dropped where the mask is 0.
     """
 
     NONE = "none"
@@ -331,9 +333,9 @@ class MaskLayout(_Word):
     TILES = "tiles"
 
 
-# Layouts of weights, with the modules that make them.
+# Layouts of weights, with the modules that define them.
 CANONICAL_LAYOUT = "canonical"  # weights/weight.py
-TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py, as the next
+TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py defines all tiled layouts
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 TILE64X64_LAYOUT = "tile64x64_32bit_v1"
 TILE64X64_PARTS_LAYOUT = "tile64x64_2xbf16_v1"
@@ -343,7 +345,7 @@ BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
 
 
 class OpCategory(_Word):
-    """What a kernel does."""
+    """The kind of work that a kernel does."""
 
     GEMM = "gemm"
     PRUNE = "prune"
@@ -356,7 +358,7 @@ class OpCategory(_Word):
 
 
 class ArchSku(_Word):
-    """The oldest architecture that a kernel is built for; ``any`` is compiled for the device at hand."""
+    """The oldest architecture that a kernel is built for. A kernel of ``any`` is compiled for its device."""
 
     ANY = "any"
     SM80 = "sm80"
@@ -367,7 +369,7 @@ class ArchSku(_Word):
 
 
 class Tier(_Word):
-    """What a kernel runs on, and how it uses the sparsity.
+    """The part of the machine that a kernel uses, and how it uses the sparsity.
 
     ``host``: NumPy on the CPU. ``inflate``: a GPU expands the sparse operand, in memory or while it reads
     it, and multiplies without sparse instructions. ``memory``: a GPU moves or compares data and multiplies
@@ -383,24 +385,24 @@ class Tier(_Word):
 
 
 class DeviceProperties(Model):
-    """All that selection may know of a device.
+    """All that selection knows about a device.
 
-    ``kind`` is ``host`` or ``cuda``, ``ordinal`` CUDA's number of it, ``name`` the driver's ("NVIDIA H200").
+    ``kind`` is ``host`` or ``cuda``, ``ordinal`` its number in CUDA, ``name`` the driver's ("NVIDIA H200").
     """
 
     kind: Literal["host", "cuda"]
     ordinal: Size = 0
-    name: str = "host"
+    name: Text = "host"
     compute_capability: tuple[Size, Size] = (0, 0)
-    """(major, minor): (9, 0) for Hopper."""
+    """Major and minor number: (9, 0) for Hopper."""
     multiprocessors: Size = 0
     """Number of streaming multiprocessors."""
-    cublaslt: str | None = None
+    cublaslt: Text | None = None
     """Version of the cuBLASLt library that loads, or None."""
-    cusparselt: str | None = None
+    cusparselt: Text | None = None
     """Version of the cuSPARSELt library that loads ("0.8.0"), or None."""
-    driver: str | None = None
-    """Version of the GPU driver, or None where it isn't known."""
+    driver: Text | None = None
+    """Version of the GPU driver, or None if it isn't known."""
 
     if TYPE_CHECKING:
 
@@ -419,7 +421,7 @@ class DeviceProperties(Model):
 
     @property
     def cuda_arch(self) -> str:
-        """Target for the compiler: ``sm_90a`` on Hopper and its like, else ``sm_XY``."""
+        """Target for the compiler: ``sm_XYa`` from Hopper on, else ``sm_XY``."""
         major, minor = self.compute_capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 

@@ -1,4 +1,4 @@
-"""Fields of models that pydantic alone would take True, "8" or 8.0 for."""
+"""Strict types for models' fields: pydantic alone takes True, "8" or 8.0 for an integer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, GetCoreSchemaHandler, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ..errors import InvalidProblemError, shown
 
 
 def integer(value: object) -> int | None:
-    """``value`` as an int where it is one, of Python, NumPy or a tensor of one; else, or a bool, None."""
+    """``value`` as an int, if it is an integer of Python or NumPy or a tensor of one; a bool is none."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
@@ -39,13 +39,25 @@ def _listed(value: object) -> object:
 
 
 Listed = BeforeValidator(_listed)
-"""Of a field that is a tuple: what Python or JSON lists; anything else may have no end."""
+"""Validator of a tuple's field. It takes tuples and lists alone, because other iterables may have no end."""
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"expected text that UTF-8 can encode, got {shown(value)}") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""A string without lone surrogates, which JSON can't hold."""
 INT64_MAX = 2**63 - 1  # the largest size of a dimension
 
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer, Python's or NumPy's, from ``least`` to ``most``, both included."""
+    """An integer of Python or NumPy from ``least`` to ``most``, both included."""
 
     least: int = 0
     most: int | None = None
@@ -58,7 +70,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A real number, Python's or NumPy's; the names that JSON has for what isn't finite are numbers too."""
+    """A real number of Python or NumPy, or JSON's name of one that isn't finite."""
 
     finite: bool = False
     above: float | None = None
@@ -78,15 +90,15 @@ class _Boolean:
 
 
 Flag = Annotated[bool, _Boolean()]
-"""True or False, Python's or NumPy's; nothing that merely sounds like it."""
+"""True or False, of Python or NumPy; no other value counts as one of them."""
 Size = Annotated[int, Integer(most=INT64_MAX)]
-"""Of a dimension."""
+"""The size of a dimension."""
 Eights = Annotated[int, Integer(most=INT64_MAX, multiple_of=8)]
-"""Of a dimension that is a multiple of 8."""
+"""The size of a dimension, a multiple of 8."""
 
 
 def _unboxed(value: Any, info: ValidationInfo) -> Any:
-    """A NumPy scalar as Python's; of ``model_validate_strings`` what the string says."""
+    """A NumPy scalar as a Python one; a string of ``model_validate_strings`` as the value that it spells."""
     if type(value) is str and str(info.mode) == "string":
         with suppress(ValueError, RecursionError):
             return json.loads(value)

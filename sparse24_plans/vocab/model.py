@@ -1,4 +1,4 @@
-"""The base of the package's models, and what their errors say."""
+"""The base of the package's models, and their error messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ class Model(BaseModel):
 
     if not TYPE_CHECKING:  # checkers see the fields instead, or what a model says of its own
 
+        def __new__(cls, /, *given: Any, **data: Any) -> Self:
+            if given:
+                fields = ", ".join(cls.model_fields)
+                raise InvalidProblemError(
+                    f"{cls.__name__}: expected fields by name ({fields}), got {len(given)} by position"
+                )
+            return super().__new__(cls)
+
         def __init__(self, /, **data: Any) -> None:
             with _typed_errors(type(self)):
                 self.__pydantic_validator__.validate_python(data, self_instance=self)
 
-        # As pydantic's own: a model inside of a model, or of JSON, is validated with it in one pass.
+        # The mark that pydantic's own __init__ bears: nested models are then validated in one pass.
         __init__.__pydantic_base_init__ = True
 
     @classmethod
@@ -52,7 +60,7 @@ class Model(BaseModel):
 
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
-        """Pydantic's way round validation; here there is none."""
+        """Validates, unlike pydantic's own, which skips it."""
         return cls.model_validate(values)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -70,7 +78,7 @@ class Model(BaseModel):
 
 
 class _Signature:
-    """The fields of a model that is not built yet: builds it, which puts the true signature in this place."""
+    """Builds the model when its signature is read, which replaces this descriptor by the true signature."""
 
     def __get__(self, instance: object, model: type[Model]) -> inspect.Signature:
         model.model_rebuild()
@@ -89,7 +97,7 @@ def _explain(model: type[Model], error: ValidationError) -> str:
     parts = []
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":
-            continue  # a field derived from one that failed itself
+            continue  # its default depends on a field that failed itself
         unknown = item["type"] == "extra_forbidden"
         outer = item["loc"][:-1] if unknown else item["loc"]
         name = ".".join(
@@ -99,7 +107,7 @@ def _explain(model: type[Model], error: ValidationError) -> str:
             message = (
                 f"expected fields of {', '.join(_fields_of(model, outer))}, got {shown(item['loc'][-1])}"
             )
-        elif item["type"] == "value_error":  # of a validator of ours, which says all
+        elif item["type"] == "value_error":  # one of our validators, whose message is complete
             message = str(item["ctx"]["error"])
         else:
             message = f"{item['msg']}, got {shown(item['input'])}"
@@ -108,7 +116,7 @@ def _explain(model: type[Model], error: ValidationError) -> str:
 
 
 def _fields_of(model: type[Model], path: Iterable[str | int]) -> Iterable[str]:
-    """The fields of a model, or of the one in the field at the end of ``path``."""
+    """The fields of a model, or of the nested model at the end of ``path``."""
     for part in path:
         inner = model.model_fields[str(part)].annotation
         model = inner if isinstance(inner, type(Model)) else model

@@ -1,8 +1,8 @@
-"""float32 values in two parts of bf16, as a weight holds them.
+"""float32 values split into two bf16 terms, as a packed weight stores them.
 
-A value is the sum of its high part, the bf16 nearest to it, and its low part, the one nearest to what the
-high part leaves. A finite value has finite parts: where the nearest is an infinity, the high part is the
-largest number of bf16. Inf and NaN are high parts, beside a low part of zero.
+The high term is the bf16 nearest to the value, the low term the bf16 nearest to the remainder. Finite values
+have finite terms: if the nearest bf16 is infinite, the high term is the largest finite one. Inf and NaN have
+themselves as high term, and a low term of zero.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from . import canonical
 
 COUNT = 2
 _FRACTION, _LEAST, _LARGEST = 7, -126, 0x7F7F
-"""Of bf16: bits of its fraction, the exponent of its smallest normal number, its largest number."""
+"""Bits of bf16's fraction, the exponent of its smallest normal number, the bits of its largest number."""
 _AT_ONCE = 1 << 23
-"""Values that are split at a time: on a GPU that takes some gigabytes."""
+"""Values that are split at a time, which takes some gigabytes on a GPU."""
 
 
 def of(bits: Any) -> tuple[Any, Any]:
-    """The parts of float32 values, which come as uint32: the high and the low ones, uint16 of the same shape.
+    """The high and low terms, uint16, of float32 values given as uint32 of the same shape.
 
-    In integers and float64, for CuPy's float32 may flush subnormals.
+    The computation uses integers and float64, because CuPy's float32 may flush subnormals.
     """
     xp = canonical.array_module(bits)
     sign = (bits >> 16 & 0x8000).astype(np.uint16)
@@ -41,7 +41,7 @@ def of(bits: Any) -> tuple[Any, Any]:
 
 
 def in_rows(bits: Any, kt: int) -> Any:
-    """Values, uint32 [rows, K/2] -> uint16 [rows, 64 kt]: of 32 kept values the high parts, then the low."""
+    """Values uint32 [rows, K/2] -> uint16 [rows, 64 kt]: 32 high terms, their 32 low terms, and so on."""
     xp = canonical.array_module(bits)
     rows, width = bits.shape
     found = xp.zeros((rows, kt, COUNT, 32), np.uint16)
@@ -55,7 +55,7 @@ def in_rows(bits: Any, kt: int) -> Any:
 
 
 def _nearest(values: Any) -> Any:
-    """bf16 nearest to finite float64 values, ties to even, as uint16."""
+    """The bf16 nearest to finite float64 values, ties to even, as uint16."""
     xp = canonical.array_module(values)
     negative = values < 0
     field = (xp.abs(values).view(np.int64) >> 52) - 1023
@@ -66,7 +66,7 @@ def _nearest(values: Any) -> Any:
 
 
 def _value(bits: Any) -> Any:
-    """float64 of bf16 without a sign."""
+    """The float64 value of unsigned bf16 bits."""
     xp = canonical.array_module(bits)
     field = (bits >> _FRACTION).astype(np.int32)
     units = (bits & 0x7F).astype(np.int32) | (field > 0).astype(np.int32) << _FRACTION

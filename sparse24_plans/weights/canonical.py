@@ -1,7 +1,7 @@
 """The canonical 2:4 format in array code: one implementation for NumPy and CuPy.
 
-All functions work on unsigned-integer views of the elements, [rows, K] with K a multiple of 8, so that
-every element type, present and future, takes the same path. :mod:`codes` says what a *code* is.
+All functions work on unsigned-integer views of the elements, [rows, K] with K a multiple of 8, so that all
+element types take the same path. :mod:`codes` defines a *code*.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from . import groups
 from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING, VALID_CODES
 from .host_code import HostCode
 
-# So many elements a step keep NumPy's temporaries inside a core's cache.
 _HOST_STEP = 1 << 17
+"""Elements per step, such that NumPy's temporaries stay inside a core's cache."""
 
 FIRST_NAN = {
     ElementKind.F32: 0x7F800001,
@@ -27,7 +27,7 @@ FIRST_NAN = {
     ElementKind.FP8_E4M3: 0x7F,
     ElementKind.FP8_E5M2: 0x7D,
 }
-"""The smallest magnitude bits that are a NaN, of every element that has one."""
+"""The smallest magnitude bits that are a NaN, for every element that has one."""
 
 _IS_VALID = np.isin(np.arange(256), VALID_CODES)
 
@@ -51,12 +51,12 @@ def _look_up(table: Any, index: Any) -> Any:
 
 
 def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
-    """Unsigned keys that order as |value| does. NaN ranks above Inf; +0.0 and -0.0 are equal.
+    """Unsigned keys in the order of |value|. NaN ranks above Inf; +0.0 and -0.0 are equal.
 
-    On the host they may go to ``out``, of the same shape and type.
+    On the host they may go to ``out``, an array of the same shape and type.
     """
     if element in (ElementKind.S8, ElementKind.I32):
-        if isinstance(bits, np.ndarray):  # the magnitude of the smallest is its bits, unsigned
+        if isinstance(bits, np.ndarray):  # unsigned, so that the smallest integer has a magnitude
             return np.absolute(bits.view(element.dtype), out=_typed(out, element)).view(bits.dtype)
         sign = (bits.view(element.dtype) >> (8 * element.itemsize - 1)).view(bits.dtype)  # 0 or all ones
         return (bits ^ sign) - sign
@@ -65,7 +65,7 @@ def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
     limit = _largest_magnitude(bits)
     magnitude = bits & limit if out is None else np.bitwise_and(bits, limit, out=out)
     if element in FIRST_NAN and _may_exceed(magnitude, FIRST_NAN[element]):
-        # One rank for all NaNs: their payload is no magnitude.
+        # All NaNs get one rank, because their payload is no magnitude.
         magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
     return magnitude
 
@@ -75,26 +75,26 @@ def _typed(out: Any, element: ElementKind) -> Any:
 
 
 def _largest_magnitude(bits: Any) -> Any:
-    """All bits but the sign."""
+    """All bits set but the sign."""
     return bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 
 def _may_exceed(magnitude: Any, limit: int) -> bool:
-    """Whether a magnitude may be above the limit: on the host it is looked up, on a GPU that would wait."""
+    """Whether a magnitude may be above the limit. On a GPU the answer is True, because a look would wait."""
     if isinstance(magnitude, np.ndarray):
         return bool(magnitude.size) and int(magnitude.max()) > limit
     return True
 
 
 def value_keys(bits: Any, element: ElementKind) -> Any:
-    """Unsigned keys that order as the values do, signed. NaN ranks above Inf; +0.0 and -0.0 are equal."""
+    """Unsigned keys in the order of the signed values. NaN ranks above Inf; +0.0 and -0.0 are equal."""
     if element.dtype.kind in "iu":
         return bits ^ bits.dtype.type(1 << 8 * element.itemsize - 1) if element.dtype.kind == "i" else bits
     return _signed_keys(bits, FIRST_NAN[element])
 
 
 def float64_keys(values: Any) -> Any:
-    """The same of NumPy's float64, which is no element."""
+    """Keys in the order of NumPy's float64 values, a type that is no element."""
     return _signed_keys(values.view(np.uint64), 0x7FF0_0000_0000_0001)
 
 
@@ -117,7 +117,7 @@ def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-# ``by`` below: the code that works on the host. On a GPU it means nothing.
+# The parameter ``by`` below is the code that works on the host. GPUs ignore it.
 
 
 def rank_codes(keys: Any, by: HostCode = groups) -> Any:
@@ -145,8 +145,11 @@ def magnitude_codes(bits: Any, element: ElementKind, by: HostCode = groups) -> A
 def covering_codes(
     bits: Any, element: ElementKind, by: HostCode = groups
 ) -> tuple[Any, tuple[int, int, int] | None]:
-    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K], where -0.0 counts as zero; of a group
-    with more than two its first two, and then the row, group and non-zeros of the first such group too."""
+    """Codes [groups] that cover the non-zeros of ``bits`` [rows, K], where -0.0 counts as zero.
+
+    A crowded group, with more than two non-zeros, gets the code of its first two. The second result is the
+    row, the group and the number of non-zeros of the first crowded group, or None.
+    """
     if isinstance(bits, np.ndarray):
         with groups.scratch() as space:
             cells = bits
@@ -164,7 +167,7 @@ def covering_codes(
 
 
 def positions(codes: Any) -> Any:
-    """Columns of the kept values, int64 [rows, K/2], by codes [rows, K/4] of the host."""
+    """Columns of the kept values, int64 [rows, K/2], from NumPy's codes [rows, K/4]."""
     pairs = np.stack([codes & 3, codes >> 2], axis=-1).astype(np.int64)
     pairs += np.arange(codes.shape[1])[:, None] * 4
     return pairs.reshape(codes.shape[0], 2 * codes.shape[1])
@@ -186,7 +189,7 @@ def _first_crowded(masks: Any) -> tuple[int, int, int] | None:
 
 
 def crowded_error(row: int, group: int, count: int) -> FormatError:
-    """What is wrong with a dense group of more than two non-zeros."""
+    """The error for a dense group of more than two non-zeros."""
     return FormatError(
         f"dense: expected at most 2 non-zeros in every group of 4, got {count}; prune first",
         row=row,
@@ -213,7 +216,7 @@ def _flat_positions(codes: Any) -> tuple[Any, Any]:
 
 
 def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
-    """The kept values [rows, K/2] of ``bits`` [rows, K]; to ``out``, contiguous, where it is given."""
+    """The kept values [rows, K/2] of ``bits`` [rows, K], written to a contiguous ``out`` if it is given."""
     if isinstance(bits, np.ndarray):
         return by.gather(bits, codes, out)
     xp = array_module(bits)
@@ -267,7 +270,7 @@ def first_invalid(metadata: Any) -> tuple[int, int, int] | None:
 
 
 def metadata_error(row: int, group: int, byte: int) -> FormatError:
-    """What is wrong with a metadata byte."""
+    """The error for an invalid metadata byte."""
     return FormatError(f"metadata: {_complaint(byte)}", row=row, group=group)
 
 
@@ -277,19 +280,19 @@ def _complaint(byte: int) -> str:
     return f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"
 
 
-# Other people's positions -------------------------------------------------------------------------
+# Positions of foreign formats ------------------------------------------------------------------------
 
 IMPOSSIBLE = 0xFF
-"""Marks, in a table of targets, the occupied positions that no target covers."""
+"""Mark of occupied positions that no target covers, in a table of targets."""
 _LOWEST_FREE = np.where(OCCUPANCY & CROWDED, np.uint8(IMPOSSIBLE), OCCUPANCY)
 
 
 def normalise(values: Any, codes: Any, element: ElementKind, first_row: int = 0) -> tuple[Any, Any]:
     """Kept bits [rows, K/2] with codes [groups] of any positions, in canonical form.
 
-    The positions may be unsorted, and those of zeros anything at all. The dense matrix stays the same, bit
-    for bit: what holds bits (-0.0 as well) stays where it is, the other slots take the lowest free
-    positions. Raises FormatError, with row and group, where two non-zeros stand at one position.
+    The positions may be unsorted, and those of zeros arbitrary. The dense matrix stays the same bit for bit:
+    values with any bit set (-0.0 too) keep their positions, the other slots take the lowest free positions.
+    Raises FormatError, with row and group, if two non-zeros have one position.
     """
     return relocate(values, codes, element, _LOWEST_FREE, first_row, "")
 
@@ -297,9 +300,9 @@ def normalise(values: Any, codes: Any, element: ElementKind, first_row: int = 0)
 def relocate(
     values: Any, codes: Any, element: ElementKind, targets: Any, first_row: int, complaint: str
 ) -> tuple[Any, Any]:
-    """``values`` and ``codes`` with the positions that ``targets`` [16] names for the occupied ones.
+    """``values`` and ``codes``, moved to the positions that ``targets`` [16] has for the occupied ones.
 
-    Raises FormatError with ``complaint`` where the target is IMPOSSIBLE.
+    Raises FormatError with ``complaint`` if a target is IMPOSSIBLE.
     """
     xp = array_module(values)
     groups = values.shape[1] // 2
@@ -324,7 +327,7 @@ def relocate(
 def _occupied(
     pairs: Any, positions: tuple[Any, Any], element: ElementKind, groups: int, first_row: int
 ) -> tuple[Any, Any]:
-    """Which of the two slots of each group hold bits. Of two at one position, a zero or an equal yields."""
+    """Flags of the slots that hold bits. If both slots have one position, a zero or an equal value yields."""
     occupied = (pairs[:, 0] != 0, pairs[:, 1] != 0)
     clash = occupied[0] & occupied[1] & (positions[0] == positions[1])
     if not bool(clash.any()):

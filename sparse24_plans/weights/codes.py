@@ -1,4 +1,4 @@
-"""Codes, and the small tables about them.
+"""Codes of kept positions, and small tables of codes.
 
 A *code* is the low nibble of a metadata byte: bits 1:0 the first kept position of the group of four, bits 3:2
 the second, strictly increasing.
@@ -19,7 +19,7 @@ PAIRS = tuple(combinations(range(4), 2))
 VALID_CODES = tuple(code_of(first, second) for first, second in PAIRS)
 
 CROWDED = 0x10
-"""Set beside the code of a group with more than two non-zeros: that of its first two."""
+"""Flag beside the code of a group with more than two non-zeros. The code is that of the first two."""
 
 
 def _ranking_table() -> np.ndarray:
@@ -47,4 +47,4 @@ def _occupancy_table() -> np.ndarray:
 RANKING = _ranking_table()
 """Six comparisons ``key[i] >= key[j]`` (i < j, bit order of PAIRS) -> code of the two largest."""
 OCCUPANCY = _occupancy_table()
-"""Bit mask of the non-zero positions of a group -> code; spare slots take the lowest free position."""
+"""Bit mask of a group's non-zero positions -> code. Spare slots take the lowest free positions."""

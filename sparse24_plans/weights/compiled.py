@@ -1,9 +1,9 @@
-"""What :mod:`groups` does, compiled by numba: functions of the same names that give the same bits.
+"""The functions of :mod:`groups`, compiled by numba, with the same bits.
 
-numba is optional, and is imported when :mod:`host_code` first asks for it. A function is compiled once a
-process for each width of cell. Nothing is kept on disk: numba's cache would be pickles, in a folder that our
-rules for caches don't hold for. The loops read a group's four cells before they write and have no branch, so
-that LLVM makes vector code of them.
+numba is optional, and is imported when :mod:`host_code` first asks for it. A function is compiled once per
+process and cell width. Nothing is cached on disk, because numba's cache holds pickles, in a folder outside of
+this package's rules. The loops read a group's four cells before they write, and have no branch, so that LLVM
+vectorises them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 OLDEST = (0, 62)
-"""Numba's version whose LLVM makes vector code of all loops. Before, some were slower than NumPy."""
+"""The oldest numba whose LLVM vectorises all loops. With older ones some are slower than NumPy."""
 
 
 def _numba() -> Any:
@@ -35,12 +35,12 @@ def _numba() -> Any:
 
 @cache
 def obstacle() -> str | None:
-    """Why numba can't be used, or None."""
+    """A message that says why numba can't be used, or None."""
     if util.find_spec("numba") is None:
         return "numba isn't installed"
     try:
         numba = _numba()
-    except ImportError as error:  # not for this NumPy
+    except ImportError as error:  # this numba doesn't support this NumPy
         COMPILE.warning("numba can't be imported, so NumPy prepares weights on the host: %s", error)
         return f"numba can't be imported: {error}"
     if tuple(numba.version_info[:2]) < OLDEST:
@@ -49,23 +49,23 @@ def obstacle() -> str | None:
 
 
 def version() -> str:
-    """numba's."""
+    """The version of numba."""
     return str(_numba().__version__)
 
 
 def title() -> str:
-    """For ``explain``."""
+    """The name of this code for ``explain``."""
     return f"compiled by numba {version()}"
 
 
 def ready(itemsize: int, *names: str) -> None:
-    """Compile the functions of these names for cells of so many bytes, where they aren't yet."""
+    """Compile the named functions for cells of ``itemsize`` bytes, unless they are compiled already."""
     for name in names:
         _compiled(name, itemsize)
 
 
 def largest(keys: Array, space: Scratch) -> Array:
-    """As :func:`groups.largest`."""
+    """See :func:`groups.largest`."""
     flat = np.ascontiguousarray(keys).reshape(-1)
     codes = np.empty(flat.size // 4, np.uint8)
     _compiled("largest", flat.itemsize)(flat, codes)
@@ -73,7 +73,7 @@ def largest(keys: Array, space: Scratch) -> Array:
 
 
 def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
-    """As :func:`groups.covering`."""
+    """See :func:`groups.covering`."""
     flat = np.ascontiguousarray(cells).reshape(-1)
     codes = np.empty(flat.size // 4, np.uint8)
     if not _compiled("covering", flat.itemsize)(flat, codes):
@@ -83,22 +83,22 @@ def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
 
 
 def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
-    """As :func:`groups.gather`."""
+    """See :func:`groups.gather`."""
     values = np.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
     _moved("gather", bits, codes, values)
     return values
 
 
 def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
-    """As :func:`groups.scatter`."""
+    """See :func:`groups.scatter`."""
     dense = np.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
     _moved("scatter", values, codes, dense)
     return dense
 
 
 def keep(bits: Array, codes: Array, out: Array) -> None:
-    """As :func:`groups.keep`."""
-    # Where a loop writes what it reads, it isn't run as vector code.
+    """See :func:`groups.keep`."""
+    # A loop that may write what it reads doesn't run as vector code.
     _moved("keep", bits.copy() if np.may_share_memory(bits, out) else bits, codes, out)
 
 
@@ -130,7 +130,7 @@ def _compile(name: str, itemsize: int) -> Callable[..., Any]:
     numba = _numba()
     types = numba.types
 
-    def array(dtype: str, readonly: bool) -> Any:  # of any alignment
+    def array(dtype: str, readonly: bool) -> Any:  # any alignment
         return types.Array(getattr(types, dtype), 1, "C", readonly=readonly, aligned=False)
 
     cells, codes = f"uint{8 * itemsize}", "uint8"
@@ -142,7 +142,7 @@ def _compile(name: str, itemsize: int) -> Callable[..., Any]:
     return found
 
 
-# The loops, as numba reads them -------------------------------------------------------------------
+# Loops that numba compiles -----------------------------------------------------------------------
 
 
 def _largest(keys: Any, codes: Any) -> None:
@@ -150,7 +150,7 @@ def _largest(keys: Any, codes: Any) -> None:
         at = 4 * group
         a, b, c, d = keys[at], keys[at + 1], keys[at + 2], keys[at + 3]
         ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
-        # A cell is kept that wins two of its three comparisons.
+        # A cell is kept if it wins two of its three comparisons.
         keeps_a = (ab & ac) | (ab & ad) | (ac & ad)
         keeps_b = ((not ab) & bc) | ((not ab) & bd) | (bc & bd)
         keeps_d = ((not ad) & (not bd)) | ((not ad) & (not cd)) | ((not bd) & (not cd))
@@ -165,7 +165,7 @@ def _covering(cells: Any, codes: Any) -> bool:
         at = 4 * group
         a, b, c, d = cells[at] != 0, cells[at + 1] != 0, cells[at + 2] != 0, cells[at + 3] != 0
         crowded |= (a & b & (c | d)) | (c & d & (a | b))
-        # A zero is kept where fewer than two others are, the lowest first.
+        # A zero is kept if fewer than two other cells are, the lowest first.
         keeps_a = a | (not ((b & c) | (b & d) | (c & d)))
         keeps_b = b | (not (c | d))
         keeps_d = d & (not ((a & b) | (a & c) | (b & c)))

@@ -1,12 +1,11 @@
 """Weights cut and joined, along M (out features) and along K (in features).
 
-For merged projections (q, k and v as one product), for shards of tensor parallelism, and for checkpoints that
-store either. No bit changes: the dense matrix of what comes out is the same slice, or the same concatenation,
-of the dense matrices that went in.
+Merged projections (q, k and v as one product), shards of tensor parallelism, and checkpoints of either need
+this. No bit changes: the dense matrices of the results are slices, or the concatenation, of the given ones.
 
-Every layout is a grid of blocks that are only moved whole: groups of four columns of a row in the canonical
-form and in ``dense_f32``, tiles of 64 x 128 or 64 x 256 in the packed ones. Blocks of a grid row lie side by
-side, so that whole grid rows, and so any cut along M, are a window of the same memory.
+Every layout is a grid of blocks that move as a whole: groups of four columns of a row in the canonical form
+and in ``dense_f32``, tiles in the packed ones. Blocks of a grid row are adjacent, so that any cut along M is
+a window of the same memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ W = TypeVar("W", Sparse24Weight, PackedWeight)
 
 _GROUP = 4
 _LEAST_K = 8
-"""The canonical form's: K is a multiple of it."""
+"""K of a weight in canonical form is a multiple of this."""
 _AXES = ("M", "K")
 
 
@@ -47,16 +46,16 @@ def slice_weight(
     axis : int
         0: M, out features. 1: K, in features.
     copy : bool, optional
-        None: a view of the same memory, which it keeps alive, where the layout allows one, as it does along M
-        always; else a copy. False: a view or InvalidProblemError. True: memory of its own.
+        None: a view of the same memory, which it keeps alive, if the layout allows one (along M it always
+        does), or a copy. False: a view, or InvalidProblemError. True: memory of its own.
     stream : optional
-        As of ``plan.run``: what a copy on a GPU is queued on.
+        The stream that a copy on a GPU is queued on; see ``plan.run``.
 
     Raises
     ------
     InvalidProblemError
-        An argument that can't be meant, or a cut through a block of the layout: the message says of what it
-        would have to be a multiple.
+        An invalid argument, or a cut through a block of the layout: the message says which multiples are
+        allowed.
     UnsupportedError
         A layout that isn't this package's.
     """
@@ -82,14 +81,14 @@ def split_weight(
     Parameters
     ----------
     weight, axis, copy, stream
-        As of :func:`slice_weight`, as is where a weight can be cut.
+        See :func:`slice_weight`, also for where a weight can be cut.
     sizes : int or sequence of int
         How many equal parts, or the size of each: their sum is M (or K).
 
     Raises
     ------
     InvalidProblemError, UnsupportedError
-        As :func:`slice_weight`; sizes that don't add up.
+        See :func:`slice_weight`; also for sizes that don't add up.
     """
     grid = _grid_of(weight, "weight")
     _check_axis(axis)
@@ -107,18 +106,17 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
     Parameters
     ----------
     weights : iterable of Sparse24Weight, or of PackedWeight
-        At least one; of one element, device and layout, and of one K (along M) or M (along K). Of packed ones
-        all but the last end where a tile ends: their M (or K) is a multiple of the tile's.
+        At least one, of one element, device and layout, and of one K (along M) or M (along K). The M (or K)
+        of packed weights, but of the last, is a multiple of the tile's.
     axis : int
         0: M, out features, as for merged q, k and v. 1: K, in features.
     stream : optional
-        As of ``plan.run``: what the copies on a GPU are queued on.
+        The stream that copies on a GPU are queued on; see ``plan.run``.
 
     Raises
     ------
     InvalidProblemError
-        Weights that don't fit together; the message names the first that doesn't, and of what its size would
-        have to be a multiple.
+        Weights that don't fit together; the message names the first that doesn't, and the allowed sizes.
     UnsupportedError
         A layout that isn't this package's.
     """
@@ -141,13 +139,15 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
         for number in range(len(like.buffers)):
             blocks = [grid.blocks(number) for grid in grids]
             xp = canonical.array_module(blocks[0])
-            joined = xp.ascontiguousarray(xp.concatenate(blocks, axis=axis))  # which may choose another order
+            joined = xp.ascontiguousarray(
+                xp.concatenate(blocks, axis=axis)
+            )  # concatenate may choose another order
             buffers.append(grids[0].buffer(number, TensorView.of(joined), m, k))
     return _made(found[0], like, m, k, tuple(buffers))
 
 
 def _checked(weights: Iterable[W]) -> list[W]:
-    """The weights, one at a time: what isn't a sequence of them may have no end."""
+    """The weights, checked one at a time, because an iterable of other objects may have no end."""
     found: list[W] = []
     try:
         for one in weights:
@@ -164,15 +164,15 @@ def _checked(weights: Iterable[W]) -> list[W]:
 
 
 class _Grid(NamedTuple):
-    """A weight, and the blocks that its layout is made of: each of ``rows`` x ``columns`` dense cells."""
+    """A weight and its layout's blocks, each of ``rows`` x ``columns`` dense cells."""
 
     weight: PackedWeight
     rows: int
     columns: int
     block_bytes: tuple[int, ...]
-    """Of a block in each of the buffers."""
+    """Bytes of a block in each of the buffers."""
     block: str
-    """What a block is called."""
+    """The name of a block in messages."""
 
     def counts(self, m: int, k: int) -> tuple[int, int]:
         """Blocks along M and along K."""
@@ -192,7 +192,7 @@ class _Grid(NamedTuple):
         ).bits()
 
     def buffer(self, number: int, memory: TensorView, m: int, k: int) -> TensorView:
-        """The buffer of a weight [m, k] of the same layout in ``memory``, typed as the layout has it."""
+        """A buffer of a weight [m, k] in the same layout, with the layout's type and shape, in ``memory``."""
         down, across = self.counts(m, k)
         shapes: dict[str, tuple[tuple[ElementKind, tuple[int, ...]], ...]] = {
             CANONICAL_LAYOUT: ((self.weight.element, (m, k // 2)), (ElementKind.U16, (m, k // 8))),
@@ -234,7 +234,7 @@ def _slice(
     copy: bool | None,
     stream: Any,
 ) -> W:
-    """Rows, or columns, ``cells[0]`` to ``cells[1]``, which lie in the weight."""
+    """Rows (or columns) ``cells[0]`` to ``cells[1]``. The caller has checked that the weight has them."""
     packed = grid.weight
     unit, size = (grid.rows, grid.columns)[axis], (packed.m, packed.k)[axis]
     for name, at in zip(names, cells, strict=True):
@@ -255,7 +255,7 @@ def _slice(
             found = [grid.blocks(number) for number in range(len(packed.buffers))]
             parts = [TensorView.of((part[window] if axis == 0 else part[:, window]).copy()) for part in found]
     else:
-        stream_handle(stream, packed.device)  # which refuses what is none
+        stream_handle(stream, packed.device)  # refuses an object that is no stream
         first = window.start * (across if axis == 0 else 1)
         parts = [
             _behind(view, first * block) for view, block in zip(packed.buffers, grid.block_bytes, strict=True)
@@ -275,7 +275,7 @@ def _is_view(copy: object, possible: bool, cells: str) -> bool:
 
 
 def _behind(view: TensorView, offset: int) -> TensorView:
-    """The memory of ``view`` from ``offset`` bytes on; it stays alive with what is made of this."""
+    """The memory of ``view`` from ``offset`` bytes on, with the owner of ``view``."""
     owner = view.owner if view.owner is not None else view
     return TensorView(
         view.address + offset, (0,), ElementKind.U8, view.device, readonly=view.readonly, owner=owner
@@ -304,7 +304,7 @@ def _size(name: str, value: object) -> int:
 
 
 def _widths(sizes: object, size: int, axis: str) -> list[int]:
-    """The parts' sizes."""
+    """Sizes of the parts."""
     if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
         widths = [_size("sizes", one) for one in sizes]
         if sum(widths) != size:
@@ -319,7 +319,7 @@ def _widths(sizes: object, size: int, axis: str) -> list[int]:
 
 
 def _check_fits(first: _Grid, grid: _Grid, at: int, axis: int, *, last: bool, same: bool) -> None:
-    """Raise InvalidProblemError where weight number ``at`` can't be joined to those in front of it."""
+    """Raise InvalidProblemError if weight number ``at`` can't be joined to the ones before it."""
     like, one, name = first.weight, grid.weight, f"weights[{at}]"
     across = ("k", "m")[axis]
     for what, wanted, got in (
@@ -341,8 +341,5 @@ def _check_fits(first: _Grid, grid: _Grid, at: int, axis: int, *, last: bool, sa
 
 
 def _remedy(packed: PackedWeight) -> str:
-    return (
-        ""
-        if packed.layout_id == CANONICAL_LAYOUT
-        else "; or do it with canonical weights, and pack the results"
-    )
+    canonical_form = packed.layout_id == CANONICAL_LAYOUT
+    return "" if canonical_form else "; or do it with canonical weights, and pack the results"

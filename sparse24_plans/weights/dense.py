@@ -1,7 +1,7 @@
 """The layout of the host's BLAS, ``dense_f32``: the dense matrix, float32 [M, K], row-major.
 
-Every element that it is made of is exact in float32. It takes 4 bytes a cell, where the canonical form of a
-16-bit weight takes 1.25: what a BLAS's speed costs.
+float32 holds all elements of weights exactly. The layout takes 4 bytes per cell, the canonical form of a
+16-bit weight 1.25.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def pack(weight: Sparse24Weight) -> PackedWeight:
-    """``weight``, which lies on the host, as dense float32."""
+    """A weight on the host as dense float32."""
     dense = np.empty((weight.m, weight.k), np.float32)
     inflate(weight.values_view.bits(), weight.metadata, weight.element, dense)
     buffers = (TensorView.of(dense),)
@@ -28,14 +28,14 @@ def pack(weight: Sparse24Weight) -> PackedWeight:
 
 
 def matrix(packed: TensorView, m: int, k: int) -> Array:
-    """The matrix float32 [m, k] of such a weight's buffer, whatever that is declared as."""
+    """The matrix float32 [m, k] in a packed weight's buffer of any type."""
     view = TensorView(packed.address, (m, k), ElementKind.F32, HOST, readonly=packed.readonly, owner=packed)
     found: Array = view.array()
     return found
 
 
 def inflate(values: Array, metadata: Array, element: ElementKind, out: Array) -> None:
-    """Bits of values [rows, K/2] and metadata [rows, K/8] to ``out``, dense float32 [rows, K], contiguous."""
+    """Expand bits of values [rows, K/2] and metadata [rows, K/8] to contiguous float32 ``out`` [rows, K]."""
 
     def fill(rows: slice) -> None:
         codes = canonical.from_metadata(metadata[rows])
@@ -51,7 +51,7 @@ def inflate(values: Array, metadata: Array, element: ElementKind, out: Array) ->
 
 
 def widened(bits: Array, element: ElementKind) -> Array:
-    """Elements, as bits, as float32: the same memory where they are that."""
+    """Elements, given as bits, as float32. Elements f32 stay in the same memory."""
     if element is ElementKind.F32:
         return bits.view(np.float32)
     wide = np.empty(bits.shape, np.float32)
@@ -60,7 +60,7 @@ def widened(bits: Array, element: ElementKind) -> Array:
 
 
 def widen(bits: Array, element: ElementKind, out: Array) -> None:
-    """Elements, as bits, to ``out``, the float32 of the same values."""
+    """Write elements, given as bits, to float32 ``out``."""
     if element is ElementKind.BF16:
         wide = out.view(np.uint32)
         np.copyto(wide, bits)
@@ -73,5 +73,5 @@ def widen(bits: Array, element: ElementKind, out: Array) -> None:
 
 @cache
 def _of_bytes(element: ElementKind) -> Array:
-    """Float32 of every byte."""
+    """The float32 value of every byte."""
     return np.arange(256, dtype=np.uint8).view(element.dtype).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The order of W's rows for gated epilogues, of which two rows make a result."""
+"""The order of W's rows for gated epilogues, which make one result of two rows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..device.tensors import wrong
 from ..vocab import integer
 
 GATE_ROWS = 8
-"""Rows of gates that follow each other; as many follow that they let through, and so on."""
+"""Adjacent rows of gates. As many rows of ``up`` follow, and so on."""
 GATE_GROUP = 2 * GATE_ROWS
-"""Both together: M is a multiple."""
+"""Adjacent rows of gate and of up together; M is a multiple."""
 MOST_ROWS = (1 << 31) - GATE_GROUP
-"""Kernels count rows in 31 bits."""
+"""Largest M, because kernels count rows in 31 bits."""
 
 
 def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Which rows of ``[gate, up]``, one matrix below the other, are W's of a gated epilogue, int64 [M].
+    """The order of rows of ``[gate, up]``, one matrix below the other, in W of a gated epilogue: int64 [M].
 
-    ``m``: M, the rows of both together, a multiple of 16. ``np.concatenate([gate, up])[gated_rows(m)]`` is W,
-    and so are its bias and scales of rows; any array type will do that takes NumPy's index arrays, and also
-    the one matrix that a checkpoint calls ``gate_up_proj``. Rows 16 j to 16 j + 7 of W are rows 8 j to
-    8 j + 7 of gate, rows 16 j + 8 to 16 j + 15 those of up. So a part of W that is cut along M at multiples
-    of 16 is of a part of the features.
+    ``m``: M, the rows of both together, a multiple of 16. ``np.concatenate([gate, up])[gated_rows(m)]`` is W;
+    bias and row scales are reordered alike. Any array type that takes NumPy's index arrays will do, and so
+    will a checkpoint's ``gate_up_proj``. Rows 16 j to 16 j + 7 of W are rows 8 j to 8 j + 7 of gate, rows
+    16 j + 8 to 16 j + 15 are rows 8 j to 8 j + 7 of up. A shard of W, cut along M at multiples of 16, so
+    has a range of the features.
 
     Raises InvalidProblemError naming ``m``.
     """

@@ -1,12 +1,12 @@
-"""Eight cells at a time on the host: what :mod:`canonical` does for NumPy's arrays.
+"""The work of :mod:`canonical` on NumPy's arrays, eight cells at a time.
 
-Eight cells are two groups of four, and what is kept of them is one word of metadata, uint16, whose two codes
-make a number below 4096. So nearly all that is done with a word is a look-up in a table with a row for every
-word. What remains are passes of NumPy over contiguous memory, whose flags ``packbits`` brings to one byte for
-eight cells. (Hosts are little-endian, as CUDA's all are.)
+Eight cells are two groups of four, with one uint16 word of metadata, whose two codes make a number below
+4096. Nearly all work on a word is a look-up in a table with a row for every word. The rest are NumPy's passes
+over contiguous memory, whose flags ``packbits`` brings to one byte for eight cells. Hosts are little-endian,
+because all of CUDA's are.
 
-Blocks should fit a core's cache: ``canonical.row_steps`` makes such. What lies between two passes is memory
-that a thread uses again for its next block, because fresh pages cost more than the passes.
+Blocks should fit a core's cache, like those of ``canonical.row_steps``. A thread uses the memory between two
+passes again for its next block, because fresh pages cost more than the passes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _WORD_OF_GROUP: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint32), 2: np.dtype(np.uint64)}
-"""Bytes of a cell -> a group in one machine word. Wider cells are gathered one by one."""
+"""The machine word of a group, by bytes of a cell. Wider cells are gathered one by one."""
 _CODES = np.uint16(0x0F0F)
-"""A metadata word without its stray bits: what is looked up, so that unchecked ones do no harm."""
+"""Mask of a metadata word's codes. Look-ups apply it, so that stray bits do no harm."""
 _STRAY_IN_CROWDED = np.uint16(CROWDED << 8 | CROWDED)
 
 
 class Scratch:
-    """Arrays that are used again: each name has one, and what it held before is gone."""
+    """Arrays that are used again, one for each name. A new use overwrites the old contents."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Array] = {}
@@ -46,7 +46,7 @@ class Scratch:
         return found[:nbytes].view(dtype)
 
     def evens(self, size: int) -> Array:
-        """0, 2, 4 and so on, to be read."""
+        """The even numbers from 0, to be read only."""
         if self._evens.size < size:
             self._evens = np.arange(0, 2 * size, 2, dtype=np.intp)
         return self._evens[:size]
@@ -63,7 +63,7 @@ _threads = local()
 
 @contextmanager
 def scratch() -> Iterator[Scratch]:
-    """The thread's scratch memory; another one where that is in use further up."""
+    """The thread's scratch memory, or new memory while a caller uses the thread's."""
     mine: Scratch | None = getattr(_threads, "scratch", None)
     _threads.scratch = None
     found = mine or Scratch()
@@ -74,21 +74,21 @@ def scratch() -> Iterator[Scratch]:
 
 
 def title() -> str:
-    """For ``explain``."""
+    """The name of this code for ``explain``."""
     return "NumPy"
 
 
 def ready(itemsize: int, *names: str) -> None:
-    """Nothing is to be done before a function's first use."""
+    """NumPy's code needs no preparation."""
 
 
 # Choosing what is kept ----------------------------------------------------------------------------
 
 
 def largest(keys: Array, space: Scratch) -> Array:
-    """Codes uint8 [groups] of the two largest of each group of ``keys`` [rows, K]; of equals the first."""
+    """Codes uint8 [groups] of the two largest of each group of ``keys`` [rows, K]. Ties keep the first."""
     flat = np.ascontiguousarray(keys).reshape(-1)
-    # Cells are compared with those 1, 2 and 3 further on, across groups as well: those flags are masked out.
+    # Cells are compared with those at distances 1, 2 and 3. Comparisons across groups are masked out.
     near, middle, far = (_compared(flat, distance, space) for distance in (1, 2, 3))
     np.bitwise_and(near, np.uint8(0x77), out=near)
     np.left_shift(far, np.uint8(3), out=far)
@@ -102,7 +102,7 @@ def largest(keys: Array, space: Scratch) -> Array:
 
 
 def _compared(flat: Array, distance: int, space: Scratch) -> Array:
-    """A bit for each cell: whether it is at least the one so far on. The last ones' are undefined."""
+    """A bit for each cell: whether it is >= the cell at the distance. The last cells' bits are undefined."""
     flags = space.array("flags", flat.size, bool)
     np.greater_equal(flat[:-distance], flat[distance:], out=flags[:-distance])
     return np.packbits(flags, bitorder="little")
@@ -110,8 +110,11 @@ def _compared(flat: Array, distance: int, space: Scratch) -> Array:
 
 @cache
 def _words_of_comparisons() -> Array:
-    """Metadata words of what :func:`largest` looks up: the low byte has the cells' comparisons with those 1
-    further on, in bit 3 of each half those with 3 further on; the high byte those with 2 further on."""
+    """Metadata words by the comparisons of :func:`largest`.
+
+    Bits 0-2 of each half of the low byte are comparisons at distance 1, bit 3 is the one at distance 3. The
+    high byte has those at distance 2.
+    """
     index = np.arange(1 << 14)
     place = {1: (0, 1, 2), 2: (8, 9), 3: (3,)}
     codes = []
@@ -122,8 +125,10 @@ def _words_of_comparisons() -> Array:
 
 
 def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
-    """Codes uint8 [groups] that cover the cells [rows, K] that aren't 0, of a crowded group its first two;
-    and where there is a crowded group, the masks uint8 [groups] of such cells, cell i in bit i."""
+    """Codes uint8 [groups] that cover the non-zero cells [rows, K]; in a crowded group the first two.
+
+    If a group is crowded, the second result is the masks uint8 [groups] of non-zero cells, cell i in bit i.
+    """
     flags = space.array("flags", cells.size, bool)
     np.not_equal(cells, 0, out=flags.reshape(cells.shape))
     masks = np.packbits(flags, bitorder="little")
@@ -138,12 +143,12 @@ def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
 
 @cache
 def _words_of_masks() -> Array:
-    """Metadata words of two masks, the first in the lower bits; CROWDED is set in a crowded group's byte."""
+    """Metadata words by two masks, the first in the lower bits. A crowded group's byte has CROWDED set."""
     masks = np.arange(256)
     return np.stack([OCCUPANCY[masks & 15], OCCUPANCY[masks >> 4]], axis=1).view(np.uint16).reshape(-1)
 
 
-# Moving it ----------------------------------------------------------------------------------------
+# Moving values ----------------------------------------------------------------------------------------
 
 
 def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
@@ -184,7 +189,7 @@ def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
 
 
 def keep(bits: Array, codes: Array, out: Array) -> None:
-    """``bits`` [rows, K] to ``out``, contiguous, with zeros where the codes [groups] name no position."""
+    """Write ``bits`` [rows, K] to contiguous ``out``, with zeros where the codes [groups] keep nothing."""
     flat = np.ascontiguousarray(bits).reshape(-1)
     with scratch() as space:
         kept = _look_up(_kept(flat.itemsize), _index(codes, space), space, "kept")
@@ -192,13 +197,13 @@ def keep(bits: Array, codes: Array, out: Array) -> None:
 
 
 def mask_bytes(codes: Array) -> Array:
-    """What is kept of eight cells in a byte, uint8 [groups / 2], cell i in bit i."""
+    """Masks of the kept cells, uint8 [groups / 2]: a byte for eight cells, cell i in bit i."""
     with scratch() as space:
         return _look_up(_bytes_of_words(), _index(codes, space), space, "masks").copy()
 
 
 def _shifts(codes: Array, word: np.dtype[Any], space: Scratch) -> tuple[Array, Array]:
-    """Bits below each of the two positions in a group of ``word``, in scratch memory."""
+    """The number of bits below each of a group's two kept cells, in scratch memory."""
     cell = {4: 3, 8: 4}[word.itemsize]  # log2 of a cell's bits
     low, high = (space.array(name, codes.size, word) for name in ("low", "high"))
     np.copyto(high, codes)
@@ -213,7 +218,7 @@ def _shifts(codes: Array, word: np.dtype[Any], space: Scratch) -> tuple[Array, A
 
 
 def _index(codes: Array, space: Scratch) -> Array:
-    """The words of the codes, as NumPy's own type of an index: that is looked up three times as fast."""
+    """The words of the codes in NumPy's index type, which look-ups take three times as fast."""
     words = codes.reshape(-1).view(np.uint16)
     sound = space.array("sound", words.size, np.uint16)
     np.bitwise_and(words, _CODES, out=sound)
@@ -223,7 +228,7 @@ def _index(codes: Array, space: Scratch) -> Array:
 
 
 def _look_up(table: Array, index: Array, space: Scratch, name: str) -> Array:
-    """Rows of the table, flat, in the scratch memory of that name."""
+    """Rows of the table, flat, in the scratch array ``name``."""
     found = space.array(name, index.size * table[0].size, table.dtype)
     np.take(table, index, axis=0, out=found.reshape(index.size, *table.shape[1:]), mode="clip")
     return found
@@ -245,7 +250,7 @@ def _bytes_of_words() -> Array:
 
 @cache
 def _kept(itemsize: int) -> Array:
-    """All ones in the kept cells of every word, of so many bytes: uint64 [4096, itemsize]."""
+    """All bits set in the kept cells of every word, by bytes of a cell: uint64 [4096, itemsize]."""
     flags = np.unpackbits(_bytes_of_words()[:, None], axis=1, bitorder="little")
     cells = np.repeat(flags * np.uint8(255), itemsize, axis=1)
     return cells.view(np.uint64)
@@ -253,14 +258,14 @@ def _kept(itemsize: int) -> Array:
 
 @cache
 def _offsets() -> Array:
-    """Positions of a word's four values among its eight cells, less two for each value before: [4096, 4]."""
+    """Positions of a word's values among its eight cells, minus twice the value's number: [4096, 4]."""
     cells = _slots() + np.array([[0], [4]])
     found: Array = (cells.reshape(-1, 4) - 2 * np.arange(4)).astype(np.intp)
     return found
 
 
 def _positions(codes: Array, space: Scratch) -> Array:
-    """Index of every kept value among the cells, in scratch memory."""
+    """The index of every kept value among the cells, in scratch memory."""
     found = _look_up(_offsets(), _index(codes, space), space, "positions")
     np.add(found, space.evens(found.size), out=found)
     return found

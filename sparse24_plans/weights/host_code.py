@@ -1,4 +1,4 @@
-"""Which code prepares weights on the host: NumPy's, or what numba compiles. Both give the same bits."""
+"""The choice of the host's code for weights: NumPy or numba, with the same bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from . import compiled, groups
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 LEAST_CELLS = 3 << 18
-"""Of a matrix that is worth compiling for. (Models are read in blocks that hold a little less than 2^20.)"""
+"""Smallest number of cells that numba is used for. Models are read in blocks of almost 2^20 cells."""
 
 
 class HostCode(Protocol):
-    """What :mod:`groups` and :mod:`compiled` have in common."""
+    """The functions that :mod:`groups` and :mod:`compiled` both have."""
 
     def title(self) -> str: ...
     def ready(self, itemsize: int, *names: str) -> None: ...
@@ -27,11 +27,11 @@ class HostCode(Protocol):
 
 
 def best(cells: int) -> HostCode:
-    """The code for a matrix of so many cells."""
+    """The code for a matrix of ``cells`` cells."""
     return compiled if cells >= LEAST_CELLS and compiled.obstacle() is None else groups
 
 
 def versions() -> dict[str, str | None]:
-    """numba's version or None, and then why it isn't used: for reports."""
+    """For reports: numba's version, or None and the reason why it isn't used."""
     obstacle = compiled.obstacle()
     return {"numba": None if obstacle else compiled.version(), "no_numba": obstacle}

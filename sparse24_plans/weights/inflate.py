@@ -1,29 +1,26 @@
-"""Launches ``weights/inflate.cu``: a canonical weight to a dense matrix, at memory speed.
-
-Serves the inflate tier of products and the plan that decompresses.
-"""
+"""Launches ``weights/inflate.cu``, which expands a canonical weight to a dense matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ..device.jit.launcher import load
-from ..device.jit.structs import KernelParams, field
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..vocab import DeviceProperties, ElementKind
 
 SOURCE = "weights/inflate.cu"
 ALIGNMENT = 16
-"""Bytes that every address is a multiple of."""
+"""Bytes that must divide every address."""
 BLOCK_BYTES = 16384
-"""Dense bytes that a block of the kernel writes."""
+"""Dense bytes that a CTA writes."""
 _THREADS = 256
 
 
+@kernel_params("weights/params/inflate.cuh")
 class InflateParams(KernelParams):
     """Parameters of ``weights/inflate.cu``."""
 
-    header = "weights/params/inflate.cuh"
     values = field("const uint2*", "Kept values: 8 bytes for each vector of the dense matrix.")
     metadata = field("const void*", "Positions of the kept values: one byte for each group of four.")
     dense = field("uint4*", "Dense matrix, in vectors of 16 bytes.")
@@ -37,7 +34,7 @@ class Inflate:
         self._function = load(SOURCE, "inflate", _THREADS, device, {"WIDTH": element.itemsize})
 
     def bind(self, values: TensorView, metadata: TensorView, dense: int) -> Callable[[int], None]:
-        """A launcher that writes [M, K] row-major to address ``dense``. The weight must not be empty."""
+        """A launch that writes [M, K], row-major, to address ``dense``. The weight must not be empty."""
         nbytes = 2 * values.shape[0] * values.shape[1] * values.element.itemsize
         blocks = -(-nbytes // BLOCK_BYTES)
         parameters = InflateParams(

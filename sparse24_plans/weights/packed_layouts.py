@@ -24,13 +24,13 @@ ROW_BYTES = VALUE_BYTES // TILE_M
 
 
 class TileLayout(NamedTuple):
-    """One of the layouts."""
+    """A layout of tiles."""
 
     layout_id: str
     itemsize: int
     elements: tuple[ElementKind, ...]
     swizzled: bool = True
-    """Whether tensor cores read its values from shared memory; else they lie in fragment order."""
+    """Whether values are swizzled, for tensor cores that read shared memory, or else in fragment order."""
 
     @property
     def tile_k(self) -> int:
@@ -43,7 +43,7 @@ class TileLayout(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """From one tile to the next in shared memory: a swizzle's pattern begins at multiples of 1024."""
+        """Bytes between tiles in shared memory, where a swizzle's pattern begins at multiples of 1024."""
         return -(-self.tile_bytes // 1024) * 1024 if self.swizzled else self.tile_bytes
 
     def packed_shape(self, m: int, k: int) -> tuple[int, int, int]:
@@ -59,7 +59,7 @@ TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT, TILES_IN_PARTS)
 
 
 def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
-    """The layout of an element. Raises UnsupportedError where it has none."""
+    """The default layout of an element. Raises UnsupportedError for an element without a layout."""
     for layout in TILE_LAYOUTS:
         if element in layout.elements:
             return layout
@@ -69,12 +69,12 @@ def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
 
 
 def layout_called(layout_id: str) -> TileLayout:
-    """One of these layouts by its name."""
+    """The tile layout of this name."""
     return next(layout for layout in TILE_LAYOUTS if layout.layout_id == layout_id)
 
 
 def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...] | None:
-    """The least bytes of each buffer of a weight [m, k]; None for a layout that isn't this package's."""
+    """Least bytes of each buffer of a weight [m, k]; None for a layout that isn't this package's."""
     kept = m * k // 2 * element.itemsize
     if layout_id == CANONICAL_LAYOUT:
         return kept, m * k // 4

@@ -1,4 +1,4 @@
-"""The packed layouts that the sparse tensor core kernels read: of 16-bit elements, of 8-bit ones, of float32.
+"""The packed layouts that the sparse tensor core kernels read, for 16-bit and 8-bit elements and float32.
 
 A layout serves ``mma.sp`` and ``wgmma.sp`` alike: per 16-row block both hand the metadata to the lanes in the
 same way (PTX ISA 9.7.14, "Warp-level matrix multiply-accumulate with sparse matrix A", and 9.7.15,
@@ -11,18 +11,20 @@ of float32 (``tile64x64_32bit_v1``, 8704). In a tile:
 - Bytes 0 to 8191, the values: 64 rows of 128 bytes (64 or 128 compressed columns), under the 128-byte
   swizzle of TMA and wgmma. The 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that a kernel copies
   the tile to shared memory as it is, where ``ldmatrix`` and a wgmma descriptor read it without bank
-  conflicts. Of float32 they lie in fragment order instead, for a thread loads them to registers and splits
+  conflicts. float32 values are in fragment order instead, because a thread loads them to registers and splits
   them: [step of 32 dense columns][kept columns 0-7, 8-15][block w of 16 rows][lane][row 16w+g, 16w+g+8][pair
   of kept columns 2t, 2t+1], 16 bytes a lane.
-  In two parts of bf16 (``tile64x64_2xbf16_v1``, for three products; bf16_terms.py) a row's 128 bytes are the high
-  parts of its 32 kept values, then their low parts, under the swizzle. Such a weight can't be unpacked.
+  float32 presplit into two bf16 terms (``tile64x64_2xbf16_v1``, for three products; bf16_terms.py) has 128
+  bytes a row: the high terms of its 32 kept values, then their low terms, under the swizzle. Such a weight
+  can't be unpacked.
 - Then the metadata in fragment order: uint32 [block w of 16 rows][lane][word j], two words of 16-bit
   elements, four of 8-bit ones, one of float32; g = lane / 4, t = lane % 4. A nibble is the canonical code,
   ``position0 | position1 << 2``, the lowest group in the least significant one.
-  16 and 32 bits: word j covers the dense columns 64j to 64j+63, which are steps of 32: step 2j in the lanes
+  16 and 32 bits: word j covers the dense columns 64j to 64j+63, in steps of 32: step 2j is in the lanes
   t = 0, 1 (sparsity selector 0), step 2j+1 in t = 2, 3 (selector 1). The low half is row 16w+g, the high half
   row 16w+g+8. A half is 16 dense columns, 16*(t&1) and up in their step.
-  8 bits: word j is the step of 64 dense columns from 64j: of row 16w+g+8*(t&1), 32 columns from 32*(t>>1).
+  8 bits: word j is the step of 64 dense columns from 64j; it has 32 columns from 32*(t>>1) of row
+  16w+g+8*(t&1).
 
 Rows past M and columns past K are padding: values +0, nibbles 0x4 (positions 0, 1), which are legal to the
 hardware. They add ``0 * x`` to the sums, so a kernel must load zeros for the columns of X past K: an Inf or
@@ -45,17 +47,16 @@ from .weight import PackedWeight, Sparse24Weight
 
 _PAD_NIBBLES = 0x44
 
-# Of the 8 x 8 chunks of 8 rows: where chunk c of row r lies. An XOR undoes itself: it serves both directions.
+# Places of the 8 x 8 chunks of 8 rows. The XOR undoes itself, so the table serves both directions.
 _SWIZZLE = np.array([8 * row + (chunk ^ row) for row in range(8) for chunk in range(8)])
 
 
 def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeight:
-    """``weight`` [M, K] in ``layout``, or that of its element: one uint8 buffer [Mt, Kt, tile_bytes].
+    """``weight`` [M, K] in ``layout``, by default its element's: one uint8 buffer [Mt, Kt, tile_bytes].
 
-    Any M, and any K that the canonical form allows (multiples of 8): tiles are padded. The values keep their
-    bits, -0.0 and NaN payloads too. The metadata was validated when the weight was made, and isn't again.
-    On a GPU the kernel of the plan that packs is queued on CuPy's current stream. Scratch memory on the
-    host: of each thread a few megabytes, or three times one row of tiles where that is more.
+    M is arbitrary, K a multiple of 8: tiles are padded. Values keep their bits, -0.0 and NaN payloads too.
+    The metadata isn't validated again. On a GPU the work is queued on CuPy's current stream. On the host each
+    thread needs a few megabytes of scratch memory, or three times one row of tiles if that is more.
 
     Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
     """
@@ -82,7 +83,7 @@ def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeig
 
 
 def unpack(packed: PackedWeight) -> Sparse24Weight:
-    """The canonical weight that :func:`pack` was given: the same bits, in memory of its own.
+    """The canonical weight that :func:`pack` was given, with the same bits, in memory of its own.
 
     Padding is dropped unread. Raises InvalidProblemError for anything but a PackedWeight of its element's
     layout with a buffer uint8 [Mt, Kt, tile_bytes]; UnsupportedError for elements without one;
@@ -95,7 +96,7 @@ def unpack(packed: PackedWeight) -> Sparse24Weight:
 
 
 def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[Any, Any]:
-    """Bits of the values [m, k/2] and metadata uint16 [m, k/8] of ``tiles``, not validated."""
+    """Values [m, k/2], as bits, and metadata uint16 [m, k/8] of ``tiles``, not validated."""
     m, k, xp = packed.m, packed.k, canonical.array_module(tiles)
     values = xp.empty((m, k // 2), packed.element.bits_dtype)
     metadata = xp.empty((m, k // 8), np.uint16)
@@ -124,7 +125,7 @@ def _check_packed(packed: PackedWeight) -> tuple[TileLayout, TensorView]:
 
 
 def _steps(layout: TileLayout, m: int, k: int, device: Device) -> list[tuple[slice, slice]]:
-    """Pairs (tile rows, rows of the weight) to work on at a time."""
+    """Steps of the work: pairs of tile rows and rows of the weight."""
     mt, kt, _ = layout.packed_shape(m, k)
     steps = canonical.row_steps(mt, TILE_M * layout.tile_k * kt, device == HOST)
     return [(step, slice(step.start * TILE_M, min(step.stop * TILE_M, m))) for step in steps]

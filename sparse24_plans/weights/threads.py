@@ -1,7 +1,7 @@
 """Work on the host in blocks, on every core that the process may use.
 
-NumPy lets go of the interpreter's lock inside its passes, so threads share the work. A call starts its own
-threads and ends them: nothing is left behind that a fork would break, and callers may call from threads.
+NumPy releases the interpreter's lock inside its passes, so threads share the work. Each call starts threads
+and ends them, so that a fork breaks nothing, and any thread may call.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _MOST = 16
-"""Threads: beyond, memory is the limit."""
+"""Most threads of a call. Beyond, memory bandwidth is the limit."""
 
 
 def cores() -> int:
-    """Cores that the process may use, at most 16."""
+    """Number of cores that the process may use, at most 16."""
     try:
         found = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
+    except AttributeError:  # some systems lack it
         found = os.cpu_count() or 1
     return min(found, _MOST)
 
 
 def for_each(work: Callable[[T], object], blocks: Iterable[T]) -> None:
-    """``work`` on every block, on all cores. The blocks' results must not overlap.
+    """Call ``work`` on every block, on all cores. The blocks' results must not overlap.
 
-    The threads see the caller's context, NumPy's error state in it. Raises what ``work`` raised on the first
-    block, in their order, that it raised on; blocks that weren't begun by then are left out.
+    The threads see the caller's context, which includes NumPy's error state. If ``work`` raises, no further
+    blocks are begun, and the exception of the first failed block, in their order, is raised.
     """
     items = list(blocks)
     if len(items) == 1:
@@ -44,14 +44,14 @@ def for_each(work: Callable[[T], object], blocks: Iterable[T]) -> None:
         while helper.is_alive():
             try:
                 helper.join()
-            except BaseException as error:  # noqa: BLE001 - an interrupt: nothing may be written after it
+            except BaseException as error:  # noqa: BLE001 - nothing may be written after an interrupt
                 queue.failures[-1] = error
     if queue.failures:
         raise queue.failures[min(queue.failures)]
 
 
 class _Queue(Iterator[tuple[int, T]]):
-    """Blocks that are taken one at a time, in order, until one fails."""
+    """Blocks, taken one at a time, in order, until one fails."""
 
     def __init__(self, blocks: Iterator[tuple[int, T]]) -> None:
         self._blocks, self._lock = blocks, Lock()
@@ -72,7 +72,7 @@ class _Queue(Iterator[tuple[int, T]]):
 
 
 def _started(count: int, work: Callable[[], None]) -> list[Thread]:
-    """Threads at work; fewer than ``count`` where the system gives no more."""
+    """Started threads, fewer than ``count`` if the system refuses more."""
     threads: list[Thread] = []
     for _ in range(count):
         thread = Thread(target=copy_context().run, args=(work,), daemon=True)

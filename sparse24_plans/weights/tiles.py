@@ -1,7 +1,7 @@
 """Transposable 2:4 in array code: every 4x4 tile keeps at most two cells of each row and of each column.
 
-A tile's mask is a uint16: bit = column + 4 * row. A matrix of masks is stored as uint8 [M/8, K/8, 8]: for 8x8
-cells four masks, of the quadrants top left, top right, bottom left and bottom right, each low byte first.
+A tile's mask is a uint16: bit = column + 4 * row. A matrix of masks is stored as uint8 [M/8, K/8, 8]: 8x8
+cells have four masks, for the quadrants top left, top right, bottom left and bottom right, low bytes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .codes import PAIRS
 Array = np.ndarray[Any, Any]
 
 _INFINITE, _NAN = 2.0**200, 2.0**300
-"""What Inf and NaN weigh in the optimal rule: more than any sum of finite elements."""
+"""Weights of Inf and NaN in the optimal rule. Both exceed any sum of finite elements."""
 
 
 def tile_rows(matrix: Array) -> Array:
@@ -42,13 +42,13 @@ def choose(bits: Array, element: ElementKind, rule: TileRule) -> Array:
 
 
 def _descending(keys: Array) -> Array:
-    """Indices of the keys [tiles, n] from the largest; of equal ones the lower index first."""
+    """Indices of the keys [tiles, n] from the largest. Ties are in the order of their indices."""
     top = keys.dtype.type(np.iinfo(keys.dtype).max)
     return np.argsort(top - keys, axis=1, kind="stable")
 
 
 def _greedy(keys: Array) -> Array:
-    """Cells from the largest; one is kept if its row and its column hold fewer than two."""
+    """Keep cells from the largest on, if their row and their column hold fewer than two."""
     tiles = np.arange(len(keys))
     masks = np.zeros(len(keys), np.uint16)
     rows, columns = np.zeros((2, len(keys), 4), np.uint8)
@@ -62,7 +62,7 @@ def _greedy(keys: Array) -> Array:
 
 
 def _causal(keys: Array) -> Array:
-    """Rows in turn keep their largest 1, 1, 2 and 2 cells among the columns that hold fewer than two."""
+    """The rows, in order, keep their largest 1, 1, 2 and 2 cells in columns that hold fewer than two."""
     tiles = np.arange(len(keys))
     masks = np.zeros(len(keys), np.uint16)
     columns = np.zeros((len(keys), 4), np.uint8)
@@ -81,18 +81,18 @@ PATTERNS = tuple(
     for rows in product(range(6), repeat=4)
     if all(sum(column in PAIRS[row] for row in rows) == 2 for column in range(4))
 )
-"""The 90 ways to keep two cells of each row and of each column: indices into PAIRS, a row each."""
+"""The 90 ways to keep two cells of each row and of each column: an index into PAIRS for each row."""
 
 
 def _weights(bits: Array, element: ElementKind) -> Array:
-    """|value| as float64, of Inf and NaN a stand-in."""
+    """|value| as float64, with finite stand-ins for Inf and NaN."""
     with np.errstate(invalid="ignore"):
         wide = np.abs(bits.view(element.dtype).astype(np.float64))
     return np.where(np.isnan(wide), _NAN, np.where(np.isinf(wide), _INFINITE, wide))
 
 
 def _optimal(weights: Array) -> Array:
-    """The pattern of the largest sum, (row 0 + row 1) + (row 2 + row 3) in float64; of equals the first."""
+    """The first pattern with the largest sum, (row 0 + row 1) + (row 2 + row 3) in float64."""
     first, second = np.array(PAIRS).T
     cells = weights.reshape(-1, 4, 4)
     pairs = cells[:, :, first] + cells[:, :, second]
@@ -117,7 +117,7 @@ def mask_of(pattern: tuple[int, ...]) -> int:
 
 
 def kept(masks: Array) -> Array:
-    """Booleans [M, K] of tile masks [M/4, K/4]."""
+    """Tile masks [M/4, K/4] -> booleans [M, K]."""
     rows, columns = masks.shape
     bits = masks[:, :, None] >> np.arange(16, dtype=np.uint16) & 1
     return bits.astype(bool).reshape(rows, columns, 4, 4).transpose(0, 2, 1, 3).reshape(4 * rows, 4 * columns)
@@ -138,9 +138,9 @@ def from_bytes(stored: Array) -> Array:
 
 
 def compress(bits: Array, keep: Array) -> tuple[Array, Array]:
-    """Values [M, K/2] and codes [groups] of the cells that ``keep`` [M, K] marks, at most two a group.
+    """Values [M, K/2] and codes [groups] of the cells that ``keep`` [M, K] marks, at most two per group.
 
-    Spare slots take the lowest free positions, and hold +0.
+    Spare slots take the lowest free positions and hold +0.
     """
     weights = np.array([1, 2, 4, 8], np.uint8)
     groups = keep.reshape(keep.shape[0], keep.shape[1] // 4, 4)

@@ -6,14 +6,15 @@ of four (docs/formats.md). It lives in host or device memory and never changes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
-from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
+from ..device.tensors import HOST, LOCATION_OF_TYPE, Device, TensorView, check_device, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -49,7 +50,7 @@ class Sparse24Weight:
     metadata whose positions do not increase or that has stray bits.
     """
 
-    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
+    __slots__ = ("device", "element", "identity", "k", "m", "metadata_view", "values_view")
 
     def __init__(
         self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
@@ -72,17 +73,18 @@ class Sparse24Weight:
                 raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
         self.m, self.k, self.element, self.device = m, k, v.element, v.device
         self.values_view, self.metadata_view = v, d
+        self.identity = object()
         if checked_flag("validate", validate):
             self.validate()
 
     @property
     def values(self) -> Any:
-        """The kept values [M, K/2], zero-copy, as a NumPy or CuPy array."""
+        """The kept values [M, K/2] as a NumPy or CuPy array, not copied."""
         return self.values_view.array()
 
     @property
     def metadata(self) -> Any:
-        """The metadata [M, K/8] uint16, zero-copy, as a NumPy or CuPy array."""
+        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
         return self.metadata_view.bits()
 
     @property
@@ -90,13 +92,13 @@ class Sparse24Weight:
         """Bytes of values and metadata together."""
         return self.m * self.k // 2 * self.element.itemsize + self.m * self.k // 4
 
-    # ``stream`` below: as of ``plan.run``. On a GPU work and memory are of that stream, and the kernels are
-    # those of the plans that prepare weights where they serve the operands; else CuPy's, with the same bits.
+    # A GPU's work and memory belong to the ``stream``; see ``plan.run``. If no kernel of ``prepare`` serves
+    # the operands, CuPy's kernels do, with the same bits.
 
     def validate(self, *, stream: Any = None) -> None:
         """Check every metadata byte. Raises FormatError with the first bad row and group.
 
-        On a GPU it waits for ``stream``; the host takes None alone.
+        On a GPU this waits for ``stream``; the host takes None alone.
         """
         with on_stream(self.device, stream):
             canonical.check_metadata(self.metadata)
@@ -125,9 +127,9 @@ class Sparse24Weight:
     ) -> Sparse24Weight:
         """Keep the two largest of every group of four of ``dense`` [M, K] and compress.
 
-        Ranked by |value|, or by ``scores`` [M, K] of any element, or NumPy's float64 (as they are, signed).
-        Ties keep the lower index; NaN ranks highest and is kept, all NaNs alike. On a GPU the work is queued
-        on ``stream``; the host takes None alone.
+        Values are ranked by |value|, or by signed ``scores`` [M, K] of any element, or NumPy's float64. Ties
+        keep the lower index; all NaNs rank highest, and equal. On a GPU the work is queued on ``stream``; the
+        host takes None alone.
         """
         view = _dense_view(dense, element)
         with on_stream(view.device, stream):
@@ -177,11 +179,11 @@ class Sparse24Weight:
         return TensorView.of(dense, element=self.element)
 
     def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24Weight:
-        """The same weight on a device, named as for ``Plan.select``; itself where it is there already.
+        """The weight on a device, named as for ``Plan.select``, or the weight itself if it is there already.
 
-        ``stream`` is one of the GPU that the weight comes from, or else goes to.
+        ``stream`` belongs to the GPU that the weight comes from, or goes to if it comes from the host.
 
-        Raises InvalidProblemError for anything else, BackendUnavailableError where the device isn't there.
+        Raises InvalidProblemError for a wrong device's name, BackendUnavailableError for an absent device.
         """
         if device is None:
             raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
@@ -211,7 +213,7 @@ class Sparse24Weight:
 
 
 def portable(view: TensorView) -> Any:
-    """The bits as a NumPy array of its own, to be pickled. Raises UnsupportedError for device memory."""
+    """A NumPy copy of the bits, to be pickled. Raises UnsupportedError for device memory."""
     if view.device != HOST:
         raise UnsupportedError(
             f"pickle: expected a weight in host memory, got one on {view.device}; call weight.to('host')"
@@ -235,7 +237,7 @@ def _copy_to(view: TensorView, target: Device) -> Any:
 def _ranker(view: TensorView, scores: Any) -> Any:
     if scores is None:
         return lambda bits, rows, by: canonical.magnitude_codes(bits, view.element, by)
-    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element of ours, but NumPy's own
+    if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element, but NumPy's default
         _check_scores(view, scores.shape, HOST)
         return lambda bits, rows, by: canonical.rank_codes(canonical.float64_keys(scores[rows]), by)
     ranked = _scores_view(view, scores)
@@ -259,9 +261,9 @@ def _check_scores(view: TensorView, shape: tuple[int, ...], device: Device) -> N
 def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None, stream: Any = None) -> Any:
     """A copy of ``dense`` [M, K] with all but the two largest of every group of four set to zero.
 
-    The same rule, and the same ``stream``, as of :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or
-    CuPy array of the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a
-    matrix with K a multiple of 8.
+    Rule and ``stream`` are those of :meth:`Sparse24Weight.prune_compress`. Returns a NumPy or CuPy array of
+    the element's type on the device of ``dense``. Raises InvalidProblemError for anything but a matrix with K
+    a multiple of 8.
     """
     view = _dense_view(dense, element)
     if view.device != HOST:
@@ -283,10 +285,10 @@ class PackedWeight:
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
-    memory, in the order the layout defines; ``m``, ``k``, ``element`` and ``device`` are the weight's. The
-    inflate tier and ``host_strict`` read the canonical layout as it is: there packing copies nothing.
+    memory, in the layout's order; ``m``, ``k``, ``element`` and ``device`` are the weight's. Kernels that
+    read the canonical layout need no packing, so nothing is copied for them.
 
-    Raises InvalidProblemError for buffers that aren't the layout's, BufferTooSmallError for short ones.
+    Raises InvalidProblemError for buffers that don't fit the layout, BufferTooSmallError for short ones.
     """
 
     layout_id: str
@@ -295,6 +297,8 @@ class PackedWeight:
     element: ElementKind
     device: Device
     buffers: tuple[TensorView, ...]
+    identity: object = field(default_factory=object, init=False, repr=False, compare=False)
+    """Represents the weight in keys of caches, so that they keep no weight alive."""
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -352,3 +356,6 @@ class PackedWeight:
 def _restored_packed(layout: str, m: int, k: int, element: str, parts: list[tuple[Any, str]]) -> PackedWeight:
     buffers = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
     return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers)
+
+
+LOCATION_OF_TYPE[Sparse24Weight] = LOCATION_OF_TYPE[PackedWeight] = attrgetter("identity")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
-from sparse24_plans import BackendUnavailableError, InvalidProblemError, bench
-from sparse24_plans.bench import gemm, host, prepare, record, run
-from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, TOKENS, Scope
+from benchmarks import check, measure
+from sparse24_plans import BackendUnavailableError, InvalidProblemError, UnsupportedError
+from sparse24_plans.bench import epilogues, gemm, host, prepare, record, run
+from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, Scope
 from sparse24_plans.cli.app import app
 
 from .test_record_files import ABOUT, row
@@ -42,12 +41,7 @@ def no_gpu(monkeypatch):
         ("--shapes", "0"),
         ("--shapes", "9"),
         ("--only", "typo"),
-        ("--gpus", "2"),
-        ("--torch", "--gpus", "3"),
-        ("--torch", "--gpus", "0"),
-        ("--torch", "--n", "1"),
-        ("--torch", "--element", "f16"),
-        ("--torch", "--random", "1"),
+        ("--seconds", "-1"),
     ],
     ids=" ".join,
 )
@@ -77,20 +71,26 @@ def played(monkeypatch):
 
     def product(matrix, n, backends, sources):
         asked.append((str(matrix[2]), *matrix[:2], n))
-        if (matrix[:2], n) == (SHAPES[1], 4096):
-            raise KeyboardInterrupt
         sources.add("gemm/mma_sp.cu")
         about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
-        return [row(**about, dense_us=4.0, cusparselt_us=None)]
+        return [row(**about, dense_us=4.0, cusparselt_us=None, rel_error=0.001)]
 
-    def op(shape, element, on_row, sources):
+    def op(shape, element, sources):
         sources.add("prepare/pack.cu")
         return [{"op": "pack", "m": shape[0], "k": shape[1], "element": element, "us": 1.0, "copy_us": 0.9}]
 
+    def gated(matrix, n, sources):
+        about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
+        return [{**about, "epilogue": "bias_swiglu", "us": 3.0, "identity_us": 2.0}]
+
+    def matrix(*about):
+        return about
+
+    matrix.cache_clear = lambda: None
     monkeypatch.setattr(record, "machine", lambda: ABOUT)
-    monkeypatch.setattr(run, "Matrix", lambda *about: about)
-    monkeypatch.setattr(run, "free_memory", lambda: None)
+    monkeypatch.setattr(run, "matrix_of", matrix)
     monkeypatch.setattr(gemm, "measured", product)
+    monkeypatch.setattr(epilogues, "measured", gated)
     monkeypatch.setattr(prepare, "measured", op)
     monkeypatch.setattr(prepare, "peer_rows", lambda shape, element: [])
     monkeypatch.setattr(host, "measured", lambda sources: {"run_us": 7.0})
@@ -103,6 +103,7 @@ def test_parts_of_a_record_add_up_in_its_file(played, tmp_path):
         ("--only", "gemm", "--n", "1,16", "--element", "s8"),
         ("--only", "host"),
         ("--only", "prepare"),
+        ("--only", "epilogues", "--n", "16,17,2048"),
     ):
         result = invoke("-o", str(out), "--shapes", "3", *words)
         assert result.exit_code == 0, result.output
@@ -111,29 +112,80 @@ def test_parts_of_a_record_add_up_in_its_file(played, tmp_path):
     assert len(found["gemm"]) == 6
     assert found["host"] == {"run_us": 7.0}
     assert [(one["m"], one["k"]) for one in found["prepare"]] == [PREPARE_SHAPES[1]]
+    assert [(one["m"], one["k"], one["n"]) for one in found["epilogues"]] == [
+        (28672, 4096, 16),
+        (28672, 4096, 2048),
+    ]
+    assert found["variants"] == []
+    assert "1.50" in result.stdout
     assert found["kernel_files"] == record.files_of(["gemm/mma_sp.cu", "prepare/pack.cu"])
     assert record.is_current(found)
     assert found["schema"] == 1
     assert {name: found[name] for name in ABOUT} == ABOUT
 
 
-def test_an_interrupted_run_leaves_the_matrices_that_are_done(played, tmp_path):
+def test_what_the_file_has_is_not_measured_again(played, tmp_path):
     out = tmp_path / "r.json"
-    with pytest.raises(KeyboardInterrupt):
-        run.measure(
-            Scope(tokens=(8, 4096), shapes=SHAPES[:2], parts=("gemm",)),
-            keep=lambda found: record.save(found, out),
-        )
+    for tokens in ("16", "8,16"):
+        assert invoke("-o", str(out), "--shapes", "1", "--only", "gemm", "--n", tokens).exit_code == 0
+    assert [n for *_, n in played] == [16, 8]
+    assert [one["n"] for one in record.load(out)["gemm"]] == [16, 8]
+
+
+def test_a_run_without_time_measures_nothing_and_says_what_there_is(played, tmp_path):
+    out = tmp_path / "r.json"
+    result = invoke("-o", str(out), "--shapes", "1", "--only", "gemm", "--n", "16", "--seconds", "0")
+    assert result.exit_code == 0, result.output
+    assert played == []
+
+
+# benchmarks.measure -------------------------------------------------------------------------------
+
+
+def test_maintainers_take_the_grid_in_parts(played, tmp_path, capsys):
+    out = tmp_path / "h100.json"
+    words = ["grid", str(out), "--element", "bf16", "--n", "16"]
+    assert measure.main([*words, "--part", "gemm"]) == 0
+    assert played == [("bf16", *shape, 16) for shape in SHAPES]
+    assert "8 of 8 steps are there" in capsys.readouterr().out
+    assert measure.main(words) == 0
+    assert len(played) == len(SHAPES)
+    said = capsys.readouterr().out
+    assert "bf16 over dense, N 1-64" in said
     found = record.load(out)
-    assert [(one["m"], one["k"], one["n"]) for one in found["gemm"]] == [(*SHAPES[0], 8), (*SHAPES[0], 4096)]
-    assert record.is_current(found)
+    assert found["host"] == {"run_us": 7.0}
+    assert check.faults("grid", found) == []
 
 
-def test_every_step_is_reported(played):
-    steps: list = []
-    scope = Scope(tokens=TOKENS[:3], shapes=SHAPES[:2], parts=("gemm",))
-    run.measure(scope, lambda: steps.append(1))
-    assert len(steps) == scope.steps == 6
+def test_a_wrong_result_is_reported_and_the_run_goes_on(played, tmp_path, monkeypatch, capsys):
+    right = gemm.measured
+
+    def wrong(matrix, n, backends, sources):
+        if matrix[:2] == SHAPES[2]:
+            raise UnsupportedError("relative error 1, not recorded")
+        return right(matrix, n, backends, sources)
+
+    monkeypatch.setattr(gemm, "measured", wrong)
+    words = ["grid", str(tmp_path / "r.json"), "--element", "bf16", "--n", "16", "--part", "gemm"]
+    assert measure.main(words) == 1
+    said = capsys.readouterr()
+    assert "7 of 8 steps are there" in said.out
+    assert "relative error 1" in said.err
+
+
+def test_a_device_that_has_gone_ends_the_run(played, tmp_path, monkeypatch):
+    def gone(*about):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gemm, "measured", gone)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        measure.main(["grid", str(tmp_path / "r.json"), "--element", "bf16"])
+
+
+def test_a_part_that_there_is_not(played, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        measure.main(["grid", str(tmp_path / "r.json"), "--part", "typo"])
+    assert "expected one of epilogues, gemm, host, prepare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,77 +200,3 @@ def test_every_step_is_reported(played):
 def test_a_scope_refuses_what_no_record_has(change, words):
     with pytest.raises(InvalidProblemError, match=words):
         Scope(**change)
-
-
-# PyTorch's door ------------------------------------------------------------------------------------
-
-
-def decoder_row(n: int, gpus: int) -> dict:
-    ms = {"graph_dense_ms": 2.0, "graph_sparse_ms": 1.0, "graph_invariant_ms": 1.25}
-    about = {"kind": "decode", "n": n, "tokens": 1, "weights": "bf16", "gpus": gpus}
-    return {**about, **ms, "eager_dense_ms": 4.0, "eager_sparse_ms": 5.0}
-
-
-@pytest.fixture
-def torch_played(monkeypatch):
-    """Stands for what needs PyTorch: a module of that name, which measures nothing."""
-    played = ModuleType("sparse24_plans.bench.torch_run")
-
-    def check_gpus(gpus: int) -> None:
-        if gpus > 2:
-            raise BackendUnavailableError(f"PyTorch sees 2 CUDA devices, {gpus} are needed")
-
-    def measure(gpus, on_step, keep):
-        found = record.empty(ABOUT, record.TORCH_KEYS)
-        for n in (1, 8):
-            found["decoder"].append(decoder_row(n, gpus))
-            found |= {"host": {"f_linear_us": 15.0} if gpus == 1 else {}}
-            found |= record.stamp(record.files_of(["gemm/wgmma_sp.cu" if gpus == 1 else "gemm/mma_sp.cu"]))
-            keep(found)
-            on_step()
-        return found
-
-    played.STEPS, played.check_gpus, played.measure = 2, check_gpus, measure
-    monkeypatch.setitem(sys.modules, "sparse24_plans.bench.torch_run", played)
-    monkeypatch.setattr(bench, "torch_run", played, raising=False)
-    monkeypatch.setattr(record, "machine", lambda: ABOUT)
-
-
-def test_the_record_of_pytorchs_door_grows_by_numbers_of_gpus(torch_played, tmp_path):
-    out = tmp_path / "h200-torch.json"
-    for words in ((), ("--gpus", "2")):
-        result = invoke("--torch", "-o", str(out), *words)
-        assert result.exit_code == 0, result.output
-        assert "2.00x" in result.stdout
-        assert "0.80x" in result.stdout
-    found = json.loads(out.read_text())
-    assert found["decoder"] == [decoder_row(n, gpus) for gpus in (1, 2) for n in (1, 8)]
-    assert found["host"] == {"f_linear_us": 15.0}
-    assert found["kernel_files"] == record.files_of(["gemm/wgmma_sp.cu", "gemm/mma_sp.cu"])
-    assert record.is_current(found)
-    assert found["schema"] == 1
-    assert {name: found[name] for name in ABOUT} == ABOUT
-    assert "gemm" not in found
-
-
-def test_too_few_gpus_are_an_error(torch_played, tmp_path):
-    result = invoke("--torch", "--gpus", "4", "-o", str(tmp_path / "r.json"), "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["error"]["type"] == "BackendUnavailableError"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_record_of_another_kind_is_not_added_to(torch_played, tmp_path):
-    out = tmp_path / "r.json"
-    record.save(record.empty(ABOUT), out)
-    result = invoke("--torch", "-o", str(out), "--json")
-    assert json.loads(result.stdout)["error"]["type"] == "FormatError"
-
-
-def test_without_pytorch_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "machine", lambda: ABOUT)
-    monkeypatch.delattr(bench, "torch_run", raising=False)
-    monkeypatch.setitem(sys.modules, "sparse24_plans.bench.torch_run", None)
-    result = invoke("--torch", "-o", str(tmp_path / "r.json"), "--json")
-    assert json.loads(result.stdout)["error"]["type"] == "BackendUnavailableError"
-    assert not list(tmp_path.iterdir())

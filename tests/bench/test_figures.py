@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sparse24_plans.bench import figures
+from benchmarks import figures
 
 from .records import RESULTS, ROOT, record
 
@@ -19,7 +19,7 @@ TYPED = re.compile(r"\b\d[\d.]*(?: (?:[num]s|[GT]B/s|T?FLOPS|tokens/s)\b|x? (?:a
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_agree_with_the_record(path):
     text = path.read_text()
-    assert figures.rendered(text, figures.everything(ROOT)) == text, "python -m sparse24_plans.bench.figures"
+    assert figures.rendered(text, figures.everything(ROOT)) == text, "python -m benchmarks.figures"
 
 
 def test_every_table_stands_in_a_document():

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra bench is not installed")
 
-from sparse24_plans.bench import plot
+from benchmarks import plot
 from sparse24_plans.bench.scope import TOKENS
 
 from .records import RESULTS, ROOT, record
@@ -50,7 +50,7 @@ def test_the_committed_plot_is_of_the_record(tmp_path):
     """Where its marks lie among each other; fonts and versions of matplotlib may differ."""
     plot.main(str(RESULTS / "h200.json"), str(tmp_path / "h200.svg"))
     made, committed = ((folder / "h200.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
-    assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m sparse24_plans.bench.plot"
+    assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m benchmarks.plot"
 
 
 def marks(svg: str) -> list[float]:

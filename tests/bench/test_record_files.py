@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
+import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ import pytest
 
 from sparse24_plans import FormatError, InvalidProblemError, StorageError, __version__
 from sparse24_plans.bench import record
+from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM
 from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE
 from sparse24_plans.tuning.process import python_command
@@ -36,13 +40,55 @@ def made(*sources: str, **parts: object) -> dict:
     }
 
 
-def test_the_hash_is_over_the_path_and_contents_of_every_kernel_file():
+CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def test_the_hash_is_over_the_path_and_code_of_every_kernel_file():
     digest = hashlib.sha256()
     paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels_cu").rglob("*") if path.is_file())
     for path in paths:
-        digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
+        text = CODE.sub(lambda one: one[0] if one[0][0] == '"' else " ", (ROOT / path).read_text())
+        digest.update(path.encode() + b"\0" + " ".join(text.split()).encode() + b"\0")
     assert record.kernel_files() == paths
     assert record.kernels_sha256(record.kernel_files()) == digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("int a; // b\nint c;", "int a; int c;"),
+        ("int/* b\n c */a;", "int a;"),
+        ('f("http://x", "/* y */"); // z', 'f("http://x", "/* y */");'),
+        (r'f("\"//"); // z', r'f("\"//");'),
+        ("  a\n\n\tb  ", "a b"),
+        ("/", "/"),
+    ],
+)
+def test_code_is_text_without_comments_and_layout(text, code):
+    assert record.code_of(text) == code
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """A copy of the kernels that a test may change."""
+    folder = tmp_path / "kernels_cu"
+    shutil.copytree(compiler.KERNEL_FOLDER, folder)
+    monkeypatch.setattr(compiler, "KERNEL_FOLDER", folder)
+    monkeypatch.setattr(record, "KERNEL_FOLDER", folder)
+    return folder
+
+
+def test_a_comment_in_any_kernel_makes_no_record_stale_and_a_token_does(kernels):
+    one = made("gemm/mma_sp.cu")
+    everything = record.kernels_sha256(record.kernel_files())
+    for path in kernels.rglob("*.cu*"):
+        path.write_text("// A comment.\n" + path.read_text() + "\n\n/* Another\n   comment. */\n")
+    assert record.is_current(one)
+    assert record.kernels_sha256(record.kernel_files()) == everything
+    changed = kernels / "gemm" / "mma_sp.cu"
+    changed.write_text(changed.read_text() + ";\n")
+    assert not record.is_current(one)
+    assert record.kernels_sha256(record.kernel_files()) != everything
 
 
 def test_the_hash_is_the_same_wherever_the_package_works(tmp_path):
@@ -105,7 +151,7 @@ def test_parts_add_up_and_the_newer_row_counts():
     assert record.is_current(both)
 
 
-@pytest.mark.parametrize("name", ["gpu", "driver", "cuda", "versions"])
+@pytest.mark.parametrize("name", ["gpu", "driver", "cuda", "versions", "seed"])
 def test_records_of_two_machines_do_not_add_up(name):
     with pytest.raises(InvalidProblemError, match=f"expected one {name}"):
         record.merged(made(), {**made(), name: "another"})
@@ -141,8 +187,7 @@ def test_a_record_goes_stale_with_its_own_kernels_alone():
     assert not record.is_current({**one, "kernel_files": [*one["kernel_files"], "kernels_cu/gone.cu"]})
 
 
-def test_what_a_run_adds_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "machine", lambda: ABOUT)
+def test_what_a_run_adds_to(tmp_path):
     path = tmp_path / "r.json"
     assert record.to_extend(path) is None
     one = made("gemm/mma_sp.cu", gemm=[row()])
@@ -153,4 +198,62 @@ def test_what_a_run_adds_to(tmp_path, monkeypatch):
         record.to_extend(path)
     record.save({**one, "driver": "1.0"}, path)
     with pytest.raises(InvalidProblemError, match="expected one driver"):
-        record.to_extend(path)
+        record.take([], ABOUT, path=path)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def steps_of(*tokens: int, ran: list[int], source: str = "gemm/mma_sp.cu") -> list[record.Step]:
+    """A step for each n, which says that it ran."""
+
+    def measure(n: int, sources: set[str]) -> dict:
+        ran.append(n)
+        sources.add(source)
+        return {"gemm": [row(n=n), row("invariant", n=n)]}
+
+    return [record.Step("gemm", {"n": n, "backend": "auto"}, partial(measure, n)) for n in tokens]
+
+
+def test_a_run_measures_what_the_file_lacks(tmp_path):
+    path, ran = tmp_path / "r.json", []
+    record.take(steps_of(1, 8, ran=ran), ABOUT, path=path)
+    heard = []
+    found = record.take(
+        steps_of(1, 8, 16, ran=ran, source="prepare/pack.cu"), ABOUT, path=path, on_step=heard.append
+    )
+    assert ran == [1, 8, 16]
+    assert len(heard) == 3
+    assert found == record.load(path)
+    assert [one["n"] for one in found["gemm"]] == [1, 1, 8, 8, 16, 16]
+    assert found["kernel_files"] == record.files_of(["gemm/mma_sp.cu", "prepare/pack.cu"])
+    assert record.is_current(found)
+
+
+def test_no_step_begins_after_the_time_is_over_and_the_next_run_goes_on(tmp_path, monkeypatch):
+    path, ran, now = tmp_path / "r.json", [], iter(range(100))
+    monkeypatch.setattr(record.time, "monotonic", lambda: next(now))
+    found = record.take(steps_of(1, 8, 16, 32, ran=ran), ABOUT, path=path, seconds=3)
+    assert ran == [1, 8]
+    assert found == record.load(path)
+    record.take(steps_of(1, 8, 16, 32, ran=ran), ABOUT, path=path)
+    assert ran == [1, 8, 16, 32]
+
+
+def test_a_step_that_raises_leaves_what_was_measured_before(tmp_path):
+    path, ran = tmp_path / "r.json", []
+
+    def interrupted(sources: set[str]) -> dict:
+        raise KeyboardInterrupt
+
+    steps = [*steps_of(1, ran=ran), record.Step("gemm", {"n": 8}, interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        record.take(steps, ABOUT, path=path)
+    assert [one["n"] for one in record.load(path)["gemm"]] == [1, 1]
+
+
+def test_the_hosts_figures_are_one_step():
+    step = record.Step("host", {}, lambda sources: {"host": {"run_us": 6.0}})
+    assert not step.is_done(made())
+    assert record.take([step], ABOUT)["host"] == {"run_us": 6.0}
+    assert step.is_done(made(host={"run_us": 6.0}))

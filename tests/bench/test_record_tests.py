@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sparse24_plans.bench import record_tests
+from benchmarks import changed_kernels, record_tests
 from sparse24_plans.bench.record import is_current
+from sparse24_plans.device.jit import compiler
+
+from ..kernels import compiled_code
+from .records import ROOT
 
 REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">
 <testcase name="a"><properties><property name="replayed" value="60000"/>
@@ -159,3 +163,85 @@ def test_a_part_of_other_kernels_is_not_kept(parts):
 def test_a_part_that_there_is_not(parts):
     with pytest.raises(SystemExit, match="expected suite, fuzz or again, got all"):
         record_tests.main(str(parts[1]), "--only=all")
+
+
+# What changed -------------------------------------------------------------------------------------
+
+
+def compilation(source: str, code: str | None, text: str = "") -> dict:
+    return {"source": source, "text": text or f"text of {code}", "code": code}
+
+
+def test_kernels_differ_by_their_machine_code_alone():
+    old = [
+        compilation("gemm/a.cu", "1"),
+        compilation("gemm/a.cu", "2"),
+        compilation("gemm/b.cu", None, "same"),
+    ]
+    new = [compilation("gemm/a.cu", "2", "x"), compilation("gemm/a.cu", "1", "y")]
+    new.append(compilation("gemm/b.cu", None, "same"))
+    assert changed_kernels.differing(old, new, {}) == {}
+    new[0] = compilation("gemm/a.cu", "3")
+    assert changed_kernels.differing(old, new, {}) == {"gemm/a.cu": (1, 1)}
+
+
+def test_a_renamed_file_is_found_by_its_code_or_by_what_is_said():
+    old, new = [compilation("gemm/a.cu", "1")], [compilation("gemm/b.cu", "1")]
+    assert changed_kernels.differing(old, new, {}) == {}
+    new.append(compilation("gemm/b.cu", "2"))
+    assert changed_kernels.differing(old, new, {}) == {"gemm/a.cu": (0, 1), "gemm/b.cu": (2, 0)}
+    assert changed_kernels.differing(old, new, {"gemm/a.cu": "gemm/b.cu"}) == {"gemm/b.cu": (1, 0)}
+
+
+def test_tests_are_left_out_only_where_no_changed_kernel_runs_in_them():
+    options = changed_kernels.options_of
+    assert "--ignore=tests/blocksparse" in options(["gemm/wgmma_sp.cu"])
+    assert "--ignore=tests/gemm" in options(["blocksparse/blocks_wgmma.cu"])
+    assert options(["gemm/wgmma_sp.cu", "blocksparse/blocks_wgmma.cu"]) == ["--ignore=tests/prepare"]
+    assert options(["gemm/wgmma_sp.cu", "weights/inflate.cu"]) == []
+    named = {one for name in ("gemm", "blocksparse", "prepare") for one in options([f"{name}/x.cu"])}
+    assert all((ROOT / one.removeprefix("--ignore=")).is_dir() for one in named)
+
+
+def test_macros_and_comments_leave_machine_code_alone_and_instructions_do_not():
+    """Of a small kernel, compiled for itself."""
+    source = """extern "C" __global__ void NAME(float* p) { p[threadIdx.x] = CODE; }"""
+    codes = {
+        (name, code): compiled_code.machine_code(
+            compiler._compile(
+                {"a.cu": source.replace("NAME", name).replace("CODE", code).encode()},
+                ["-arch=sm_90a"],
+                "getCUBIN",
+                "a test",
+            )[0]
+            + b"\0"
+        )
+        for name, code in (("f", "1.0f"), ("g", "1.0f /* one */"), ("f", "2.0f"))
+    }
+    assert codes["f", "1.0f"] == codes["g", "1.0f /* one */"] != codes["f", "2.0f"]
+
+
+def test_what_changed_since_a_commit_is_listed_or_tested(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    asked, ran = [], []
+
+    def changed_since(commit: str, renamed: dict, arch: str) -> dict:
+        assert arch == "sm_90a"
+        asked.append((commit, renamed))
+        return {"gemm/mma_sp.cu": (2, 1)}
+
+    monkeypatch.setattr(changed_kernels, "changed_since", changed_since)
+    monkeypatch.setattr(record_tests, "_suite", lambda given: ran.append(given) or {"failed": 1})
+    words = ("--only=changed", "--since", "main", "--renamed", "gemm/a.cu=gemm/b.cu")
+    assert record_tests.main(*words, "--list") == 0
+    assert asked == [("main", {"gemm/a.cu": "gemm/b.cu"})]
+    assert "gemm/mma_sp.cu: 2 compilations are new, 1 are gone" in capsys.readouterr().out
+    assert ran == []
+    assert record_tests.main(*words, "-x") == 1
+    assert ran == [(*changed_kernels.options_of(["gemm/mma_sp.cu"]), "-x")]
+
+
+def test_a_record_needs_the_name_of_its_file(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match="name of the record"):
+        record_tests.main("--only=suite")

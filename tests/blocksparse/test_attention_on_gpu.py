@@ -82,7 +82,7 @@ def test_what_is_served(op, causal, lengths):
         ({"layout": SHAPE.model_copy(update={"block": 32})}, "serves blocks of 64 and 128, not 32"),
         ({"scale": 0.0}, "serves scales from 2^-120 to 2^120, got 0.0"),
         ({"scale": 1e37}, "serves scales from 2^-120 to 2^120, got 1e+37"),
-        ({"batch": 2**29}, "rows of blocks exceed the kernel's limit"),
+        ({"batch": 2**29}, "block rows exceed the kernel's limit"),
         ({"element": "f32"}, "f32"),
         ({"device": A100}, "compute capability"),
     ],
@@ -106,7 +106,7 @@ def test_the_other_side_is_limited_too():
     """Columns of blocks are what dK and dV are dealt by."""
     shape = BlockSparseShape(heads=4, rows=64, cols=2**24, block=64, blocks=100)
     reasons = {name: reason for name, _, reason in explained(op="backward", layout=shape, batch=2**11).rows}
-    assert "2147483648 columns of blocks exceed the kernel's limit" in reasons[ROWS["backward"]]
+    assert "2147483648 block columns exceed the kernel's limit" in reasons[ROWS["backward"]]
 
 
 # What is computed ---------------------------------------------------------------------------------

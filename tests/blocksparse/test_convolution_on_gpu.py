@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import BlockSparseConv2dPlan, BlockSparseLayout
-from sparse24_plans.blocksparse.limits import filter_parts
+from sparse24_plans.blocksparse.schedules.conv_wgmma import filter_split_k
 
 from ..strategies import results_of
 from ..support import same_bits
@@ -119,7 +119,7 @@ def test_large_images(op):
         fields = {"op": op, "batch": 8, "height": 40, "width": 41, "alpha": 0.5}
         plan = plan_of(layout, **fields, **walk)
         random_check(plan, layout)
-        assert (plan.workspace_size() > 0) == (op == "wgrad" and filter_parts(plan.descriptor)[0] > 1)
+        assert (plan.workspace_size() > 0) == (op == "wgrad" and filter_split_k(plan.descriptor)[0] > 1)
 
 
 def test_what_meets_no_kept_block_is_not_read():

@@ -205,8 +205,8 @@ def test_bad_shapes(fields, words):
         ([0, 2, 2], [1, 1], 48, r"expected columns that increase in a row, got 1 behind 1 at block \(0, 1\)"),
         ([0, 2, 2], [2, 0], 48, r"expected columns that increase in a row, got 0 behind 2 at block \(0, 0\)"),
         ([0, 1, 3], [0, 1], 48, "col_indices: expected 3 blocks, as crow_indices ends with, got 2"),
-        ([0, 2, 1], [0], 48, "crow_indices: expected each head's to start at 0 and never to fall"),
-        ([1, 1, 1], [0], 48, "crow_indices: expected each head's to start at 0"),
+        ([0, 2, 1], [0], 48, "crow_indices: expected values that start at 0 and never decrease in each head"),
+        ([1, 1, 1], [0], 48, "crow_indices: expected values that start at 0"),
         ([0, 1, 1], [-1], 48, r"got block \(0, -1\) of head 0"),
         ([0, 1, 1], [0], 40, "cols: expected a multiple of block 16 below 2\\^31, got 40"),
         ([], [], 48, "crow_indices: expected"),
@@ -215,6 +215,15 @@ def test_bad_shapes(fields, words):
 def test_bad_bsr(crow, col, cols, words):
     with pytest.raises(InvalidProblemError, match=words):
         BlockSparseLayout.from_bsr(crow, col, cols, 16)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
+def test_unsorted_unsigned_columns_are_refused(dtype):
+    crow = np.array([0, 2], dtype)
+    with pytest.raises(InvalidProblemError, match="col_indices: expected columns that increase in a row"):
+        BlockSparseLayout.from_bsr(crow, np.array([1, 0], dtype), 48, 16)
+    found = BlockSparseLayout.from_bsr(crow, np.array([0, 2], dtype), 48, 16)
+    assert found.bitmap.tolist() == [[[True, False, True]]]
 
 
 @pytest.mark.parametrize(

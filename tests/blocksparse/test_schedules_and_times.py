@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.blocks import Cell
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.bench.blocks import Cell
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
     best_schedule,

@@ -136,20 +136,20 @@ def test_the_modelled_columns_are_those_of_random_layouts(block):
         rng.random((lines, layout.block_cols, 128)) < layout.density for _ in range(8192 // max(64, block))
     ]
     met = np.sort([one.any(0).sum(0) for one in drawn], axis=0)[::-1].mean(1)
-    found = blocks_wgmma._met_columns(layout, len(drawn))
+    found = blocks_wgmma._kept_columns(layout, len(drawn))
     assert np.abs(found - met).mean() <= 0.03 * met.mean() + 0.3
     assert (np.diff(found) <= 0).all()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_at_most_2048_panels_are_modelled(block, monkeypatch):
-    original, looked_at = blocks_wgmma._met_columns, []
+    original, looked_at = blocks_wgmma._kept_columns, []
 
     def met_columns(layout: BlockSparseShape, strips: int, share: float) -> blocks_wgmma.Columns:
         looked_at.append(strips)
         return original(layout, strips, share)
 
-    monkeypatch.setattr(blocks_wgmma, "_met_columns", met_columns)
+    monkeypatch.setattr(blocks_wgmma, "_kept_columns", met_columns)
     desc = BlockSparseMatmulDescriptor(
         op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
     )

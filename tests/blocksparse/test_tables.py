@@ -42,24 +42,28 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
     turned, block = layout.bitmap.transpose(0, 2, 1), layout.shape.block
     check_bits(layout.bitmap, found.row_bits)
     check_bits(turned, found.column_bits)
-    check_order(layout.bitmap, 128 // block, found.row_strips, found.row_strip_columns)
-    check_order(turned, 128 // block, found.column_strips, found.column_strip_rows)
-    check_order(layout.bitmap, max(64 // block, 1), found.row_tiles, found.row_tile_columns)
-    check_order(turned, max(64 // block, 1), found.column_tiles, found.column_tile_rows)
+    check_order(layout.bitmap, 128 // block, found.row_panels, found.row_panel_columns)
+    check_order(turned, 128 // block, found.column_panels, found.column_panel_rows)
+    check_order(layout.bitmap, max(64 // block, 1), found.row_narrow_panels, found.row_narrow_panel_columns)
+    check_order(turned, max(64 // block, 1), found.column_narrow_panels, found.column_narrow_panel_rows)
     check_groups(layout, found)
     if layout.shape.block < 64:
-        rows = found.row_strip_pointers, found.row_strip_met, found.row_strip_places
+        rows = found.row_panel_pointers, found.row_panel_kept, found.row_panel_places
         check_strips(layout.bitmap, 128 // layout.shape.block, places, rows)
-        columns = found.column_strip_pointers, found.column_strip_met, found.column_strip_places
+        columns = found.column_panel_pointers, found.column_panel_kept, found.column_panel_places
         turned_places = [(head, col, row) for head, row, col in places]
         check_strips(turned, 128 // layout.shape.block, turned_places, columns)
-        tiles = found.row_tile_pointers, found.row_tile_met, found.row_tile_places
+        tiles = found.row_narrow_panel_pointers, found.row_narrow_panel_kept, found.row_narrow_panel_places
         check_strips(layout.bitmap, 64 // layout.shape.block, places, tiles)
-        tiles = found.column_tile_pointers, found.column_tile_met, found.column_tile_places
+        tiles = (
+            found.column_narrow_panel_pointers,
+            found.column_narrow_panel_kept,
+            found.column_narrow_panel_places,
+        )
         check_strips(turned, 64 // layout.shape.block, turned_places, tiles)
     else:
-        assert found.row_strip_pointers.size == found.column_strip_places.size == 0
-        assert found.row_tile_pointers.size == found.column_tile_places.size == 0
+        assert found.row_panel_pointers.size == found.column_panel_places.size == 0
+        assert found.row_narrow_panel_pointers.size == found.column_narrow_panel_places.size == 0
 
 
 def check_strips(

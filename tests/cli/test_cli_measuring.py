@@ -69,36 +69,3 @@ def test_wrong_words_are_answered_with_the_right_ones(asked, words, advice):
     result = run(*words, exit_code=2)
     assert advice in " ".join(result.stderr.replace("│", " ").split())
     assert asked == []
-
-
-# Random problems ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "more", [("--n", "8"), ("--backend", "wgmma_sp"), ("--only", "host"), ("--shapes", 2)], ids=str
-)
-def test_random_problems_have_no_other_scope(asked, more):
-    said = run("bench", "--random", 1, *more, exit_code=2)
-    assert "--random takes --element and --out alone" in " ".join(said.output.replace("│", " ").split())
-    assert asked == []
-
-
-def test_a_record_of_random_problems_replaces_nothing(tmp_path, asked):
-    out = tmp_path / "out.json"
-    out.write_bytes(b"precious")
-    error = run_json("bench", "--random", 1, "-o", out, exit_code=1)["error"]
-    assert error["type"] == "InvalidProblemError"
-    assert "remove it first" in error["message"]
-    assert out.read_bytes() == b"precious"
-    assert asked == []
-
-
-def test_random_problems_are_of_elements_with_tensor_core_kernels(asked):
-    error = run_json("bench", "--random", 1, "--element", "f32", exit_code=1)["error"]
-    assert "expected one of bf16, f16, s8, fp8_e4m3, got f32" in error["message"]
-    assert asked == []
-
-
-def test_random_problems_ask_for_a_gpu_last(asked):
-    assert run_json("bench", "--random", 1, exit_code=1)["error"]["type"] == "BackendUnavailableError"
-    assert asked == ["a GPU"]

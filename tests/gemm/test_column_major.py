@@ -277,7 +277,7 @@ def test_cuts_of_wgmma_sp(monkeypatch, n, cut):
     index = WGMMA_CUTS.index((n, cut))
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     if index % 4 < 3:  # X as it lies
-        monkeypatch.setattr(wgmma_sp, "should_turn", lambda _: False)
+        monkeypatch.setattr(wgmma_sp, "should_transpose_x", lambda _: False)
     element, alpha = ("f16", "bf16")[index % 2], 1 + index / 64  # of its own: plans are cached
     fields = {"k": 1048, "element": element, "alpha": alpha, "epilogue": EPILOGUES[index % 5]}
     out = "f32" if index % 3 == 0 else element

@@ -193,7 +193,7 @@ def test_our_own_kernels_come_first_and_say_so(element):
     desc = DESC.model_copy(update={"element": element, "out_element": element, "bias_element": element})
     answer = explain(desc, device=hopper("0.8.0"))
     assert answer.chosen != "cusparselt"
-    assert "cusparselt (cusparselt): can serve; a row above it was preferred" in str(answer)
+    assert "cusparselt (cusparselt): can serve; a kernel above it was preferred" in str(answer)
 
 
 def test_what_ours_do_not_serve_is_its_own():

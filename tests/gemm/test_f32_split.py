@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
-from sparse24_plans.gemm import f32_split, limits
-from sparse24_plans.gemm.arithmetic.split import (
-    MOST_PARTS,
+from sparse24_plans.gemm import limits
+from sparse24_plans.gemm.arithmetic.bf16_terms import (
+    MAX_TERMS,
     SPLIT_GROUP,
     SPLIT_SUM,
     SPLIT_TILE,
-    pairs,
-    parts_of,
+    term_pairs,
+    terms_of,
 )
+from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts
 from sparse24_plans.gemm.wgmma import grid_size
@@ -42,10 +43,10 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=500, deadline=None)
 @given(floats)
-def test_the_parts_of_a_number(x):
+def test_the_terms_of_a_number(x):
     if abs(x) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max):
         return  # it rounds to an infinity: below
-    high, middle, low = (part.astype(np.float64) for part in parts_of(np.array([x], np.float32)))
+    high, middle, low = (part.astype(np.float64) for part in terms_of(np.array([x], np.float32)))
     for part in (high, middle, low):
         assert float(part[0].astype(ml_dtypes.bfloat16)) == part[0]
     whole = high + middle + low
@@ -60,16 +61,16 @@ def test_what_has_no_finite_parts_shows_in_every_product(x):
     """So whoever multiplies them sees NaN, whatever the other factor is."""
     with np.errstate(all="ignore"):
         for count in (2, 3):
-            mine = parts_of(np.array([x], np.float32))[:count]
+            mine = terms_of(np.array([x], np.float32))[:count]
             for other in (0.0, 1.0, -2.5, 1e-45, np.inf, 3.4e38):
-                theirs = parts_of(np.array([other], np.float32))[:count]
-                total = sum(mine[i].astype(np.float64) * theirs[j] for i, j in pairs(count))
+                theirs = terms_of(np.array([other], np.float32))[:count]
+                total = sum(mine[i].astype(np.float64) * theirs[j] for i, j in term_pairs(count))
                 assert np.isnan(total).all()
 
 
 @pytest.mark.parametrize(("parts", "products"), [(2, 3), (3, 6)])
 def test_the_small_products_come_first(parts, products):
-    order = pairs(parts)
+    order = term_pairs(parts)
     assert len(set(order)) == products
     assert all(i + j < parts for i, j in order)
     assert order[-1] == (0, 0)
@@ -145,7 +146,7 @@ def test_inf_and_nan_are_where_float32_has_them():
     tokens=st.lists(st.integers(1, 9000) | st.sampled_from([64, 128, 8192]), min_size=2, max_size=4),
     shards=st.integers(1, 8),
 )
-def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m, k, tokens, shards):
+def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_terms_of_a_weight(m, k, tokens, shards):
     for name in ("f32_split3_invariant", "f32_split6_invariant"):
         row, part = row_of(name), -(-m // shards)
         named = set()
@@ -156,7 +157,7 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_parts_of_a_weight(m,
                     choice = Choice(desc, device, row, PlanPreference(**wish), {})
                     named.add(row.kernel.arithmetic(choice))
         assert named == {
-            f"{NAMES[row.parts]}/slices={f32_split_heuristics.invariant_split_k(m, k, row.parts)}"
+            f"{NAMES[row.split_terms]}/slices={f32_split_heuristics.invariant_split_k(m, k, row.split_terms)}"
         }
 
 
@@ -171,13 +172,13 @@ def test_the_least_workspace_is_enough(name, n, m, k):
     """What a row says that it can't do without serves some schedule, and holds the parts of X."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
     least = row.min_workspace(desc)
-    assert least >= row.parts * n * k * 2
+    assert least >= row.split_terms * n * k * 2
     for most in (least, least + 10**7, None):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
         one = f32_split_heuristics.best_schedule(desc, row, None, most)
-        assert row.kernel.arithmetic(choice) == f"{NAMES[row.parts]}/slices={one.split_k}"
+        assert row.kernel.arithmetic(choice) == f"{NAMES[row.split_terms]}/slices={one.split_k}"
         blocks = grid_size(one, n, m, HOPPER)
-        assert most is None or f32_split_heuristics.Regions.of(one, desc, row.parts, blocks).end <= most
+        assert most is None or f32_split_heuristics.Regions.of(one, desc, row.split_terms, blocks).end <= most
     assert row.limits(desc) is None
 
 
@@ -191,9 +192,9 @@ def test_the_least_workspace_is_enough(name, n, m, k):
 def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
     """Each is an item long at least, so that an item has two clusters at most; and they are even."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    unit, tiles = f32_split_heuristics.RANGE_TILES[row.parts], -(-k // SPLIT_TILE)
-    assert unit * SPLIT_TILE % SPLIT_SUM[row.parts] == 0
-    assert SPLIT_GROUP[row.parts] % (unit * SPLIT_TILE) == 0
+    unit, tiles = f32_split_heuristics.RANGE_TILES[row.split_terms], -(-k // SPLIT_TILE)
+    assert unit * SPLIT_TILE % SPLIT_SUM[row.split_terms] == 0
+    assert SPLIT_GROUP[row.split_terms] % (unit * SPLIT_TILE) == 0
     for one in f32_split_heuristics.allowed_schedules(desc, row):
         if not one.stream_k:
             continue
@@ -211,13 +212,13 @@ def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
     layout = layout_called(row.layout)
     for one in f32_split_heuristics.allowed_schedules(desc, row):
-        weights, _ = one.stages(OperandLayouts.of(desc, layout), row.parts)
+        weights, _ = one.stages(OperandLayouts.of(desc, layout), row.split_terms)
         assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
 
 
 @every_row
 def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
-    parts = row_of(row).parts
+    parts = row_of(row).split_terms
     many = GemmSparse24Descriptor(n=-(-(2**31) // parts), m=64, k=8, element="f32")
     assert "tensor map" in row_of(row).limits(many)
     assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**29, "k": 2**13}))
@@ -233,7 +234,7 @@ def test_the_bounds_are_below_those_of_float32_in_order():
     for k in (2048, 4096, 28672):
         assert six.error_bound(k) < three.error_bound(k) < strict.error_bound(k) < cublas.error_bound(k)
     assert three.error_bound(8) > 2.0**-15  # products of low parts are missing, however few are added
-    assert MOST_PARTS == 3
+    assert MAX_TERMS == 3
 
 
 # On a GPU -------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ CUTS = [
     (row, n, cut)
     for row in ("f32_split3", "f32_split6")
     for n in (1, 13, 60, 200)
-    for cut in f32_split_heuristics._tried(n, 9000, row_of(row).parts)
+    for cut in f32_split_heuristics._tried(n, 9000, row_of(row).split_terms)
 ]
 
 

@@ -142,7 +142,7 @@ def test_where_none_is_required_the_row_on_request_is_never_chosen():
         answer = explain(desc, preference=preference, device=HOST)
         assert answer.chosen != "host_tensor_core"
         reasons = {name: reason for name, _, reason in answer.rows}
-        assert reasons["host_tensor_core"] == "runs the arithmetic that require names, and only that"
+        assert reasons["host_tensor_core"] == "used only when `require=arithmetic=...` asks for it"
 
 
 def test_a_refusal_says_what_the_row_names():

@@ -56,7 +56,7 @@ class Recorder:
         monkeypatch.setattr(module, "load", self)
         self._module = module
 
-    def __call__(self, source, name, threads, device, defines, parameters, **more):
+    def __call__(self, source, name, threads, device, defines, **more):
         self.defines.append(defines)
         return SimpleNamespace()
 
@@ -426,4 +426,5 @@ def test_what_lies_where_in_the_workspace_is_known_without_one(at):
         box = wgmma.result_box(desc, one)
         found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
         sums = at + one.flags_bytes()
-        assert [found.flags or 0, found.sums or 0, found.groups] == [at, sums, sums + one.sums_bytes()]
+        places = found.flags or 0, found.partials or 0, found.blocked_sums
+        assert places == (at, sums, sums + one.sums_bytes())

@@ -514,7 +514,7 @@ def test_an_explanation_reads_as_one_line_a_row():
     assert "max_error_bound" in by_row["f32_split3"]
     assert (
         by_row["inflate_strict"]
-        == "  inflate_strict (inflate_strict): can serve; a row above it was preferred"
+        == "  inflate_strict (inflate_strict): can serve; a kernel above it was preferred"
     )
     assert by_row["host_blas"].startswith("  host_blas (host): runs on the host")
     assert by_row["mma_sp"] == "  mma_sp (mma_sp): serves elements f16, bf16, not f32"

@@ -26,8 +26,11 @@ def declared_structs() -> list[type[KernelParams]]:
         package = importlib.import_module(f"{sparse24_plans.__name__}.{family}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    ours = f"{sparse24_plans.__name__}."
     found = [
-        one for one in KernelParams.__subclasses__() if one.__module__.startswith(sparse24_plans.__name__)
+        one
+        for one in KernelParams.__subclasses__()
+        if hasattr(one, "declared") and one.__module__.startswith(ours)  # the decorator leaves the bare class
     ]
     return sorted(found, key=lambda one: (one.header, one.__name__))
 
@@ -71,7 +74,7 @@ def _struct(struct: type[KernelParams]) -> Iterator[str]:
 
 
 def _declaration(name: str, one: Field) -> str:
-    return f"{one.cxx} {name}[{one.count}]" if one.count else f"{one.cxx} {name}"
+    return f"{one.cxx} {name}[{one.length}]" if one.length else f"{one.cxx} {name}"
 
 
 def main() -> None:

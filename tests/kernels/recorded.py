@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from benchmarks import blocks, blocks24
 from sparse24_plans import (
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
@@ -12,7 +13,7 @@ from sparse24_plans import (
     PlanPreference,
     Tier,
 )
-from sparse24_plans.bench import blocks, blocks24, scope
+from sparse24_plans.bench import scope
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.kernel_table import KernelEntry, consider

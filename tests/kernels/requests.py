@@ -28,8 +28,8 @@ from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import transpose
-from sparse24_plans.gemm import f32_split
 from sparse24_plans.gemm import kernel_table as gemm_table
+from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
 from sparse24_plans.plan.kernel import Choice, Kernel
@@ -165,7 +165,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
-            if row.parts:
+            if row.split_terms:
                 found += split_requests(row, desc, device)
                 continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):

@@ -81,7 +81,7 @@ def test_the_order_of_macros_does_not_matter(cache, compilations):
     assert cubins.cubin_path(INFLATE[0], INFLATE[1], backwards) == cubins.cubin_path(*INFLATE)
 
 
-@pytest.mark.parametrize("name", ["weights/inflate.cu", "common/element.cuh", "common/types.cuh"])
+@pytest.mark.parametrize("name", ["weights/inflate.cu", "common/types.cuh"])
 def test_a_changed_source_or_header_is_another_file(cache, compilations, kernels, name):
     before = cubins.cubin_path(*INFLATE)
     with open(kernels / name, "a") as file:
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
 
 
 def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
-    (kernels / "weights/inflate.cu").write_text('#include "common/element.cuh"\nint broken( { return 0; }\n')
+    (kernels / "weights/inflate.cu").write_text('#include "common/types.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
         cubins.cubin_path(*INFLATE)
     for word in ("weights/inflate.cu", "sm_80", "weights/inflate.cu(2): error"):

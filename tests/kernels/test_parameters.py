@@ -9,7 +9,7 @@ import pytest
 
 from sparse24_plans import DriverError
 from sparse24_plans.device.jit import compiler
-from sparse24_plans.device.jit.structs import KernelParams, field
+from sparse24_plans.device.jit.structs import KernelParams, field, kernel_params
 
 from .covering import SOURCES, cheapest, every_source
 from .parameter_headers import declared_structs, headers
@@ -87,11 +87,18 @@ def test_every_struct_of_a_kernel_is_declared():
     assert [name for text in texts for name in re.findall(r"^struct (\w+Params)\b", text, re.MULTILINE)] == []
 
 
-def test_a_struct_with_a_tensor_map_fills_whole_multiples_of_64_bytes():
+def test_a_struct_takes_declared_names_alone_and_pads_its_tensor_maps():
+    @kernel_params("")
     class One(KernelParams):
-        header = ""
         box = field("TensorMap", "A map.")
         counts = field("u32", "Two numbers.", 2)
 
     assert (One.counts.offset, One.counts.size, One.__dict__["padding"].size) == (128, 8, 56)
-    assert One(counts=(1, 2)).counts[:] == [1, 2]
+    one = One(counts=(1, 2))
+    assert one.counts[:] == [1, 2]
+    with pytest.raises(AttributeError):
+        one.count = 3
+    with pytest.raises(AttributeError):
+        One(count=3)
+    with pytest.raises(TypeError):
+        One(b"", (1, 2))

@@ -65,8 +65,8 @@ def test_what_a_caller_looks_at_is_refused_before_anything_is_written():
     for source, result, error, match in (
         (x.ctypes.data + 1, y.ctypes.data, MisalignedOperandError, "source"),
         (0, y.ctypes.data, InvalidProblemError, "null address"),
-        (x.ctypes.data, x.ctypes.data + 4, InvalidProblemError, "result: expected memory apart from source"),
-        (x.ctypes.data, weight[0], InvalidProblemError, "result: expected memory apart"),
+        (x.ctypes.data, x.ctypes.data + 4, InvalidProblemError, "y: expected memory apart from x"),
+        (x.ctypes.data, weight[0], InvalidProblemError, "y: expected memory apart from weight"),
     ):
         with pytest.raises(error, match=match):
             caller.launch((*weight, source, result), 0, 0)
@@ -90,9 +90,9 @@ def test_a_workspace_is_looked_at_too():
 
 
 def test_the_launches_of_seen_addresses_are_kept_and_bounded(monkeypatch):
-    from sparse24_plans.plan import caller as module
+    from sparse24_plans.plan import launches as module
 
-    monkeypatch.setattr(module, "MOST_PLACES", 4)
+    monkeypatch.setattr(module, "MOST_LAUNCHES", 4)
     plan = ToyPlan.select(ToyDescriptor(factor=3.0), device="host")
     space = np.zeros(128, np.uint8)
     space = space[-space.ctypes.data % 32 :][:96]
@@ -107,4 +107,4 @@ def test_the_launches_of_seen_addresses_are_kept_and_bounded(monkeypatch):
         places = {"x": x.ctypes.data, "out": out.ctypes.data}
         caller.launch(tuple(places[name] for name in caller.operands), space.ctypes.data, 0)
         assert (out == 3).all()
-    assert len(caller._launches) <= 4
+    assert len(plan._launches) <= 4

@@ -51,9 +51,7 @@ def test_a_preference_names_a_backend_or_a_kernel(name):
 
 @pytest.mark.parametrize("name", ["wgmma", "", 3, ["host"]], ids=repr)
 def test_a_wrong_name_is_told_the_backends(name):
-    with pytest.raises(
-        InvalidProblemError, match="expected one of attention_backward_wgmma, "
-    ):
+    with pytest.raises(InvalidProblemError, match="expected one of attention_backward_wgmma, "):
         PlanPreference(prefer_backend=name)
 
 

@@ -21,7 +21,7 @@ from sparse24_plans import (
     TensorView,
 )
 from sparse24_plans.plan.operands import Role
-from sparse24_plans.plan.overlap import Lines, overlap
+from sparse24_plans.plan.overlap import StridedSpan, overlap
 
 from ..support import Guarded
 from .cases import PROBLEMS, PlanCase, case_of, changed, name_of, parts_of, random_inputs, rejected, select
@@ -124,7 +124,7 @@ def test_operands_in_the_gaps_between_rows_do_not_overlap(device):
 
 
 pieces = st.builds(
-    lambda address, lines, width, gap: Lines(address, lines, width + gap, width),
+    lambda address, lines, width, gap: StridedSpan(address, lines, width + gap, width),
     st.integers(0, 60),
     st.integers(1, 6),
     st.integers(1, 9),
@@ -134,7 +134,7 @@ pieces = st.builds(
 
 @given(one=pieces, other=pieces)
 def test_lines_overlap_where_they_share_a_byte(one, other):
-    def cells(piece: Lines) -> set[int]:
+    def cells(piece: StridedSpan) -> set[int]:
         starts = [piece.address + at * piece.pitch for at in range(piece.lines)]
         return {start + byte for start in starts for byte in range(piece.width)}
 
@@ -143,7 +143,7 @@ def test_lines_overlap_where_they_share_a_byte(one, other):
 
 @given(one=pieces, other=pieces, scale=st.integers(1, 1 << 40))
 def test_lines_of_any_size_are_compared_at_once(one, other, scale):
-    large = [Lines(p.address * scale, p.lines, p.pitch * scale, p.width * scale) for p in (one, other)]
+    large = [StridedSpan(p.address * scale, p.lines, p.pitch * scale, p.width * scale) for p in (one, other)]
     assert overlap(*large) == overlap(one, other)
 
 

@@ -1,8 +1,11 @@
-"""The same arguments again are only launched; whatever has moved in between is checked again."""
+"""Operands that lie where earlier ones lay are only launched; whatever has moved is checked again."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+import gc
+import weakref
+from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
 
@@ -49,13 +52,14 @@ class Setup:
         self.want = {k: v.copy() for k, v in case.run().items()}
         self.tensors: dict[str, Torchlike] = {}
         self.written = {}
-        given = {one.name: getattr(case.args, one.name) for one in fields(case.args) if one.init}
+        given = {one.name: getattr(case.args, one.name) for one in fields(case.args)}
         for operand in desc.operands():
             if operand.role is Role.WEIGHT:
                 continue
             array = given[operand.argument].array().copy()
             tensor = Torchlike(array, f"torch.{array.dtype.name}")
             self.tensors[operand.argument] = given[operand.argument] = tensor
+            TensorView.of(tensor)  # the location of a type is known once one was read
             if operand.role is Role.OUT:
                 self.written[operand.name] = tensor
         self.args = type(case.args)(**given)
@@ -76,9 +80,9 @@ class Setup:
 
 
 @every_problem
-def test_the_same_arguments_are_checked_twice(name):
+def test_the_same_arguments_are_checked_once(name):
     setup = Setup(name)
-    assert [setup.run() for _ in range(5)] == [1, 1, 0, 0, 0]
+    assert [setup.run() for _ in range(4)] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["forward", "dgrad"])
@@ -123,7 +127,7 @@ def test_another_workspace_is_checked(name):
     setup = Setup(name)
     space = Workspace(4096, 0, HOST)
     setup.run(), setup.run()
-    assert [setup.run(), setup.run(workspace=space), setup.run(workspace=space), setup.run()] == [0, 1, 0, 1]
+    assert [setup.run(), setup.run(workspace=space), setup.run(workspace=space), setup.run()] == [0, 1, 0, 0]
     with pytest.raises(InvalidProblemError, match="workspace: expected"):
         setup.plan.run(setup.args, workspace=7)
 
@@ -135,7 +139,7 @@ def test_another_plan_checks_for_itself(name):
     first = setup.plan
     setup.plan = select(first.descriptor, "host", preference={"allow_sm90a": False})
     assert setup.plan is not first
-    assert [setup.run(), setup.run(), setup.run()] == [1, 1, 0]
+    assert [setup.run(), setup.run()] == [1, 0]
 
 
 def test_tensors_without_a_cheap_address_are_checked_every_time():
@@ -149,21 +153,34 @@ def test_views_are_recognised():
     setup = Setup()
     x, y = setup.tensors["x"], setup.tensors["y"]
     setup.args = GemmSparse24Args(setup.args.weight, TensorView.of(x.array), TensorView.of(y.array))
-    assert [setup.run(), setup.run(), setup.run()] == [1, 1, 0]
+    assert [setup.run(), setup.run()] == [1, 0]
 
 
 @every_problem
-def test_what_is_remembered_is_no_part_of_the_arguments(name):
+def test_new_arguments_of_known_operands_are_only_launched(name):
     setup = Setup(name)
-    given: dict[str, Any] = {
-        one.name: getattr(setup.args, one.name) for one in fields(setup.args) if one.init
-    }
-    before, fresh = repr(setup.args), type(setup.args)(**given)
+    setup.run()
+    given: dict[str, Any] = {one.name: getattr(setup.args, one.name) for one in fields(setup.args)}
+    setup.args = type(setup.args)(**given)
+    assert setup.run() == 0
+
+
+def test_another_weight_is_checked():
+    setup = Setup()
+    setup.run()
+    weight = copy.deepcopy(setup.args.weight)
+    setup.args = replace(setup.args, weight=weight)
+    assert [setup.run(), setup.run()] == [1, 0]
+
+
+@every_problem
+def test_no_operand_is_kept_alive(name):
+    setup = Setup(name)
     setup.run(), setup.run()
-    assert repr(setup.args) == before
-    assert setup.args == fresh
-    setup.args = fresh
-    assert setup.run() == 1
+    tensors = [weakref.ref(tensor.array) for tensor in setup.tensors.values()]
+    setup.tensors, setup.written, setup.args, setup._keep = {}, {}, None, None
+    gc.collect()
+    assert [one() for one in tensors] == [None] * len(tensors)
 
 
 # On a GPU -----------------------------------------------------------------------------------------

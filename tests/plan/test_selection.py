@@ -286,7 +286,7 @@ def test_an_explanation_is_plain_json_and_one_line_a_row(desc, place):
     lines = str(answer).splitlines()
     assert len(lines) == 2 + len(document["rows"])
     for line, (name, backend, reason) in zip(lines[2:], document["rows"], strict=True):
-        state = "chosen" if name == answer.chosen else reason or "can serve; a row above it was preferred"
+        state = "chosen" if name == answer.chosen else reason or "can serve; a kernel above it was preferred"
         assert line == f"  {name} ({backend}): {state}"
 
 

@@ -4,13 +4,13 @@
 #include "common/types.cuh"
 
 struct AttentionTables {
-  // Block rows of each head, or block columns, those with the most blocks first.
+  // Block rows, or columns, of each head: those with the most blocks first.
   const int* order;
   // Index in entries where each block row, or block column, begins.
   const int* pointers;
   // Block column of each kept block, or block row: [blocks].
   const int* entries;
-  // Number of work tiles claimed beyond the first of each channel; 0 before the launch.
+  // Work tiles claimed beyond each pipeline group's first; 0 before the launch.
   u32* claimed;
   // Valid rows of Q in each batch element: [Z], or null.
   const int* q_lengths;

@@ -12,7 +12,7 @@ struct BlocksWgmmaParams {
   TensorMap out_map;
   // Row panels, longest first: [panels].
   const int* panel_order;
-  // Number of block columns in which each panel keeps a block: [panels].
+  // Number of block columns that each panel meets: [panels].
   const int* panel_columns;
   // Bit c % 32 of word c / 32 is set where the block row keeps column c.
   const u32* kept;
@@ -47,7 +47,7 @@ struct BlocksWgmmaParams {
   u32 tokens;
   // Number of clusters' token tiles that cover the tokens; unused for sdd.
   u32 cluster_tiles;
-  // Number of token tiles that every panel meets before the next ones, for L2.
+  // Number of token tiles of a raster group, which L2 holds.
   u32 raster_tiles;
   // Work tiles of a panel at most, for sdd.
   u32 panel_groups;

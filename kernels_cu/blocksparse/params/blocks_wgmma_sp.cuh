@@ -14,7 +14,7 @@ struct BlocksWgmmaSpParams {
   const u8* metadata;
   // Row panels, longest first: [panels].
   const int* panel_order;
-  // Number of block columns in which each panel keeps a block: [panels].
+  // Number of block columns that each panel meets: [panels].
   const int* panel_columns;
   // Bit c % 32 of word c / 32 is set where the block row keeps column c.
   const u32* kept;
@@ -44,7 +44,7 @@ struct BlocksWgmmaSpParams {
   u32 tokens;
   // Number of clusters' token tiles that cover the tokens.
   u32 cluster_tiles;
-  // Number of token tiles in a raster group, which every panel meets, for L2.
+  // Number of token tiles of a raster group, which L2 holds.
   u32 raster_tiles;
   // Number of raster groups.
   u32 raster_groups;

@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 struct AxisParams {
-  // Pixel that result 0 of a phase meets at offset 0.
+  // Pixel that result 0 of a phase reads at offset 0.
   int lower;
   // Pixels from one result's pixel to the next.
   int stride;
@@ -41,9 +41,9 @@ struct ConvWgmmaParams {
   TensorMap right_map;
   // Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.
   TensorMap out_map;
-  // Forward: row panels, longest first. wgrad: block row of each group; negative: no group.
+  // Row panels, longest first. For wgrad: block row of each group, or -1.
   const int* work_rows;
-  // Forward: block columns that each panel meets. wgrad: first block of each group.
+  // Block columns of each panel. For wgrad: first block of each group.
   const int* work_blocks;
   // Bit c % 32 of word c / 32 is set where the block row keeps column c.
   const u32* kept;
@@ -55,7 +55,7 @@ struct ConvWgmmaParams {
   const int* value_index;
   // Bias [rows], or null.
   const void* bias;
-  // Results [images, h, w, rows] with phases; the filter's gradient when split-K is reduced.
+  // Results [images, h, w, rows] of phases, or the reduced gradient of the filter.
   void* out;
   // Partial sums of split-K: [split_k, elements].
   const float* partials;
@@ -89,7 +89,7 @@ struct ConvWgmmaParams {
   u32 pixels;
   // Number of clusters' tiles that cover the pixels; of a group, for wgrad.
   u32 cluster_tiles;
-  // Number of pixel tiles that every panel meets before the next ones, for L2.
+  // Number of pixel tiles of a raster group, which L2 holds.
   u32 raster_tiles;
   // Number of groups of blocks, for wgrad.
   u32 groups;

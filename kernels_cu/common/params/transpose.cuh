@@ -4,9 +4,9 @@
 #include "common/types.cuh"
 
 struct TransposeParams {
-  // Matrices [count, rows, columns], one behind the other.
+  // Matrices [batch, rows, columns], one behind the other.
   const void* matrices;
-  // Their transposes [count, columns, rows], contiguous.
+  // Their transposes [batch, columns, rows], contiguous.
   void* out;
   // Rows of a matrix.
   i64 rows;
@@ -18,9 +18,9 @@ struct TransposeParams {
   u32 row_tiles;
   // Number of tiles that cover the columns.
   u32 column_tiles;
-  // 1 if every row of the matrices begins at a multiple of 16 bytes, else 0.
+  // 1 if every row of the matrices begins at a multiple of 16 bytes.
   u32 rows_aligned;
-  // 1 if every row of the transposes begins at a multiple of 16 bytes, else 0.
+  // 1 if every row of the transposes begins at a multiple of 16 bytes.
   u32 columns_aligned;
 };
 static_assert(sizeof(TransposeParams) == 56);

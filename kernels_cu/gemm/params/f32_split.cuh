@@ -1,4 +1,4 @@
-// Written from sparse24_plans.gemm.f32_split: edit the declaration there,
+// Written from sparse24_plans.gemm.backends.f32_split: edit the declaration there,
 // then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
 #pragma once
 #include "common/types.cuh"

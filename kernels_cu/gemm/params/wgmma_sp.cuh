@@ -9,11 +9,11 @@ struct WgmmaSpParams {
   TensorMap x_map;
   // Like x_map, in boxes for the last token tile.
   TensorMap x_tail_map;
-  // Column-major X: the partial group of tokens that ends a token tile.
+  // Column-major X: the partial group of tokens that ends a tile.
   TensorMap x_remainder_map;
   // Column-major X: the partial group that ends the last tile.
   TensorMap x_tail_remainder_map;
-  // Y in boxes of one step of the staged store, swizzled. Used if y_aligned is 1 and K is not split over CTAs.
+  // Y in boxes of one step of the staged store. Used if TMA stores Y.
   TensorMap y_map;
   // X[n, k]. For float32 the original X: x_map reads its bf16 terms.
   const void* x;
@@ -57,7 +57,7 @@ struct WgmmaSpParams {
   u32 n_tiles;
   // Number of work tiles; each is one cluster's tile of Y.
   u32 work_tiles;
-  // 1 if all rows (columns) of Y begin, and where TMA stores them also end, at multiples of 16 bytes; else 0.
+  // 1 if rows (columns) of Y begin, and for TMA also end, at 16-byte multiples.
   u32 y_aligned;
   // Number of tokens of X that a CTA loads for the last token tile.
   u32 x_tail_tokens;
@@ -67,7 +67,7 @@ struct WgmmaSpParams {
   u32 units_per_cluster;
   // Stream-K: number of clusters that take one unit more; they come first.
   u32 big_units;
-  // Always 0. The compiler cannot know that, so a value combined with it is not moved or folded away.
+  // Always 0, unknown to the compiler: see opaque_zero() for its two uses.
   u32 opaque_zero;
 };
 static_assert(sizeof(WgmmaSpParams) == 832);

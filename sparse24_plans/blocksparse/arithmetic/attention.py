@@ -1,4 +1,4 @@
-"""Attention over kept cells in NumPy, in float32, a row of blocks at a time."""
+"""Attention over kept cells in NumPy, in float32, one block row at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """One run. ``read``: operands in float32 by name, lengths as they are."""
+    """One run. ``read`` maps names to operands in float32, and to lengths."""
 
     desc: BlockSparseAttentionDescriptor
     tables: LookUp
@@ -26,20 +26,20 @@ class Attention:
     read: dict[str, Array]
 
     def forward(self) -> tuple[Array, Array]:
-        """O [Z, H, rows, head_size] and the rows' logsumexp [Z, H, rows]."""
+        """Return O [Z, H, rows, head_size] and the rows' logsumexp [Z, H, rows]."""
         q, k, v = self._of_queries("q"), self._of_keys("k"), self._of_keys("v")
         out, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
         for line in self._lines():
             scores, dropped = self._scores(line, q, k)
             found = softmax(np.where(dropped, np.float32(-np.inf), scores))
             out[:, line.head, line.cells] = self.multiply(
-                found.probabilities, v[:, line.head][:, self._met(line)]
+                found.probabilities, v[:, line.head][:, self._columns(line)]
             )
             lse[:, line.head, line.cells] = found.logsumexp[..., 0]
         return out, lse
 
     def backward(self) -> tuple[Array, Array, Array]:
-        """dQ, dK and dV. The probabilities come back from the scores and ``lse``."""
+        """Return dQ, dK and dV. Probabilities are recomputed from the scores and ``lse``."""
         desc, one = self.desc, self.desc.layout
         q, k, v = self._of_queries("q"), self._of_keys("k"), self._of_keys("v")
         out_gradient = self._of_queries("do")
@@ -53,7 +53,7 @@ class Attention:
                 dropped, np.float32(0), exp32(scores - np.where(np.isneginf(lse), np.float32(0), lse))
             )
             dp = self.multiply(
-                out_gradient[:, line.head, line.cells], v[:, line.head][:, self._met(line)].swapaxes(1, 2)
+                out_gradient[:, line.head, line.cells], v[:, line.head][:, self._columns(line)].swapaxes(1, 2)
             )
             ds = p * (dp - deltas[:, line.head, line.cells])
             probabilities[:, line.places] = products.in_blocks(p)
@@ -68,40 +68,40 @@ class Attention:
     def _lines(self, *, transposed: bool = False) -> Any:
         return products.lines(self.desc.layout, self.tables, transposed=transposed)
 
-    def _met(self, line: Line) -> Array:
-        return line.met(self.desc.layout.block)
+    def _columns(self, line: Line) -> Array:
+        return line.cells_across(self.desc.layout.block)
 
     def _scores(self, line: Line, q: Array, k: Array) -> tuple[Array, Array]:
-        """Of a line [Z, block, cells], and which of them don't count."""
-        met = self._met(line)
-        keys = k[:, line.head][:, met].swapaxes(1, 2)
+        """Return the scores of a block row [Z, block, cells], and which of them are hidden."""
+        columns_read = self._columns(line)
+        keys = k[:, line.head][:, columns_read].swapaxes(1, 2)
         scores = self.multiply(q[:, line.head, line.cells], keys) * np.float32(self.desc.scale)
         rows = np.arange(line.cells.start, line.cells.stop)[:, None]
         dropped = np.zeros(scores.shape, np.bool_)
         if self.desc.causal:
-            dropped |= met > rows
+            dropped |= columns_read > rows
         if self.desc.lengths:
             dropped |= rows >= self.read["q_lengths"][:, None, None]
-            dropped |= met >= self.read["kv_lengths"][:, None, None]
+            dropped |= columns_read >= self.read["kv_lengths"][:, None, None]
         return scores, dropped
 
     def _of_queries(self, name: str) -> Array:
         return self._within(self.read[name], "q_lengths")
 
     def _of_keys(self, name: str) -> Array:
-        """Of every head of Q its own."""
+        """Repeat an operand of K's heads for every head of Q."""
         heads = np.arange(self.desc.layout.heads) // max(self.desc.group, 1)
         return self._within(self.read[name], "kv_lengths")[:, heads]
 
     def _within(self, matrices: Array, lengths: str) -> Array:
-        """With zeros beyond the lengths, where anything may lie."""
+        """Return the matrices with zeros beyond the lengths, where callers may leave anything."""
         if not self.desc.lengths:
             return matrices
         beyond = np.arange(matrices.shape[2]) >= self.read[lengths][:, None]
         return np.where(beyond[:, None, :, None], np.float32(0), matrices)
 
     def _of_groups(self, gradients: Array) -> Array:
-        """Sums over the heads of Q that share a head of K, from the first to the last."""
+        """Sum gradients over the heads of Q that share a head of K, from the first to the last."""
         batch, _, rows, width = gradients.shape
         groups = gradients.reshape(batch, self.desc.kv_heads, self.desc.group, rows, width)
         total = np.zeros((batch, self.desc.kv_heads, rows, width), np.float32)
@@ -110,7 +110,7 @@ class Attention:
         return total
 
     def _product(self, values: Array, dense: Array, *, transposed: bool) -> Array:
-        """S, or S transposed, times a dense matrix."""
+        """Multiply S, or S transposed, by a dense matrix."""
         one = self.desc.layout
         rows = one.cols if transposed else one.rows
         found = np.empty((self.desc.batch, one.heads, rows, dense.shape[3]), np.float32)

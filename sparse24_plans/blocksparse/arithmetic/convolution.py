@@ -1,7 +1,7 @@
-"""Convolutions with block-sparse filters in NumPy, a line of blocks at a time.
+"""Convolutions with block-sparse filters in NumPy, one block row at a time.
 
-The pixels that a line's kept blocks meet are gathered side by side: one product of two dense matrices, whose
-sums run over kept blocks alone.
+The pixels that a block row's kept blocks read are gathered side by side. This makes one product of two dense
+matrices, whose sums run over kept blocks alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..conv_geometry import Axis, Geometry
+from ..convolution import Axis, Geometry
 from ..lookup_tables import LookUp
 from ..shape import BlockSparseShape
 from .products import Multiply, in_blocks, side_by_side
@@ -20,24 +20,24 @@ Array = np.ndarray[Any, Any]
 
 
 class FilterLine(NamedTuple):
-    """The kept blocks that results of some channels, and of a phase, sum over; in the order of their sums."""
+    """The kept blocks that the results of some channels and one phase sum over, in the order of the sums."""
 
     phase: int
     cells: slice
-    """The channels of the results."""
+    """Channels of the results."""
     taps: Array
     across: Array
-    """Block of channels of what is read, of each."""
+    """Block of the read image's channels, for each kept block."""
     places: Array
-    """Among the values, of each."""
+    """Place among the values, for each kept block."""
 
 
 def lines(
-    shape: BlockSparseShape, tables: LookUp, geometry: Geometry, *, turned: bool
+    shape: BlockSparseShape, tables: LookUp, geometry: Geometry, *, transposed: bool
 ) -> Iterator[FilterLine]:
-    """Of a convolution, or ``turned`` of the gradient of its input."""
+    """The filter lines of a convolution, or with ``transposed`` of its input's gradient."""
     taps, block = geometry.taps, shape.block
-    if not turned:
+    if not transposed:
         for line in range(shape.block_rows):
             part = slice(tables.row_pointers[line], tables.row_pointers[line + 1])
             across, tap = np.divmod(tables.columns[part], taps)
@@ -50,13 +50,13 @@ def lines(
         tap = np.repeat(np.arange(taps), np.diff(tables.column_pointers)[columns])
         cells = slice(line * block, (line + 1) * block)
         for phase in range(geometry.phases):
-            met = np.array([geometry.offsets(phase, one) is not None for one in range(taps)])[tap]
+            columns_read = np.array([geometry.offsets(phase, one) is not None for one in range(taps)])[tap]
             rows, places = tables.column_rows[part], tables.column_order[part]
-            yield FilterLine(phase, cells, tap[met], rows[met], places[met])
+            yield FilterLine(phase, cells, tap[columns_read], rows[columns_read], places[columns_read])
 
 
 class Pixels:
-    """Images, zero outside, and what results meet of them."""
+    """Images, which are zero outside, and the pixels that results read."""
 
     def __init__(self, images: Array, geometry: Geometry) -> None:
         """``images`` [N, height, width, channels], float32."""
@@ -65,8 +65,8 @@ class Pixels:
         self._padded = np.pad(images, ((0, 0), (top, bottom), (left, right), (0, 0)))
         self._first = tuple(axis.lower + margin for axis, margin in zip(geometry, (top, left), strict=True))
 
-    def met(self, line: FilterLine, block: int) -> Array:
-        """[1, pixels, blocks of the line * block]."""
+    def gathered(self, line: FilterLine, block: int) -> Array:
+        """Gather the pixels that a filter line reads: [1, pixels, blocks of the line * block]."""
         found = [
             self._at(line.phase, int(tap), slice(at * block, (at + 1) * block))
             for tap, at in zip(line.taps, line.across, strict=True)
@@ -86,21 +86,23 @@ class Pixels:
 
 
 def _margins(axis: Axis) -> tuple[int, int]:
-    """Zeros before and behind the pixels."""
+    """Numbers of zeros before and behind the pixels."""
     last = axis.lower + axis.most_offset + axis.stride * (axis.results - 1)
     return max(0, -axis.lower), max(0, last - (axis.size - 1))
 
 
-def of_results(line: FilterLine, values: Array, pixels: Pixels, multiply: Multiply, *, turned: bool) -> Array:
-    """The sums [pixels, block] of a line, of ``values`` [blocks, block, block]."""
+def of_results(
+    line: FilterLine, values: Array, pixels: Pixels, multiply: Multiply, *, transposed: bool
+) -> Array:
+    """Return the sums [pixels, block] of a filter line of ``values`` [blocks, block, block]."""
     tiles = values[None, line.places]
-    strip = side_by_side(tiles.swapaxes(2, 3) if turned else tiles)
-    sums: Array = multiply(strip, pixels.met(line, tiles.shape[2]).swapaxes(1, 2))[0].T
+    joined = side_by_side(tiles.swapaxes(2, 3) if transposed else tiles)
+    sums: Array = multiply(joined, pixels.gathered(line, tiles.shape[2]).swapaxes(1, 2))[0].T
     return sums
 
 
 def of_filter(line: FilterLine, dy: Array, pixels: Pixels, multiply: Multiply) -> Array:
-    """The line's blocks [blocks, block, block] of the filter's gradient, of ``dy`` [pixels, K]."""
+    """Return the line's blocks [blocks, block, block] of the filter's gradient from ``dy`` [pixels, K]."""
     found = dy[:, line.cells]
-    blocks: Array = in_blocks(multiply(found.T[None], pixels.met(line, found.shape[1])))[0]
+    blocks: Array = in_blocks(multiply(found.T[None], pixels.gathered(line, found.shape[1])))[0]
     return blocks

@@ -12,26 +12,26 @@ from ...vocab import AttentionMask
 Array = np.ndarray[Any, Any]
 
 _LEAST = -120.0
-"""Of an exponent: what is below it is 0 in float32 too."""
+"""Least exponent: the exponential of anything below is 0 in float32, too."""
 
 
 def added(mask: Array, kind: AttentionMask) -> Array:
-    """What a mask, float32, adds to scores."""
+    """Return what a mask, as float32, adds to scores."""
     if kind is AttentionMask.ADD:
         return mask
     return np.where(mask == 0, np.float32(-np.inf), np.float32(0))
 
 
 class Softmax(NamedTuple):
-    """Of float32 rows [..., cells]. One of -Inf alone, or without cells, is zeros."""
+    """The softmax of float32 rows [..., cells]. A row of -Inf alone, or without cells, becomes zeros."""
 
     probabilities: Array
     logsumexp: Array
-    """[..., 1]: the logarithm of the sum of the exponentials; -Inf of a row of zeros."""
+    """Logarithm of each row's sum of exponentials [..., 1]; -Inf for a row of zeros."""
 
 
 def softmax(scores: Array) -> Softmax:
-    """All in float32; the logarithm in float64, rounded once."""
+    """Compute in float32; the logarithm is computed in float64 and rounded once."""
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     nothing = top == -np.inf
     powers = exp32(scores - np.where(nothing, np.float32(0), top))
@@ -41,13 +41,13 @@ def softmax(scores: Array) -> Softmax:
 
 
 def gradient(y: Array, dy: Array, scale: float) -> Array:
-    """Of what softmax multiplied by ``scale``, float32."""
+    """Return the gradient of a softmax whose input was multiplied by ``scale``, a float32."""
     product: Array = y * (dy - in_order(y * dy)) * np.float32(scale)
     return product
 
 
 def in_order(terms: Array) -> Array:
-    """Sums of float32 rows [..., 1], from +0 by one rounded addition a term, from the first to the last."""
+    """Sum float32 rows [..., 1] from +0, one rounded addition a term, from the first to the last."""
     if terms.shape[-1] == 0:
         return np.zeros((*terms.shape[:-1], 1), np.float32)
     found: Array = np.cumsum(terms, axis=-1, dtype=np.float32)[..., -1:] + np.float32(0)
@@ -55,7 +55,7 @@ def in_order(terms: Array) -> Array:
 
 
 def exp32(exponents: Array) -> Array:
-    """exp of float32 that aren't positive: float64's, rounded once."""
+    """exp of float32 that are not positive: computed in float64, rounded once."""
     wide = np.clip(np.nan_to_num(exponents.astype(np.float64)), _LEAST, 0.0)
     return np.where(np.isnan(exponents), exponents, exponential(wide).astype(np.float32))
 
@@ -64,9 +64,10 @@ _LN2, _SQRT_HALF = 0.6931471805599453, 0.7071067811865476
 
 
 def _log(values: Array) -> Array:
-    """The logarithm of float32 from 1, as float64: e * ln 2 + 2 * atanh((m - 1) / (m + 1)) of m * 2^e.
+    """Return the logarithm of float32 from 1 on, as float64.
 
-    m lies between sqrt(1/2) and sqrt(2); atanh is its series in odd powers, to the 23rd.
+    For m * 2^e with m between sqrt(1/2) and sqrt(2) it is e * ln 2 + 2 * atanh((m - 1) / (m + 1)), where
+    atanh is its series in odd powers, to the 23rd.
     """
     mantissa, exponent = np.frexp(values.astype(np.float64))
     low = mantissa < _SQRT_HALF

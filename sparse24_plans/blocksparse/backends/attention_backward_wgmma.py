@@ -1,7 +1,7 @@
 """Launches ``blocksparse/attention_backward_wgmma.cu``: the gradients of attention over kept blocks, fused.
 
-One launch makes what each row of Q adds to the others; then one over columns of blocks gives dK and dV, and
-one over rows of blocks dQ.
+One launch prepares two numbers for each row of Q. Then one launch over block columns computes dK and dV, and
+one over block rows dQ.
 """
 
 from __future__ import annotations
@@ -9,30 +9,40 @@ from __future__ import annotations
 import math
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, align_up, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
-from ..attention import BOX, MOST_SLOTS, THREADS, AttentionTables, Walk, channels, from_zero, problem_defines
+from ..attention import (
+    BOX,
+    MAX_STAGES,
+    THREADS,
+    AttentionTables,
+    Walk,
+    from_zero,
+    pipeline_groups,
+    problem_defines,
+)
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
 from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
 _ROW_THREADS, _ROW_ELEMENTS = 256, 8
-"""Of the first launch; of a row, each thread's."""
+"""Threads of a CTA of the first launch; elements of a row that each of them reads."""
 _ALIGNMENT = 1024
-"""Of a channel's shared memory."""
-_SLOT_WORDS, _WORDS = 20, 96
-"""Bytes: of a slot its barriers and its first row; of a channel two barriers and four items."""
+"""Bytes that a pipeline group's shared memory is aligned to."""
+_STAGE_BYTES, _GROUP_BYTES = 20, 96
+"""Bytes of a stage's barriers and first row; bytes of a pipeline group's two barriers and four descriptions.
+"""
 
 
+@kernel_params("blocksparse/params/attention_backward_wgmma.cuh")
 class AttentionBackwardWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/attention_backward_wgmma.cu``."""
 
-    header = "blocksparse/params/attention_backward_wgmma.cuh"
     stationary_maps = field("TensorMap", "K and V, or Q and dO, in boxes of 64 rows x 128 bytes.", 2)
     streamed_maps = field("TensorMap", "Q and dO, or K and V, in boxes of a tile's rows x 128 bytes.", 2)
     gradients = field("void*", "dK and dV, or dQ alone: [.., rows, head_size].", 2)
@@ -55,20 +65,22 @@ class AttentionBackwardWgmmaParams(KernelParams):
 
 
 class _Pass:
-    """One walk over the kept blocks: ``keys`` over columns, for dK and dV, else over rows, for dQ."""
+    """One walk over the kept blocks: with ``keys`` over columns, for dK and dV; else over rows, for dQ."""
 
     def __init__(self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, *, keys: bool) -> None:
         self._walk, self._tile = Walk(desc, columns=keys), _tile(desc, keys=keys)
-        slots = _slots(desc, keys=keys)
+        stages = _stages(desc, keys=keys)
         self.blocks = self._walk.blocks(device)
-        self.details = self._walk.details(device, f"{channels(desc) * slots} slots of {self._tile} rows")
+        self.details = self._walk.details(
+            device, f"{pipeline_groups(desc) * stages} stages of {self._tile} rows"
+        )
         self.function = load(
             _SOURCE,
             "attention_backward_wgmma",
             THREADS,
             device,
             defines(desc, keys=keys),
-            shared_bytes=channels(desc) * _channel_bytes(desc, slots, keys=keys),
+            shared_bytes=pipeline_groups(desc) * _pipeline_bytes(desc, stages, keys=keys),
         )
         self._parameters = AttentionBackwardWgmmaParams(
             scale=desc.scale,
@@ -84,8 +96,8 @@ class _Pass:
         found.bases, found.deltas = workspace, workspace + 4 * rows
         for at, name in enumerate(("dk", "dv") if keys else ("dq",)):
             found.gradients[at] = views[name].address
-        stays, passes = (("k", "v"), ("q", "do")) if keys else (("q", "do"), ("k", "v"))
-        boxes = dict.fromkeys(stays, BOX) | dict.fromkeys(passes, self._tile)
+        stationary, streamed = (("k", "v"), ("q", "do")) if keys else (("q", "do"), ("k", "v"))
+        boxes = dict.fromkeys(stationary, BOX) | dict.fromkeys(streamed, self._tile)
         self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * keys)
         return found
 
@@ -131,21 +143,22 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
 
 
 def _tile(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
-    """Rows that pass at a time: for dK and dV, half of the registers that sums of 128 columns leave."""
+    """Rows of a streamed tile. For dK and dV the accumulators of 128 columns leave registers for 64."""
     return 64 if keys else desc.layout.block
 
 
-def _channel_bytes(desc: BlockSparseAttentionDescriptor, slots: int, *, keys: bool) -> int:
-    """Of shared memory: what stays; slots; of their rows, where those are of Q, two numbers; words."""
+def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, stages: int, *, keys: bool) -> int:
+    """Shared memory of a pipeline group: stationary operands, stages, two numbers for each streamed row of Q,
+    barriers and descriptions."""
     row = desc.head_size * desc.element.itemsize
-    stays, slot = 2 * desc.layout.block * row, 2 * _tile(desc, keys=keys) * (row + 4 * keys)
-    return align_up(stays + slots * (slot + _SLOT_WORDS) + _WORDS, _ALIGNMENT)
+    stationary, stage = 2 * desc.layout.block * row, 2 * _tile(desc, keys=keys) * (row + 4 * keys)
+    return align_up(stationary + stages * (stage + _STAGE_BYTES) + _GROUP_BYTES, _ALIGNMENT)
 
 
-def _slots(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
-    """Of a channel."""
-    space = SHARED_BYTES // channels(desc)
-    return max(n for n in range(MOST_SLOTS + 1) if _channel_bytes(desc, n, keys=keys) <= space)
+def _stages(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
+    """Pipeline stages of a pipeline group."""
+    space = SHARED_BYTES // pipeline_groups(desc)
+    return max(n for n in range(MAX_STAGES + 1) if _pipeline_bytes(desc, n, keys=keys) <= space)
 
 
 def defines(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> dict[str, int]:
@@ -154,5 +167,5 @@ def defines(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> dict[str, in
         **problem_defines(desc),
         "STATIONARY_KV": int(keys),
         "TILE": _tile(desc, keys=keys),
-        "PIPELINE_STAGES": _slots(desc, keys=keys),
+        "PIPELINE_STAGES": _stages(desc, keys=keys),
     }

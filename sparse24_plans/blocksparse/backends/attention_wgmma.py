@@ -5,27 +5,36 @@ from __future__ import annotations
 import math
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ..attention import BOX, MOST_SLOTS, THREADS, AttentionTables, Walk, channels, from_zero, problem_defines
+from ..attention import (
+    BOX,
+    MAX_STAGES,
+    THREADS,
+    AttentionTables,
+    Walk,
+    from_zero,
+    pipeline_groups,
+    problem_defines,
+)
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
 from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
-"""Of a channel: barriers, and what its item is."""
+"""Bytes of a pipeline group's barriers and description of a work tile."""
 _TILE = 128
-"""Keys of a slot."""
+"""Keys of a pipeline stage."""
 
 
+@kernel_params("blocksparse/params/attention_wgmma.cuh")
 class AttentionWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/attention_wgmma.cu``."""
 
-    header = "blocksparse/params/attention_wgmma.cuh"
     q_map = field("TensorMap", "Q [Z * H, queries, head_size] in boxes of 64 rows x 128 bytes.")
     k_map = field("TensorMap", "K [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
     v_map = field("TensorMap", "V [matrices, keys, head_size] in boxes of a block's rows x 128 bytes.")
@@ -52,15 +61,15 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         self._walk = Walk(desc, columns=False)
         self._blocks = self._walk.blocks(device)
         self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
-        slots = channels(desc) * _slots(desc)
-        self.details = self._walk.details(device, f"{slots} slots of {_TILE} keys")
+        stages = pipeline_groups(desc) * _stages(desc)
+        self.details = self._walk.details(device, f"{stages} stages of {_TILE} keys")
         self._function = load(
             _SOURCE,
             "attention_wgmma",
             THREADS,
             device,
             defines(desc),
-            shared_bytes=_fixed_bytes(desc) + slots * _tile_bytes(desc),
+            shared_bytes=_fixed_bytes(desc) + stages * _tile_bytes(desc),
         )
         self._parameters = AttentionWgmmaParams(
             scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes()
@@ -82,14 +91,14 @@ def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:
 
 
 def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
-    """Of shared memory, beside the slots: Q of both warpgroups, barriers."""
-    return _tile_bytes(desc) + channels(desc) * _BARRIER_BYTES
+    """Shared memory apart from stages: Q of both warpgroups, barriers."""
+    return _tile_bytes(desc) + pipeline_groups(desc) * _BARRIER_BYTES
 
 
-def _slots(desc: BlockSparseAttentionDescriptor) -> int:
-    """Of a channel."""
-    space = (SHARED_BYTES - _fixed_bytes(desc)) // channels(desc)
-    return min(space // _tile_bytes(desc), MOST_SLOTS)
+def _stages(desc: BlockSparseAttentionDescriptor) -> int:
+    """Pipeline stages of a pipeline group."""
+    space = (SHARED_BYTES - _fixed_bytes(desc)) // pipeline_groups(desc)
+    return min(space // _tile_bytes(desc), MAX_STAGES)
 
 
 def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
@@ -98,5 +107,5 @@ def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
         **problem_defines(desc),
         "SIGN": -1 if desc.scale < 0 else 1,
         "PING_PONG": int(desc.layout.block == _TILE),
-        "PIPELINE_STAGES": _slots(desc),
+        "PIPELINE_STAGES": _stages(desc),
     }

@@ -1,26 +1,26 @@
-"""Launches ``blocksparse/blocks_strict.cu``: kept blocks, multiplied in the order that the oracle has."""
+"""Launches ``blocksparse/blocks_strict.cu``: kept blocks, multiplied in the order of the oracle."""
 
 from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, Form
-from ..strict_tiles import StrictTiles
+from ..kernel_problem import K_MAJOR, KernelProblem
+from ..schedules.blocks_strict import BlocksStrictSchedule
 
 _SOURCE = "blocksparse/blocks_strict.cu"
 
 
+@kernel_params("blocksparse/params/blocks_strict.cuh")
 class BlocksStrictParams(KernelParams):
     """Parameters of ``blocksparse/blocks_strict.cu``."""
 
-    header = "blocksparse/params/blocks_strict.cuh"
     left = field("const void*", "Values [Z, blocks, b, b]; A [Z, H, ..] for sdd.")
     right = field("const void*", "Dense operand [Z, H, ..].")
     bias = field("const void*", "Bias [H, rows], or null.")
@@ -55,18 +55,18 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
-        self._form = form = Form(desc)
-        self._tiles = tiles = StrictTiles.of(desc, choice.device.multiprocessors)
-        self._blocks = tiles.blocks(desc)
-        self.details = f"{self._blocks} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
+        self._problem = problem = KernelProblem(desc)
+        self._tiles = tiles = BlocksStrictSchedule.of(desc, choice.device.multiprocessors)
+        self._ctas = tiles.ctas(desc)
+        self.details = f"{self._ctas} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
         self._function = load(_SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles))
         one, n = desc.layout, desc.n
         # How far it is to the next k, and to the next row or token.
-        width = one.block if not form.sampled else one.rows if desc.trans_a else n
-        left = (1, width) if form.left_major == K_MAJOR else (width, 1)
-        across = one.cols if form.sampled else n
-        right = (1, self._k) if form.right_major == K_MAJOR else (across, 1)
-        rows = form.head_lines * one.block
+        width = one.block if not problem.sampled else one.rows if desc.trans_a else n
+        left = (1, width) if problem.left_major == K_MAJOR else (width, 1)
+        across = one.cols if problem.sampled else n
+        right = (1, self._k) if problem.right_major == K_MAJOR else (across, 1)
+        rows = problem.head_block_rows * one.block
         self._parameters = BlocksStrictParams(
             left_matrix=one.rows * n,
             left_k=left[0],
@@ -75,46 +75,46 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             right_k=right[0],
             right_token=right[1],
             out_matrix=rows * n,
-            out_row=n if form.tokens_contiguous else 1,
-            out_token=1 if form.tokens_contiguous else rows,
+            out_row=n if problem.tokens_contiguous else 1,
+            out_token=1 if problem.tokens_contiguous else rows,
             blocks=one.blocks,
             tokens=n,
             depth=n,
             heads=one.heads,
-            head_block_rows=max(form.head_lines, 1),
-            work_rows=tiles.lines(desc),
-            n_tiles=tiles.token_tiles(desc),
+            head_block_rows=max(problem.head_block_rows, 1),
+            work_rows=tiles.work_rows(desc),
+            n_tiles=tiles.n_tiles(desc),
             alpha=desc.alpha,
         )
 
     @property
     def _k(self) -> int:
-        """The length of the sums, blocks that aren't kept among them."""
+        """Length of the sums, including blocks that are not kept."""
         return self.descriptor.reduction
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        form = self._form
-        if self._blocks == 0:
+        problem = self._problem
+        if self._ctas == 0:
             return nothing
         parameters = BlocksStrictParams.from_buffer_copy(self._parameters)
-        for name, at in form.entries(views["layout"].address, self.descriptor).items():
+        for name, at in problem.entries(views["layout"].address, self.descriptor).items():
             setattr(parameters, name, at)
-        parameters.left, parameters.right = views[form.left].address, views[form.right].address
+        parameters.left, parameters.right = views[problem.left].address, views[problem.right].address
         parameters.out = views["c"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        return self._function.bind(self._blocks, parameters)
+        return self._function.bind(self._ctas, parameters)
 
 
-def defines(desc: BlockSparseMatmulDescriptor, tiles: StrictTiles) -> dict[str, int]:
+def defines(desc: BlockSparseMatmulDescriptor, tiles: BlocksStrictSchedule) -> dict[str, int]:
     """Macros of the kernel."""
-    form = Form(desc)
+    problem = KernelProblem(desc)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
         "TILE_N": tiles.tokens,
-        "SAMPLED": int(form.sampled),
-        "LEFT_ALONG_K": int(form.left_major == K_MAJOR),
-        "RIGHT_ALONG_K": int(form.right_major == K_MAJOR),
+        "SAMPLED": int(problem.sampled),
+        "LEFT_ALONG_K": int(problem.left_major == K_MAJOR),
+        "RIGHT_ALONG_K": int(problem.right_major == K_MAJOR),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

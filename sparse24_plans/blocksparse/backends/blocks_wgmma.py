@@ -1,4 +1,4 @@
-"""Launches ``blocksparse/blocks_wgmma.cu``: kept blocks and the rows that they meet, multiplied by wgmma."""
+"""Launches ``blocksparse/blocks_wgmma.cu``: products of kept blocks by wgmma."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..._vendor import cuda_driver_abi
 from ...device import transpose
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
@@ -14,28 +14,26 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, Form, turned_bytes
+from ..kernel_problem import K_MAJOR, KernelProblem, transpose_bytes
 from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
-"""Of a line of a box, and of k of a step."""
+"""Bytes of a box's row, and of a step's k."""
 _TILE = 64
-"""Rows of a tile, and rows or tokens of a box that isn't K-major."""
+"""Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
 
 
+@kernel_params("blocksparse/params/blocks_wgmma.cuh")
 class BlocksWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/blocks_wgmma.cu``."""
 
-    header = "blocksparse/params/blocks_wgmma.cuh"
     left_map = field("TensorMap", "Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.")
     right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field(
-        "const int*", "Number of block columns in which each panel keeps a block: [panels]."
-    )
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
     columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")
@@ -56,7 +54,7 @@ class BlocksWgmmaParams(KernelParams):
     batch = field("u32", "Number of batch elements, Z.")
     tokens = field("u32", "Number of columns of X.")
     cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens; unused for sdd.")
-    raster_tiles = field("u32", "Number of token tiles that every panel meets before the next ones, for L2.")
+    raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
     k_steps = field("u32", "Number of steps along the tokens, for sdd.")
     full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
@@ -70,20 +68,20 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._form = form = Form(desc)
-        self._transposed = form.turns(desc, choice.preference.max_workspace_bytes)
+        self._problem = problem = KernelProblem(desc)
+        self._transposed = problem.transposed_operands(desc, choice.preference.max_workspace_bytes)
         self._transpose = transpose.Transpose(desc.element.itemsize, device) if self._transposed else None
-        self.workspace_size = turned_bytes(self._transposed)
+        self.workspace_size = transpose_bytes(self._transposed)
         self.launches = 1 + len(self._transposed)
-        self._majors = form.majors(self._transposed)
+        self._majors = problem.majors(self._transposed)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
-        items = schedule.items(desc)
-        self._blocks = min(items, schedule.resident_clusters(device.multiprocessors)) * schedule.share
+        work_tiles = schedule.items(desc)
+        self._ctas = min(work_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.share
         self.details = (
-            ("up to " if form.sampled else "")
-            + f"{items * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
-            f"{self._blocks} blocks, clusters of {schedule.share}, {schedule.stages} stages"
+            ("up to " if problem.sampled else "")
+            + f"{work_tiles * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
+            f"{self._ctas} CTAs, clusters of {schedule.share}, {schedule.stages} stages"
             + "".join(f"; {one.name} is transposed first" for one in self._transposed)
         )
         self._function = load(
@@ -94,18 +92,18 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             defines(desc, schedule, self._majors),
             shared_bytes=schedule.shared_bytes(),
         )
-        head_strips = form.head_strips(schedule.rows, desc.layout.block)
+        head_panels = problem.head_panels(schedule.rows, desc.layout.block)
         self._parameters = BlocksWgmmaParams(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            panels=desc.layout.heads * head_strips,
-            head_panels=head_strips,
-            head_block_rows=form.head_lines,
-            bit_words=form.words,
+            panels=desc.layout.heads * head_panels,
+            head_panels=head_panels,
+            head_block_rows=problem.head_block_rows,
+            bit_words=problem.words,
             heads=desc.layout.heads,
             batch=desc.batch,
             tokens=desc.n,
-            cluster_tiles=schedule.token_clusters(desc),
+            cluster_tiles=schedule.cluster_tiles(desc),
             raster_tiles=schedule.band(desc),
             panel_groups=schedule.groups(desc.layout),
             k_steps=-(-desc.n // _depth(desc)),
@@ -113,18 +111,18 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc, form = self.descriptor, self._form
-        if self._blocks == 0:
+        desc, problem = self.descriptor, self._problem
+        if self._ctas == 0:
             return nothing
         parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
-        for name, at in form.tables(views["layout"].address, desc, self._schedule.rows).items():
+        for name, at in problem.tables(views["layout"].address, desc, self._schedule.rows).items():
             setattr(parameters, name, at)
         views, transposes = self._transposes(views, workspace)
         put_maps(parameters, self._maps, views)
-        parameters.values = views["c" if form.sampled else form.left].address
+        parameters.values = views["c" if problem.sampled else problem.left].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        multiply = self._function.bind(self._blocks, parameters, overlapping=True)
+        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
         return launch_in_order(*transposes, multiply) if transposes else multiply
 
     def _transposes(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
@@ -142,44 +140,45 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return found, launches
 
     def _maps(self, views: Views) -> bytes:
-        """Of the left and the right operand and the result."""
-        desc, form, one = self.descriptor, self._form, self._schedule
+        """Tensor maps of the left operand, the right operand and the result."""
+        desc, problem, one = self.descriptor, self._problem, self._schedule
         left_major, right_major = self._majors
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
-            if form.sampled:
+            if problem.sampled:
                 found = _dense_map(views["a"], left_major, one.rows, depth, one.share)
                 found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
-                found = rows_map(views[form.left], (lines // one.share, step))
-                if form.small and right_major != K_MAJOR:
-                    found += _grouped_map(views[form.right], one.tokens, step)
+                found = rows_map(views[problem.left], (lines // one.share, step))
+                if problem.small and right_major != K_MAJOR:
+                    found += _grouped_map(views[problem.right], one.tokens, step)
                 else:
-                    found += _dense_map(views[form.right], right_major, one.tokens, step)
+                    found += _dense_map(views[problem.right], right_major, one.tokens, step)
         out = views["c"]
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
-        if form.sampled:
+        if problem.sampled:
             threads = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)  # copy small blocks by themselves
-            return found + (threads if form.small else rows_map(out, (_TILE, wide)))
-        return found + matrices_map(out, (_TILE if form.tokens_contiguous else wide, wide))
+            return found + (threads if problem.small else rows_map(out, (_TILE, wide)))
+        return found + matrices_map(out, (_TILE if problem.tokens_contiguous else wide, wide))
 
 
 def _depth(desc: BlockSparseMatmulDescriptor) -> int:
-    """k of a step."""
+    """Elements of k in a step."""
     return _LINE_BYTES // desc.element.itemsize
 
 
 def _dense_map(view: TensorView, major: int, lines: int, step: int, share: int = 1) -> bytes:
-    """Boxes of ``step`` k of some rows or tokens; of so many blocks of threads each copies a part."""
+    """Tensor map with boxes of ``step`` k of some rows or tokens, divided among the CTAs of a cluster."""
     box = (lines // share, step) if major == K_MAJOR else (step // share, min(lines, _TILE))
     return matrices_map(view, box)
 
 
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
-    """Boxes of ``step`` k of all tokens of a tile, or where they aren't whole tiles of a part of them."""
+    """Tensor map with boxes of ``step`` k of all tokens of a tile, or of a part of them if n is no multiple
+    of 64."""
     batch, heads, rows, width = view.shape
     whole = width % _TILE == 0
     group, groups = (_TILE, tokens // _TILE) if whole else (width, 1)
@@ -192,7 +191,7 @@ def defines(
     desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int]
 ) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
-    form = Form(desc)
+    problem = KernelProblem(desc)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
@@ -204,7 +203,7 @@ def defines(
         "BUFFERS": schedule.buffers,
         "SPARSE_MAJOR": majors[0],
         "DENSE_MAJOR": majors[1],
-        "TOKENS_CONTIGUOUS": int(form.tokens_contiguous),
-        "SAMPLED": int(form.sampled),
+        "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
+        "SAMPLED": int(problem.sampled),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

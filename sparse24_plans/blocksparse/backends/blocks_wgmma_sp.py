@@ -1,38 +1,36 @@
-"""Launches ``blocksparse/blocks_wgmma_sp.cu``: kept 2:4 blocks and the rows that they meet, by wgmma.sp."""
+"""Launches ``blocksparse/blocks_wgmma_sp.cu``: products of kept 2:4 blocks by wgmma.sp."""
 
 from __future__ import annotations
 
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, Form
-from ..lookup_tables import STRIP
+from ..kernel_problem import K_MAJOR, KernelProblem
+from ..lookup_tables import PANEL_ROWS
 from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128
-"""Of what is summed over, in a stage of X; bytes of a line of a box."""
+"""Elements of k in a stage of X; bytes of a box's row."""
 
 
+@kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
 class BlocksWgmmaSpParams(KernelParams):
     """Parameters of ``blocksparse/blocks_wgmma_sp.cu``."""
 
-    header = "blocksparse/params/blocks_wgmma_sp.cuh"
     values_map = field("TensorMap", "Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.")
     right_map = field("TensorMap", "X [Z * H, ..] in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
     metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field(
-        "const int*", "Number of block columns in which each panel keeps a block: [panels]."
-    )
+    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     value_index = field("const int*", "Index of each block in the values, or null if they are in order.")
@@ -47,7 +45,7 @@ class BlocksWgmmaSpParams(KernelParams):
     batch = field("u32", "Number of batch elements, Z.")
     tokens = field("u32", "Number of columns of X.")
     cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens.")
-    raster_tiles = field("u32", "Number of token tiles in a raster group, which every panel meets, for L2.")
+    raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     raster_groups = field("u32", "Number of raster groups.")
 
 
@@ -58,16 +56,16 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._form = form = Form(desc)
+        self._problem = problem = KernelProblem(desc)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
-        items = schedule.items(desc)
-        clusters = min(items, schedule.resident_clusters(device.multiprocessors))
-        self._blocks = clusters * schedule.share
+        work_tiles = schedule.items(desc)
+        clusters = min(work_tiles, schedule.resident_clusters(device.multiprocessors))
+        self._ctas = clusters * schedule.share
         band, bands = schedule.bands(desc, clusters)
         self.details = (
-            f"{items * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._blocks} "
-            f"blocks, clusters of {schedule.share}, {schedule.dense_stages} stages"
+            f"{work_tiles * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._ctas} "
+            f"CTAs, clusters of {schedule.share}, {schedule.dense_stages} stages"
         )
         self._function = load(
             _SOURCE,
@@ -77,52 +75,52 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             defines(desc, schedule),
             shared_bytes=schedule.shared_bytes(desc.layout.block),
         )
-        head_strips = form.head_strips(STRIP, desc.layout.block)
+        head_panels = problem.head_panels(PANEL_ROWS, desc.layout.block)
         self._parameters = BlocksWgmmaSpParams(
             blocks=desc.layout.blocks,
             alpha=desc.alpha,
-            panels=desc.layout.heads * head_strips,
-            head_panels=head_strips,
-            head_block_rows=form.head_lines,
-            bit_words=form.words,
+            panels=desc.layout.heads * head_panels,
+            head_panels=head_panels,
+            head_block_rows=problem.head_block_rows,
+            bit_words=problem.words,
             heads=desc.layout.heads,
             batch=desc.batch,
             tokens=desc.n,
-            cluster_tiles=schedule.token_clusters(desc),
+            cluster_tiles=schedule.cluster_tiles(desc),
             raster_tiles=band,
             raster_groups=bands,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         parameters = BlocksWgmmaSpParams.from_buffer_copy(self._parameters)
-        for name, at in self._form.tables(views["layout"].address, self.descriptor).items():
+        for name, at in self._problem.tables(views["layout"].address, self.descriptor).items():
             setattr(parameters, name, at)
         put_maps(parameters, self._maps, views)
         parameters.metadata = views["metadata"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        return self._function.bind(self._blocks, parameters, overlapping=True)
+        return self._function.bind(self._ctas, parameters, overlapping=True)
 
     def _maps(self, views: Views) -> bytes:
-        """Of the values, X and the result."""
-        form, schedule = self._form, self._schedule
+        """Tensor maps of the values, X and the result."""
+        problem, schedule = self._problem, self._schedule
         found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
         if self._reads:
-            values = views[form.left]
+            values = views[problem.left]
             rows, width = values.shape[-2:]
             found = rows_map(values, (rows // schedule.share, width))
-            lines = schedule.tokens if form.right_major == K_MAJOR else _STEP
-            found += matrices_map(views[form.right], (lines, _STEP))
+            lines = schedule.tokens if problem.right_major == K_MAJOR else _STEP
+            found += matrices_map(views[problem.right], (lines, _STEP))
         out = views["c"]
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
-        return found + matrices_map(out, (_STEP if form.tokens_contiguous else wide, wide))
+        return found + matrices_map(out, (_STEP if problem.tokens_contiguous else wide, wide))
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
-    form = Form(desc)
+    problem = KernelProblem(desc)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
@@ -131,6 +129,6 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) 
         "SPARSE_STAGES": schedule.sparse_stages,
         "DENSE_STAGES": schedule.dense_stages,
         "BUFFERS": schedule.buffers,
-        "DENSE_MAJOR": form.right_major,
-        "TOKENS_CONTIGUOUS": int(form.tokens_contiguous),
+        "DENSE_MAJOR": problem.right_major,
+        "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
     }

@@ -1,32 +1,30 @@
-"""Launches ``blocksparse/conv_wgmma.cu``: kept blocks of a filter and the pixels that they meet, by wgmma."""
+"""Launches ``blocksparse/conv_wgmma.cu``: convolutions with kept blocks of a filter, by wgmma."""
 
 from __future__ import annotations
 
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load, put_maps
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseConvOp, DeviceProperties
-from ..conv_geometry import Axis
-from ..convolution import BlockSparseConv2dDescriptor
-from ..limits import conv_workspace
+from ..convolution import Axis, BlockSparseConv2dDescriptor
 from ..lookup_tables import addresses, groups, words
-from ..schedules.conv_wgmma import ConvSchedule, schedule_of
+from ..schedules.conv_wgmma import ConvSchedule, conv_workspace, schedule_of
 from ..wgmma import rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
 _STEP, _LINE_BYTES = 64, 128
-"""Channels or pixels of a step; bytes of a line of a box."""
+"""Channels or pixels of a step; bytes of a box's row."""
 _OPS = {BlockSparseConvOp.FORWARD: 0, BlockSparseConvOp.DGRAD: 1, BlockSparseConvOp.WGRAD: 2}
 _TABLES = {
     BlockSparseConvOp.FORWARD: {
-        "work_rows": "row_strips",
-        "work_blocks": "row_strip_columns",
+        "work_rows": "row_panels",
+        "work_blocks": "row_panel_columns",
         "kept": "row_bits",
         "pointers": "row_pointers",
     },
@@ -42,16 +40,16 @@ _TABLES = {
         "columns": "columns",
     },
 }
-"""By the kernel's parameter."""
+"""Tables of each op, by the kernel's parameter."""
 _THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
-"""Of reduce_split_k."""
+"""Threads, elements of a thread's vector, and most CTAs of reduce_split_k."""
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class AxisParams(KernelParams):
     """One axis of the pixels, as ``blocksparse/conv_wgmma.cu`` walks it: see :class:`Axis`."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
-    lower = field("int", "Pixel that result 0 of a phase meets at offset 0.")
+    lower = field("int", "Pixel that result 0 of a phase reads at offset 0.")
     stride = field("int", "Pixels from one result's pixel to the next.")
     start = field("int", "Numerator of the offset of phase 0 and tap 0.")
     step = field("int", "Growth of the numerator from one tap to the next.")
@@ -65,32 +63,27 @@ class AxisParams(KernelParams):
     def of(cls, axis: Axis, size: int) -> AxisParams:
         shift = 31 + (axis.results - 1).bit_length()
         multiplier = -(-(1 << shift) // axis.results)  # times less than 2^31, shifted: the quotient
-        walk = axis.lower, axis.stride, axis.start, axis.step, axis.divide
-        return cls(*walk, axis.results, size, multiplier, shift)
+        walk = {
+            name: getattr(axis, name) for name in ("lower", "stride", "start", "step", "divide", "results")
+        }
+        return cls(**walk, size=size, multiplier=multiplier, shift=shift)
 
 
+@kernel_params("blocksparse/params/conv_wgmma.cuh")
 class ConvWgmmaParams(KernelParams):
     """Parameters of ``blocksparse/conv_wgmma.cu``."""
 
-    header = "blocksparse/params/conv_wgmma.cuh"
     left_map = field("TensorMap", "Values of the filter [blocks * b, b], or dY [pixels, K] for wgrad.")
     right_map = field("TensorMap", "Pixels of X, or of dY for dgrad.")
     out_map = field("TensorMap", "Results [pixels, rows], or [split_k * blocks * b, b] for wgrad.")
-    work_rows = field(
-        "const int*",
-        "Forward: row panels, longest first. wgrad: block row of each group; negative: no group.",
-    )
-    work_blocks = field(
-        "const int*", "Forward: block columns that each panel meets. wgrad: first block of each group."
-    )
+    work_rows = field("const int*", "Row panels, longest first. For wgrad: block row of each group, or -1.")
+    work_blocks = field("const int*", "Block columns of each panel. For wgrad: first block of each group.")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin; of each tap, for dgrad.")
     columns = field("const int*", "Block column of each block: [blocks], for wgrad.")
     value_index = field("const int*", "Index of each block in the values: [blocks], for dgrad.")
     bias = field("const void*", "Bias [rows], or null.")
-    out = field(
-        "void*", "Results [images, h, w, rows] with phases; the filter's gradient when split-K is reduced."
-    )
+    out = field("void*", "Results [images, h, w, rows] of phases, or the reduced gradient of the filter.")
     partials = field("const float*", "Partial sums of split-K: [split_k, elements].")
     elements = field("i64", "Number of elements of the filter's gradient.")
     h = field(AxisParams, "Vertical axis.")
@@ -107,7 +100,7 @@ class ConvWgmmaParams(KernelParams):
     images = field("u32", "Number of images.")
     pixels = field("u32", "Number of pixels of a phase in all images.")
     cluster_tiles = field("u32", "Number of clusters' tiles that cover the pixels; of a group, for wgrad.")
-    raster_tiles = field("u32", "Number of pixel tiles that every panel meets before the next ones, for L2.")
+    raster_tiles = field("u32", "Number of pixel tiles of a raster group, which L2 holds.")
     groups = field("u32", "Number of groups of blocks, for wgrad.")
     split_k = field("u32", "Number of slices of the pixels that are summed apart, for wgrad.")
     k_steps = field("u32", "Number of steps of a slice, for wgrad.")
@@ -122,13 +115,13 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._schedule = found = schedule_of(desc, device.multiprocessors)
-        self._blocks = found.blocks(device.multiprocessors)
+        self._ctas = found.blocks(device.multiprocessors)
         self.workspace_size = conv_workspace(desc)
         self.launches = 2 if self.workspace_size else 1
         self.details = (
             f"{found.items * found.cut.share} tiles of {found.cut.rows} rows x {found.cut.tokens} "
-            f"{'columns' if desc.op is BlockSparseConvOp.WGRAD else 'pixels'} on {self._blocks} blocks, "
-            f"clusters of {found.cut.share}, {found.cut.stages} stages, {found.parts} parts"
+            f"{'columns' if desc.op is BlockSparseConvOp.WGRAD else 'pixels'} on {self._ctas} CTAs, "
+            f"clusters of {found.cut.share}, {found.cut.stages} stages, split-K {found.parts}"
         )
         self._multiply = self._load("conv_wgmma", found.cut.threads, device, found.cut.shared_bytes())
         self._add = self._load("reduce_split_k", _THREADS, device) if self.workspace_size else None
@@ -139,7 +132,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         return load(_SOURCE, name, threads, device, macros, shared_bytes=shared_bytes)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         desc = self.descriptor
         parameters = ConvWgmmaParams.from_buffer_copy(self._parameters)
@@ -151,18 +144,18 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         parameters.out = views[result].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        multiply = self._multiply.bind(self._blocks, parameters, overlapping=True)
+        multiply = self._multiply.bind(self._ctas, parameters, overlapping=True)
         return multiply if self._add is None else self._followed(multiply, self._add, parameters, workspace)
 
     def _followed(self, multiply: Launch, add: Function, before: ConvWgmmaParams, workspace: int) -> Launch:
-        """By the sum of the parts, which alone takes alpha."""
+        """Append the reduction of the splits, which alone applies alpha."""
         parameters = ConvWgmmaParams.from_buffer_copy(before)
         before.alpha, parameters.partials = 1.0, workspace
         blocks = min(-(-parameters.elements // (_THREADS * _VECTOR)), _MOST_BLOCKS)
         return launch_in_order(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:
-        """Of the left and the right operand and the result."""
+        """Tensor maps of the left operand, the right operand and the result."""
         desc, cut = self.descriptor, self._schedule.cut
         one, step = desc.layout, min(desc.layout.block, _STEP)
         read = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
@@ -190,7 +183,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         )
 
     def _pixels_map(self, images: TensorView, box: tuple[int, int]) -> bytes:
-        """Boxes (pixels, channels) of what the results' pixels meet at a tap."""
+        """Tensor map with boxes (pixels, channels) of the pixels that results read at a tap."""
         h, w = self.descriptor.geometry
         walk = cuda_driver_abi.PixelBox((h.lower, w.lower), (h.results, w.results), (h.stride, w.stride))
         count, height, width, channels = images.shape
@@ -200,9 +193,9 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
 
 
 def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> ConvWgmmaParams:
-    """What doesn't depend on where operands are."""
+    """Parameters that do not depend on addresses."""
     one, (h, w) = desc.layout, desc.geometry
-    turned = desc.op is BlockSparseConvOp.DGRAD
+    dgrad = desc.op is BlockSparseConvOp.DGRAD
     taps, tap_words = desc.geometry.taps, words(one.block_rows)
     return ConvWgmmaParams(
         elements=one.blocks * one.block**2,
@@ -210,9 +203,9 @@ def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> ConvWgm
         w=AxisParams.of(w, desc.width),
         alpha=desc.alpha,
         blocks=one.blocks,
-        block_rows=one.block_cols // taps if turned else one.block_rows,
-        panels=found.strips,
-        bit_words=taps * tap_words if turned else words(one.block_cols),
+        block_rows=one.block_cols // taps if dgrad else one.block_rows,
+        panels=found.panels,
+        bit_words=taps * tap_words if dgrad else words(one.block_cols),
         tap_words=tap_words,
         taps=taps,
         taps_w=w.taps,

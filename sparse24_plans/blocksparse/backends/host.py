@@ -1,4 +1,4 @@
-"""The host tier: NumPy. ``host_blas`` calls BLAS; ``host_strict`` is the oracle.
+"""The host tier in NumPy: ``host_blas`` calls BLAS, ``host_strict`` is the oracle.
 
 The modules in ``blocksparse/arithmetic/`` define the bits of the strict mode.
 """
@@ -58,7 +58,7 @@ class Kernel(BaseKernel[BlockSparseDescriptor]):
 
 
 class _Work:
-    """What a plan does on the host."""
+    """The work of a plan on the host."""
 
     details = "NumPy"
 
@@ -85,23 +85,29 @@ class _Matmul(_Work):
 
     def _sdd(self, views: Views, tables: LookUp) -> None:
         desc, c = self.descriptor, views["c"].bits()
-        left, right = _turned(_widened(views["a"]), desc.trans_a), _turned(_widened(views["b"]), desc.trans_b)
+        left, right = (
+            _transposed(_widened(views["a"]), desc.trans_a),
+            _transposed(_widened(views["b"]), desc.trans_b),
+        )
         for line in products.lines(desc.layout, tables, transposed=False):
             sums = products.dense_times_dense(line, left, right, self._multiply, desc.layout.block)
             c[:, line.places] = finished(sums, desc)
 
     def _one_sparse(self, views: Views, tables: LookUp) -> None:
-        """``dds`` is ``dsd`` with everything transposed: C^T = op(S)^T op(A)^T."""
+        """Compute ``dsd``, or ``dds`` as its transpose: C^T = op(S)^T op(A)^T."""
         desc, on_the_right = self.descriptor, self.descriptor.op is BlockSparseOp.DDS
         sparse, other = ("b", "a") if on_the_right else ("a", "b")
-        turned = desc.trans_a if on_the_right else desc.trans_b
-        values, matrix = _widened(views[sparse]), _turned(_widened(views[other]), turned != on_the_right)
-        c = _turned(views["c"].bits(), on_the_right)
+        transposed = desc.trans_a if on_the_right else desc.trans_b
+        values, matrix = (
+            _widened(views[sparse]),
+            _transposed(_widened(views[other]), transposed != on_the_right),
+        )
+        c = _transposed(views["c"].bits(), on_the_right)
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
         patterned = desc.inner is InnerPattern.SPARSE24
-        turn = transposed and not patterned  # whose lines are those of what enters the product
-        multiply = partial(products.sparse_times_dense, multiply=self._multiply, transposed=turn)
+        transpose = transposed and not patterned  # whose lines are those of what enters the product
+        multiply = partial(products.sparse_times_dense, multiply=self._multiply, transposed=transpose)
         if patterned:
             codes = pattern24.codes_of(views["metadata"].bits())
             if self._strict:
@@ -133,17 +139,17 @@ class _Softmax(_Work):
             out[:, line.places] = products.in_blocks(encoded(found, desc.element))
 
     def _scores(self, read: dict[str, Array], line: products.Line) -> Array:
-        desc, met = self.descriptor, line.met(self.descriptor.layout.block)
+        desc, columns_read = self.descriptor, line.cells_across(self.descriptor.layout.block)
         v = products.side_by_side(read["x"][:, line.places]) * np.float32(desc.scale)
         if desc.rpe:
-            v = v + read["rpe"][line.head, line.cells][:, met]
+            v = v + read["rpe"][line.head, line.cells][:, columns_read]
         if desc.key_padding_mask is not AttentionMask.NONE:
-            v = v + softmax.added(read["key_padding_mask"][:, None, met], desc.key_padding_mask)
+            v = v + softmax.added(read["key_padding_mask"][:, None, columns_read], desc.key_padding_mask)
         if desc.attn_mask is not AttentionMask.NONE:
-            v = v + softmax.added(read["attn_mask"][line.cells][:, met], desc.attn_mask)
+            v = v + softmax.added(read["attn_mask"][line.cells][:, columns_read], desc.attn_mask)
         if desc.causal:
             rows = np.arange(line.cells.start, line.cells.stop)
-            v = np.where(met > rows[:, None], np.float32(-np.inf), v)
+            v = np.where(columns_read > rows[:, None], np.float32(-np.inf), v)
         return v
 
 
@@ -173,25 +179,25 @@ class _Convolution(_Work):
 
     def run(self, views: Views, tables: LookUp) -> None:
         desc = self.descriptor
-        turned = desc.op is BlockSparseConvOp.DGRAD
-        read = "dy" if turned else "x"
+        transposed = desc.op is BlockSparseConvOp.DGRAD
+        read = "dy" if transposed else "x"
         pixels = convolution.Pixels(_widened(views[read]), self._geometry)
-        lines = convolution.lines(desc.layout, tables, self._geometry, turned=turned)
+        lines = convolution.lines(desc.layout, tables, self._geometry, transposed=transposed)
         if desc.op is BlockSparseConvOp.WGRAD:
             dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
             for line in lines:
                 sums = convolution.of_filter(line, dy, pixels, self._multiply)
                 out[0, line.places] = finished(sums, desc)
             return
-        values, out = _widened(views["filter"])[0], views["dx" if turned else "y"].bits()
+        values, out = _widened(views["filter"])[0], views["dx" if transposed else "y"].bits()
         bias = views["bias"].array() if "bias" in views else None
         for line in lines:
-            sums = convolution.of_results(line, values, pixels, self._multiply, turned=turned)
+            sums = convolution.of_results(line, values, pixels, self._multiply, transposed=transposed)
             found = finished(sums, desc, bias=None if bias is None else bias[line.cells])
             self._place(found, line, out)
 
     def _place(self, found: Array, line: convolution.FilterLine, out: Array) -> None:
-        """The results of a phase, as many of them as there are."""
+        """Store the results of a phase, as many as exist."""
         h, w = self._geometry
         row, column = divmod(line.phase, w.divide)
         into = out[:, row :: h.divide, column :: w.divide, line.cells]
@@ -200,7 +206,7 @@ class _Convolution(_Work):
 
 
 def _multiplication(choice: Choice) -> tuple[str, products.Multiply]:
-    """Of a row, with a line for ``explain``."""
+    """Return the multiplication of a kernel entry, with a line for ``explain``."""
     if choice.entry.strict:
         return "NumPy, emulated float32 fma", products.in_order
     return "NumPy, BLAS", products.blas
@@ -218,5 +224,5 @@ def _widened(view: TensorView) -> Array:
     return dense.widened(view.bits(), view.element)
 
 
-def _turned(matrices: Array, turn: bool) -> Array:
-    return matrices.swapaxes(-1, -2) if turn else matrices
+def _transposed(matrices: Array, transpose: bool) -> Array:
+    return matrices.swapaxes(-1, -2) if transpose else matrices

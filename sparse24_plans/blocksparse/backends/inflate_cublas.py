@@ -1,23 +1,20 @@
-"""The block-sparse matrix as a dense one in the workspace, then cuBLASLt with an algorithm pinned at select.
+"""Inflates the block-sparse matrix into the workspace, then calls cuBLASLt with a pinned algorithm.
 
-Of ``sdd`` the whole dense product lies in the workspace, and its kept blocks are copied out. An epilogue
-takes float32 accumulators through ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded.
+For ``sdd`` the workspace holds the whole dense product, and its kept blocks are copied out. An epilogue reads
+float32 accumulators in ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded.
 """
 
 from __future__ import annotations
 
-from ..._vendor import cublaslt_abi
-from ..._vendor.library_error import LibraryError
-from ...device.devices import cuda_major, current_on, home_of
-from ...device.jit.cache import CompiledKernel
+from typing import ClassVar
+
+from ..._vendor.cublaslt_abi import Matmul
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...errors import UnsupportedError
-from ...plan.cublaslt import SPLIT_K_BYTES, TYPES
-from ...plan.kernel import Choice, align_up, launch_in_order, nothing
-from ...plan.kernel import Kernel as BaseKernel
+from ...plan.cublaslt import CublasKernel, Factor
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
@@ -25,16 +22,15 @@ from ..limits import inflated_regions
 from ..lookup_tables import addresses, words
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
-_ALIGNMENT = 16
 _VECTOR_BYTES = 16
-"""Of a thread of gather_blocks."""
+"""Bytes that a thread of gather_blocks copies at a time."""
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
+@kernel_params("blocksparse/params/inflate_cublas.cuh")
 class InflateBlocksParams(KernelParams):
     """Parameters of the kernels of ``blocksparse/inflate_cublas.cu``."""
 
-    header = "blocksparse/params/inflate_cublas.cuh"
     kept = field("const int*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin: [block_rows + 1].")
     rows = field("const int*", "Block row of each block: [blocks].")
@@ -56,45 +52,28 @@ class InflateBlocksParams(KernelParams):
     bias_per_row = field("u32", "1 if each row of C has a bias, 0 if each column has.")
 
 
-class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
-    workspace_alignment = 256
-    default_alignment = Alignment(_ALIGNMENT)
+class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
+    empty: ClassVar[dict[str, int]] = {"batch": 0}
+    default_alignment = Alignment(16)
     sources = (_SOURCE,)
 
     def __init__(self, choice: Choice) -> None:
-        super().__init__(choice)
+        super().__init__(choice, *inflated_regions(choice.descriptor))
         desc, device = self.descriptor, choice.device
         one, dense = desc.layout, desc.op is not BlockSparseOp.SDD
-        self._results = (
-            desc.batch * one.heads * self._sizes[0] * self._sizes[1]
-            if dense
-            else (desc.batch * one.blocks * one.block**2)
-        )
-        self._dense_bytes, self._acc_bytes = inflated_regions(desc)
-        self._matmul: cublaslt_abi.Matmul | None = None
+        rows, cols, _ = self._sizes
+        self._results = desc.batch * (one.heads * rows * cols if dense else one.blocks * one.block**2)
         self._before = self._function("inflate_blocks" if dense else "gather_blocks", device)
         self._finish = self._function("finish", device)
-        scratch, self.launches = 0, 1
+        self._matmul: Matmul | None = None
         if self._results and desc.reduction:
-            spare = choice.preference.max_workspace_bytes
-            budget = SPLIT_K_BYTES
-            if spare is not None:
-                budget = min(budget, (spare - self._dense_bytes - self._acc_bytes) // 256 * 256)
-            self._matmul = self._find_matmul(device, budget)
-            scratch = align_up(self._matmul.workspace_size)
+            self._matmul = self._product()
             self.launches = 3 if self._acc_bytes else 2
-        self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
-        self.details = f"cuBLASLt {device.cublaslt}, {scratch} bytes of split-K scratch"
-
-    @classmethod
-    def compile(cls, choice: Choice) -> list[CompiledKernel]:
-        """The kernels are the same for every n, and for no batch cuBLASLt isn't asked for an algorithm."""
-        empty = choice.descriptor.model_copy(update={"batch": 0})
-        return super().compile(choice._replace(descriptor=empty))
+        self._reserve(self._matmul)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Rows and columns of C, as a dense matrix, and the length of its sums."""
+        """Rows and columns of C as a dense matrix, and the length of its sums."""
         desc = self.descriptor
         (rows, cols), n = desc.sides, desc.n
         return {"sdd": (rows, cols, n), "dsd": (rows, n, cols), "dds": (n, cols, rows)}[desc.op]
@@ -103,29 +82,13 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         block = {"BLOCK": self.descriptor.layout.block}
         return load(_SOURCE, name, _THREADS, device, {**type_defines(self.descriptor), **block})
 
-    def _find_matmul(self, device: DeviceProperties, budget: int) -> cublaslt_abi.Matmul:
-        """Row-major operands are the column-major transposes: C^T = op(B)^T @ op(A)^T."""
+    def _product(self) -> Matmul:
+        """The pinned product. Row-major operands are column-major transposes: C^T = op(B)^T @ op(A)^T."""
         desc, (rows, cols, k) = self.descriptor, self._sizes
-        library = cublaslt_abi.load(cuda_major())
-        assert library is not None  # selection saw it load
+        a = Factor(cols, desc.trans_b, k if desc.trans_b else cols)
+        b = Factor(rows, desc.trans_a, rows if desc.trans_a else k)
         out = ElementKind.F32 if self._acc_bytes else desc.out_element
-        try:
-            with current_on(home_of(device)):
-                return cublaslt_abi.Matmul(
-                    library,
-                    cublaslt_abi.handle(library, device.ordinal),
-                    shape=(cols, rows, k),
-                    transpose_a=desc.trans_b,
-                    transpose_b=desc.trans_a,
-                    leading=(k if desc.trans_b else cols, rows if desc.trans_a else k, cols),
-                    types=(TYPES[desc.element], TYPES[desc.element], TYPES[out]),
-                    alignments=(_ALIGNMENT,) * 3,
-                    alpha=desc.alpha,
-                    max_workspace=budget,
-                    batch=desc.batch * desc.layout.heads,
-                )
-        except LibraryError as error:
-            raise UnsupportedError(f"cuBLASLt has no algorithm for {desc!r}: {error}") from error
+        return self._find_matmul(a, b, cols, out, desc.batch * desc.layout.heads)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if not self._results:
@@ -145,7 +108,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return launch_in_order(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
 
     def _blocks(self, views: Views, dense: int) -> Launch:
-        """Between values and the dense matrix."""
+        """Return the launch that copies between values and the dense matrix."""
         desc, one = self.descriptor, self.descriptor.layout
         found = addresses(views["layout"].address, one)
         lines, across = one.heads * one.block_rows, words(one.block_cols)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparsePass
 from ..descriptor import BlockSparseSoftmaxDescriptor
-from ..limits import softmax_teams
 from ..lookup_tables import addresses
-from ..schedules.softmax import SoftmaxSchedule, best_schedule
+from ..schedules.softmax import SoftmaxSchedule, best_schedule, softmax_teams
 
 _SOURCE = "blocksparse/softmax.cu"
 _OVERLAPS = (9, 0)
 """Compute capability from which a kernel can wait for its predecessors by itself."""
 
 
+@kernel_params("blocksparse/params/softmax.cuh")
 class SoftmaxParams(KernelParams):
     """Parameters of ``blocksparse/softmax.cu``."""
 
-    header = "blocksparse/params/softmax.cuh"
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     columns = field("const int*", "Block column of each block: [blocks].")
     x = field("const void*", "Values [Z, blocks, b, b] of the input; of the result y, for the backward pass.")

@@ -16,7 +16,14 @@ import numpy as np
 from ...plan.schedule_choice import constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..lookup_tables import STRIP, TILE, head_strips, met_share, tile_lines, tile_size
+from ..lookup_tables import (
+    NARROW_PANEL_ROWS,
+    PANEL_ROWS,
+    expected_occupancy,
+    head_panels,
+    narrow_panel_block_rows,
+    narrow_panel_rows,
+)
 from ..shape import BlockSparseShape
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
@@ -63,10 +70,10 @@ class BlocksWgmmaSchedule(NamedTuple):
         return (self.rows + self.tokens) * _ROW_BYTES
 
     def shared_bytes(self) -> int:
-        staging = self.warpgroups * self.buffers * TILE * _ROW_BYTES
+        staging = self.warpgroups * self.buffers * NARROW_PANEL_ROWS * _ROW_BYTES
         return self.stages * self.stage_bytes + staging + _BARRIER_BYTES
 
-    def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def cluster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of clusters that cover all columns of a result; not for ``sdd``."""
         return -(-desc.n // (self.tokens * self.share))
 
@@ -81,8 +88,8 @@ class BlocksWgmmaSchedule(NamedTuple):
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles, one a cluster; for ``sdd`` the most there can be."""
         if desc.op is BlockSparseOp.SDD:
-            return strips_of(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
-        return strips_of(desc, self.rows) * self.token_clusters(desc)
+            return panel_count(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
+        return panel_count(desc, self.rows) * self.cluster_tiles(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -90,9 +97,10 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def band(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
-        tiles = desc.batch * self.token_clusters(desc)
+        tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        most = constants("blocks_tiles")["band_bytes" if desc.layout.block >= TILE else "band_bytes_small"]
+        small = desc.layout.block < NARROW_PANEL_ROWS
+        most: int = constants("blocks_tiles")["band_bytes_small" if small else "band_bytes"]
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 
@@ -106,11 +114,11 @@ def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> BlocksWgmmaS
 def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
     """The fastest schedule by the model of the problem's op and block."""
     block = desc.layout.block
-    if desc.op is not BlockSparseOp.SDD and block >= TILE:
-        tokens, wide = busy_tokens(strips_of(desc), desc.n, multiprocessors)
+    if desc.op is not BlockSparseOp.SDD and block >= NARROW_PANEL_ROWS:
+        tokens, wide = busy_tokens(panel_count(desc), desc.n, multiprocessors)
         # Multicast of S's values is worth it where they are much of what is loaded.
-        sharing = wide != (block == STRIP) and -(-desc.n // tokens) % 2 == 0
-        return fitting(STRIP, tokens, 2, 2 if sharing else 1)
+        sharing = wide != (block == PANEL_ROWS) and -(-desc.n // tokens) % 2 == 0
+        return fitting(PANEL_ROWS, tokens, 2, 2 if sharing else 1)
     time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
     fit = constants(model_of(desc))
     return fastest(schedules_by_density(desc), lambda tried: time(tried, desc, multiprocessors, fit))
@@ -121,10 +129,10 @@ def model_of(desc: BlockSparseMatmulDescriptor) -> str:
     return f"blocks_wgmma_{desc.op}_{desc.layout.block}"
 
 
-def busy_tokens(strips: int, n: int, multiprocessors: int) -> tuple[int, bool]:
+def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     """The widest tile with which enough SMs have work, and whether it is the widest of all."""
     enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
-    tokens = next((one for one in _TOKENS if strips * -(-n // one) >= enough), _TOKENS[-1])
+    tokens = next((one for one in _TOKENS if panels * -(-n // one) >= enough), _TOKENS[-1])
     return tokens, tokens == _TOKENS[0]
 
 
@@ -141,7 +149,8 @@ def small_time(
         waves = one.items(desc) / multiprocessors
         waves = fit["partial_wave"] * math.ceil(waves) + (1 - fit["partial_wave"]) * max(waves, 1.0)
         steps = (
-            met_share(desc.layout, one.rows // desc.layout.block) * fit["step"][f"{one.rows}x{one.tokens}"]
+            expected_occupancy(desc.layout, one.rows // desc.layout.block)
+            * fit["step"][f"{one.rows}x{one.tokens}"]
         )
         found.append(waves * steps)
     return found
@@ -151,19 +160,19 @@ def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaS
     """The candidates where the density decides: for ``sdd``, and for the other ops with small blocks."""
     if desc.op is BlockSparseOp.SDD:
         return sampled_schedules(desc.layout)
-    return [fitting(*sizes, 2, 1) for sizes in _SIZES] if desc.layout.block < TILE else []
+    return [fitting(*sizes, 2, 1) for sizes in _SIZES] if desc.layout.block < NARROW_PANEL_ROWS else []
 
 
-def strips_of(desc: BlockSparseMatmulDescriptor, rows: int = STRIP) -> int:
+def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
     """Row panels of op(S), or for ``dds`` of its transpose, in all batches and heads."""
     side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * head_strips(side, rows)
+    return desc.batch * desc.layout.heads * head_panels(side, rows)
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:
     """All that serve ``sdd``: each of two warpgroups has 64 rows, and whole blocks or equal parts of one."""
-    rows, block = tile_size(layout.block), layout.block
-    tokens = [2 * one * TILE // rows for one in _SDD_COLUMNS]
+    rows, block = narrow_panel_rows(layout.block), layout.block
+    tokens = [2 * one * NARROW_PANEL_ROWS // rows for one in _SDD_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
     found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
     return [one for one in found if one.stages >= _MIN_SDD_STAGES]
@@ -178,19 +187,19 @@ def sdd_time(
     blurs whether a wave is just full.
     """
     block = desc.layout.block
-    panels = min(strips_of(desc, tile_size(block)), _MAX_PANELS)
-    layouts = [_met_columns(desc.layout, panels, 1 + shift * fit["spread"]) for shift in (-1, 0, 1)]
+    panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
+    layouts = [_kept_columns(desc.layout, panels, 1 + shift * fit["spread"]) for shift in (-1, 0, 1)]
     return [sum(_busiest(one, columns, block, multiprocessors, fit) for columns in layouts) for one in tried]
 
 
-def _met_columns(layout: BlockSparseShape, strips: int, share: float = 1.0) -> Columns:
+def _kept_columns(layout: BlockSparseShape, panels: int, share: float = 1.0) -> Columns:
     """Columns of blocks that so many row panels keep: the quantiles of random layouts, the largest first.
 
     ``share`` scales their mean.
     """
-    kept = met_share(layout, tile_lines(layout))
+    kept = expected_occupancy(layout, narrow_panel_block_rows(layout))
     mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
-    met = np.rint(mean + deviation * _normal_quantiles(strips))
+    met = np.rint(mean + deviation * _normal_quantiles(panels))
     found: Columns = np.clip(met, 0, layout.block_cols).astype(np.int64)
     return found
 
@@ -206,11 +215,11 @@ def _busiest(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiproces
     part = min(block, one.tokens)
     parts = columns * (block // part)
     groups = -(-parts // (one.parts(block) * one.share))
-    _, strip = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
+    _, panel = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
-    turn, cluster = np.divmod(np.arange(len(strip)), clusters)
+    turn, cluster = np.divmod(np.arange(len(panel)), clusters)
     cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
     rows = one.rows * (fit["shared_rows"] if one.share > 1 else 1.0)
-    items = (rows + mine[strip]) * (fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0)
+    items = (rows + mine[panel]) * (fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0)
     return float(np.bincount(cluster, items + fit["tile"], minlength=1).max())

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from ...plan.schedule_choice import constants
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..lookup_tables import STRIP
-from .blocks_wgmma import SHARED_BYTES, busy_tokens, strips_of
+from ..lookup_tables import PANEL_ROWS
+from .blocks_wgmma import SHARED_BYTES, busy_tokens, panel_count
 
 THREADS = 384
 """Threads of a CTA: two consumer warpgroups, and four producer warps."""
 _LINE_BYTES = 128
-"""Bytes of a staged line, and of a line of X in shared memory, which has 64 columns."""
+"""Bytes of a staged row, and of a shared-memory row of X, which has 64 columns."""
 _STAGING_LINES = 64
 _BARRIER_BYTES = 256
 _MAX_STAGES = 6
@@ -42,13 +42,13 @@ class BlocksWgmmaSpSchedule(NamedTuple):
             + _BARRIER_BYTES
         )
 
-    def token_clusters(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def cluster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of clusters that cover all columns of a result."""
         return -(-desc.n // (self.tokens * self.share))
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles, one a cluster."""
-        return strips_of(desc) * self.token_clusters(desc)
+        return panel_count(desc) * self.cluster_tiles(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -60,12 +60,12 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         Bands stay in half of L2 but leave each of so many clusters a work tile. They are equal if possible.
         """
         fit = constants("blocks_tiles")
-        tiles = desc.batch * self.token_clusters(desc)
+        tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        strips = max(strips_of(desc) // max(desc.batch, 1), 1)
-        least = max(-(-clusters * fit["busy_percent"] // 100 // strips), 1)
-        # Where a row of X is read hardly more than once, bands gain less than they cost: half as many then.
-        once = desc.layout.density * strips < fit["sparse24_min_reads"]
+        panels = max(panel_count(desc) // max(desc.batch, 1), 1)
+        least = max(-(-clusters * fit["busy_percent"] // 100 // panels), 1)
+        # If a row of X is read hardly more than once, bands gain less than they cost: half as many do then.
+        once = desc.layout.density * panels < fit["sparse24_min_reads"]
         most = max(fit["sparse24_band_bytes"] * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)
         bands = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
@@ -75,18 +75,18 @@ class BlocksWgmmaSpSchedule(NamedTuple):
 
 def _sparse_bytes(block: int) -> int:
     """Bytes of a stage of S: values and metadata of a panel's block rows."""
-    return STRIP // block * (block * block + block * block // 8)
+    return PANEL_ROWS // block * (block * block + block * block // 8)
 
 
 def fitting(block: int, tokens: int, share: int) -> BlocksWgmmaSpSchedule:
     """The schedule with as many stages of X as shared memory has room for."""
-    one = BlocksWgmmaSpSchedule(tokens, share, STRIP // block * _SPARSE_STAGES, 0, _BUFFERS)
+    one = BlocksWgmmaSpSchedule(tokens, share, PANEL_ROWS // block * _SPARSE_STAGES, 0, _BUFFERS)
     stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MAX_STAGES)
     return one._replace(dense_stages=stages)
 
 
 def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSpSchedule:
     """The kernel's own choice for a problem. Bits don't depend on it."""
-    tokens, widest = busy_tokens(strips_of(desc), desc.n, multiprocessors)
+    tokens, widest = busy_tokens(panel_count(desc), desc.n, multiprocessors)
     sharing = widest and -(-desc.n // tokens) % 2 == 0  # S's values are loaded from L2 once a cluster
     return fitting(desc.layout.block, tokens, 2 if sharing else 1)

@@ -7,26 +7,30 @@ from typing import NamedTuple
 from ...plan.schedule_choice import constants
 from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
-from ..limits import filter_parts
-from ..lookup_tables import STRIP, groups, head_strips
+from ..lookup_tables import PANEL_ROWS, groups, head_panels
 from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64
 _MANY_TILES = 32
-"""With so many tiles, one more without pixels costs nothing."""
+"""Number of tiles from which one more without pixels costs nothing."""
+
+
+_STEP_PIXELS, _MIN_STEPS, _MAX_SPLITS = 64, 8, 32
+_H200_SMS = 132
+"""Bits depend on the split, so every GPU splits as an H200 does."""
 
 
 class ConvSchedule(NamedTuple):
-    """What the kernel is compiled with beyond the problem, and the work of its clusters."""
+    """The constants that the kernel is compiled with beyond the problem, and the work of its clusters."""
 
     cut: BlocksWgmmaSchedule
     """The tiles of the kernel; their tokens are pixels, and columns for ``wgrad``."""
-    strips: int
+    panels: int
     """Row panels of a phase; 0 for ``wgrad``."""
     pixel_clusters: int
     """Tiles of clusters that cover the pixels of a phase."""
     band: int
-    """Those of them that are taken with every panel before the next ones, so that they stay in L2."""
+    """Pixel tiles of a raster group: every panel takes them before the next ones, so that they stay in L2."""
     parts: int
     """Split-K of ``wgrad``, which sums over pixels."""
     steps: int
@@ -39,25 +43,51 @@ class ConvSchedule(NamedTuple):
         return min(self.items, self.cut.resident_clusters(multiprocessors)) * self.cut.share
 
 
+def filter_split_k(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
+    """The fastest split-K of a filter's gradient: the number of splits, and steps of 64 pixels in each."""
+    one = problem.layout
+    steps, work_tiles = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
+    fit = constants("conv_wgrad_split_k")
+    step_us = fit["step"].get(str(one.block), 1.0)
+
+    def us(splits: int) -> float:
+        waves = -(-splits * work_tiles // _H200_SMS)
+        reduce = splits * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if splits > 1 else 0.0
+        return float(waves * (-(-steps // splits) * step_us + fit["tile"]) + reduce)
+
+    most = max(1, min(_MAX_SPLITS, steps // _MIN_STEPS))
+    splits = min(range(1, most + 1), key=lambda count: (us(count), count))
+    each = -(-steps // splits)
+    return max(1, -(-steps // max(each, 1))), each
+
+
+def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
+    """Bytes of a filter gradient's splits, in float32."""
+    if problem.op is not BlockSparseConvOp.WGRAD or not problem.reduction:
+        return 0
+    splits, one = filter_split_k(problem)[0], problem.layout
+    return 0 if splits == 1 else 4 * splits * one.blocks * one.block**2
+
+
 def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> ConvSchedule:
     """The kernel's own choice. Bits depend on parts and steps alone, which the sizes give."""
     if desc.op is BlockSparseConvOp.WGRAD:
-        parts, steps = filter_parts(desc)
+        parts, steps = filter_split_k(desc)
         cut = fitting(desc.layout.block, _WIDEST, _WARPGROUPS, 1)
         return ConvSchedule(cut, 0, 1, 1, parts, steps, parts * groups(desc.layout))
     found = desc.geometry
     rows, read = desc.layout.rows, desc.channels
     if desc.op is BlockSparseConvOp.DGRAD:
         rows, read = read, rows
-    strips, pixels = head_strips(rows), desc.batch * found.pixels
-    tile, wide = busy_tokens(strips * found.phases, pixels, multiprocessors)
+    panels, pixels = head_panels(rows), desc.batch * found.pixels
+    tile, wide = busy_tokens(panels * found.phases, pixels, multiprocessors)
     # Multicast of the filter's values is worth it where they are much of what is loaded.
     tiles = -(-pixels // tile)
     even = tiles % 2 == 0 or tiles >= _MANY_TILES
-    sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == STRIP) and even
-    cut = fitting(STRIP, tile, _WARPGROUPS, 2 if sharing else 1)
+    sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even
+    cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
     clusters = -(-tiles // cut.share)
     nbytes = desc.batch * found.h.size * found.w.size * read * desc.element.itemsize
     bands = -(-nbytes // constants("blocks_tiles")["band_bytes"])
-    items = clusters * strips * found.phases
-    return ConvSchedule(cut, strips, clusters, max(1, -(-clusters // max(bands, 1))), 1, 0, items)
+    items = clusters * panels * found.phases
+    return ConvSchedule(cut, panels, clusters, max(1, -(-clusters // max(bands, 1))), 1, 0, items)

@@ -1,4 +1,4 @@
-"""How ``blocksparse/softmax.cu`` is cut for a problem: teams of warps, and what each holds of a row."""
+"""How ``blocksparse/softmax.cu`` cuts a problem: teams of warps, and what each holds of a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ...vocab import BlockSparsePass, DeviceProperties
 from ..descriptor import BlockSparseSoftmaxDescriptor
-from ..limits import softmax_teams
 
 _LANES, _VECTOR_BYTES = 32, 16
 _REGISTERS, _OF_THREAD = 1 << 16, 128
@@ -18,10 +17,12 @@ _LEAST_WARPS = 4
 _CHUNKS, _FEWER_CHUNKS, _CHUNKS_BESIDE_MASKS = 8, 5, 4
 """Vectors that a thread's registers suffice for: in general, for blocks of 16 or Blackwell, with masks."""
 _BLACKWELL = (10, 0)
+_TEAM_BYTES = 512
+"""Contiguous bytes of a block whose rows a team has."""
 
 
 class SoftmaxSchedule(NamedTuple):
-    """What the kernel is compiled with beyond the problem."""
+    """The constants that the kernel is compiled with beyond the problem."""
 
     warps: int
     """Warps of a team, which has some rows of a block row."""
@@ -49,6 +50,13 @@ class SoftmaxSchedule(NamedTuple):
         if desc.op is BlockSparsePass.FORWARD:
             return min(wanted, multiprocessors * self.blocks_per_sm)
         return wanted
+
+
+def softmax_teams(desc: BlockSparseSoftmaxDescriptor) -> int:
+    """Teams of warps of the launch."""
+    one = desc.layout
+    rows = _TEAM_BYTES // (one.block * desc.element.itemsize)
+    return desc.batch * one.heads * one.rows // rows
 
 
 def best_schedule(desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) -> SoftmaxSchedule:

@@ -1,14 +1,12 @@
 """Compiled kernels on disk.
 
-A file's name covers the source, all it includes, the options and the compiler's full version. Its last 32
-bytes are a SHA-256 over that name and the cubin before them. A file that is cut short or changed, or that
-another user can have written, is never loaded: it is compiled again and replaced. What gets loaded are the
-bytes that were checked, not the file.
+A file's name holds a hash of the source, its includes, the options and the compiler's full version. The last
+32 bytes of a file are a SHA-256 over its name and its cubin. A file that is damaged, or that another user can
+have written, is compiled again and replaced. The driver loads the bytes that were checked, not the file.
 
-A cubin runs with the caller's rights. So the folder has to be the caller's or root's and, if everybody can
-write there, sticky (as /tmp is); any other is refused with a StorageError. Folders and files that are made
-here are as readable as the umask allows, and never writable for everybody: a cache that root has filled
-serves all users.
+A cubin runs with the caller's rights. The folder must therefore belong to the caller or root and, if
+everybody can write there, be sticky like /tmp; any other folder raises StorageError. New folders and files
+are as readable as the umask allows and never writable for everybody, so one cache of root's serves all users.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class CompiledKernel(NamedTuple):
-    """A compiled kernel in the cache, and what it took to get it there."""
+    """A compiled kernel in the cache."""
 
     source: str
-    """The file of kernels_cu that it was compiled from."""
+    """Path of the source below kernels_cu/."""
     arch: str
     """The compiler's target, such as ``sm_90a``."""
     path: Path
-    """The file in the cache."""
+    """Path of the cubin in the cache."""
     nbytes: int
-    """Size of the cubin, in bytes."""
+    """Size of the cubin in bytes."""
     seconds: float | None
-    """What the compiler took; None where the cache had the kernel."""
+    """Seconds of compilation; None if the cache held the kernel."""
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: SPARSE24_CACHE_DIR, or sparse24_plans in the user's cache folder.
+    """Return the folder of cubins: SPARSE24_CACHE_DIR, or sparse24_plans in the user's cache folder.
 
-    Raises StorageError where neither that, XDG_CACHE_HOME nor a home is known.
+    Raises StorageError if SPARSE24_CACHE_DIR, XDG_CACHE_HOME and the home folder are all unknown.
     """
     if chosen := os.environ.get("SPARSE24_CACHE_DIR"):
         return Path(chosen)
@@ -62,25 +60,25 @@ def cache_folder() -> Path:
 
 
 def cubin(source: str, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The compiled kernel, from the cache or compiled and put there. Safe between threads and processes.
+    """Return the kernel from the cache, compiled now if need be. Safe across threads and processes.
 
-    Raises StorageError, naming the folder, where it can't be read, isn't safe, or can't be written.
+    Raises StorageError, which names the folder, if the folder can't be read or written or isn't safe.
     """
-    return _kept(source, arch, defines)[1]
+    return _load_or_compile(source, arch, defines)[1]
 
 
 def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
-    """The file that keeps the compiled kernel; it is there and sound when this returns."""
+    """Return the path of the compiled kernel; the file exists and is sound."""
     return compiled(source, arch, defines).path
 
 
 def compiled(source: str, arch: str, defines: Mapping[str, int]) -> CompiledKernel:
-    """What the cache keeps of the kernel once this returns. Raises what :func:`cubin` raises."""
-    path, found, seconds = _kept(source, arch, defines)
+    """Compile the kernel into the cache if needed and describe it. Raises what :func:`cubin` raises."""
+    path, found, seconds = _load_or_compile(source, arch, defines)
     return CompiledKernel(source, arch, path, len(found), seconds)
 
 
-def _kept(source: str, arch: str, defines: Mapping[str, int]) -> tuple[Path, bytes, float | None]:
+def _load_or_compile(source: str, arch: str, defines: Mapping[str, int]) -> tuple[Path, bytes, float | None]:
     folder = cache_folder()
     path = folder / f"{Path(source).stem}-{_key(source, arch, defines)}.cubin"
     with _cache_errors(folder):
@@ -126,7 +124,7 @@ def _is_ours(about: os.stat_result) -> bool:
 
 
 def _check_safe(folder: Path) -> None:
-    """Raise PermissionError for a folder where somebody else can put files in place of ours."""
+    """Raise PermissionError if another user can replace files in the folder."""
     try:
         about = os.stat(folder)
     except FileNotFoundError:
@@ -142,7 +140,7 @@ def _checksum(path: Path, found: bytes) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin in a file that is sound and ours, or None."""
+    """Return the cubin of a file, or None if the file is absent, damaged or writable by another user."""
     try:
         with open_regular(path) as file:
             about = os.fstat(file.fileno())
@@ -150,7 +148,7 @@ def _read(path: Path) -> bytes | None:
                 COMPILE.warning("%s: another user can have written it; it is compiled again", path)
                 return None
             data = file.readall()
-    except OSError:  # not there, or not readable: if it can't be replaced either, that is raised
+    except OSError:  # absent or unreadable: if it can't be replaced either, writing raises
         return None
     found, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if checksum == _checksum(path, found):

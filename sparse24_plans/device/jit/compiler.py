@@ -1,6 +1,6 @@
-"""CUDA sources to cubins through NVRTC.
+"""Compiles CUDA sources to cubins through NVRTC.
 
-Not through CuPy, which adds ``-ftz=true`` and builds for sm_90 where sm_90a is asked for.
+CuPy's own compilation adds ``-ftz=true`` and builds for sm_90 when sm_90a is requested.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..tensors import import_cupy
 
 _PACKAGE = Path(__file__).parents[2]
 KERNEL_FOLDER = _PACKAGE / "kernels_cu"
-if not KERNEL_FOLDER.is_dir():  # an editable install of a tree that has lost its links
+if not KERNEL_FOLDER.is_dir():  # an editable install of a tree without its symbolic links
     KERNEL_FOLDER = _PACKAGE.parent / "kernels_cu"
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def closure(source: str) -> dict[str, bytes]:
-    """``source`` and every file it includes, name -> contents, in order of first mention."""
+    """Return the contents of ``source`` and of every file it includes, by name, in order of first mention."""
     found: dict[str, bytes] = {}
     pending = [source]
     while pending:
@@ -37,7 +37,7 @@ def closure(source: str) -> dict[str, bytes]:
 
 
 def sources_sha256(source: str) -> str:
-    """A hash of ``source`` and of every file it includes."""
+    """Hash ``source`` and every file it includes."""
     found = hashlib.sha256()
     for name, text in closure(source).items():
         found.update(name.encode() + b"\0" + text + b"\0")
@@ -45,23 +45,23 @@ def sources_sha256(source: str) -> str:
 
 
 def digest(source: str) -> str:
-    """A short form of ``sources_sha256``: what a tuned configuration of the kernel is bound to."""
+    """Shorten ``sources_sha256``; a tuned configuration is valid for one digest of its kernel."""
     return sources_sha256(source)[:16]
 
 
 def compile_cubin(source: str, arch: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
-    """Compile ``kernels_cu/<source>`` for ``arch`` ("sm_90a"). Returns the cubin and ptxas's report.
+    """Compile ``kernels_cu/<source>`` for ``arch`` ("sm_90a"). Returns the cubin and the report of ptxas.
 
-    Needs NVRTC but no GPU. ``defines`` become ``-DS24_NAME=value``. Raises DriverError with the compiler's
-    log.
+    Compilation needs NVRTC but no GPU. ``defines`` become ``-DS24_NAME=value``. Raises DriverError with the
+    compiler's log.
     """
     cubin, log = _compile(closure(source), options(arch, defines), "getCUBIN", f"{source} for {arch}")
-    # CuPy takes the cubin for a C string and cuts its last byte, a zero.
+    # CuPy treats the cubin as a C string and drops its last byte, a zero.
     return cubin + b"\0", log
 
 
 def _compile(files: Mapping[str, bytes], flags: list[str], result: str, subject: str) -> tuple[bytes, str]:
-    """What NVRTC's call ``result`` gives for the first of ``files``, which includes the others; its log."""
+    """Compile the first of ``files``, which includes the others; return NVRTC's ``result`` and its log."""
     nvrtc = load_nvrtc()
     (name, text), *headers = files.items()
     program = nvrtc.createProgram(
@@ -78,15 +78,15 @@ def _compile(files: Mapping[str, bytes], flags: list[str], result: str, subject:
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
-    """What NVRTC is given."""
+    """Return the compiler options."""
     fixed = [f"-arch={arch}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
-    # NVRTC 12 counts no use in a branch that "if constexpr" drops: variables of the others look unused to it.
+    # NVRTC 12 warns of unused variables if their only uses are in branches that "if constexpr" discards.
     fixed.append("--diag-suppress=177")
     return fixed + [f"-DS24_{name}={value}" for name, value in sorted(defines.items())]
 
 
 def load_nvrtc() -> Any:
-    """CuPy's bindings of NVRTC. Raises BackendUnavailableError, which says what to install."""
+    """Return CuPy's bindings of NVRTC. Raises BackendUnavailableError, which says what to install."""
     import_cupy()
     try:
         from cupy.cuda import nvrtc
@@ -99,9 +99,9 @@ def load_nvrtc() -> Any:
 
 @cache
 def nvrtc_build() -> str:
-    """NVRTC's full version ("V12.9.86") and build, which ``getVersion`` cuts after the minor.
+    """Return NVRTC's full version ("V12.9.86") and build; ``getVersion`` gives major and minor alone.
 
-    They stand in the comments at the head of the PTX that it writes for an empty program: 40 ms, once.
+    Both stand in the comments at the head of the PTX of an empty program. Compiling it takes 40 ms, once.
     """
     ptx, _ = _compile({"empty.cu": b""}, [], "getPTX", "an empty program")
     return "\n".join(line for line in ptx.decode().splitlines() if line.startswith("//"))

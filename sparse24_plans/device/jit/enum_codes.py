@@ -1,4 +1,4 @@
-"""The numbers and macros that stand for our words in kernels."""
+"""Numbers of enum members in kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...vocab import AttentionMask, ElementKind, EpilogueKind
 
-# The numbers that common/element.cuh, common/epilogue.cuh and blocksparse/softmax.cu give these words.
+# common/element.cuh, common/epilogue.cuh and blocksparse/softmax.cu define the same numbers.
 ELEMENT_CODES = {
     ElementKind.F32: 0,
     ElementKind.F16: 1,
@@ -28,7 +28,7 @@ MASK_CODES = {AttentionMask.NONE: 0, AttentionMask.ADD: 1, AttentionMask.MUL: 2}
 
 
 class TypedProblem(Protocol):
-    """What a kernel is compiled for."""
+    """Problem with the types that a kernel is compiled for."""
 
     element: ElementKind
     out_element: ElementKind
@@ -37,7 +37,7 @@ class TypedProblem(Protocol):
 
 
 def type_defines(problem: TypedProblem) -> dict[str, int]:
-    """The macros that common/epilogue.cuh asks of every kernel with an epilogue."""
+    """Return the macros that common/epilogue.cuh requires of every kernel with an epilogue."""
     return {
         "ELEMENT": ELEMENT_CODES[problem.element],
         "OUT": ELEMENT_CODES[problem.out_element],

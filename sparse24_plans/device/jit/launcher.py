@@ -1,4 +1,4 @@
-"""Compiled kernels, loaded on a device, and thin launchers for them."""
+"""Loads compiled kernels on a device and launches them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..tensors import import_cupy
 from .cache import CompiledKernel, compiled, cubin
 
 _SHARED_BY_DEFAULT = 48 << 10
-"""Bytes of dynamic shared memory that a kernel gets without asking."""
+"""Bytes of dynamic shared memory that a kernel gets without an attribute."""
 
 
 def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
-    """Put ``make(*given)`` where the maps of a struct of parameters lie: in front. Raises DriverError."""
+    """Write the tensor maps ``make(*given)`` to the front of ``parameters``. Raises DriverError."""
     try:
         maps = make(*given)
     except LibraryError as error:
@@ -32,7 +32,7 @@ def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: o
 
 
 class Function:
-    """A loaded kernel of one device; ``threads`` and ``shared_bytes`` a block, one struct of parameters."""
+    """A kernel loaded on one device. Each CTA has ``threads`` threads and ``shared_bytes`` bytes."""
 
     def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
         self._module, self._threads, self._shared = module, threads, shared_bytes
@@ -47,9 +47,9 @@ class Function:
     def bind(
         self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
     ) -> Callable[[int], None]:
-        """A launcher of ``blocks`` blocks: call it with a stream handle, its device being current.
+        """Return a launcher of ``blocks`` CTAs. It takes a stream handle and needs its device to be current.
 
-        ``overlapping``: the kernel waits for its predecessors by itself, so it may start before they end.
+        An ``overlapping`` kernel waits for its predecessors itself, so it may start before they end.
         """
         launch, function = self._launch, self._function.ptr
         threads, shared = self._threads, self._shared
@@ -84,7 +84,7 @@ _compiled: ContextVar[list[CompiledKernel] | None] = ContextVar("compiled", defa
 
 @contextmanager
 def compiling_only() -> Iterator[list[CompiledKernel]]:
-    """In the block :func:`load` compiles into the cache and touches no device; yields what it compiled."""
+    """Make :func:`load` compile into the cache and touch no device. Yields the compiled kernels."""
     found: list[CompiledKernel] = []
     before = _compiled.set(found)
     try:
@@ -94,7 +94,7 @@ def compiling_only() -> Iterator[list[CompiledKernel]]:
 
 
 class _NotLoaded(Function):
-    """What :func:`load` gives where it only compiles."""
+    """Returned by :func:`load` within :func:`compiling_only`."""
 
     def __init__(self) -> None:
         pass
@@ -108,10 +108,10 @@ def load(
     defines: Mapping[str, int],
     shared_bytes: int = 0,
 ) -> Function:
-    """Kernel ``name`` of ``source``, compiled for and loaded on ``device``.
+    """Return kernel ``name`` of ``source``, compiled for ``device`` and loaded on it.
 
-    Raises BackendUnavailableError without CuPy or NVRTC, DriverError where the compiler or the driver refuses
-    the kernel, StorageError where the cache can't be used.
+    Raises BackendUnavailableError without CuPy or NVRTC, DriverError if the compiler or the driver refuses
+    the kernel, and StorageError if the cache can't be used.
     """
     if (found := _compiled.get()) is not None:
         found.append(compiled(source, device.cuda_arch, defines))

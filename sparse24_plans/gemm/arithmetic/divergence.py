@@ -1,7 +1,8 @@
-"""Where a recorded result and its replay may have parted: single steps that would explain the difference.
+"""Single steps that would explain why a recorded result differs from its replay.
 
-Nobody has the accumulators of the recorded run. But a step that went otherwise leaves its mark, so each is
-tried: one left out, one whose accumulator came out a unit more or less, and the steps after the sum.
+The accumulators of the recorded run are not known. But one step that went wrong changes the result in its own
+way, so each is tried: a step left out, a step whose accumulator was a unit too large or too small, and each
+operation after the sum.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from .sums import AfterStep, StepPlace, step_places
 Array = np.ndarray[Any, Any]
 
 
-def parting_of(results: Results, token: int, output: int, recorded: int, recomputed: int) -> str | None:
-    """The step, in words, or None. ``recorded`` and ``recomputed`` are bits of the result."""
+def explain_difference(
+    results: Results, token: int, output: int, recorded: int, recomputed: int
+) -> str | None:
+    """Describe the step in words, or return None. ``recorded`` and ``recomputed`` are bits of the result."""
     return (
         _left_out(results, token, output, recorded)
         or _after_the_sum(results, token, output, recorded)
@@ -29,7 +32,7 @@ def parting_of(results: Results, token: int, output: int, recorded: int, recompu
 
 
 def _steps(results: Results) -> tuple[StepPlace, ...]:
-    """Of the tensor cores; other arithmetics have no steps that can be tried."""
+    """The steps of the tensor cores. Other arithmetics have no steps that can be tried."""
     return step_places(results.desc, results.arithmetic) if results.arithmetic.on_tensor_cores else ()
 
 
@@ -38,7 +41,7 @@ def _tried(results: Results, token: int, output: int, count: int, after_step: Af
 
 
 def _left_out(results: Results, token: int, output: int, recorded: int) -> str | None:
-    """Tries sums each of which lacks one step."""
+    """Try sums that each lack one step."""
     steps = _steps(results)
     if not steps:
         return None
@@ -56,7 +59,7 @@ def _left_out(results: Results, token: int, output: int, recorded: int) -> str |
 
 
 def _off_by_a_unit(results: Results, token: int, output: int, recorded: int) -> str | None:
-    """Tries sums in each of which one accumulator comes out a unit more, or less."""
+    """Try sums in which one accumulator each is a unit larger or smaller."""
     steps = _steps(results)
     if not steps:
         return None
@@ -82,14 +85,14 @@ def _where(place: StepPlace) -> str:
 
 
 def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> str | None:
-    """Tries what follows the sum, with one step left out."""
+    """Try the operations after the sum with one of them left out."""
     desc = results.desc
     plain: dict[str, dict[str, Any]] = {
         "scale_x": {"scale_x": ScaleKind.NONE},
         "scale_w": {"scale_w": ScaleKind.NONE},
         "alpha": {"alpha": 1.0},
     }
-    if not desc.epilogue.is_gated:  # without which there would be other results
+    if not desc.epilogue.is_gated:  # without its gate it would have twice the results
         plain["the activation"] = {"epilogue": EpilogueKind.BIAS}
         plain["bias and activation"] = {"epilogue": EpilogueKind.IDENTITY}
     for name, update in plain.items():

@@ -1,4 +1,4 @@
-"""Results by a named arithmetic, those that are asked for: sums and what follows them."""
+"""Computes chosen results by a named arithmetic: their sums, scales, epilogue and rounding."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .sums import AfterStep, Factors, sums
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1024
-"""Results that are computed at a time: few enough that a step's products stay in the cache."""
+"""Number of results computed at a time, so that the products of a step stay in the cache."""
 
 
 class Results:
-    """Computes results of checked operands, which lie on the host.
+    """Computes results of checked operands on the host. Any number of threads may call it.
 
-    ``views`` are a plan's, with ``values`` and ``metadata``. Any number of threads may call it.
+    ``views`` are a plan's operands, with ``values`` and ``metadata`` of the weight.
     """
 
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
@@ -36,14 +36,14 @@ class Results:
         )
 
     def of(self, desc: GemmSparse24Descriptor) -> Results:
-        """Those of another epilogue, alpha or scales, from the same operands."""
+        """Results of another epilogue, alpha or scales from the same operands."""
         return Results(desc, self._views, self.arithmetic)
 
     def at(self, tokens: Array, outputs: Array, after_step: AfterStep | None = None) -> Array:
         """The bits of the results (tokens[i], outputs[i]), as unsigned integers [P]."""
         desc, count, rows = self.desc, len(outputs), outputs
         if desc.epilogue.is_gated:
-            tokens, rows = _behind(tokens, outputs)
+            tokens, rows = _rows_of_gated(tokens, outputs)
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here
             found = sums(self.factors, self.arithmetic, tokens, rows, after_step)
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
@@ -53,24 +53,24 @@ class Results:
 
 
 def blocks_of(count: int) -> Iterator[slice]:
-    """``count`` results in blocks."""
+    """Cut ``count`` results into blocks."""
     for start in range(0, count, BLOCK):
         yield slice(start, min(start + BLOCK, count))
 
 
 def places(flat: Array, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
-    """Tokens and outputs of the ``flat``-th results, where an output's tokens follow each other.
+    """Tokens and outputs of the ``flat``-th results, with all tokens of an output one after the other.
 
-    So neighbours share rows of W, which are decoded once for all of them.
+    Neighbours share rows of W, which are then decoded only once.
     """
     outputs, tokens = np.divmod(flat, max(desc.n, 1))
     return tokens, outputs
 
 
-def _behind(tokens: Array, outputs: Array) -> tuple[Array, Array]:
-    """Tokens and rows of W of the sums behind gated results, in the order of W's rows: 8 gates, 8 others, ...
+def _rows_of_gated(tokens: Array, outputs: Array) -> tuple[Array, Array]:
+    """Tokens and rows of W of the sums that gated results need: 8 gate rows, their 8 other rows, and so on.
 
-    The last 8 are filled up.
+    The last group is filled up to 8 results.
     """
     fill = (0, -len(outputs) % GATE_ROWS)
     tokens, outputs = (np.pad(one, fill, "edge").reshape(-1, 1, GATE_ROWS) for one in (tokens, outputs))

@@ -1,16 +1,16 @@
-"""The sums behind some results, by a named arithmetic: which products are added, in which order.
+"""The sums of some results by a named arithmetic, with every product and rounding in its order.
 
-``hopper_tc/slices=S``: K lies in tiles of 128 columns (8-bit elements: 256). Slice s of S begins with tile
-floor(tiles * s / S). Each slice is summed from +0 in increasing columns, one step of the tensor cores after
-the other (tensor_core.py); K is filled up with zeros, which change nothing. The slices' sums are added in
-float32, to nearest, from the first to the last. ``promoted=C``: the same with every C columns for a slice.
-``hopper_tc_f32x6``, ``hopper_tc_f32x3``: operands are split in parts of bf16 (split.py). Products of parts
-are added tile by tile of 64 columns, a tile's small ones first. With six products each tile, with three every
-four tiles of a slice, are one sum of the tensor cores; such sums are added in float32, to nearest, from the
-first to the last of a slice. With six and one slice those of every 64 tiles are a group, and what the groups
-come to is added in the same way.
-``fma32_in_order``: one float32 fma a kept position, in increasing k (``dgrad``: m), from +0.
-``exact_sum``: the sum itself.
+``hopper_tc/slices=S``: K is cut into tiles of 128 columns (8-bit elements: 256). Slice s of S begins with
+tile floor(tiles * s / S). Each slice is summed from +0 in increasing columns, one tensor-core step after the
+other (tensor_core.py). K is padded with zeros, which change nothing. The slices' sums are added in float32,
+to nearest, from the first to the last. ``promoted=C``: every C columns are a slice.
+``hopper_tc_f32x6``, ``hopper_tc_f32x3``: operands are split into bf16 terms (bf16_terms.py). Products of
+terms are added tile by tile of 64 columns, the small ones of a tile first. Each tile with six products, and
+every four tiles of a slice with three, are one sum of the tensor cores. Such sums are added in float32, to
+nearest, from the first to the last of a slice. With six products and one slice, the sums of every 64 tiles
+form a blocked sum, and the blocked sums are added in the same way.
+``fma32_in_order``: one float32 fma for each kept position, in increasing k (``dgrad``: m), from +0.
+``exact_sum``: the exact sum.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
 from ...weights.packed_layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
-from . import split, tensor_core
-from .split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from . import bf16_terms, tensor_core
+from .bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 
 Array = np.ndarray[Any, Any]
 AfterStep = Callable[[int, Array], Array]
-"""The number of a step, from 0, and the accumulator after it, float64 -> what is put in its place."""
+"""Callback from a step's number and the float64 accumulator after it to the accumulator to go on with."""
 
 _COLUMNS = 512
-"""Dense columns that are decoded at a time: whole steps of every instruction."""
+"""Dense columns that are decoded at a time: a multiple of every instruction's step."""
 
 
 class Factors(NamedTuple):
-    """What is multiplied, as bits on the host."""
+    """The operands of a product, as bits on the host."""
 
     desc: GemmSparse24Descriptor
     source: Array
@@ -47,7 +47,7 @@ class Factors(NamedTuple):
     values: Array
     """[M, K/2]"""
     codes: Array
-    """[M, K/4], the bytes of the metadata."""
+    """[M, K/4]: the bytes of the metadata."""
 
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, views: Views) -> Factors:
@@ -62,7 +62,7 @@ def sums(
     outputs: Array,
     after_step: AfterStep | None = None,
 ) -> Array:
-    """The sums behind the results (tokens[i], outputs[i]): float32 [P]; of ``exact_sum`` float64, exact."""
+    """The sums of the results (tokens[i], outputs[i]): float32 [P], or exact float64 for ``exact_sum``."""
     if arithmetic.on_tensor_cores:
         return _on_tensor_cores(factors, arithmetic, tokens, outputs, after_step)
     terms = _forward_terms if factors.desc.op is GemmOp.FORWARD else _dgrad_terms
@@ -79,21 +79,21 @@ def sums(
 
 
 class StepPlace(NamedTuple):
-    """Where a step of the tensor cores lies."""
+    """The position of a tensor-core step in the sum."""
 
     slice: int
     columns: tuple[int, int]
-    """From, and below."""
-    parts: tuple[int, int] | None = None
-    """Of the source and of W, counted from the high one; None: they are multiplied as they are."""
+    """First column, and the column after the last."""
+    terms: tuple[int, int] | None = None
+    """Terms of X and of W, counted from the high one; None: the operands are multiplied as they are."""
     sum: int = 0
-    """Of those that leave the tensor cores, in a slice."""
+    """Number of the tensor-core sum in its slice."""
     group: int = 0
-    """Of such sums, in a slice."""
+    """Number of the blocked sum in its slice."""
 
 
 def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[StepPlace, ...]:
-    """Of every step, in their order; slices are counted from 0, and so are promoted columns."""
+    """The positions of all steps in their order. Promoted groups of columns count as slices."""
     width = tensor_core.STEPS[_multiplied(desc, arithmetic)].columns
     starts = _slice_starts(desc, arithmetic)
     places, at = [], 0
@@ -107,14 +107,14 @@ def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[S
         number = inside // SPLIT_SUM[arithmetic.parts]
         whole = arithmetic.slices > 1 or not SPLIT_GROUP[arithmetic.parts]
         group = 0 if whole else inside // SPLIT_GROUP[arithmetic.parts]
-        for parts in split.pairs(arithmetic.parts):
+        for terms in bf16_terms.term_pairs(arithmetic.parts):
             for first in range(begin, end, width):
-                places.append(StepPlace(at, (first, min(first + width, end)), parts, number, group))
+                places.append(StepPlace(at, (first, min(first + width, end)), terms, number, group))
     return tuple(places)
 
 
 def _multiplied(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> ElementKind:
-    """What the tensor cores multiply."""
+    """The element that the tensor cores multiply."""
     return ElementKind.BF16 if arithmetic.parts else desc.element
 
 
@@ -153,46 +153,46 @@ def _on_tensor_cores(
         acc = tensor_core.add_products(*columns.products(place), acc, step)
         if after_step is not None:
             acc = after_step(number, acc)
-    folded: Array = total + (of_slice + (of_group + acc.astype(np.float32)))
-    if arithmetic.parts and (again := np.isnan(folded)).any():
-        folded[again] = _in_float64(factors, arithmetic, tokens[again], outputs[again])
-    return folded
+    total_sum: Array = total + (of_slice + (of_group + acc.astype(np.float32)))
+    if arithmetic.parts and (again := np.isnan(total_sum)).any():
+        total_sum[again] = _in_float64(factors, arithmetic, tokens[again], outputs[again])
+    return total_sum
 
 
 def _in_float64(factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> Array:
-    """One product after the other in float64, the sum rounded to float32 once.
+    """Add one product after the other in float64, and round the sum to float32 once.
 
-    W is what its kernel has of it: with two parts, their sum.
+    W is the weight that the kernel has: with two terms, their sum.
     """
     acc = np.zeros(len(tokens), np.float64)
     for x, w, _ in _forward_terms(factors, tokens, outputs):
         wide = w.astype(np.float64)
         if arithmetic.parts == 2:
-            high, low = split.weight_parts(w, 2)
+            high, low = bf16_terms.weight_terms(w, 2)
             wide = high.astype(np.float64) + low
         for j in range(len(x)):
-            acc = acc + x[j].astype(np.float64) * wide[j]  # the product is exact: as one fma
+            acc = acc + x[j].astype(np.float64) * wide[j]  # the product is exact, so this is one fma
     return acc.astype(np.float32)
 
 
 class _Columns:
-    """Products of some results, a step at a time; decodes each row and token once for _COLUMNS of them."""
+    """The products of some results, one step at a time. It decodes _COLUMNS columns at once."""
 
     def __init__(self, factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> None:
-        self._factors, self._parts = factors, arithmetic.parts
+        self._factors, self._terms = factors, arithmetic.parts
         self._element = _multiplied(factors.desc, arithmetic)
         self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
         self._rows, self._row_at = np.unique(outputs, return_inverse=True)
         self._first = -1
 
     def products(self, place: StepPlace) -> tuple[Array, Array]:
-        """Exact products float64 [kept, P], and the sums of their operands' exponents, int16."""
+        """Exact products float64 [kept, P], and the sums of their factors' exponents, int16."""
         first = place.columns[0] // _COLUMNS * _COLUMNS
         if first != self._first:
             self._decode(first)
         kept = slice((place.columns[0] - first) // 2, (place.columns[1] - first) // 2)
-        of_source, of_weight = place.parts or (0, 0)
-        source, weights = self._source[of_source], self._weights[of_weight]
+        source_term, weight_term = place.terms or (0, 0)
+        source, weights = self._source[source_term], self._weights[weight_term]
         at = self._positions[kept].take(self._row_at, axis=1)
         at += self._token_at * self._width
         products = source.values.take(at)
@@ -208,17 +208,17 @@ class _Columns:
         source = dense.widened(factors.source[self._tokens, first:last], stored)
         weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], stored)
         weights, source = np.ascontiguousarray(weights.T), source.reshape(-1)
-        self._source = self._operands(split.parts_of(source) if self._parts else (source,))
+        self._source = self._operands(bf16_terms.terms_of(source) if self._terms else (source,))
         self._weights = self._operands(
-            split.weight_parts(weights, self._parts) if self._parts else (weights,)
+            bf16_terms.weight_terms(weights, self._terms) if self._terms else (weights,)
         )
         self._positions = np.ascontiguousarray(
             canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
 
-    def _operands(self, parts: tuple[Array, ...]) -> tuple[_Operand, ...]:
-        wide = [part.astype(np.float64) for part in parts]
-        return tuple(_Operand(part, tensor_core.exponents(part, self._element)) for part in wide)
+    def _operands(self, terms: tuple[Array, ...]) -> tuple[_Operand, ...]:
+        wide = [term.astype(np.float64) for term in terms]
+        return tuple(_Operand(term, tensor_core.exponents(term, self._element)) for term in wide)
 
 
 class _Operand(NamedTuple):
@@ -229,7 +229,7 @@ class _Operand(NamedTuple):
 # One product after the other ----------------------------------------------------------------------
 
 Terms = Iterator[tuple[Array, Array, Array]]
-"""Of the source and of W, float32 [some, P], in their order; and which of them are kept, [some, P]."""
+"""Factors from the source and from W in order, float32 [some, P], and the mask of kept ones [some, P]."""
 
 
 def _forward_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:

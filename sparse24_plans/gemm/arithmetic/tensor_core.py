@@ -1,6 +1,6 @@
-"""One step of Hopper's tensor cores: some exact products and an accumulator, added as the hardware adds them.
+"""One step of Hopper's tensor cores: it adds exact products and an accumulator as the hardware does.
 
-The rule, for every result on its own:
+The rule for each result is:
 
 1. The exponent of an operand is that of its leading bit, but at least that of its element's smallest normal
    number. The exponent of a product is the sum of its operands' exponents: a product's significand lies in
@@ -10,12 +10,12 @@ The rule, for every result on its own:
    2^(E - fraction_bits). The cut addends are added exactly.
 3. The sum is cut toward zero to ``result_bits`` fraction bits; one below 2^-126 to a multiple of
    2^(-126 - result_bits). Where it reaches 2^128 it becomes an infinity. A zero is +0.
-4. If an addend is NaN, infinities of both signs meet, or an infinity meets a zero operand, the result is NaN;
-   else, with an infinity among the addends, it is that.
+4. The result is NaN if an addend is NaN, if infinities of both signs are added, or if an infinity is
+   multiplied with zero. Otherwise, with an infinity among the addends, it is that infinity.
 
-From MMA-Sim (arXiv 2511.10909, and its package mmasim 2.1.1), which has it of the dense instructions, ``mma``
-and ``wgmma`` with f32 results on Hopper. The sparse ones do it to the kept products. VENDOR.md says what was
-taken.
+The rule is MMA-Sim's (arXiv 2511.10909, package mmasim 2.1.1) for the dense instructions ``mma`` and
+``wgmma`` with f32 results on Hopper. The sparse instructions apply it to the kept products. VENDOR.md lists
+what was taken.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Step(NamedTuple):
-    """What an instruction does at once."""
+    """The constants of an instruction's step."""
 
     products: int
-    """Kept products that are added with the accumulator."""
+    """Number of kept products that are added to the accumulator."""
     fraction_bits: int
-    """Bits of an addend that count, below the largest exponent."""
+    """Number of bits of an addend that count, below the largest exponent."""
     result_bits: int
-    """Fraction bits of the result."""
+    """Number of fraction bits of the result."""
 
     @property
     def columns(self) -> int:
-        """Columns of W, dense, that hold so many products."""
+        """Number of dense columns of W in a step."""
         return 2 * self.products
 
 
@@ -50,18 +50,18 @@ STEPS = {
     ElementKind.BF16: Step(16, 25, 23),
     ElementKind.FP8_E4M3: Step(32, 13, 13),
 }
-"""By the element of both operands: ``mma.sp`` and ``wgmma.sp`` of 32 bytes of kept values."""
+"""Steps of ``mma.sp`` and ``wgmma.sp`` with 32 bytes of kept values, by the element of both operands."""
 
 ZERO_EXPONENT = -133
-"""Of an addend that is zero."""
+"""Exponent of an addend that is zero."""
 NO_EXPONENT = -10000
-"""Marks a zero operand in :func:`exponents`: no sum with another exponent comes near a true one."""
+"""Marks a zero operand in :func:`exponents`. Its sum with any other exponent is far below all true ones."""
 _LEAST_EXPONENT = -126  # of a float32
 _BIAS, _FIELD, _FRACTION = 1023, 0x7FF, 52  # of a float64
 
 
 def exponents(values: Float64s, element: ElementKind) -> Array:
-    """int16: the exponents that the operands ``values`` count with; NO_EXPONENT for zeros."""
+    """The exponents of operands, int16; NO_EXPONENT for zeros."""
     least = int(np.frexp(element.smallest_normal)[1]) - 1
     found = np.maximum(_exponent(values), least).astype(np.int16)
     found[values == 0] = NO_EXPONENT
@@ -71,9 +71,9 @@ def exponents(values: Float64s, element: ElementKind) -> Array:
 def add_products(products: Float64s, exponents: Array, accumulator: Float64s, step: Step) -> Float64s:
     """The accumulator after one step: float64 [...] of float32 values.
 
-    ``products`` [step.products, ...] are exact, in float64 (as are all products of f16, bf16 and fp8);
-    ``exponents`` [step.products, ...] the sums of their operands' :func:`exponents`; ``accumulator`` [...]
-    holds float32 values. Fewer products than the step's stand for themselves and zeros.
+    ``products`` [step.products, ...] are exact in float64, as are all products of f16, bf16 and fp8.
+    ``exponents`` [step.products, ...] are the sums of their factors' :func:`exponents`. ``accumulator`` [...]
+    holds float32 values. Missing products count as zeros.
     """
     largest = np.maximum(exponents.max(axis=0), _accumulators_exponent(accumulator))
     has_zero = (exponents.min(axis=0) <= NO_EXPONENT // 2) | (len(products) < step.products)
@@ -83,7 +83,9 @@ def add_products(products: Float64s, exponents: Array, accumulator: Float64s, st
     total += np.trunc(accumulator * scale)
     total *= _power_of_two(largest - step.fraction_bits)
     found = cut(total, step.result_bits)
-    special = products.sum(axis=0) + accumulator  # finite where all are: no sum of them overflows float64
+    special = (
+        products.sum(axis=0) + accumulator
+    )  # finite if all addends are: their sum can't overflow float64
     infinite = ~np.isfinite(special)
     if infinite.any():
         found[infinite] = special[infinite]
@@ -91,7 +93,7 @@ def add_products(products: Float64s, exponents: Array, accumulator: Float64s, st
 
 
 def cut(values: Float64s, fraction_bits: int) -> Float64s:
-    """``values`` toward zero to float32's range with so many fraction bits; +0 for zeros; float64."""
+    """Round ``values`` toward zero to ``fraction_bits`` bits and float32's range; zeros become +0."""
     bits = values.view(np.int64) & ~((1 << (_FRACTION - fraction_bits)) - 1)
     found: Float64s = bits.view(np.float64)
     small = np.abs(values) < 2.0**_LEAST_EXPONENT
@@ -110,7 +112,7 @@ def _accumulators_exponent(accumulator: Float64s) -> Array:
 
 
 def _exponent(values: Float64s) -> Array:
-    """Of the leading bit; far below all others where there is none."""
+    """Exponent of the leading bit; for zero it is below all others."""
     return ((values.view(np.int64) >> _FRACTION) & _FIELD) - _BIAS
 
 

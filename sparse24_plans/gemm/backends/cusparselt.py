@@ -1,7 +1,7 @@
-"""Launches cuSPARSELt on a plan that lives: weights in the library's blob, an algorithm pinned at select.
+"""Launches cuSPARSELt with a reused plan: weights in the library's blob, an algorithm pinned at select.
 
 Row-major Y[N,M] is the column-major D[M,N] of the library, so W is its operand A and X, transposed, its B. A
-``column`` order of X or Y is the other order of the same matrix. Each pair of strides has a plan of its own.
+``column`` order of X or Y is the other order of the same matrix. Each pair of strides has its own plan.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _TYPES = {
     ElementKind.FP8_E4M3: abi.R_8F_E4M3,
 }
 _ACTIVATIONS = {EpilogueKind.BIAS_RELU: abi.RELU, EpilogueKind.BIAS_GELU_TANH: abi.GELU}
-# Names of a configuration -> cusparseLtMatmulAlgAttribute_t
+# Keys of a configuration -> cusparseLtMatmulAlgAttribute_t
 _ATTRIBUTES = {
     "algorithm": abi.CONFIG_ID,
     "split_k": abi.SPLIT_K,
     "split_k_mode": abi.SPLIT_K_MODE,
     "split_k_buffers": abi.SPLIT_K_BUFFERS,
 }
-# Split-K x mode (one kernel, two kernels) that are tried where the library lets one choose: not on Hopper.
+# Pairs of split-K and mode (one kernel, two kernels) to try. The library lets one choose except on Hopper.
 _SPLITS = tuple((split, mode) for split in (2, 4, 8) for mode in (1, 2))
-# Algorithms that end the CUDA context with an illegal instruction, for every n, as seen on an H200 (torch's
-# search of 0.8.0 runs into them): (version, compute capability, element) -> ids. A search survives such ones
-# by itself, but each costs it a process.
+# Algorithms that end the CUDA context with an illegal instruction for every n, as measured on an H200. The
+# key is (version, compute capability, element). A search would survive them, but each would cost it a
+# process.
 _FATAL = {("0.8.0", (9, 0), ElementKind.F16): range(36, 52)}
-# Fused kernels for a bias are chosen when the plan is made, before its address is known.
+# A plan with a bias is made before the bias's address is known; any address selects the fused kernels.
 _SOME_ADDRESS = 256
 _ON = 1
 
@@ -61,7 +61,7 @@ class Kernel(GemmKernel):
         "source": Alignment(abi.ALIGNMENT, abi.ALIGNMENT),
         "result": Alignment(abi.ALIGNMENT, abi.ALIGNMENT),
     }
-    launches = 2  # at least one; what else the library enqueues is its own affair: so bind makes a graph
+    launches = 2  # the library enqueues at least one kernel; 2 makes bind record a graph
     tunable = True
 
     def __init__(self, choice: Choice) -> None:
@@ -102,9 +102,9 @@ class Kernel(GemmKernel):
         )
 
     def pack(self, weight: Sparse24Weight) -> PackedWeight:
-        """The library's blob of ``weight``: uint8, of the size that it asks for, on CuPy's current stream.
+        """Compress ``weight`` to the library's blob, uint8, on CuPy's current stream.
 
-        Besides the blob it takes the dense matrix and the library's scratch for a while.
+        The dense matrix and the library's scratch memory are allocated meanwhile.
         """
         cupy = import_cupy()
         with cupy.cuda.Device(self._ordinal):
@@ -119,12 +119,12 @@ class Kernel(GemmKernel):
         )
 
     def _make_matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
-        """The library's plan for these strides: made at select for packed ones, else at first use."""
+        """The library's plan for these strides, made at select for contiguous operands, else at first use."""
         return _make(self.descriptor, self._ordinal, self._configuration, source_stride, result_stride)
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-        """Every algorithm id not known to be fatal, and with each the split-K that the library lets one set.
+        """Every algorithm id that is not known to be fatal, with each split-K that the library accepts.
 
         Nothing is launched.
         """
@@ -147,7 +147,7 @@ class Kernel(GemmKernel):
         return f"cuSPARSELt {device.cusparselt}"
 
 
-# Parts --------------------------------------------------------------------------------------------
+# The library's plan -------------------------------------------------------------------------------
 
 
 def _packed_strides(desc: GemmSparse24Descriptor) -> tuple[int, int]:
@@ -210,11 +210,11 @@ def _describe(matmul: abi.Matmul) -> str:
 
 
 def _compress(ordinal: int, weight: Sparse24Weight) -> Any:
-    """The blob, with exactly the canonical form's positions and bits.
+    """The blob, with exactly the positions and bits of the canonical weight.
 
-    The library picks positions by looking for non-zeros, so a kept zero could end up at another position, and
-    what it makes of -0.0 has changed between versions. So it compresses ones at the kept positions, and the
-    values go over those ones: they come first in the blob, row by row (_values_come_first checks it).
+    The library chooses positions by searching for non-zeros, so it could move a kept zero, and its treatment
+    of -0.0 differs between versions. So it compresses ones at the kept positions. The values then overwrite
+    the ones at the beginning of the blob, row by row (_values_come_first checks that).
     """
     values, metadata = weight.values_view.bits(), weight.metadata
     codes = canonical.from_metadata(metadata)
@@ -245,7 +245,7 @@ def _compress_dense(ordinal: int, dense: Any, weight: Sparse24Weight) -> Any:
 
 @cache
 def _values_come_first(ordinal: int, element: ElementKind) -> bool:
-    """Whether blobs start with the values, row by row: seen on a small weight without zeros."""
+    """Return whether blobs begin with the values, row by row. A small weight without zeros shows it."""
     rng = np.random.default_rng(0)
     dense = rng.integers(1, 9, (64, 128)).astype(np.float32).astype(element.dtype)
     weight = Sparse24Weight.prune_compress(dense).to(ordinal)

@@ -1,11 +1,10 @@
-"""The host tier: NumPy. ``host_blas`` calls BLAS on a dense weight; ``host_strict`` is the oracle.
+"""The host kernels, in NumPy: ``host_blas`` calls BLAS on a dense weight; ``host_strict`` is the oracle.
 
-The strict mode computes, bit for bit, what ``gemm/inflate_strict.cu`` does: one float32 accumulator a result,
-one fma a kept position in increasing order, then the kernels' epilogue. Products of s8 are summed exactly in
-both modes.
+The strict mode computes the bits of ``gemm/inflate_strict.cu``: one float32 accumulator per result, one fma
+per kept position in increasing order, then the kernels' epilogue. Both modes sum products of s8 exactly.
 
-Tokens come in blocks, and so do the rows of a canonical weight that is inflated on the way, so that a run's
-scratch memory is bounded: a few times 64 MiB, or what 128 tokens take where that is more.
+Tokens are computed in blocks, and a canonical weight is inflated some rows at a time. This bounds a run's
+scratch memory to a few times 64 MiB, or to the memory for 128 tokens if that is more.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
 Product = Callable[[Array], Array]
-"""The source [tokens, reduction] as float32 -> the sums, float32 (of s8 float64)."""
+"""Function from the source [tokens, reduction] in float32 to the sums in float32, or in float64 for s8."""
 
 _CELLS, _STRICT_CELLS = 1 << 24, 1 << 20
-"""Cells of a block of tokens: of the sources, and of the results."""
+"""Cells of a block of tokens (source or result, whichever is larger) for BLAS and for strict sums."""
 _LEAST_TOKENS = 128
-"""Fewer would read the weight more often than BLAS can hide."""
+"""Tokens of a block for BLAS at least. With fewer, BLAS would spend its time reading the weight."""
 _INFLATED_CELLS = 1 << 22
-"""Cells of a canonical weight that are inflated at a time."""
+"""Cells of a canonical weight that are inflated at once."""
 _EXACT_TERMS = {GemmOp.FORWARD: 2048, GemmOp.DGRAD: 1024}
-"""Terms of a sum of s8 that float32 holds exactly in any order: 1024 non-zero products of at most 2^14."""
+"""Terms of an s8 sum that float32 holds exactly in any order: 1024 non-zero products of at most 2^14."""
 
 
 class Kernel(GemmKernel):
@@ -94,7 +93,7 @@ class Kernel(GemmKernel):
         return total
 
     def _multiply_inflated(self, source: Array, views: Views) -> Array:
-        """The product with a canonical weight, some rows of which are dense at a time."""
+        """Multiply with a canonical weight, inflating some of its rows at a time."""
         desc = self.descriptor
         values, metadata = views["values"].bits(), views["metadata"].bits()
         step = max(_INFLATED_CELLS // max(desc.k, 1), 1)
@@ -110,10 +109,10 @@ class Kernel(GemmKernel):
                 total += self._multiply(source[:, rows], part)
         return total
 
-    # What follows the sums --------------------------------------------------------------------------
+    # The epilogue -----------------------------------------------------------------------------------
 
     def _finish(self, product: Array, tokens: slice, views: Views) -> None:
-        """Scales, epilogue and rounding, on blocks of rows that fit the cache."""
+        """Apply scales, epilogue and rounding to blocks of rows that fit the cache."""
 
         def finish(rows: slice) -> None:
             at = slice(tokens.start + rows.start, tokens.start + rows.stop)
@@ -137,7 +136,7 @@ def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:
 
 
 def _lines(view: TensorView, rows: slice) -> TensorView:
-    """Some rows of a matrix."""
+    """A view of some rows of a matrix."""
     count, width = view.shape
     if rows.stop - rows.start == count:
         return view
@@ -150,7 +149,7 @@ def _lines(view: TensorView, rows: slice) -> TensorView:
 
 
 def _widened(view: TensorView) -> Array:
-    """A matrix as float32: itself where it is that."""
+    """The matrix in float32; a float32 matrix is not copied."""
     if view.element is ElementKind.F32:
         own: Array = view.array()
         return own

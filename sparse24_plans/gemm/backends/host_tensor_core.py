@@ -1,4 +1,4 @@
-"""The tensor cores' arithmetics on the host, bit for bit; for audits and tests."""
+"""Computes the tensor cores' arithmetics on the host, bit for bit, for audits and tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kernel(GemmKernel):
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
-        """The one that is required, where it is one of the tensor cores and defined for the problem."""
+        """Return the required arithmetic if tensor cores have it and it is defined for the problem."""
         required, desc = choice.preference.require.arithmetic, choice.descriptor
         if required is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
@@ -14,7 +14,7 @@ from ..kernel import GemmKernel, address
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
-# (outputs, tokens) of a tile -> kernel, threads; from the largest to the smallest.
+# (outputs, tokens) of a tile -> kernel and its threads, from the largest tile to the smallest.
 _TILES = {
     (128, 128): ("gemm_strict_large", 256),
     (128, 32): ("gemm_strict_medium", 128),
@@ -22,10 +22,10 @@ _TILES = {
 }
 
 
+@kernel_params("gemm/params/inflate_strict.cuh")
 class StrictParams(KernelParams):
     """Parameters of ``gemm/inflate_strict.cu``."""
 
-    header = "gemm/params/inflate_strict.cuh"
     values = field("const void*", "Kept values of W: [m, k / 2].")
     metadata = field("const u16*", "Positions of the kept values: [m, k / 8].")
     x = field("const void*", "X[n, k]; dY[n, m] for dgrad.")
@@ -47,18 +47,18 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
-        self._blocks = _blocks(desc, tile)
+        self._ctas = _grid_size(desc, tile)
         name, threads = _TILES[tile]
-        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._blocks} blocks"
+        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
         defines = {**type_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
         self._function = load(_SOURCE, name, threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         return self._function.bind(
-            self._blocks,
+            self._ctas,
             StrictParams(
                 values=views["values"].address,
                 metadata=views["metadata"].address,
@@ -76,15 +76,15 @@ class Kernel(GemmKernel):
 
 
 def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[int, int]:
-    """The largest tile that n half fills and that leaves no half of the device idle.
+    """The largest tile that n fills by half and that leaves less than half of the SMs idle.
 
-    Every result is defined on its own, so the tile is free to follow n: no bit depends on it.
+    The choice may depend on n, because no bit of a result depends on the tile.
     """
     for tile in _TILES:
-        if 2 * desc.n > tile[1] and 2 * _blocks(desc, tile) >= device.multiprocessors:
+        if 2 * desc.n > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
             return tile
     return STRICT_SMALL_TILE
 
 
-def _blocks(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+def _grid_size(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
     return -(-desc.sums // tile[0]) * -(-desc.n // tile[1])

@@ -5,15 +5,16 @@ from __future__ import annotations
 from ...device.jit.compiler import digest
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
+from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
 from ...plan.kernel_table import HOPPER
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M, TILES_16BIT
-from ..arithmetic import names
 from ..descriptor import GemmSparse24Descriptor
+from ..guarantees import named
 from ..kernel import GemmKernel, address
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import MmaSpSchedule
@@ -22,10 +23,10 @@ _SOURCE = "gemm/mma_sp.cu"
 _THREADS = 256
 
 
+@kernel_params("gemm/params/mma_sp.cuh")
 class MmaSpParams(KernelParams):
     """Parameters of ``gemm/mma_sp.cu``."""
 
-    header = "gemm/params/mma_sp.cuh"
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
     x = field("const u16*", "X[n, k]; its rows, or columns, begin at multiples of 16 bytes.")
     bias = field("const void*", "Bias [m], or null.")
@@ -49,11 +50,11 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._folds = schedules.can_reduce_in_cluster(device)
+        self._clusters = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
-            f"{schedule.blocks} blocks of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
-            f"tokens, {schedule.split_k} slices of K, {schedule.stages} stages"
+            f"{schedule.blocks} CTAs of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
+            f"tokens, split-K {schedule.split_k}, {schedule.stages} stages"
         )
         self._function = load(
             _SOURCE,
@@ -83,14 +84,15 @@ class Kernel(GemmKernel):
                 alpha=desc.alpha,
                 n_tiles=self._schedule.token_blocks,
             ),
-            overlapping=self._folds,
+            overlapping=self._clusters,
         )
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         if choice.device.compute_capability != HOPPER:
-            return None  # whose tensor cores add in other steps
-        return names.sliced(choice.descriptor, _schedule(choice).split_k)
+            return None  # other tensor cores add in other steps
+        desc = choice.descriptor
+        return named(desc, str(Arithmetic.hopper(desc.element, _schedule(choice).split_k)))
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
@@ -108,7 +110,7 @@ def _schedule(choice: Choice) -> MmaSpSchedule:
 
 
 def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule."""
+    """The kernel's macros for a problem type and schedule."""
     return {
         **type_defines(desc),
         "SPLIT_K": schedule.split_k,

@@ -14,7 +14,7 @@ from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest, invariant_split
 from ...vocab import ElementKind
 from ...weights.packed_layouts import TILE_M, TILES_32BIT
-from ..arithmetic.split import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import split_bytes
@@ -104,8 +104,8 @@ def best_schedule(
     """
     return fastest(
         allowed_schedules(desc, row, whole_m),
-        lambda tried: [predicted(one, desc, row.parts) for one in tried],
-        lambda one: _workspace(one, desc, row.parts),
+        lambda tried: [predicted(one, desc, row.split_terms) for one in tried],
+        lambda one: _workspace(one, desc, row.split_terms),
         max_workspace,
     )
 
@@ -119,10 +119,10 @@ def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules with which the kernel keeps its guarantee."""
-    tried = _tried(desc.n, desc.m, row.parts)
+    tried = _tried(desc.n, desc.m, row.split_terms)
     if not row.guarantee(desc).batch_invariant:
         return tried
-    split = invariant_split_k(whole_m or desc.m, desc.k, row.parts)
+    split = invariant_split_k(whole_m or desc.m, desc.k, row.split_terms)
     return tuple(one for one in tried if one.split_k == split)
 
 

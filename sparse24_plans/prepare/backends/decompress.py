@@ -1,4 +1,4 @@
-"""Canonical weights to dense matrices: ``weights/inflate.cu``, one launch, no workspace."""
+"""Launches ``weights/inflate.cu``: canonical weights to dense matrices, without a workspace."""
 
 from __future__ import annotations
 

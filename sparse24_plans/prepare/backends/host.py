@@ -1,4 +1,4 @@
-"""Preparing weights on the host: the array code of weights/ behind plans."""
+"""Plans that prepare weights on the host, by the array code of weights/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None) -> None:
-    """What a kernel reports: row, group and detail of the first bad group, or nothing."""
+    """Write what a kernel reports: row, group and detail of the first bad group, or nothing."""
     row, group, detail = found or (0, 0, 0)
     word = (row * (k // 4) + group) << 8 | detail if found else NOTHING_FOUND
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
@@ -39,7 +39,7 @@ _MOVES = {
     PrepareOp.COMPRESS: "gather",
     PrepareOp.DECOMPRESS: "scatter",
 }
-"""The functions of host_code.HostCode that an op calls: on keys, and on cells. The others use NumPy."""
+"""Functions of host_code.HostCode that an op calls, on keys and on cells. Other ops use NumPy."""
 
 
 class Kernel(BaseKernel[PrepareDescriptor]):
@@ -59,7 +59,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         }[self.descriptor.op]
 
     def _compiled_code(self) -> host_code.HostCode:
-        """The code that works, compiled: ``run`` doesn't compile."""
+        """The compiled host code, ready before ``run``."""
         desc = self.descriptor
         if desc.op not in _MOVES:
             return groups
@@ -74,11 +74,11 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         return lambda stream: self._act(views)
 
     def _on_rows(self, work: Callable[[slice], None]) -> None:
-        """``work`` on blocks of rows, on all cores. Results of different blocks are different memory."""
+        """Run ``work`` on blocks of rows, on all cores. Different blocks write different memory."""
         threads.for_each(work, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
 
     def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
-        """Codes [groups] of the cells to keep."""
+        """Return the codes [groups] of the kept cells."""
         if "scores" in views:
             scores = views["scores"]
             codes: Array = canonical.rank_codes(

@@ -1,9 +1,9 @@
-"""Launches ``prepare/pack.cu``: canonical weights to tiles of 64 rows, and back. One kernel, no workspace."""
+"""Launches ``prepare/pack.cu``: canonical weights to tiles of 64 rows and back, without a workspace."""
 
 from __future__ import annotations
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -16,10 +16,10 @@ _SOURCE = "prepare/pack.cu"
 _THREADS = 256
 
 
+@kernel_params("prepare/params/pack.cuh")
 class PackParams(KernelParams):
     """Parameters of the kernels of ``prepare/pack.cu``."""
 
-    header = "prepare/params/pack.cuh"
     values = field("u8*", "Kept values [m, k / 2].")
     metadata = field("u16*", "Positions of the kept values [m, k / 8].")
     packed = field("u8*", "Packed tiles of 64 rows.")

@@ -1,10 +1,10 @@
-"""Launches ``prepare/prune.cu``: prune, compress, both at once, or apply a mask. One kernel, no workspace."""
+"""Launches ``prepare/prune.cu``: prune, compress, both at once, or apply a mask, without a workspace."""
 
 from __future__ import annotations
 
 from ...device.jit.enum_codes import ELEMENT_CODES
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -17,10 +17,10 @@ _SOURCE = "prepare/prune.cu"
 _THREADS = 256
 
 
+@kernel_params("prepare/params/prune.cuh")
 class PruneParams(KernelParams):
     """Parameters of the kernels of ``prepare/prune.cu``. Operands that an op lacks are null."""
 
-    header = "prepare/params/prune.cuh"
     dense = field("const void*", "Dense matrix to read.")
     scores = field("const void*", "Scores that rank the cells in place of their magnitudes.")
     mask_in = field("const void*", "Mask to apply: one bit a cell.")
@@ -73,7 +73,7 @@ class Kernel(PrepareKernel[PrepareDescriptor]):
 
 
 def entry_of(desc: PrepareDescriptor) -> str:
-    """The kernel of the file that serves the op."""
+    """Name of the kernel that serves the op."""
     if isinstance(desc, MaskSparse24Descriptor):
         return "mask_by_tiles" if desc.layout is MaskLayout.TILES else "mask_by_rows"
     return str(desc.op)

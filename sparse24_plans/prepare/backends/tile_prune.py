@@ -1,9 +1,9 @@
-"""Launches ``prepare/tile_prune.cu``: 4x4 tiles pruned, W and W^T compressed. One kernel, no workspace."""
+"""Launches ``prepare/tile_prune.cu``: prunes 4x4 tiles and compresses W and W^T, without a workspace."""
 
 from __future__ import annotations
 
 from ...device.jit.launcher import load
-from ...device.jit.structs import KernelParams, field
+from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
@@ -21,7 +21,7 @@ _RULES = {
     TileRule.OPTIMAL: {"RULE": 2, "SIGNED": 0},
 }
 _NO_FLOAT = (0, 0, 0)
-# The optimal rule computes with values, so it needs the mantissa bits, the exponent bias and whether Inf exists.
+# The optimal rule computes with values: it needs the mantissa bits, the exponent bias and whether Inf exists.
 _FLOATS = {
     ElementKind.F32: (23, 127, 1),
     ElementKind.F16: (10, 15, 1),
@@ -31,10 +31,10 @@ _FLOATS = {
 }
 
 
+@kernel_params("prepare/params/tile_prune.cuh")
 class TilePruneParams(KernelParams):
     """Parameters of ``prepare/tile_prune.cu``."""
 
-    header = "prepare/params/tile_prune.cuh"
     dense = field("const u8*", "Dense W[m, k].")
     values = field("u8*", "Kept values of W: [m, k / 2].")
     metadata = field("u16*", "Positions of the kept values of W: [m, k / 8].")

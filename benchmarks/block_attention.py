@@ -1,29 +1,31 @@
-"""Attention over kept blocks beside dense attention: the other half of ``sparse24 bench --blocksparse``.
+"""Attention over kept blocks beside dense attention: a part of ``python -m benchmarks.measure blocksparse``.
 
-Microseconds of what select chooses, of a random layout for each head, and of PyTorch's dense attention with
-the same operands, by the fastest of its kernels. ``tflops``: of the kept blocks, whose two products count in
-``forward``, and five in ``backward``, as usual, however often a kernel computes one of them again. Operands
+Microseconds of what select chooses for a random layout of each head, and of PyTorch's dense attention with
+the same operands by the fastest of its kernels, each alone. ``tflops`` counts the products of the kept
+blocks: two in ``forward``, five in ``backward``, however often a kernel computes one of them again. Operands
 exceed the L2 cache, so one copy of them is enough.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..blocksparse.args import BlockSparseAttentionArgs, BlockSparseAttentionBackwardArgs
-from ..blocksparse.descriptor import BlockSparseAttentionDescriptor
-from ..blocksparse.layout import BlockSparseLayout
-from ..blocksparse.plan import BlockSparseAttentionPlan
-from ..vocab import BlockSparsePass
-from .block_operands import ELEMENT, check, random
-from .gemm import rounded
-from .peers import torch
-from .record import sources_of
+from sparse24_plans.bench.gemm import rounded
+from sparse24_plans.bench.peers import torch, torch_ruler
+from sparse24_plans.bench.record import sources_of
+from sparse24_plans.bench.steady import Steady, Work, steady
+from sparse24_plans.blocksparse.args import BlockSparseAttentionArgs, BlockSparseAttentionBackwardArgs
+from sparse24_plans.blocksparse.descriptor import BlockSparseAttentionDescriptor
+from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.blocksparse.plan import BlockSparseAttentionPlan
+from sparse24_plans.vocab import BlockSparsePass
+
+from .block_operands import ELEMENT, check, random, timed_once
 
 TOKENS, HEADS = 16384, 16
 HEAD_SIZES = (128, 64)
@@ -31,8 +33,7 @@ BLOCKS = (128, 64)
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 _PEERS = ("CUDNN_ATTENTION", "FLASH_ATTENTION")
 _PRODUCTS = {BlockSparsePass.FORWARD: 2, BlockSparsePass.BACKWARD: 5}
-"""That count, of a kept block."""
-_ROUNDS, _ROUND_US = 9, 6000.0
+"""Products of a kept block that count."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of the record."""
+    """Every cell of the record."""
     return [
         Cell(TOKENS, HEADS, head_size, block, density, direction.value)
         for head_size in HEAD_SIZES
@@ -75,14 +76,17 @@ def measured(cell: Cell, sources: set[str]) -> dict[str, Any]:
         ours = problem.launch(BlockSparsePass.BACKWARD, sources)
         ours()
     problem.check(backward=backward)
-    contenders = {name: problem.dense(name, backward=backward) for name in _PEERS}
-    times = _times({**contenders, "ours": ours})
+    time = _alone(lambda: ours)
+    key = cell.tokens, cell.heads, cell.head_size, cell.direction
+    dense = timed_once(key, lambda: problem.fastest_dense(backward=backward))
     flops = 2 * _PRODUCTS[BlockSparsePass(cell.direction)] * problem.layout.shape.blocks * cell.block**2
     return {
         **vars(cell),
-        "us": rounded(times["ours"]),
-        "dense_us": rounded(min(times[name] for name in _PEERS)),
-        "tflops": rounded(flops * cell.head_size / times["ours"] / 1e6),
+        "us": rounded(time.us),
+        "dense_us": rounded(dense.us),
+        "tflops": rounded(flops * cell.head_size / time.us / 1e6),
+        **time.fields(),
+        **dense.fields("dense_us"),
     }
 
 
@@ -131,8 +135,13 @@ class _Problem:
         for name, wanted in exact.items():
             check(f"{self.cell}, {name}", self.made[name][0, -1].float(), wanted)
 
+    def fastest_dense(self, *, backward: bool) -> Steady:
+        """What the fastest of PyTorch's kernels takes alone."""
+        times = (_alone(partial(self.dense, name, backward=backward)) for name in _PEERS)
+        return min(times, key=lambda one: one.us)
+
     def dense(self, name: str, *, backward: bool) -> Callable[[], object]:
-        """PyTorch's, of all blocks: one pass alone."""
+        """PyTorch's attention over all blocks: one pass by itself."""
         attention = torch.nn.attention
         kernel = getattr(attention.SDPBackend, name)
         given = [self.read[operand].detach().requires_grad_(backward) for operand in "qkv"]
@@ -147,22 +156,7 @@ class _Problem:
         return lambda: torch.autograd.grad(o, given, do, retain_graph=True)
 
 
-def _times(contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Median microseconds of a call, interleaved. They run for so long that launches hide behind them."""
-    repeats = {name: max(1, round(_ROUND_US / _elapsed_us(call, 1))) for name, call in contenders.items()}
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(_ROUNDS):
-        for name, call in contenders.items():
-            found[name].append(_elapsed_us(call, repeats[name]))
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def _elapsed_us(call: Callable[[], object], repeats: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return 1e3 * float(begin.elapsed_time(end)) / repeats
+def _alone(make: Callable[[], Callable[[], object]]) -> Steady:
+    """What a call of ``make()`` takes alone. Calls run for so long that launches hide behind them."""
+    with torch_ruler() as ruler:
+        return steady({"call": Work(make())}, ruler)["call"]

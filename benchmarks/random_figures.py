@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from statistics import geometric_mean
 from typing import Any
 
-from .record import Record
+from sparse24_plans.bench.record import Record
 
 TOKENS = ((1, 64), (65, 512), (513, 8192))
 Cell = tuple[str, int, int, int, str]
 
 
 def cells(record: Record, backend: str = "auto") -> dict[Cell, dict[str, Any]]:
-    """Rows of a backend by shape's name, m, k, n and element."""
+    """The rows of a backend, by the shape's name, m, k, n and element."""
     names = ("shape", "m", "k", "n", "element")
     return {tuple(row[name] for name in names): row for row in record["gemm"] if row["backend"] == backend}
 
@@ -38,7 +38,7 @@ def invariant_costs(record: Record, element: str, tokens: tuple[int, int] = (1, 
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Geometric; None of nothing."""
+    """The geometric mean; None without values."""
     found = list(values)
     return geometric_mean(found) if found else None
 

@@ -1,4 +1,4 @@
-"""What compiling takes: ``python -m sparse24_plans.bench.compile_times OUT.json``.
+"""What compiling takes: ``python -m benchmarks.compile_times OUT.json``.
 
 Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
 for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
@@ -19,28 +19,35 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..blocksparse import kernel_table as blocks_table
-from ..blocksparse.convolution import BlockSparseConv2dDescriptor
-from ..blocksparse.descriptor import (
+from sparse24_plans.bench.record import SCHEMA, Record, files_of, machine, save, stamp
+from sparse24_plans.blocksparse import kernel_table as blocks_table
+from sparse24_plans.blocksparse.convolution import BlockSparseConv2dDescriptor
+from sparse24_plans.blocksparse.descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from ..blocksparse.shape import BlockSparseShape
-from ..device.devices import cuda_properties
-from ..device.jit.cache import cache_folder
-from ..errors import Sparse24Error
-from ..gemm import kernel_table as gemm_table
-from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.kernel_table import GemmEntry
-from ..plan.descriptor import Descriptor
-from ..plan.kernel import Choice
-from ..plan.kernel_table import KernelEntry, consider
-from ..plan.preference import PlanPreference
-from ..prepare import descriptor as prepare
-from ..prepare import kernel_table as prepare_table
-from ..vocab import BlockSparseConvOp, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, TileRule
-from .record import SCHEMA, Record, files_of, machine, save, stamp
+from sparse24_plans.blocksparse.shape import BlockSparseShape
+from sparse24_plans.device.devices import cuda_properties
+from sparse24_plans.device.jit.cache import cache_folder
+from sparse24_plans.errors import Sparse24Error
+from sparse24_plans.gemm import kernel_table as gemm_table
+from sparse24_plans.gemm.descriptor import GemmSparse24Descriptor
+from sparse24_plans.gemm.kernel_table import GemmEntry
+from sparse24_plans.plan.descriptor import Descriptor
+from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.kernel_table import KernelEntry, consider
+from sparse24_plans.plan.preference import PlanPreference
+from sparse24_plans.prepare import descriptor as prepare
+from sparse24_plans.prepare import kernel_table as prepare_table
+from sparse24_plans.vocab import (
+    BlockSparseConvOp,
+    DeviceProperties,
+    ElementKind,
+    EpilogueKind,
+    MatrixOrder,
+    TileRule,
+)
 
 _M, _K = 4096, 4096
 _TOKENS, _TURNED = (16, 4096), 17

@@ -1,8 +1,8 @@
-"""Products of block-sparse matrices: ``sparse24 bench --blocksparse``, with 2:4 blocks and attention.
+"""Products of block-sparse matrices: ``python -m benchmarks.measure blocksparse``.
 
 Microseconds of what select chooses, beside dense cuBLAS with the same sizes and, for random blocks of dsd,
 PyTorch's own product of a BSR matrix. Values and dense matrices rotate over copies beyond the L2 cache; the
-other operand is one. m, k: rows and columns of the sparse matrix. All is PyTorch's: else there is no peer.
+other operand is one. m and k are rows and columns of the sparse matrix. All operands are PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import Any
 
 import numpy as np
 
-from ..blocksparse.args import BlockSparseMatmulArgs
-from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
-from ..blocksparse.layout import BlockSparseLayout
-from ..blocksparse.plan import BlockSparseMatmulPlan
-from ..errors import BackendUnavailableError
-from ..tuning.data import free_memory
-from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
-from ..vocab import BlockSparseOp
-from . import block_attention, blocks24, record
-from .block_operands import ELEMENT, check, dense_of, random
-from .gemm import rounded
-from .peers import on_torch_stream, torch
-from .record import Record, sources_of
+from sparse24_plans.bench.gemm import rounded
+from sparse24_plans.bench.peers import on_torch_stream, torch
+from sparse24_plans.bench.record import Lists, Record, Step, sources_of
+from sparse24_plans.bench.steady import MANY_TOKENS, time_alone
+from sparse24_plans.blocksparse.args import BlockSparseMatmulArgs
+from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
+from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.tuning.data import free_memory
+from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
+from sparse24_plans.vocab import BlockSparseOp
+
+from . import block_attention, blocks24
+from .block_operands import ELEMENT, check, dense_of, random, timed_once
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
 TOKENS = (256, 4096)
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCKS = (128, 64, 32, 16)
 PATTERNS = ("random", "banded")
-_ROUNDS, _ROUND_MS = 7, 1.0
+_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of the record. Of sdd the ones beside which it is judged: large products of random blocks."""
+    """Every product of the record. sdd is judged beside large products of random blocks alone."""
     return [
         Cell(op, m, k, n, block, density, pattern)
         for m, k in SHAPES
@@ -74,39 +75,35 @@ def cells() -> list[Cell]:
     ]
 
 
-AnyCell = Cell | blocks24.Cell | block_attention.Cell
+LISTS: Lists = {
+    "products": ("op", "m", "k", "n", "block", "density", "pattern", "element"),
+    "sparse24": ("op", "m", "k", "n", "block", "density", "element"),
+    "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
+}
 
 
-def every_cell() -> list[AnyCell]:
-    """Of the whole record."""
-    return [*cells(), *blocks24.cells(), *block_attention.cells()]
+def steps() -> list[Step]:
+    """The measurements of the whole record."""
+    parts = (
+        ("products", cells(), measured),
+        ("sparse24", blocks24.cells(), blocks24.measured),
+        ("attention", block_attention.cells(), block_attention.measured),
+    )
+    return [
+        Step(name, vars(cell), partial(_rows, name, measure, cell))
+        for name, chosen, measure in parts
+        for cell in chosen
+    ]
 
 
-def measure(
-    on_step: Callable[[], None] = lambda: None,
-    keep: Callable[[Record], None] = lambda _: None,
-    chosen: Sequence[AnyCell] | None = None,
-) -> Record:
-    """A record of the cells, by default of all of them. ``keep`` gets what there is after every one.
+def _rows(name: str, measure: Callable[[Any, set[str]], Record], cell: Any, sources: set[str]) -> Record:
+    free_memory()
+    return {name: [measure(cell, sources)]}
 
-    Raises BackendUnavailableError without a GPU or PyTorch, UnsupportedError for a wrong result.
-    """
-    found = record.empty(record.machine(), record.BLOCKS_KEYS)
-    if torch is None:
-        raise BackendUnavailableError("PyTorch is not installed; it gives the times of dense products")
-    sources: set[str] = set()
-    for cell in every_cell() if chosen is None else chosen:
-        if isinstance(cell, Cell):
-            found["products"].append(Problem(cell).measured(sources))
-        elif isinstance(cell, blocks24.Cell):
-            found["sparse24"].append(blocks24.measured(cell, sources))
-        else:
-            found["attention"].append(block_attention.measured(cell, sources))
-        found.update(record.stamp(record.files_of(sources)))
-        keep(found)
-        on_step()
-        free_memory()
-    return found
+
+def measured(cell: Cell, sources: set[str]) -> Record:
+    """The cell's row of the record. Adds to ``sources`` what was timed."""
+    return Problem(cell).measured(sources)
 
 
 class Problem:
@@ -127,17 +124,18 @@ class Problem:
         plan = BlockSparseMatmulPlan.select(self.desc, device=0)
         ours = self.ours(plan)
         self.check(ours)
-        times = time_contenders([self.dense(), ours], rounds=_ROUNDS, round_ms=_ROUND_MS)
+        time, cell = time_alone([ours])[ours.name], self.cell
+        dense = timed_once((cell.op, cell.m, cell.k, cell.n), lambda: time_alone([self.dense()])["dense"])
         sources.update(sources_of(plan))
-        cell = self.cell
         return {
             **{name: getattr(cell, name) for name in ("m", "k", "n", "block", "density", "pattern")},
             "op": cell.op.value,
             "element": ELEMENT.value,
-            "us": rounded(times["ours"]),
-            "dense_us": rounded(times["dense"]),
+            "us": rounded(time.us),
+            "dense_us": rounded(dense.us),
             "torch_bsr_us": rounded(self._bsr_us()),
             "backend": plan.explain().chosen,
+            **(time.fields() | dense.fields("dense_us") if cell.n >= MANY_TOKENS else {}),
         }
 
     def ours(self, plan: BlockSparseMatmulPlan) -> Contender:

@@ -1,6 +1,6 @@
 """Writes the tables of figures in README.md and docs/ from the records in benchmarks/results/.
 
-From a checkout's root: ``python -m sparse24_plans.bench.figures`` writes them, ``--check`` only says which
+From a checkout's root: ``python -m benchmarks.figures`` writes them, ``--check`` only says which
 differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from benchmarks.guarantee_table import guarantee_table
+from sparse24_plans.bench.record import Record, load
+from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
 
+from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
-from .record import Record, load
-from .scope import PREPARE_SHAPES, TOKENS
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
@@ -361,7 +361,7 @@ def documents(root: Path) -> list[Path]:
 
 def main(*arguments: str) -> int:
     if arguments not in ((), ("--check",)) or not Path(RECORD).is_file():
-        raise SystemExit("usage, from a checkout's root: python -m sparse24_plans.bench.figures [--check]")
+        raise SystemExit("usage, from a checkout's root: python -m benchmarks.figures [--check]")
     record = everything(Path())
     stale = 0
     for path in documents(Path()):

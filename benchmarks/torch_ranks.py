@@ -1,4 +1,4 @@
-"""The decoder of torch_door.py on several GPUs of one host: a process each, collectives between them.
+"""The decoder of torch_end_to_end.py on several GPUs of one host: a process each, collectives between them.
 
 Dense layers are all-reduced as runtimes do it. Sparse ones are those of ``parallelize_module``, cut from the
 ranks' dense parts, so both contenders hold the same values.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,16 +21,18 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ..torch.linear import Sparse24Linear
-from ..torch.parallel import ColwiseSparse24, RowwiseSparse24
-from .torch_door import Decoder, DecoderShape, Keep, contenders, decoder_rows
+from sparse24_plans.bench.record import Record, Step
+from sparse24_plans.torch.linear import Sparse24Linear
+from sparse24_plans.torch.parallel import ColwiseSparse24, RowwiseSparse24
+
+from .torch_end_to_end import LLAMA_8B, PREFILLS, STEPS, Decoder, DecoderShape, contenders, decoder_row
 
 _LIMIT = timedelta(minutes=5)
 _POLL_S = 0.2
 
 
 class RankedDecoder(Decoder):
-    """A rank's share of a decoder."""
+    """One rank's part of a decoder."""
 
     def sparse(self, **require: bool) -> RankedDecoder:
         """The same decoder with sparse layers."""
@@ -61,28 +66,47 @@ def _whole(part: Tensor, ranks: int, dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def measure_on(
-    shape: DecoderShape, keep: Keep, sources: set[str], device: str = "cuda", **options: Any
+def steps(
+    ranks: int,
+    shape: DecoderShape = LLAMA_8B,
+    device: str = "cuda",
+    counts: Mapping[str, Sequence[int]] = MappingProxyType({"decode": STEPS, "prefill": PREFILLS}),
+    **options: Any,
+) -> list[Step]:
+    """One measurement of all rows, since the processes take long to start. ``options`` are decoder_row's."""
+
+    def measure(sources: set[str]) -> Record:
+        with tempfile.TemporaryDirectory() as folder:
+            processes: Any = multiprocessing
+            found = processes.get_context("spawn").SimpleQueue()
+            arguments = (
+                replace(shape, ranks=ranks),
+                device,
+                str(Path(folder, "store")),
+                dict(counts),
+                options,
+            )
+            children = processes.spawn(_rank, (*arguments, found), nprocs=ranks, join=False)
+            rows = []
+            while not children.join(timeout=_POLL_S) or not found.empty():
+                while not found.empty():
+                    row, used = found.get()
+                    sources.update(used)
+                    rows.append(row)
+        return {"decoder": rows}
+
+    return [Step("decoder", {"gpus": ranks}, measure)]
+
+
+def _rank(
+    rank: int,
+    shape: DecoderShape,
+    kind: str,
+    store: str,
+    counts: Mapping[str, Sequence[int]],
+    options: dict[str, Any],
+    found: Any,
 ) -> None:
-    """``decoder_rows`` on ``shape.ranks`` devices; ``options`` are that function's.
-
-    Adds to ``sources``. Raises what a rank raised, as torch.multiprocessing tells it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        processes: Any = multiprocessing
-        found = processes.get_context("spawn").SimpleQueue()
-        arguments = (shape, device, str(Path(folder, "store")), options, found)
-        ranks = processes.spawn(_rank, arguments, nprocs=shape.ranks, join=False)
-        done = False
-        while not done:
-            done = ranks.join(timeout=_POLL_S)
-            while not found.empty():
-                row, used = found.get()
-                sources.update(used)
-                keep(row)
-
-
-def _rank(rank: int, shape: DecoderShape, kind: str, store: str, options: dict[str, Any], found: Any) -> None:
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -95,13 +119,12 @@ def _rank(rank: int, shape: DecoderShape, kind: str, store: str, options: dict[s
         timeout=_LIMIT,
     )
     try:
-        used: set[str] = set()
         models = contenders(shape, torch.bfloat16, device, RankedDecoder)
-
-        def keep(row: dict[str, Any]) -> None:
-            if rank == 0:
-                found.put((row, sorted(used)))
-
-        decoder_rows(models, device, keep, sources=used, **options)
+        for name, each in counts.items():
+            for count in each:
+                used: set[str] = set()
+                row = decoder_row(models, name, count, used, **options)
+                if rank == 0:
+                    found.put((row, sorted(used)))
     finally:
         dist.destroy_process_group()

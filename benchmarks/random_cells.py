@@ -1,42 +1,42 @@
-"""What select chooses for problems that nobody tuned for: ``sparse24 bench --random SEED``.
+"""What select chooses for problems that nobody tuned for: ``python -m benchmarks.measure random``.
 
-Matrices of published models that the record doesn't have, and ragged ones; n log-uniform, not rounded. A
-fifth of bf16's matrices is measured with every schedule that a kernel may be given, and with every algorithm
-of cuSPARSELt: ``best_us`` and ``cusparselt_us``, null elsewhere. They come last.
+Matrices of published models that the record of the grid doesn't have, and ragged ones; n log-uniform, not
+rounded. A fifth of bf16's matrices is measured with every schedule that a kernel may be given, and with every
+algorithm of cuSPARSELt: ``best_us`` and ``cusparselt_us``, null elsewhere. These matrices come last.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
-from typing import Any
 
-from ..device.devices import cuda_properties
-from ..errors import Sparse24Error
-from ..gemm.kernel_table import ENTRIES
-from ..gemm.plan import GemmSparse24Plan
-from ..plan.kernel import Choice
-from ..plan.preference import PlanPreference
-from ..tuning.data import Matrix, free_memory
-from ..tuning.timing import Contender, time_contenders
-from ..vocab import ElementKind
-from . import record
-from .gemm import SELECTED, Cell, Row, rounded
+from sparse24_plans.bench.gemm import SELECTED, Cell, Row, matrix_of, rounded
+from sparse24_plans.bench.record import Lists, Record, Step
+from sparse24_plans.device.devices import cuda_properties
+from sparse24_plans.errors import Sparse24Error
+from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.gemm.plan import GemmSparse24Plan
+from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.preference import PlanPreference
+from sparse24_plans.tuning.timing import Contender, time_contenders
+from sparse24_plans.vocab import ElementKind
+
 from .models import MODELS
-from .record import Record
 
+LISTS: Lists = {"gemm": ("shape", "m", "k", "n", "element", "weight_element", "group", "backend")}
 MATRICES = {ElementKind.BF16: 63, ElementKind.F16: 18, ElementKind.S8: 18, ElementKind.FP8_E4M3: 18}
 """By element, in the order of the record."""
 _TOKENS = 5
-"""n of a matrix."""
+"""Values of n for a matrix."""
 _MOST_TOKENS_LOG2 = 13.0
 _RAGGED, _WITH_ALL = 4, 5
-"""One of so many matrices."""
+"""One of so many matrices is ragged, or measured with all schedules."""
 _FASTEST = 3
-"""So many of all schedules are timed once more, beside what select chose."""
+"""So many of all schedules are timed once more, in longer bursts beside what select chose."""
 _RIGHT = 0.02
 """Relative error up to which an algorithm of cuSPARSELt counts: some are wrong for some sizes."""
 
@@ -75,53 +75,39 @@ def _ragged(rng: random.Random) -> tuple[str, int, int]:
     return "ragged", int(2 ** rng.uniform(9, 15.5)), 16 * int(2 ** rng.uniform(5, 10))
 
 
-def measure(
-    seed: int,
-    elements: Sequence[ElementKind],
-    on_step: Callable[[], None] = lambda: None,
-    keep: Callable[[Record], None] = lambda _: None,
-) -> Record:
-    """A record of a seed. ``keep`` gets what there is after every matrix.
-
-    Raises BackendUnavailableError without a GPU, UnsupportedError for a wrong result.
-    """
-    rows: list[Row] = []
-    sources: set[str] = set()
-    about = {"schema": record.SCHEMA, **record.machine(), "seed": seed}
-    found: Record = {}
-    for one in drawn(seed, elements):
-        matrix = Matrix(one.m, one.k, one.element)
-        for n in one.tokens:
-            rows += _measured(one, matrix, n, sources)
-        del matrix
-        free_memory()
-        found = {**about, **record.stamp(record.files_of(sources)), "gemm": rows}
-        keep(found)
-        on_step()
-    return found
+def steps(seed: int, elements: Sequence[ElementKind] = tuple(MATRICES)) -> list[Step]:
+    """The measurements of a seed, one a matrix and n."""
+    return [
+        Step(
+            "gemm",
+            {"shape": one.shape, "m": one.m, "k": one.k, "n": n, "element": one.element.value},
+            partial(_measured, one, n),
+        )
+        for one in drawn(seed, elements)
+        for n in dict.fromkeys(one.tokens)
+    ]
 
 
-def _measured(one: Drawn, matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
-    cell = Cell(matrix, n)
+def _measured(one: Drawn, n: int, sources: set[str]) -> Record:
+    cell = Cell(matrix_of(one.m, one.k, one.element), n)
     for name, preference in SELECTED.items():
         cell.enter(name, preference)
+    if "auto" not in cell.contenders:
+        return {"gemm": []}
     schedules = _fastest(_schedules(cell), _FASTEST) if one.with_all else []
     peers = _fastest(_algorithms(cell), 1) if one.with_all else []
-    ours = [*cell.contenders, *schedules]
-    cell.contenders = [*ours, *peers]
-    times = cell.times()
+    times = cell.times_alone(*peers)
+    bursts = cell.times_in_bursts(schedules, times["auto"])
+    best = min([*(times[name].us for name in cell.contenders), *bursts.values()])
+    beside = cell.peer("dense_us", times.get("dense"))
+    beside |= cell.peer("cusparselt_us", times[peers[0].name] if peers else None)
+    beside["best_us"] = rounded(best) if one.with_all else None
     sources |= cell.sources
-    found = []
-    for name, chosen in cell.names.items():
-        row = cell.row(name, times)
-        beside: dict[str, Any] = {
-            "row": chosen,
-            "dense_us": rounded(times.get("dense")),
-            "best_us": rounded(min(times[each.name] for each in ours)) if one.with_all else None,
-            "cusparselt_us": rounded(times[peers[0].name]) if peers else None,
-        }
-        found.append({"shape": one.shape, **row, **beside})
-    return found
+    rows: list[Row] = [
+        {"shape": one.shape, **cell.row(name, times[name]), "row": cell.kernels[name], **beside}
+        for name in cell.contenders
+    ]
+    return {"gemm": rows}
 
 
 def _fastest(contenders: list[Contender], count: int) -> list[Contender]:

@@ -1,8 +1,8 @@
-"""Products of kept blocks that are 2:4 inside: a part of ``sparse24 bench --blocksparse``.
+"""Products of kept blocks that are 2:4 inside: a part of ``python -m benchmarks.measure blocksparse``.
 
 Microseconds of what select chooses, beside what it chooses for the same layout of whole blocks and dense
-cuBLAS with the same sizes, all of them interleaved. What is sparse rotates over copies beyond the L2 cache,
-and so does the dense matrix in its place; the other operand is one.
+cuBLAS with the same sizes, each alone. Sparse operands rotate over copies beyond the L2 cache, and so does
+the dense matrix in their place; the other operand is one.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from ..blocksparse.args import BlockSparseMatmulArgs
-from ..blocksparse.descriptor import BlockSparseMatmulDescriptor
-from ..blocksparse.layout import BlockSparseLayout
-from ..blocksparse.pattern24 import metadata_of, positions
-from ..blocksparse.plan import BlockSparseMatmulPlan
-from ..tuning.timing import Contender, copies_beyond_l2, time_contenders
-from ..vocab import BlockSparseOp, InnerPattern
-from ..weights.codes import VALID_CODES
-from .block_operands import ELEMENT, check, dense_of, random
-from .gemm import rounded
-from .peers import on_torch_stream, torch
-from .record import sources_of
+from sparse24_plans.bench.gemm import rounded
+from sparse24_plans.bench.peers import on_torch_stream, torch
+from sparse24_plans.bench.record import sources_of
+from sparse24_plans.bench.steady import time_alone
+from sparse24_plans.blocksparse.args import BlockSparseMatmulArgs
+from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
+from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.blocksparse.pattern24 import metadata_of, positions
+from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
+from sparse24_plans.vocab import BlockSparseOp, InnerPattern
+from sparse24_plans.weights.codes import VALID_CODES
+
+from .block_operands import ELEMENT, check, dense_of, random, timed_once
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
 TOKENS = 4096
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCKS = (128, 64)
 OPS = (BlockSparseOp.DSD, BlockSparseOp.DDS)
-_ROUNDS, _ROUND_MS = 7, 1.0
 _DRAWN = 32
-"""Blocks whose metadata are drawn; others repeat these."""
+"""Number of blocks whose metadata are drawn; the other blocks repeat these."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of the record."""
+    """Every product of the record."""
     return [
         Cell(op, m, k, TOKENS, block, density)
         for m, k in SHAPES
@@ -74,16 +75,20 @@ def measured(cell: Cell, sources: set[str]) -> dict[str, Any]:
     ours = problem.contender("ours", plan, problem.kept_copies())
     problem.check(ours)
     whole = problem.contender("blocks", problem.plan(InnerPattern.DENSE), problem.whole_copies())
-    times = time_contenders([problem.dense(), whole, ours], rounds=_ROUNDS, round_ms=_ROUND_MS)
+    times = time_alone([whole, ours])
+    key = cell.op, cell.m, cell.k, cell.n
+    dense = timed_once(key, lambda: time_alone([problem.dense()])["dense"])
     sources.update(sources_of(plan))
     return {
         **{name: getattr(cell, name) for name in ("m", "k", "n", "block", "density")},
         "op": cell.op.value,
         "element": ELEMENT.value,
-        "us": rounded(times["ours"]),
-        "blocks_us": rounded(times["blocks"]),
-        "dense_us": rounded(times["dense"]),
+        "us": rounded(times["ours"].us),
+        "blocks_us": rounded(times["blocks"].us),
+        "dense_us": rounded(dense.us),
         "backend": plan.explain().chosen,
+        **times["ours"].fields(),
+        **dense.fields("dense_us"),
     }
 
 

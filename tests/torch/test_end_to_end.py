@@ -1,4 +1,4 @@
-"""The benchmark of PyTorch's door, on a decoder small enough for a CPU."""
+"""The benchmark of a decoder in PyTorch, on a decoder small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from sparse24_plans import BackendUnavailableError, UnsupportedError
-from sparse24_plans.bench import record, torch_door
-from sparse24_plans.bench.torch_door import Decoder, DecoderShape, cache_of, contenders, decoder_rows
-from sparse24_plans.bench.torch_run import check_gpus, measure
+from benchmarks import torch_end_to_end, torch_ranks
+from benchmarks.torch_end_to_end import LISTS, Decoder, DecoderShape, cache_of, contenders, decoder_row
+from sparse24_plans import UnsupportedError
+from sparse24_plans.bench import record
 from sparse24_plans.torch import Sparse24Linear
 
 from .cases import DEVICE
@@ -19,59 +19,64 @@ SMALL = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, cache=8)
 
 
 @pytest.fixture(autouse=True)
-def quick_host(monkeypatch):
+def quick(monkeypatch):
     """Compilers are slow; what is compiled here is eager. And a few calls will do."""
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    monkeypatch.setattr(torch_door, "host_us", partial(torch_door.host_us, calls=3, rounds=3))
+    monkeypatch.setattr(torch_end_to_end, "host_us", partial(torch_end_to_end.host_us, calls=3, rounds=3))
+    monkeypatch.setattr(torch_end_to_end, "STEPS", (1, 3))
+    monkeypatch.setattr(torch_end_to_end, "PREFILLS", (5,))
 
 
 ABOUT = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "versions": {}}
 HOST = ("f_linear_us", "sparse_linear_us", "torch_sparse_us", "compiled_dense_us", "compiled_sparse_us")
 FIELDS = {"kind", "n", "tokens", "weights", "gpus", "eager_dense_ms", "eager_sparse_ms"}
-FIELDS |= {"graph_dense_ms", "graph_sparse_ms", "graph_invariant_ms"}
+FIELDS |= {
+    "graph_dense_ms",
+    "graph_sparse_ms",
+    "graph_invariant_ms",
+    "compiled_dense_ms",
+    "compiled_sparse_ms",
+}
+BLOCK_US = 2000.0
 
 
-def measured(monkeypatch, gpus: int, device: str) -> dict:
-    """The record of a small decoder, which has been kept row by row."""
-    monkeypatch.setattr(record, "machine", lambda: ABOUT)
-    kept, steps = [], []
-    found = measure(
-        gpus,
-        lambda: steps.append(1),
-        lambda now: kept.append(len(now["decoder"])),
-        shape=SMALL,
-        device=device,
-        steps=(1, 3),
-        prefills=(5,),
-        rounds=3,
-    )
-    assert kept == [1, 2, 3]
-    assert len(steps) == 3
+def measured(steps: list[record.Step], gpus: int) -> dict:
+    """The record of a small decoder."""
+    found = record.take(steps, ABOUT, LISTS)
     assert {name: found[name] for name in ABOUT} == ABOUT
     assert record.is_current(found)
     assert all(row.keys() == FIELDS for row in found["decoder"])
     assert all(row["eager_dense_ms"] > 0 and row["eager_sparse_ms"] > 0 for row in found["decoder"])
     where = [(row["kind"], row["n"], row["tokens"], row["gpus"]) for row in found["decoder"]]
     assert where == [("decode", 1, 1, gpus), ("decode", 3, 1, gpus), ("prefill", 1, 5, gpus)]
+    assert all(step.is_done(found) for step in steps)
     return found
 
 
-def test_a_record_has_the_contracts_fields(monkeypatch):
-    found = measured(monkeypatch, 1, DEVICE)
+def test_a_record_has_the_contracts_fields():
+    steps = torch_end_to_end.steps(SMALL, DEVICE, block_us=BLOCK_US)
+    assert len(steps) == 4
+    found = measured(steps, 1)
     assert tuple(found["host"]) == HOST
     assert all(value is None or value > 0 for value in found["host"].values())
     assert bool(found["kernel_files"]) == (DEVICE == "cuda")
+    for name in ("graph_dense_ms", "compiled_dense_ms", "compiled_sparse_ms"):
+        assert all((row[name] is None) == (DEVICE == "cpu") for row in found["decoder"])
 
 
-def test_gpus_that_are_not_there_are_an_error():
-    with pytest.raises(BackendUnavailableError, match=r"sees \d+ CUDA devices, 99 are needed"):
-        check_gpus(99)
-
-
-def test_two_processes_share_a_decoder(monkeypatch):
+def test_two_processes_share_a_decoder():
     """Here on gloo; on GPUs over nccl. The host's times are those of one."""
-    found = measured(monkeypatch, 2, "cpu")
+    counts = {"decode": (1, 3), "prefill": (5,)}
+    found = measured(torch_ranks.steps(2, SMALL, "cpu", counts, block_us=BLOCK_US), 2)
     assert found["host"] == {}
+
+
+def test_compiled_layers_give_what_the_decoder_gives():
+    torch.manual_seed(0)
+    model = Decoder(SMALL, torch.float32, DEVICE)
+    x = torch.randn(2, 1, SMALL.hidden, device=DEVICE)
+    cache = cache_of(SMALL, 2, torch.float32, DEVICE)
+    assert torch.equal(torch_end_to_end._compiled(model, "default", x, cache)(), model(x, cache))
 
 
 def test_a_decode_step_is_the_last_token_of_a_prefill():
@@ -114,4 +119,4 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(Decoder, "sparse", wrong)
     models = contenders(SMALL, torch.bfloat16, torch.device(DEVICE))
     with pytest.raises(UnsupportedError, match="relative error"):
-        decoder_rows(models, torch.device(DEVICE), lambda row: None, steps=(1,), prefills=(), rounds=1)
+        decoder_row(models, "decode", 1, set(), block_us=BLOCK_US)

@@ -1,4 +1,4 @@
-"""Draws the record: ``python -m sparse24_plans.bench.plot benchmarks/results/h200.json docs/h200.svg``.
+"""Draws the record: ``python -m benchmarks.plot benchmarks/results/h200.json docs/h200.svg``.
 
 Speed-up over dense cuBLAS against the number of tokens, the geometric mean over the shapes, a line a
 contender. Needs matplotlib only.
@@ -12,8 +12,9 @@ from typing import Any
 
 import matplotlib
 
+from sparse24_plans.bench.record import Record, load
+
 from .figures import times
-from .record import Record, load
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

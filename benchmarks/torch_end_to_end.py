@@ -4,8 +4,10 @@ The decoder is that of Llama in everything that costs time: RMS norms, grouped-q
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
 one's weights are pruned. SwiGLU follows the dense product in two kernels, as F.silu(gate) * up is in PyTorch;
 the sparse one has it in its epilogue. A step of ``n`` sequences adds a token to each; a prefill is one
-sequence. Each is checked against the dense one before it is timed. Contenders are interleaved; figures are
-medians. On several GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's features.
+sequence. Each contender is checked against the dense one, then timed alone: eager, in a CUDA graph, and in a
+CUDA graph of layers that torch.compile made. The compiled dense decoder is the faster one of two modes of
+torch.compile. On several GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's
+features, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -13,29 +15,35 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache as cache_results
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-from ..torch.linear import Sparse24Linear
-from ..torch.swap import Sparse24Recipe, to_sparse24
-from .record import Record, sources_of
+from sparse24_plans.bench.peers import torch_ruler
+from sparse24_plans.bench.record import Lists, Record, Step, sources_of
+from sparse24_plans.bench.steady import BLOCK_US, MANY_TOKENS, Steady, Work, steady
+from sparse24_plans.errors import UnsupportedError
+from sparse24_plans.torch.linear import Sparse24Linear
+from sparse24_plans.torch.swap import Sparse24Recipe, to_sparse24
 
 F = nn.functional
+LISTS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
 STEPS = (1, 8, 16, 32, 64, 128)
 PREFILLS = (2048, 8192)
-ROUNDS = 15
-_ROUNDS_OF_STEPS = 3
-"""Decode steps are short, and in eager mode the host's time, which scatters."""
-HOST_CALLS = 200
+HOST_CALLS, HOST_ROUNDS = 200, 15
 _WORST_ERROR = 0.05
-"""Of a decoder's result, relative to its norm, in bfloat16 over all layers."""
+"""Relative error of a decoder's result above which it is not timed; bfloat16 rounds in every layer."""
+_MODES = ("default", "max-autotune-no-cudagraphs")
+_SHAPES_OF_A_LAYER = 64
+"""Recompilations that torch.compile may make before it gives up."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,16 @@ class DecoderShape:
 
     @property
     def own_heads(self) -> tuple[int, int]:
-        """Of a rank: for queries, and for keys and values."""
+        """Heads of one rank: for queries, and for keys and values."""
         return self.heads // self.ranks, self.kv_heads // self.ranks
 
 
 LLAMA_8B = DecoderShape()
+Cache = list[tuple[Tensor, Tensor]] | None
+"""Keys and values of each layer; a prefill has none."""
+Models = dict[str, "Decoder"]
+Calls = dict[str, Callable[[], object]]
+Fields = dict[str, float | None]
 
 
 # The decoder --------------------------------------------------------------------------------------
@@ -137,10 +150,8 @@ class Decoder(nn.Module):
                 parameter.copy_(torch.ops.sparse24.prune(parameter.normal_(std=1 / math.sqrt(shape.hidden))))
         self.requires_grad_(False).eval()
 
-    def forward(self, x: Tensor, cache: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x, *(cache[index] if cache else (None, None)))
-        return x
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        return through(self.layers, x, cache)
 
     def sparse(self, **require: bool) -> Decoder:
         """The same decoder with sparse layers."""
@@ -153,10 +164,17 @@ class Decoder(nn.Module):
         return other
 
 
+def through(layers: Iterable[Callable[..., Tensor]], x: Tensor, cache: Cache) -> Tensor:
+    """What the layers make of x, one after another."""
+    for index, layer in enumerate(layers):
+        x = layer(x, *(cache[index] if cache else (None, None)))
+    return x
+
+
 def cache_of(
     shape: DecoderShape, sequences: int, dtype: torch.dtype, device: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """A full KV cache, a pair a layer."""
+    """A full KV cache, keys and values of each layer."""
     sizes = (sequences, shape.own_heads[1], shape.cache, shape.head_size)
     return [
         (torch.randn(sizes, dtype=dtype, device=device), torch.randn(sizes, dtype=dtype, device=device))
@@ -167,32 +185,42 @@ def cache_of(
 # Timing -------------------------------------------------------------------------------------------
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class HostRuler:
+    """Marks moments of a device that does its work at once."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def us_between(self, begin: float, end: float) -> float:
+        return 1e6 * (end - begin)
 
 
-def _all_ready(device: torch.device) -> None:
-    """This rank, and all others where there are any."""
-    _synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
-        _synchronize(device)
+def _agreed(device: torch.device) -> Callable[[int], int]:
+    """The largest of all ranks' numbers: ranks run a step together, so as often."""
+
+    def largest(number: int) -> int:
+        if not dist.is_initialized():
+            return int(number)
+        every = torch.tensor(int(number), device=device)
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        return int(every)
+
+    return largest
 
 
-def _interleaved_ms(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int
-) -> dict[str, float]:
-    """Median milliseconds from the call to its end on the device, by name."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            _all_ready(device)
-            begin = time.perf_counter()
-            call()
-            _synchronize(device)
-            times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: round(statistics.median(found), 4) for name, found in times.items()}
+def _alone(calls: Calls, device: torch.device, block_us: float) -> dict[str, Steady]:
+    """What each call takes alone."""
+    works, agree = {name: Work(call) for name, call in calls.items()}, _agreed(device)
+    if device.type != "cuda":
+        return steady(works, HostRuler(), agree, block_us=block_us)
+    with torch_ruler() as ruler:
+        return steady(works, ruler, agree, block_us=block_us)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
@@ -204,78 +232,120 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return replay
 
 
-def _checked(models: dict[str, Decoder], run: Callable[[Decoder], Tensor]) -> None:
-    """Raise UnsupportedError where a contender's result is wrong. Selects and compiles everything, too."""
-    wanted = run(models["dense"]).double()
-    for name, model in models.items():
-        error = ((run(model).double() - wanted).norm() / wanted.norm()).item()
-        if not error <= _WORST_ERROR:
-            raise UnsupportedError(
-                f"decoder {name}: expected a relative error of {_WORST_ERROR}, got {error}"
-            )
+def _compiled(model: Decoder, mode: str, x: Tensor, cache: Cache) -> Callable[[], Tensor]:
+    """The decoder with each layer compiled. The layers share what is compiled."""
+    layers = [torch.compile(layer, mode=mode, dynamic=False) for layer in model.layers]
+    return lambda: through(layers, x, cache)
 
 
-def _row(
-    models: dict[str, Decoder], run: Callable[[Decoder], Tensor], device: torch.device, rounds: int
-) -> dict[str, float | None]:
+def _checked(name: str, result: Tensor, wanted: Tensor) -> None:
+    """Raise UnsupportedError where a contender's result is wrong."""
+    error = ((result.double() - wanted).norm() / wanted.norm()).item()
+    if not error <= _WORST_ERROR:
+        raise UnsupportedError(f"decoder {name}: expected a relative error of {_WORST_ERROR}, got {error}")
+
+
+def _compiled_ms(models: Models, x: Tensor, cache: Cache, wanted: Tensor, block_us: float) -> Fields:
+    """Milliseconds of the compiled contenders; of the dense one the faster mode."""
+    torch._dynamo.reset()
+    limits = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+    calls = {f"dense {mode}": _compiled(models["dense"], mode, x, cache) for mode in _MODES}
+    calls["sparse"] = _compiled(models["sparse"], "default", x, cache)
+    with torch.no_grad(), limits.patch({limit: _SHAPES_OF_A_LAYER}):
+        for name, call in calls.items():
+            _checked(f"compiled {name}", call(), wanted)
+            call()
+        times = _alone({name: _captured(call) for name, call in calls.items()}, x.device, block_us)
+    dense = min((times[f"dense {mode}"] for mode in _MODES), key=lambda one: one.us)
+    return _fields("compiled_dense_ms", dense, x) | _fields("compiled_sparse_ms", times["sparse"], x)
+
+
+def _fields(name: str, time: Steady | None, x: Tensor) -> Fields:
+    """The milliseconds, and clock and power where there are many tokens."""
+    found: Fields = {name: round(time.us / 1e3, 4) if time else None}
+    if x.shape[0] * x.shape[1] >= MANY_TOKENS and time:
+        found |= time.fields(name.removesuffix("ms") + "us")
+    return found
+
+
+def _row(models: Models, x: Tensor, cache: Cache, block_us: float) -> Fields:
+    """The times of a step, or of a prefill."""
+    calls: Calls = {name: lambda model=model: model(x, cache) for name, model in models.items()}  # type: ignore[misc]
+    on_gpu, compiles = x.device.type == "cuda", models["dense"].shape.ranks == 1
     with torch.inference_mode():
-        _checked(models, run)
-        eager = _interleaved_ms({name: lambda m=m: run(m) for name, m in models.items()}, device, rounds)  # type: ignore[misc]
-        row: dict[str, float | None] = {f"eager_{name}_ms": eager[name] for name in ("dense", "sparse")}
-        graphs: dict[str, float] = {}
-        if device.type == "cuda":
-            replays = {name: _captured(lambda m=m: run(m)) for name, m in models.items()}  # type: ignore[misc]
-            graphs = _interleaved_ms(replays, device, rounds)
-        return {**{f"graph_{name}_ms": graphs.get(name) for name in models}, **row}
+        wanted = models["dense"](x, cache).double()
+        for name, model in models.items():
+            _checked(name, model(x, cache), wanted)
+        eager = _alone({name: calls[name] for name in ("dense", "sparse")}, x.device, block_us)
+        row: Fields = {f"eager_{name}_ms": round(one.us / 1e3, 4) for name, one in eager.items()}
+        replays = {name: _captured(call) for name, call in calls.items()} if on_gpu else {}
+        graphs = _alone(replays, x.device, block_us)
+    for name in models:
+        row |= _fields(f"graph_{name}_ms", graphs.get(name), x)
+    nothing: Fields = {"compiled_dense_ms": None, "compiled_sparse_ms": None}
+    if not (on_gpu and compiles):
+        return row | nothing
+    try:
+        return row | _compiled_ms(models, x, cache, wanted, block_us)
+    except RuntimeError as error:  # torch.compile gave up; the other times are still good
+        print(f"not compiled: {error}", file=sys.stderr)
+        return row | nothing
 
 
 # The record ---------------------------------------------------------------------------------------
 
 
-Keep = Callable[[Record], None]
-
-
 def contenders(
     shape: DecoderShape, dtype: torch.dtype, device: torch.device, kind: type[Decoder] = Decoder
-) -> dict[str, Decoder]:
+) -> Models:
     """The dense decoder, the sparse one, and that of batch-invariant kernels."""
     torch.manual_seed(0)
     dense = kind(shape, dtype, device)
     return {"dense": dense, "sparse": dense.sparse(), "invariant": dense.sparse(batch_invariant=True)}
 
 
-def decoder_rows(
-    models: dict[str, Decoder],
-    device: torch.device,
-    keep: Keep,
-    *,
-    steps: Iterable[int] = STEPS,
-    prefills: Iterable[int] = PREFILLS,
-    rounds: int = ROUNDS,
-    sources: set[str] | None = None,
-) -> None:
-    """Hand the rows of ``decoder`` to ``keep``, each when it is measured; graphs are None without a GPU.
+def decoder_row(
+    models: Models, kind: str, count: int, sources: set[str], *, block_us: float = BLOCK_US
+) -> Record:
+    """The row of a decode step of ``count`` sequences, or of a prefill of ``count`` tokens.
 
-    Adds to ``sources`` what was launched, before. Raises UnsupportedError for a wrong result.
+    Times in graphs are None without a GPU. Adds to ``sources`` what was launched. Raises UnsupportedError for
+    a wrong result.
     """
-    dense = models["dense"]
-    shape, dtype = dense.shape, next(dense.parameters()).dtype
-    for kind, counts in (("decode", steps), ("prefill", prefills)):
+    parameter = next(models["dense"].parameters())
+    shape, dtype, device = models["dense"].shape, parameter.dtype, parameter.device
+    n, tokens = (count, 1) if kind == "decode" else (1, count)
+    x = torch.randn(n, tokens, shape.hidden, dtype=dtype, device=device)
+    cache = cache_of(shape, n, dtype, device) if kind == "decode" else None
+    times = _row(models, x, cache, block_us)
+    sources.update(launched(models.values(), count))
+    about = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": shape.ranks}
+    return {**about, **times}
+
+
+def steps(shape: DecoderShape = LLAMA_8B, device: str = "cuda", **options: Any) -> list[Step]:
+    """The measurements of one GPU: the host's times, and the decoder's rows."""
+    place = torch.device(device)
+
+    @cache_results
+    def models() -> Models:
+        return contenders(shape, torch.bfloat16, place)
+
+    def host(sources: set[str]) -> Record:
+        return {"host": host_us(place, torch.bfloat16)}
+
+    found = [Step("host", {}, host)]
+    for kind, counts in (("decode", STEPS), ("prefill", PREFILLS)):
         for count in counts:
-            decodes = kind == "decode"
-            n, tokens = (count, 1) if decodes else (1, count)
-            x = torch.randn(n, tokens, shape.hidden, dtype=dtype, device=device)
-            cache = cache_of(shape, n, dtype, device) if decodes else None
+            n, tokens = (count, 1) if kind == "decode" else (1, count)
 
-            def run(model: Decoder, x: Tensor = x, cache: Any = cache) -> Tensor:
-                result: Tensor = model(x, cache)
-                return result
+            def measure(sources: set[str], kind: str = kind, count: int = count) -> Record:
+                return {"decoder": [decoder_row(models(), kind, count, sources, **options)]}
 
-            times = _row(models, run, device, _ROUNDS_OF_STEPS * rounds if decodes else rounds)
-            if sources is not None:
-                sources.update(launched(models.values(), n * tokens))
-            about = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": shape.ranks}
-            keep({**about, **times})
+            fields = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": 1}
+            found.append(Step("decoder", fields, measure))
+    return found
 
 
 def launched(models: Iterable[nn.Module], n: int) -> set[str]:
@@ -285,7 +355,7 @@ def launched(models: Iterable[nn.Module], n: int) -> set[str]:
 
 
 def host_us(
-    device: torch.device, dtype: torch.dtype, *, calls: int = HOST_CALLS, rounds: int = ROUNDS
+    device: torch.device, dtype: torch.dtype, *, calls: int = HOST_CALLS, rounds: int = HOST_ROUNDS
 ) -> dict[str, Any]:
     """Host microseconds a call of a small layer [256, 256] on 16 tokens, interleaved.
 
@@ -335,7 +405,8 @@ def _of_torch_sparse(weight: Tensor, x: Tensor) -> Callable[[], object]:
 
 
 def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    _synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     begin = time.perf_counter()
     for _ in range(calls):
         call()

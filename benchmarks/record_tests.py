@@ -1,18 +1,24 @@
 """Runs the GPU suite and the fuzzer of a checkout, and writes their record.
 
-From the checkout's root: ``python -m sparse24_plans.bench.record_tests OUT.json [pytest arguments]``. With
+From the checkout's root: ``python -m benchmarks.record_tests OUT.json [pytest arguments]``. With
 ``--only=suite`` or ``--only=fuzz`` behind the file's name that part alone is run, and the other stays as the
 file has it, if it is of the same kernels. With ``--only=suite --share=I/N`` one of N shares of the tests is
 run; the record says how the suite ended once all of them have been. ``--only=again`` runs the tests that
 failed, after they have been mended: the record counts them as they end now, and how many they were.
 
+``python -m benchmarks.record_tests --only=changed --since COMMIT`` writes no record: it runs the GPU tests of
+the kernels whose machine code differs from the commit's, or from main's. ``--list`` only names these kernels
+and needs no GPU; ``--renamed OLD=NEW`` tells of a kernel file that has another name now. Compiling both trees
+takes half an hour on two cores where every kernel has changed, and no time where the cache has them.
+
 Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
-compilation: each process sees one of those that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
+compilation: each process sees one of the GPUs that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
 measure the device's free memory, or fill it) follow one by one.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import json
@@ -27,11 +33,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..device.tensors import import_cupy
-from .record import kernel_files, kernels_sha256, machine
+from sparse24_plans.bench.record import kernel_files, kernels_sha256, machine
+from sparse24_plans.device.tensors import import_cupy
+
+from . import changed_kernels
 
 _PROCESSES = 16
-"""Of a GPU."""
+"""Processes of each GPU."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """So many processes would start as many threads each for what they compare with."""
 _FUZZ_SECONDS = 120
@@ -56,7 +64,7 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
 
 
 def _gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return visible.split(",")
     return [str(gpu) for gpu in range(import_cupy().cuda.runtime.getDeviceCount())]
@@ -175,9 +183,35 @@ def _with_share(kept: dict[str, Any], share: str, found: dict[str, Any]) -> dict
     return {**rest, **_added(shares[name] for name in wanted)}
 
 
-def main(out: str, *arguments: str) -> int:
+def _changed(arguments: tuple[str, ...]) -> int:
+    """Run the tests of what changed, or name it. The exit status is 1 where a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.record_tests --only=changed")
+    parser.add_argument("--since", metavar="COMMIT", default="main")
+    parser.add_argument("--renamed", metavar="OLD=NEW", action="append", default=[])
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--list", action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    renamed = dict(one.split("=", 1) for one in options.renamed)
+    found = changed_kernels.changed_since(options.since, renamed, options.arch)
+    for name, (added, gone) in found.items():
+        print(f"{name}: {added} compilations are new, {gone} are gone")
+    print(f"{len(found)} kernel files whose machine code differs from {options.since}'s", flush=True)
+    if options.list or not found:
+        return 0
+    suite = _suite((*changed_kernels.options_of(found), *rest))
+    print(json.dumps(suite))
+    return int(suite["failed"] > 0)
+
+
+def main(*given: str) -> int:
     if not Path("tests/fuzz").is_dir():
         raise SystemExit("expected to run from the root of a checkout, there is no tests/fuzz here")
+    if given[:1] == ("--only=changed",):
+        return _changed(given[1:])
+    if not given or given[0].startswith("-"):
+        raise SystemExit("expected the name of the record's file first")
+    out, *words = given
+    arguments = tuple(words)
     only = arguments[0].removeprefix("--only=") if arguments and arguments[0].startswith("--only=") else None
     if only not in (None, "suite", "fuzz", "again"):
         raise SystemExit(f"--only: expected suite, fuzz or again, got {only}")

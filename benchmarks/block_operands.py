@@ -1,13 +1,15 @@
-"""What measurements of block-sparse matrices share: the element, random operands, the check of results."""
+"""What measurements of block-sparse matrices share: element, random operands, checks, dense products."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from ..blocksparse.layout import BlockSparseLayout
-from ..errors import UnsupportedError
-from ..vocab import ElementKind
-from .peers import torch
+from sparse24_plans.bench.peers import torch
+from sparse24_plans.bench.steady import Steady
+from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.errors import UnsupportedError
+from sparse24_plans.vocab import ElementKind
 
 ELEMENT = ElementKind.BF16
 _WORST_ERROR = 5e-3
@@ -20,7 +22,7 @@ def random(shape: tuple[int, ...]) -> Any:
 
 
 def dense_of(layout: BlockSparseLayout, values: Any) -> Any:
-    """The matrix of ``values`` [blocks, block, block], with its zeros; of a layout of one head."""
+    """The matrix of ``values`` [blocks, block, block], with its zeros. The layout has one head."""
     one = layout.shape
     kept = torch.from_numpy(layout.bitmap[0].copy()).to(values.device)
     dense = values.new_zeros(one.block_rows, one.block_cols, one.block, one.block)
@@ -33,3 +35,13 @@ def check(what: object, got: Any, exact: Any) -> None:
     error = float(torch.linalg.norm(got - exact) / torch.linalg.norm(exact))
     if not error <= _WORST_ERROR:
         raise UnsupportedError(f"{what}: relative error {error:.3g}, not recorded")
+
+
+_PEERS: dict[Hashable, Steady] = {}
+
+
+def timed_once(key: Hashable, measure: Callable[[], Steady]) -> Steady:
+    """A dense peer's time. Cells of the same sizes share it, since each contender is timed alone."""
+    if key not in _PEERS:
+        _PEERS[key] = measure()
+    return _PEERS[key]

@@ -1,0 +1,86 @@
+"""The kinds of records: their lists, and the measurements that make a whole one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sparse24_plans.bench.record import GRID, Lists, Step
+from sparse24_plans.bench.scope import ELEMENTS, PARTS, SHAPES, TOKENS, Scope
+from sparse24_plans.vocab import ElementKind
+
+_FLOAT32_SHAPES = 4
+"""float32 is measured on the first shapes alone: its dense products take long."""
+
+
+class Kind(NamedTuple):
+    """A kind of record. Both calls import what the kind needs, such as PyTorch."""
+
+    lists: Callable[[], Lists]
+    steps: Callable[[argparse.Namespace], list[Step]]
+
+
+def _grid(options: argparse.Namespace) -> list[Step]:
+    """The shapes of Llama, one element after another, and the host's times."""
+    from sparse24_plans.bench import run
+
+    found = []
+    for element in options.element or ELEMENTS:
+        is_float32 = element is ElementKind.F32
+        shapes = SHAPES[:_FLOAT32_SHAPES] if is_float32 else SHAPES
+        parts = ("gemm",) if is_float32 else tuple(part for part in PARTS if part != "host")
+        found += run.steps(Scope((element,), options.n or TOKENS, shapes, parts))
+    return found + run.steps(Scope(parts=("host",)))
+
+
+def _random_lists() -> Lists:
+    from . import random_cells
+
+    return random_cells.LISTS
+
+
+def _random(options: argparse.Namespace) -> list[Step]:
+    """Shapes of other models, and any number of tokens."""
+    from . import random_cells
+
+    return random_cells.steps(options.seed, options.element or tuple(random_cells.MATRICES))
+
+
+def _block_lists() -> Lists:
+    from . import blocks
+
+    return blocks.LISTS
+
+
+def _blocks(options: argparse.Namespace) -> list[Step]:
+    """Products of block-sparse matrices, and attention."""
+    from . import blocks
+
+    return blocks.steps()
+
+
+def _torch_lists() -> Lists:
+    from . import torch_end_to_end
+
+    return torch_end_to_end.LISTS
+
+
+def _torch(options: argparse.Namespace) -> list[Step]:
+    """A decoder in PyTorch, and the host's times."""
+    from . import torch_end_to_end, torch_ranks
+
+    return torch_end_to_end.steps() if options.gpus == 1 else torch_ranks.steps(options.gpus)
+
+
+KINDS = {
+    "grid": Kind(lambda: GRID, _grid),
+    "random": Kind(_random_lists, _random),
+    "blocksparse": Kind(_block_lists, _blocks),
+    "torch": Kind(_torch_lists, _torch),
+}
+
+
+def kind_of(file_name: str) -> str:
+    """The kind of a record by its file's name: ``random`` of h200-random.json, ``grid`` of h200.json."""
+    return file_name.removesuffix(".json").partition("-")[2] or "grid"

@@ -1,5 +1,0 @@
-"""float32 as two parts of bf16, three of whose products are added: the kernel of gemm/split.py."""
-
-from __future__ import annotations
-
-from ..f32_split import Kernel as Kernel
