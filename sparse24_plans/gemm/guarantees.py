@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..arithmetic.epilogue import IN_STEPS
 from ..plan.arithmetic import EXACT_SUM, PROMOTED_EVERY, Arithmetic, in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import ElementKind, GemmOp, MathPrecision
 from .arithmetic.bf16_terms import SPLIT_SUM
+from .arithmetic.tensor_core import named
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32
@@ -16,11 +16,6 @@ SPLIT_STEP = {2: 3 * 2.0**-24, 3: 2.0**-24}
 """Relative error of adding one kept product, by the number of bf16 terms of a float32."""
 SPLIT_ROUNDOFF = {2: 2.0**-15 + 2.0**-24, 3: 2.0**-23}
 """Relative error of one product from the terms that are not multiplied, by the number of bf16 terms."""
-
-
-def named(problem: GemmSparse24Descriptor, arithmetic: str) -> str | None:
-    """Return the arithmetic of a GPU kernel, or None if CUDA's math library computes the activation."""
-    return arithmetic if problem.epilogue in IN_STEPS else None
 
 
 def strict(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:

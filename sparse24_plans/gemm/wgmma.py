@@ -124,14 +124,14 @@ class WgmmaKernel(GemmKernel):
         self._y_box = result_box(desc, schedule)
         self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
 
-    def _parameters(self, views: Views, x: TensorView, partials: int) -> WgmmaSpParams:
-        """The parameters of a launch that loads ``x``, with workspace for stream-K at ``partials``."""
+    def _parameters(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
+        """The parameters of a launch that loads ``x``, with stream-K's part of the workspace."""
 
         def x_maps() -> list[bytes]:
             return [view_map(x, self._problem.x_order, box) for box in self._x_boxes]
 
         return launch_parameters(
-            self._fixed, self._problem, self._schedule, views, x_maps, self._y_box, partials
+            self._fixed, self._problem, self._schedule, views, x_maps, self._y_box, workspace
         )
 
     def _multiply(self, parameters: WgmmaSpParams) -> Launch:
@@ -285,9 +285,9 @@ def launch_parameters(
     views: Views,
     x_maps: Callable[[], list[bytes]],
     y_box: Box,
-    partials: int,
+    workspace: int,
 ) -> WgmmaSpParams:
-    """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``partials`` is stream-K's workspace."""
+    """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``workspace`` is stream-K's."""
     parameters = WgmmaSpParams.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
@@ -311,8 +311,8 @@ def launch_parameters(
     parameters.y = result.address
     parameters.y_stride = y_stride
     if schedule.workspace_bytes():
-        parameters.flags = partials
-        parameters.partials = partials + schedule.flags_bytes()
-        parameters.blocked_sums = parameters.partials + schedule.sums_bytes()
+        sums = workspace + schedule.flags_bytes()
+        parameters.flags, parameters.partials = workspace, sums
+        parameters.blocked_sums = sums + schedule.sums_bytes()
         parameters.launch_id = next(_launch_ids)
     return parameters

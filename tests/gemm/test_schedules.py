@@ -53,7 +53,7 @@ class Recorder:
 
     def __init__(self, monkeypatch, module) -> None:
         self.defines: list[dict[str, int]] = []
-        monkeypatch.setattr(module, "load", self)
+        monkeypatch.setattr(wgmma if module is wgmma_sp else module, "load", self)
         self._module = module
 
     def __call__(self, source, name, threads, device, defines, **more):

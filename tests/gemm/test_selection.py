@@ -536,7 +536,7 @@ def test_every_row_has_a_name_of_its_own_and_a_backend_module():
     names = [spec.name for spec in kernel_table.ENTRIES]
     assert len(set(names)) == len(names)
     for spec in kernel_table.ENTRIES:
-        assert (folder / f"{spec.backend}.py").is_file()
+        assert (folder / f"{spec.module}.py").is_file()
 
 
 @pytest.mark.parametrize("spec", kernel_table.ENTRIES, ids=lambda spec: spec.name)

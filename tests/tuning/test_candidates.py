@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor, PlanPreference, UnsupportedError
+from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
@@ -41,7 +42,7 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
     "name", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"]
 )
 def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch, n, name):
-    monkeypatch.setattr(wgmma_sp, "load", lambda *args, **options: None)
+    monkeypatch.setattr(wgmma, "load", lambda *args, **options: None)
     row = find(name)
     element = "fp8_e4m3" if name.endswith("promoted") else "bf16"
     desc = GemmSparse24Descriptor(n=n, m=8192, k=4096, element=element)

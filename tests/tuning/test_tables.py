@@ -20,8 +20,8 @@ from sparse24_plans import (
     TuningWarning,
     explain,
 )
-from sparse24_plans.gemm import plan
-from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
+from sparse24_plans.gemm import plan, wgmma
+from sparse24_plans.gemm.backends import mma_sp
 from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
 from sparse24_plans.gemm.tuned import EMPTY, shipped
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def on_h200(monkeypatch):
     """``select`` for an H200 that isn't here; kernels aren't loaded."""
     monkeypatch.setattr(plan, "resolve", lambda device: H200)
-    for backend in (mma_sp, wgmma_sp):
+    for backend in (mma_sp, wgmma):
         monkeypatch.setattr(backend, "load", mock.Mock())
     return partial(GemmSparse24Plan.select, DESC, preference=MMA)
 

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arithmetic.epilogue import IN_STEPS
 from ...vocab import ElementKind, Float64s
+from ..descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +60,11 @@ NO_EXPONENT = -10000
 """Marks a zero operand in :func:`exponents`. Its sum with any other exponent is far below all true ones."""
 _LEAST_EXPONENT = -126  # of a float32
 _BIAS, _FIELD, _FRACTION = 1023, 0x7FF, 52  # of a float64
+
+
+def named(problem: GemmSparse24Descriptor, arithmetic: str) -> str | None:
+    """Return the arithmetic of a GPU kernel, or None if CUDA's math library computes the activation."""
+    return arithmetic if problem.epilogue in IN_STEPS else None
 
 
 def exponents(values: Float64s, element: ElementKind) -> Array:

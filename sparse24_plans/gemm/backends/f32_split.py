@@ -12,7 +12,7 @@ from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, launch_in_order
 from ...plan.operands import Views
-from ..guarantees import named
+from ..arithmetic.tensor_core import named
 from ..limits import BF16, SPLIT_CTA_ELEMENTS
 from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule
 from ..schedules.wgmma_sp import WgmmaSpSchedule

@@ -13,8 +13,8 @@ from ...plan.kernel_table import HOPPER
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M, TILES_16BIT
+from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
-from ..guarantees import named
 from ..kernel import GemmKernel, address
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import MmaSpSchedule

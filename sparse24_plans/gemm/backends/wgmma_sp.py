@@ -15,8 +15,8 @@ from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, launch_in_order
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
+from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
-from ..guarantees import named
 from ..limits import should_transpose_x, transpose_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import WgmmaSpSchedule
