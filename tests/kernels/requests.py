@@ -141,7 +141,7 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, transpose):
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
