@@ -217,8 +217,8 @@ def _busiest(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiproces
     groups = -(-parts // (one.parts(block) * one.share))
     _, panel = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
-    turn, cluster = np.divmod(np.arange(len(panel)), clusters)
-    cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
+    round_, cluster = np.divmod(np.arange(len(panel)), clusters)
+    cluster = np.where(round_ % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
     rows = one.rows * (fit["shared_rows"] if one.share > 1 else 1.0)
     items = (rows + mine[panel]) * (fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0)
