@@ -1,5 +1,5 @@
-// The epilogue: alpha, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType, and
-// these functions take that Config.
+// The epilogue: alpha, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
+// and these functions take that Config.
 #pragma once
 #include "common/element.cuh"
 #include "common/strict_math.inc"
@@ -19,7 +19,8 @@ enum class EpilogueKind {
 template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> struct ProblemType {
   static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
-  // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a result.
+  // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a
+  // result.
   static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU;
   static constexpr int kGateRows = 8, kRowsPerOutput = kGated ? 2 : 1;
   using In = Element<kElement>;

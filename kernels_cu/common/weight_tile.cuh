@@ -1,6 +1,6 @@
-// A tile of a packed weight: 64 rows x 256 bytes of columns; sparse24_plans/weights/packing.py defines its bytes. The kept
-// values come first, 128 bytes per row under the 128-byte swizzle. The metadata follows in fragment order: for each 16
-// rows the words of each lane.
+// A tile of a packed weight: 64 rows x 256 bytes of columns; sparse24_plans/weights/packing.py defines its bytes. The
+// kept values come first, 128 bytes per row under the 128-byte swizzle. The metadata follows in fragment order: for
+// each 16 rows the words of each lane.
 #pragma once
 #include "common/types.cuh"
 

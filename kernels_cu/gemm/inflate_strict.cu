@@ -11,8 +11,8 @@
 // there, and the fmas with a marked weight are predicated off.
 //
 //   role         threads                     what it does
-//   Mainloop     all threads of a CTA        loads the next step's weights and sources into registers, inflates them and
-//                                            stores them to shared memory; kThreadOutputs x kThreadTokens fmas per thread
+//   Mainloop     all threads of a CTA        loads the next step's weights and sources into registers, inflates them,
+//                                            stores them to shared memory; kThreadOutputs x kThreadTokens fmas a thread
 //
 //   barriers     one __syncthreads per step, two stages of shared memory
 //   registers    64, 32 or 4 accumulators, the loads of a step, one column of weights and sources

@@ -1,25 +1,25 @@
 // Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens: W is read once, at the speed of memory.
 //
-// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each contiguous
-// and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of tokens, one for
-// each column, and ldmatrix transposes it. The orders change no bit of a result.
+// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each
+// contiguous and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of
+// tokens, one for each column, and ldmatrix transposes it. The orders change no bit of a result.
 //
-// Split-K: K is cut into kSplitK slices (4 or 8, from M alone). One warp pair sums a slice in increasing k. The slices are
-// reduced from the first to the last, ((0+1)+2)+3. So a row's bits depend neither on n, nor on the row's position in the
-// batch, nor on the schedule.
+// Split-K: K is cut into kSplitK slices (4 or 8, from M alone). One warp pair sums a slice in increasing k. The slices
+// are reduced from the first to the last, ((0+1)+2)+3. So a row's bits depend neither on n, nor on the row's position
+// in the batch, nor on the schedule.
 //
 // A CTA has four warp pairs. kWarpPairsM of them lie along M, the others along K. For few tokens a CTA computes several
-// slices of K and needs no reduction between CTAs; for many tokens it computes more rows of W with the same X. Slices of
-// other CTAs are read through the cluster. Clusters larger than 2 leave SMs idle, because a GPC has 14 to 18 SMs, so
+// slices of K and needs no reduction between CTAs; for many tokens it computes more rows of W with the same X. Slices
+// of other CTAs are read through the cluster. Clusters larger than 2 leave SMs idle, because a GPC has 14 to 18 SMs, so
 // they pay only for launches of many waves.
 //
 //   role         threads                           what it does
-//   Loader       all 8 warps; pair s is 2s, 2s + 1 loads the pair's tiles of W; the pairs of a slice load its X together
+//   Loader       all 8 warps; pair s is 2s, 2s + 1 loads the pair's tiles of W; pairs of a slice load its X together
 //   WarpTile     all 8 warps                       multiplies; the two warps of a pair halve its rows or its tokens
 //   reduce_rows  all 256 threads                   reduces this CTA's part of the cluster's rows and stores the results
 //
-//   barriers    one cp.async group per stage; one __syncthreads per step, after which all threads see the stage that was
-//               loaded and have read the stage before it. The cluster syncs before and after the reduction.
+//   barriers    one cp.async group per stage; one __syncthreads per step, after which all threads see the loaded stage
+//               and have read the stage before it. The cluster syncs before and after the reduction.
 //   registers   4 * kWarpM16Tiles * kWarpN8Tiles accumulators, at most 128 per thread; no spills.
 //
 //   step         |    0    |    1    |    2    |  ..            stage = step % kStages
@@ -65,8 +65,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 using Tile = Config::Tile;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
 
-// The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in different
-// banks.
+// The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in
+// different banks.
 __device__ __forceinline__ constexpr u32 line_offset(int column, int chunk) {
   constexpr int kChunks = Config::kN8Tiles, kSwapped = kChunks < 8 ? kChunks : 8;
   return (column * kChunks + (chunk ^ column / (8 / kSwapped) % kSwapped)) * 16;

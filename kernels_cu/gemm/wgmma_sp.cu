@@ -3,8 +3,8 @@
 // W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in K tiles of 64 rows
 // x 256 bytes of columns, each loaded by one bulk copy. X comes through a tensor map in boxes of 128 bytes of columns.
 // W and X have pipelines of their own, because a K tile of W spans two boxes of X. X of 16-bit elements may be
-// column-major: a stage is then boxes of up to 64 tokens, a line for each of 64 columns, and wgmma reads them N-major. Y
-// may be column-major too: its tiles are staged in that order. The orders change no bit of a result.
+// column-major: a stage is then boxes of up to 64 tokens, a line for each of 64 columns, and wgmma reads them N-major.
+// Y may be column-major too: its tiles are staged in that order. The orders change no bit of a result.
 //
 // A cluster has kClusterM CTAs along M, which share X by multicast: each loads a part of X into all of them. It has
 // kSplitK CTAs along K (split-K). Without split-K the CTAs are persistent, and tile_scheduler.cuh gives them their work
@@ -13,8 +13,8 @@
 // to the last, ((0+1)+2)+3. So the bits of a row depend on kSplitK * kKChunks alone, and equal those of gemm/mma_sp.cu
 // for as many slices.
 //
-// A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and an
-// m64 tile gives 32 of its columns.
+// A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
+// an m64 tile gives 32 of its columns.
 //
 // float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X; W is split
 // into two terms when it is packed (kWPresplit), or into three in registers.
@@ -30,18 +30,18 @@
 //   EpilogueStore      each consumer warpgroup          without split-K: stages results and stores them by TMA
 //   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's part of the cluster's rows
 //
-//   barriers     weight_full, x_full: a stage is loaded. weight_empty, x_empty: all consumer warps have read a stage, of X
-//                in all CTAs that share it. x_copied: cp.async has loaded a stage. Named barriers from 1 on: the staging
-//                area of a warpgroup, or with split-K barrier 1 alone: all stages have been read. With stream-K, further
-//                ones: partial sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and the next. The
-//                cluster syncs before and after the reduction.
+//   barriers     weight_full, x_full: a stage is loaded. weight_empty, x_empty: all consumer warps have read a stage,
+//                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. Named barriers from 1 on guard
+//                the staging area of a warpgroup; with split-K barrier 1 says that all stages have been read. Further
+//                ones with stream-K: partial sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and
+//                the next. The cluster syncs before and after the reduction.
 //   registers    at most 128 accumulators per thread, kAccumulators * kMTilesPerWarpgroup; twice as many with kPromote,
 //                and kHeldAccumulators more with several K chunks: at most 192. Where kReallocRegisters, a producer
 //                thread keeps 40 registers and a consumer thread has 232.
 //
 //   load_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead
 //   load_x       | X0   | X1    | X2   | X3    | X4   | X5    | ..       up to kXStages ahead
-//   Mainloop            | wgmma X0 | X1 | X2 | X3 | ..                   one half tile in flight; meanwhile the stages of
+//   Mainloop            | wgmma X0 | X1 | X2 | X3 | ..                   one half tile in flight while the stages of
 //                                                                        the half tile before are released
 //   EpilogueStore                                 | stage | store |      while the next work tile is loaded
 #include "gemm/wgmma_sp/cluster_reduce.cuh"

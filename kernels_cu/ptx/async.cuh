@@ -48,8 +48,8 @@ __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[
 }
 #undef S24_MMA_SP
 
-// Programmatic dependent launch (sm_90): a kernel may start before the previous kernels of the stream have ended. It waits
-// here before it accesses what they write, and allows the next kernel to start.
+// Programmatic dependent launch (sm_90): a kernel may start before the previous kernels of the stream have ended. It
+// waits here before it accesses what they write, and allows the next kernel to start.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

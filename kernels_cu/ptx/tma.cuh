@@ -115,8 +115,8 @@ template <int kPending> __device__ __forceinline__ void tma_store_wait_read() {
 // Waits until all of this thread's stores have been written to global memory.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Whether this lane is the one that was elected; all lanes of the warp call it. The compiler knows that only one lane is
-// elected. For a thread selected by its number it repeats each TMA instruction in a loop over the possible threads.
+// Whether this lane is the one that was elected; all lanes of the warp call it. The compiler knows that only one lane
+// is elected. For a thread selected by its number it repeats each TMA instruction in a loop over the possible threads.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));

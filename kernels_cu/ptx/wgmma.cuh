@@ -1,9 +1,9 @@
 // wgmma.sp (sm_90a): D[64 x N] (+)= A[64 x K, 2:4] * B[K x N], operands in shared memory; K is 32 for 16-bit
 // elements, 64 for 8-bit ones: 32 bytes of a row of A, 64 of a row of B.
 //
-// A is K-major under the 128-byte swizzle. B is K-major under the same swizzle, or N-major. Warp w, lane 4g + t has these
-// accumulators: d[4j] and d[4j + 1] are row 16w + g, columns 8j + 2t and 8j + 2t + 1; d[4j + 2] and d[4j + 3] are row
-// 16w + g + 8 of the same columns.
+// A is K-major under the 128-byte swizzle. B is K-major under the same swizzle, or N-major. Warp w, lane 4g + t has
+// these accumulators: d[4j] and d[4j + 1] are row 16w + g, columns 8j + 2t and 8j + 2t + 1; d[4j + 2] and d[4j + 3] are
+// row 16w + g + 8 of the same columns.
 #pragma once
 #include "ptx/tma.cuh"
 
@@ -13,8 +13,8 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The descriptor of an N-major operand of 16-bit elements. Groups of kLineBytes along N lie kGroupBytes apart. A group has
-// a line for every k, under the swizzle of the line's width (16 bytes: none).
+// The descriptor of an N-major operand of 16-bit elements. Groups of kLineBytes along N lie kGroupBytes apart. A group
+// has a line for every k, under the swizzle of the line's width (16 bytes: none).
 template <int kLineBytes, int kGroupBytes>
 __device__ __forceinline__ constexpr u64 matrix_descriptor_n_major(u32 address) {
   constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : kLineBytes == 32 ? 3 : 0;
@@ -30,7 +30,8 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ties accumulators to this point of the program. Otherwise the compiler may copy them before a wait, or after an issue.
+// Ties accumulators to this point of the program. Otherwise the compiler may copy them before a wait, or after an
+// issue.
 template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
@@ -40,8 +41,8 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// The text and the operands of the instruction. S24_D*(c, i) lists accumulators from the i-th under constraint c, S24_N*
-// their numbers in the text.
+// The text and the operands of the instruction. S24_D*(c, i) lists accumulators from the i-th under constraint c,
+// S24_N* their numbers in the text.
 #define S24_D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define S24_D8(c, i) S24_D4(c, i), S24_D4(c, i + 4)
 #define S24_D12(c, i) S24_D8(c, i), S24_D4(c, i + 8)
@@ -100,9 +101,9 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
     S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
   else S24_WGMMA_SP_OF("m64n" n "k64.s32.s8.s8", "", d_, "+r", __VA_ARGS__)
 
-// Issues one step. Sum is int for s8, else float. kSelector names the lane pair of every quad that holds the metadata of
-// 16-bit elements, and is 0 for others; `metadata` is as in mma.sp. With kAdd = 0, d is overwritten. With kNMajor, B is
-// N-major.
+// Issues one step. Sum is int for s8, else float. kSelector names the lane pair of every quad that holds the metadata
+// of 16-bit elements, and is 0 for others; `metadata` is as in mma.sp. With kAdd = 0, d is overwritten. With kNMajor, B
+// is N-major.
 template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, class Sum, int kCount>
 __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
   if constexpr (kCount == 4) {

@@ -1,8 +1,8 @@
 // wgmma (sm_90a) of dense 16-bit operands with A [64 x 16] from shared memory, or from registers; D is 64 x N.
 //
-// Warp w, lane 4g + t has this fragment of A: a[0] is row 16w + g, columns 2t and 2t + 1; a[1] is row 16w + g + 8 of the
-// same columns; a[2] and a[3] are these rows 8 columns further. So the accumulators of 16 adjacent columns, rounded to
-// pairs, are a fragment of A.
+// Warp w, lane 4g + t has this fragment of A: a[0] is row 16w + g, columns 2t and 2t + 1; a[1] is row 16w + g + 8 of
+// the same columns; a[2] and a[3] are these rows 8 columns further. So the accumulators of 16 adjacent columns, rounded
+// to pairs, are a fragment of A.
 #pragma once
 #include "ptx/wgmma_dense.cuh"
 

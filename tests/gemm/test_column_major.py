@@ -21,7 +21,7 @@ from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
-from sparse24_plans.gemm.wgmma import result_box
+from sparse24_plans.gemm.wgmma import defines, result_box
 from sparse24_plans.plan.kernel import Choice
 
 from ..kernels.index_functions import Table, check_tables
@@ -375,7 +375,7 @@ def test_the_macros_of_both_kernels_say_how_x_and_y_lie():
     for order in ORDERS:
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [
-            wgmma_sp.defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
+            defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
             mma_sp.defines(desc, mma_schedules.best_schedule(64, 4096, 132)),
         ]
         want = tuple(int(order[name] == "column") for name in ("x_order", "y_order"))

@@ -29,7 +29,6 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
-from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
@@ -142,7 +141,7 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in (sys.modules[kernel.__module__], inflate, transpose, wgmma):
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found

@@ -4,7 +4,8 @@
 #include "gemm/wgmma_sp/accumulators.cuh"
 #include "gemm/wgmma_sp/dot_in_float64.cuh"
 
-// Stores a warpgroup's accumulators in the CTA's reduction buffer. `m_tile` is the warpgroup's first m64 tile in the CTA.
+// Stores a warpgroup's accumulators in the CTA's reduction buffer. `m_tile` is the warpgroup's first m64 tile in the
+// CTA.
 __device__ __forceinline__ void stage_accumulators(const Accumulators& sums, u32 base, u32 m_tile) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -24,8 +25,9 @@ __device__ __forceinline__ void stage_accumulators(const Accumulators& sums, u32
     }
 }
 
-// The CTAs that sum slices of the same rows each reduce a part of the rows' results, in the order of the slices. A thread
-// makes four adjacent results of a line of Y, which is a token's row or, for a column-major Y, an output's column.
+// The CTAs that sum slices of the same rows each reduce a part of the rows' results, in the order of the slices. A
+// thread makes four adjacent results of a line of Y, which is a token's row or, for a column-major Y, an output's
+// column.
 struct ClusterReduce {
   const WgmmaSpParams& p;
   WorkTile work;
@@ -56,8 +58,8 @@ struct ClusterReduce {
     return output0 + (kColumns ? i / kLineQuads : i % kLineQuads * 4);
   }
 
-  // Only results inside of Y are loaded. A load whose value no store needs could still be in flight when the CTA that it
-  // reads from has exited.
+  // Only results inside of Y are loaded. A load whose value no store needs could still be in flight when the CTA that
+  // it reads from has exited.
   __device__ __forceinline__ bool inside(int token, int output) const {
     return work.token + token < p.n && output < kCtaOutputs &&
            work.row_tile * Config::kMTileOutputs + output < outputs_per_token(p);
@@ -72,7 +74,8 @@ struct ClusterReduce {
     return slices[0];
   }
 
-  // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other factor.
+  // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other
+  // factor.
   template <class Math>
   __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0) const {
     const bool inside = kColumns || output < outputs_per_token(p);

@@ -1,10 +1,10 @@
-// Recomputation of float32 results that are NaN. Splitting Inf, NaN or the largest numbers into bf16 terms makes NaN, so
-// a NaN sum is computed again, term after term in float64: then it is NaN or infinite exactly where it has to be.
+// Recomputation of float32 results that are NaN. Splitting Inf, NaN or the largest numbers into bf16 terms makes NaN,
+// so a NaN sum is computed again, term after term in float64: then it is NaN or infinite exactly where it has to be.
 #pragma once
 #include "gemm/wgmma_sp/config.cuh"
 
-// A kept value of a K tile of W: float32 in fragment order, or the exact sum of two bf16 terms, of which each swizzled row
-// of 128 bytes has 32 high ones and then 32 low ones.
+// A kept value of a K tile of W: float32 in fragment order, or the exact sum of two bf16 terms, of which each swizzled
+// row of 128 bytes has 32 high ones and then 32 low ones.
 __device__ __forceinline__ double weight_at(const u8* tile, int row, int kept) {
   if constexpr (Config::kWPresplit) {
     const u16 *high = (const u16*)(tile + row * 128 + (kept / 8 ^ row % 8) * 16) + kept % 8,

@@ -1,7 +1,7 @@
-// The mainloop of float32 in two bf16 terms, three products. W was split when it was packed (kWPresplit): a K tile holds
-// both terms, side by side in each row of 128 bytes, where wgmma reads them. X comes in two boxes of 64 columns, the low
-// term first. The small products, low * high and high * low, are added before high * high. Sums move from the tensor
-// cores to float32 every kTilesPerPromotion tiles.
+// The mainloop of float32 in two bf16 terms, three products. W was split when it was packed (kWPresplit): a K tile
+// holds both terms, side by side in each row of 128 bytes, where wgmma reads them. X comes in two boxes of 64 columns,
+// the low term first. The small products, low * high and high * low, are added before high * high. Sums move from the
+// tensor cores to float32 every kTilesPerPromotion tiles.
 //
 // Shared memory limits this loop: wgmma.sp reads X at the full rate of 128 bytes per cycle, and all other reads and the
 // loads of the producers come on top.

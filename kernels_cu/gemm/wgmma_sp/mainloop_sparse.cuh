@@ -1,5 +1,5 @@
-// The mainloop of elements of 16 and 8 bits. A K tile of W is multiplied in two halves, each with one box of X. One half
-// is in flight while the stages of the half before it are released.
+// The mainloop of elements of 16 and 8 bits. A K tile of W is multiplied in two halves, each with one box of X. One
+// half is in flight while the stages of the half before it are released.
 //
 // K may be summed in kKChunks chunks one after the other, which gives the bits of split-K with as many slices. Products
 // of fp8 may be promoted (kPromote): the tensor cores add them with few bits, so their sums move to float32 after every

@@ -20,8 +20,8 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
     for (int i = 0; i < Config::kMTiles; ++i) prefetch_bulk(weight_tile(p, work, i, tile), Tile::kBytes);
 }
 
-// Loads one stage of a column-major X by TMA. The CTAs of the cluster alternate: each loads every kClusterM-th stage into
-// all of them. All whole groups of tokens are one box, since beginning another box is slow.
+// Loads one stage of a column-major X by TMA. The CTAs of the cluster alternate: each loads every kClusterM-th stage
+// into all of them. All whole groups of tokens are one box, since beginning another box is slow.
 __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 to, u32 box, WorkTile work, u32 full,
                                                     u32 m_rank, u32 slice) {
   const bool is_tail = work.token + Config::kTileN >= p.n;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void load_weight_stage(const WgmmaSpParams& p, u32 ba
   at.next();
 }
 
-// Loads X for one work tile. The last tokens have boxes of their own: rows past them would be written as zeros, which is
-// slow. The stage keeps old values there instead, which are multiplied and never stored.
+// Loads X for one work tile. The last tokens have boxes of their own: rows past them would be written as zeros, which
+// is slow. The stage keeps old values there instead, which are multiplied and never stored.
 struct XLoader {
   WorkTile work;
   const TensorMap* map;

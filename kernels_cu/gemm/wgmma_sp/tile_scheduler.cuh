@@ -2,8 +2,8 @@
 #pragma once
 #include "gemm/wgmma_sp/config.cuh"
 
-// A work tile of one CTA, given by its first row tile of W and its first token. kRasterGroupM tiles along M are computed
-// with the same tokens before the next tokens, so that L2 serves both operands.
+// A work tile of one CTA, given by its first row tile of W and its first token. kRasterGroupM tiles along M are
+// computed with the same tokens before the next tokens, so that L2 serves both operands.
 struct WorkTile {
   i64 row_tile, token;
 
@@ -29,11 +29,11 @@ __device__ __forceinline__ u32 first_k_tile(const WgmmaSpParams& p, u32 slice) {
 // Gives a cluster its work tiles one after the other, each with the K tiles [first, last) to multiply.
 //
 // Without stream-K a cluster computes every stride-th tile, or with split-K exactly one. With stream-K (kStreamK) the
-// first data-parallel tiles are distributed in the same way. The K tiles of all remaining work tiles form one row, which
-// is cut into equal ranges, one for each cluster and at least one work tile long. Two clusters share a split tile. The
-// first computes its leading K tiles before the rest of its range and stores the partial sums. The second computes the
-// remaining K tiles last, starting from those sums, so the result has the bits of an unsplit tile. Partial sums come
-// from the cluster with the next lower index. That cluster has already started when this one runs.
+// first data-parallel tiles are distributed in the same way. The K tiles of all remaining work tiles form one row,
+// which is cut into equal ranges, one for each cluster and at least one work tile long. Two clusters share a split
+// tile. The first computes its leading K tiles before the rest of its range and stores the partial sums. The second
+// computes the remaining K tiles last, starting from those sums, so the result has the bits of an unsplit tile. Partial
+// sums come from the cluster with the next lower index. That cluster has already started when this one runs.
 struct TileScheduler {
   enum Phase : u32 {
     kDataParallel,   // whole tiles in front of the ranges
