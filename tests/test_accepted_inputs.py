@@ -114,7 +114,7 @@ NO_ELEMENT = [
     float,
     int,
     bool,
-    "float32",
+    "float24",
     HUGE,
     object(),
     None,

@@ -6,14 +6,14 @@ column by column.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..device.adapters import Unmoving
 from ..device.devices import current_on
 from ..device.streams import stream_handle
-from ..device.tensors import HOST, LOCATION_OF_TYPE, Device, TensorView, check_device, import_cupy
+from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy
 from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .shape import BlockSparseShape
@@ -201,14 +201,14 @@ def length(shape: BlockSparseShape) -> int:
     return sum(_lengths(shape))
 
 
-class BlockSparseTables:
+class BlockSparseTables(Unmoving):
     """A layout's look-up tables, which plans take; made once, and at the same addresses for life.
 
     :meth:`update` writes the tables of another mask over them, so whatever was bound or captured with them
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_there", "_view", "device", "identity", "lookup", "shape")
+    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
 
     shape: BlockSparseShape
     """Shape of the layouts that the tables can describe."""
@@ -229,7 +229,6 @@ class BlockSparseTables:
 
     def _set(self, shape: BlockSparseShape, memory: Array, device: Device) -> None:
         self.shape, self._memory, self.device = shape, memory, device
-        self.identity = object()
         shown = memory.view()
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
@@ -274,15 +273,12 @@ class BlockSparseTables:
         return _restored, (self.shape, self._memory, self.device)
 
 
-LOCATION_OF_TYPE[BlockSparseTables] = attrgetter("identity")
-
-
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
     if memory.size != length(shape):  # written by another version
         raise InvalidProblemError(
             f"tables: expected {length(shape)} integers for {shape}, got {memory.size}; make them anew"
         )
-    tables = object.__new__(BlockSparseTables)
+    tables = BlockSparseTables.__new__(BlockSparseTables)
     tables._set(shape, memory, device)
     tables._copy(stream_handle(None, device))
     return tables

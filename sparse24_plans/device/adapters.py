@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from .._vendor import dlpack_abi
 from ..errors import InvalidProblemError
@@ -19,6 +21,7 @@ from .dlpack import ELEMENT_OF_TYPE
 from .tensors import (
     ELEMENT_NAMES,
     HOST,
+    LOCATION_OF_TYPE,
     READ_OF_TYPE,
     Adapter,
     Device,
@@ -244,6 +247,21 @@ def _location_of_data_ptr(tensor: Any) -> object:
     home = tensor.device
     form = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), home.type, home.index
     return tensor.data_ptr(), form
+
+
+class Unmoving:
+    """Base of objects whose memory never moves. An identity stands for them in keys, so that caches hold no
+    memory."""
+
+    __slots__ = ("_identity",)
+
+    def __new__(cls, *given: Any, **more: Any) -> Self:
+        made = object.__new__(cls)
+        object.__setattr__(made, "_identity", object())
+        return made
+
+    def __init_subclass__(cls) -> None:
+        LOCATION_OF_TYPE[cls] = attrgetter("_identity")
 
 
 READ_OF_TYPE[np.ndarray] = _from_numpy

@@ -203,9 +203,11 @@ class TensorView:
 
     def at(self, address: int, owner: object) -> TensorView:
         """A view of other memory with the same shape, strides, element and device."""
-        return honest_view(
-            address, self.shape, self.element, self.device, self.strides, self.readonly, owner, "TensorView"
-        )
+        view = _new(TensorView)
+        view.address, view.owner, view._end = address, owner, -1
+        view.shape, view.strides, view.element = self.shape, self.strides, self.element
+        view.device, view.readonly = self.device, self.readonly
+        return view
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise _no_copy("TensorView", "copy the tensor that it views, or call view.owned_copy()")

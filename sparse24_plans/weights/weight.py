@@ -6,15 +6,15 @@ of four (docs/formats.md). It lives in host or device memory and never changes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..device.adapters import Unmoving
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
-from ..device.tensors import HOST, LOCATION_OF_TYPE, Device, TensorView, check_device, import_cupy, wrong
+from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -38,7 +38,7 @@ def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
     return view
 
 
-class Sparse24Weight:
+class Sparse24Weight(Unmoving):
     """A 2:4 weight W[M, K] in canonical form.
 
     ``values`` [M, K/2] and ``metadata`` [M, K/8] uint16 may be any tensors on one device; both must be
@@ -50,7 +50,7 @@ class Sparse24Weight:
     metadata whose positions do not increase or that has stray bits.
     """
 
-    __slots__ = ("device", "element", "identity", "k", "m", "metadata_view", "values_view")
+    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
 
     def __init__(
         self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
@@ -73,7 +73,6 @@ class Sparse24Weight:
                 raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
         self.m, self.k, self.element, self.device = m, k, v.element, v.device
         self.values_view, self.metadata_view = v, d
-        self.identity = object()
         if checked_flag("validate", validate):
             self.validate()
 
@@ -281,7 +280,7 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class PackedWeight(Unmoving):
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
@@ -297,8 +296,6 @@ class PackedWeight:
     element: ElementKind
     device: Device
     buffers: tuple[TensorView, ...]
-    identity: object = field(default_factory=object, init=False, repr=False, compare=False)
-    """Represents the weight in keys of caches, so that they keep no weight alive."""
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -356,6 +353,3 @@ class PackedWeight:
 def _restored_packed(layout: str, m: int, k: int, element: str, parts: list[tuple[Any, str]]) -> PackedWeight:
     buffers = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
     return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers)
-
-
-LOCATION_OF_TYPE[Sparse24Weight] = LOCATION_OF_TYPE[PackedWeight] = attrgetter("identity")

@@ -81,7 +81,7 @@ def test_the_order_of_macros_does_not_matter(cache, compilations):
     assert cubins.cubin_path(INFLATE[0], INFLATE[1], backwards) == cubins.cubin_path(*INFLATE)
 
 
-@pytest.mark.parametrize("name", ["weights/inflate.cu", "common/types.cuh"])
+@pytest.mark.parametrize("name", ["weights/inflate.cu", "weights/params/inflate.cuh", "common/types.cuh"])
 def test_a_changed_source_or_header_is_another_file(cache, compilations, kernels, name):
     before = cubins.cubin_path(*INFLATE)
     with open(kernels / name, "a") as file:

@@ -36,8 +36,8 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-  // The offset at which a thread of the warpgroup stages gated results of eight tokens from `token` on, of which its warp
-  // has eight outputs. Results of 2 bytes: the thread's row of stmatrix. Others: the thread's output of token 2t + i.
+  // The offset at which a thread of the warpgroup stages gated results of eight tokens from `token` on. Its warp has
+  // eight outputs. Results of 2 bytes: the row of stmatrix. Others: the output of token 2t + i.
   static __device__ __forceinline__ constexpr u32 gated_at(int thread, int token, int i = 0) {
     const int lane = thread % 32, output = thread % 128 / 32 * 8;
     if constexpr (kOutBytes != 2) return staged_at(token + lane % 4 * 2 + i, output + lane / 4);
