@@ -24,7 +24,7 @@ from .blocksparse.plan import BlockSparseMatmulPlan as BlockSparseMatmulPlan
 from .blocksparse.plan import BlockSparseSoftmaxPlan as BlockSparseSoftmaxPlan
 from .blocksparse.shape import BlockSparseShape as BlockSparseShape
 from .checkpoints.compress import compress_checkpoint as compress_checkpoint
-from .checkpoints.convert import convert_checkpoint as convert_checkpoint
+from .checkpoints.conversion import convert_checkpoint as convert_checkpoint
 from .checkpoints.recorded_run import RecordedRun as RecordedRun
 from .checkpoints.recorded_run import load_run as load_run
 from .checkpoints.recorded_run import save_run as save_run

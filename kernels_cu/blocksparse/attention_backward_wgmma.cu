@@ -292,7 +292,7 @@ struct ConsumerMainloop {
     found[0] = __uint_as_float(words[0]), found[1] = __uint_as_float(words[1]);
   }
 
-  // Turns scores into exponentials.
+  // Replaces scores by exponentials.
   __device__ __forceinline__ void exponentiate(float (&scores)[Config::kCells], u32 stage) const {
 #pragma unroll
     for (int j = 0; j < Config::kTile / 8; ++j) {

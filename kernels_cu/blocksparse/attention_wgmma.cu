@@ -126,7 +126,7 @@ struct Producer {
   __device__ __forceinline__ void load_tile(const TensorMap* map, u32 matrix,
                                             const int (&columns)[Config::kBlocksPerStep], int blocks) {
     if (lane == 0) {
-      const u32 full = pipeline.full(at.stage), to = pipeline.stage(at.stage);
+      const u32 full = pipeline.full(at.stage), to = pipeline.tile(at.stage);
       barrier_wait(pipeline.empty(at.stage), at.parity ^ 1);
       barrier_arrive_expect_tx(full, min(blocks, Config::kBlocksPerStep) * Config::kBlock * Config::kHead * 2);
 #pragma unroll
@@ -227,10 +227,10 @@ struct ConsumerMainloop {
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
     const u64 own = Products::Stationary::descriptor(pipeline.query(group));
-    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(pipeline.stage(at.stage)));
+    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(pipeline.tile(at.stage)));
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
-    const u64 b = Products::Summed::descriptor(pipeline.stage(stage));
+    const u64 b = Products::Summed::descriptor(pipeline.tile(stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
@@ -262,7 +262,7 @@ struct ConsumerMainloop {
            (Config::kLengths && work.keys < (work.last + 1) * Config::kBlock);
   }
 
-  // Turns scores into exponentials, and returns in `factor` what the sums so far are multiplied by.
+  // Replaces scores by exponentials, and returns in `factor` what the sums so far are multiplied by.
   template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[Config::kCells], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -292,7 +292,7 @@ struct ConsumerMainloop {
   __device__ __forceinline__ void clear_values(const WorkTile& work) const {
     const int first = (work.count - 1) % Config::kBlocksPerStep * Config::kBlock;
     const int end = first + min(Config::kBlock, work.keys - work.last * Config::kBlock);
-    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(pipeline.stage(at.stage), end, 3 + warpgroup);
+    if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(pipeline.tile(at.stage), end, 3 + warpgroup);
   }
 
   __device__ __forceinline__ void multiply(float (&out)[Config::kAccumulators], const WorkTile& work) {

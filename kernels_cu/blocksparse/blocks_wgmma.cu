@@ -33,72 +33,10 @@
 // panel that has one, and so on. Cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c, so that no cluster
 // gets only long panels.
 #include "blocksparse/block_mainloop.cuh"
-#include "blocksparse/params/blocks_wgmma.cuh"
+#include "blocksparse/blocks_wgmma/tile_scheduler.cuh"
 #include "blocksparse/tile_epilogue.cuh"
 #include "ptx/stmatrix.cuh"
 
-#define S24_CLUSTER_SIZE S24_CLUSTER_N
-#include "common/cluster.cuh"
-
-// All compile-time constants; macros are read here alone.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK;
-  static constexpr int kTileN = S24_TILE_N;           // tokens of a CTA's tile
-  static constexpr int kWarpgroups = S24_WARPGROUPS;  // consumer warpgroups
-  static constexpr int kClusterN = S24_CLUSTER_N;     // CTAs of a cluster, along N
-  static constexpr int kStages = S24_STAGES;
-  static constexpr int kBuffers = S24_BUFFERS;                      // buffers of a staging area
-  static constexpr bool kSampled = S24_SAMPLED;                     // sdd
-  static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // major dimension of op(S) within a block
-  static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
-  static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
-  static constexpr bool kRaw = S24_RAW;                             // results are the integer sums themselves
-
-  // A step has kDepth k: half of a large block, or several small blocks side by side.
-  static constexpr int kBytes = kElement == ElementKind::F16 || kElement == ElementKind::BF16 ? 2 : 1;
-  static constexpr int kDepth = 128 / kBytes, kHalves = kBlock > kDepth ? kBlock / kDepth : 1;
-  static constexpr int kBlocksPerStep = kBlock < kDepth && !kSampled ? kDepth / kBlock : 1;
-  static constexpr int kBox = kDepth / kBlocksPerStep, kBoxBytes = kBytes * kBox;  // k of one TMA box of S or X
-  static constexpr bool kSmall = kBlock < 64;
-  static constexpr int kTileM = S24_TILE_M, kWarpgroupsM = kTileM / 64,
-                       kPanelBlockRows = kTileM / kBlock;                  // block rows of a row panel
-  static constexpr int kM64PerBlock = kBlock > 64 ? kBlock / 64 : 1;       // 64-row tiles of a block row
-  static constexpr int kBlockRowsPerM64 = kBlock < 64 ? 64 / kBlock : 1;   // block rows of a 64-row tile
-  static constexpr int kWarpgroupN = kTileN * kWarpgroupsM / kWarpgroups;  // tokens of a warpgroup
-  // For sdd: block columns of a CTA's tile, and cells that it has of each. A narrow tile has a piece of one block.
-  static constexpr int kBlocksPerTile = kTileN > kBlock ? kTileN / kBlock : 1,
-                       kPieceN = kTileN < kBlock ? kTileN : kBlock;
-  static constexpr int kPiecesPerBlock = kBlock / kPieceN;
-  static constexpr int kAccumulators = kWarpgroupN / 2;
-  static constexpr bool kMayLackBlocks =
-      kPanelBlockRows > 1 && !kSampled;  // whether a stage may lack blocks of some block rows
-  static constexpr int kConsumerThreads = 128 * kWarpgroups;
-  static constexpr bool kSCpAsync = kSmall && !kSampled;  // cp.async loads S, instead of TMA
-  static constexpr int kFullArrivals =
-      kSCpAsync ? 132 : 1;  // arrivals of a full barrier: 4 with bytes, 128 of cp.async
-  // X is read by every block row that keeps a block at its rows. The kernel never reads C.
-  static constexpr u64 kDensePolicy = kEvictLast, kOutPolicy = kEvictFirst;
-  static constexpr int kThreads = kConsumerThreads + 128;
-  static constexpr int kBox64Bytes = 64 * 128;            // 64 rows of 128 bytes
-  static constexpr int kBlockBytes = kBlock * kBoxBytes;  // the k of a step in one block
-  static constexpr int kSparseBytes = kWarpgroupsM * kBox64Bytes, kDenseBytes = kTileN * 128;
-  static constexpr int kStageBytes = kSparseBytes + kDenseBytes;
-
-  // Shared memory: stages, a staging area for each warpgroup, barriers, a word for each stage that says which blocks it
-  // has.
-  static constexpr int kOutBytes = sizeof(Out::Bits);
-  static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
-  static constexpr int kStagingAt = kStages * kStageBytes;
-  static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
-  static_assert(kWarpgroupsM <= kWarpgroups && kWarpgroupN % 64 == 0,
-                "a warpgroup has 64 rows and whole groups of tokens");
-  static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K),
-                "only 16-bit elements may be MN-major");
-  static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
-
-  // Registers of a producer and of a consumer thread after reallocation.
-  static constexpr int kProducerRegisters = kSCpAsync ? 56 : 40, kConsumerRegisters = kSCpAsync ? 224 : 232;
-};
 constexpr int kSparseGroup = Config::kSCpAsync ? Config::kBlockBytes : Config::kBox64Bytes;
 using SparseOperand = DenseOperand<Config::kSparseMajor, Config::kBoxBytes, kSparseGroup>;
 // A shared-memory row of X holds one token's k. Otherwise it holds 64 tokens, for sdd at most those of one block
@@ -121,89 +59,6 @@ using AccumulatorTile =
 using Ring = PipelineState<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
-
-// Number of work tiles of all clusters; for sdd an upper bound.
-__device__ __forceinline__ u32 work_tile_count(const BlocksWgmmaParams& p) {
-  return p.batch * p.panels * (Config::kSampled ? p.panel_groups : p.cluster_tiles);
-}
-
-// Enumerates the work tiles of sdd: the first one of every panel, longest panels first, then the second of each panel
-// that has one, and so on. All lanes of a warp call it together.
-struct TileScheduler {
-  static constexpr int kMost =
-      Config::kBlocksPerTile * Config::kClusterN;  // pieces of block columns that a cluster computes
-
-  u32 group = 0, before = 0, panels;  // round; work tiles of earlier rounds; panels with a work tile in this round
-
-  __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p) : panels(having(p, 0)) {}
-
-  // Number of panels that have a work tile in round `group`: these are the first ones of the order.
-  static __device__ __forceinline__ u32 having(const BlocksWgmmaParams& p, u32 group) {
-    u32 low = 0, high = Config::kSampled ? p.panels : 0;
-    while (low < high) {
-      const u32 step = (high - low + 31) / 32, at = low + threadIdx.x % 32 * step;
-      const bool has = at < high && p.panel_columns[p.panel_order[at]] * Config::kPiecesPerBlock > (int)group * kMost;
-      const u32 having = __popc(__ballot_sync(~0u, has));
-      high = min(high, low + having * step);
-      if (having) low += (having - 1) * step + 1;
-    }
-    return low;
-  }
-
-  // Returns whether work tile `index` exists. Calls must use increasing indices.
-  __device__ __forceinline__ bool find(const BlocksWgmmaParams& p, u32 index) {
-    if constexpr (Config::kSampled) {
-      while (panels && index - before >= panels * p.batch) {
-        before += panels * p.batch;
-        panels = having(p, ++group);
-      }
-      return panels > 0;
-    } else {
-      return index < work_tile_count(p);
-    }
-  }
-};
-
-// The work tile of a CTA.
-struct WorkTile {
-  u32 head, block_row, batch, token;  // block_row: the panel's first, in its head; token: for sdd, in the first block
-  int count;                          // block columns; for sdd those of this CTA
-  int first;                          // for sdd: index of the first block column in the tables
-
-  __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const TileScheduler& scheduler, u32 index,
-                                      u32 cta_rank) {
-    if constexpr (Config::kSampled) {
-      const u32 in_round = index - scheduler.before, panel = (u32)p.panel_order[in_round / p.batch];
-      batch = in_round % p.batch, head = panel / p.head_panels,
-      block_row = panel % p.head_panels * Config::kPanelBlockRows;
-      const int parts = p.panel_columns[panel] * Config::kPiecesPerBlock;
-      const int groups = (parts + TileScheduler::kMost - 1) / TileScheduler::kMost;
-      const int pieces = groups * Config::kClusterN, each = (parts + pieces - 1) / pieces;
-      const int before = ((int)scheduler.group * Config::kClusterN + (int)cta_rank) * each;
-      count = max(0, min(each, parts - before));
-      token = before % Config::kPiecesPerBlock * Config::kPieceN,
-      first = p.pointers[panel] + before / Config::kPiecesPerBlock;
-      return;
-    }
-    const u32 tiles = p.batch * p.cluster_tiles, per_group = p.raster_tiles * p.panels,
-              raster_group = index / per_group;
-    const u32 rest = index % per_group, group_width = min(p.raster_tiles, tiles - raster_group * p.raster_tiles),
-              tile = raster_group * p.raster_tiles + rest % group_width;
-    const u32 panel = (u32)p.panel_order[rest / group_width];
-    head = panel / p.head_panels, block_row = panel % p.head_panels * Config::kPanelBlockRows;
-    batch = tile / p.cluster_tiles;
-    token = (tile % p.cluster_tiles * Config::kClusterN + cta_rank) * Config::kTileN;
-    first = 0, count = p.panel_columns[panel];
-  }
-  __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
-    return Config::kSampled ? (int)p.k_steps
-                            : (count + Config::kBlocksPerStep - 1) / Config::kBlocksPerStep * Config::kHalves;
-  }
-  __device__ __forceinline__ u32 row() const {
-    return block_row * Config::kBlock;
-  }  // first row of the panel, in its head
-  __device__ __forceinline__ u32 matrix(const BlocksWgmmaParams& p) const { return batch * p.heads + head; }
-};
 
 // Producer ---------------------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@
 
 // Work tile of a cluster in a round: cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c. In the last round
 // the index may be past the last work tile, which work_tile_count(p) tells.
+__device__ __forceinline__ constexpr u32 work_tile_of(u32 round, u32 cluster, u32 clusters) {
+  return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
+}
 template <class Config> __device__ __forceinline__ u32 work_tile_of(u32 round) {
-  const u32 clusters = gridDim.x / Config::kClusterN, mine = blockIdx.x / Config::kClusterN;
-  return round * clusters + (round % 2 ? clusters - 1 - mine : mine);
+  return work_tile_of(round, blockIdx.x / Config::kClusterN, gridDim.x / Config::kClusterN);
 }
 template <class Config, class Params> __device__ __forceinline__ u32 rounds_of(const Params& p) {
   const u32 clusters = gridDim.x / Config::kClusterN;

@@ -67,7 +67,7 @@ using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajo
 
 // The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in
 // different banks.
-__device__ __forceinline__ u32 line_offset(int column, int chunk) {
+__device__ __forceinline__ constexpr u32 line_offset(int column, int chunk) {
   constexpr int kChunks = Config::kN8Tiles, kSwapped = kChunks < 8 ? kChunks : 8;
   return (column * kChunks + (chunk ^ column / (8 / kSwapped) % kSwapped)) * 16;
 }

@@ -15,7 +15,8 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
 
 // The descriptor of an N-major operand of 16-bit elements. Groups of kLineBytes along N lie kGroupBytes apart. A group
 // has a line for every k, under the swizzle of the line's width (16 bytes: none).
-template <int kLineBytes, int kGroupBytes> __device__ __forceinline__ u64 matrix_descriptor_n_major(u32 address) {
+template <int kLineBytes, int kGroupBytes>
+__device__ __forceinline__ constexpr u64 matrix_descriptor_n_major(u32 address) {
   constexpr u64 kSwizzle = kLineBytes == 128 ? 1 : kLineBytes == 64 ? 2 : kLineBytes == 32 ? 3 : 0;
   constexpr u64 kEightLines = 8 * kLineBytes >> 4, kGroup = kGroupBytes >> 4;
   // Without a swizzle, the two distances change places.

@@ -362,11 +362,11 @@ def _fill_bits(kept: Any, bits: Array) -> None:
 
 def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
     """Fill the tables of panels that have ``size`` block rows each."""
-    any_of_strip = kept[:, ::size].copy()
+    any_of_panel = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
-        any_of_strip[:, : part.shape[1]] |= part
-    counts[...] = np.count_nonzero(any_of_strip, axis=-1).reshape(-1)
+        any_of_panel[:, : part.shape[1]] |= part
+    counts[...] = np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
     order[...] = np.argsort(-counts, kind="stable")
 
 

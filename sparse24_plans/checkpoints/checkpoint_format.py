@@ -1,9 +1,8 @@
-"""The formats that a checkpoint's 2:4 weights come in: dense, our own, and those of other libraries.
+"""The formats of 2:4 weights in a checkpoint: dense, our own, and those of other libraries.
 
-In a file, the parts of a foreign weight ``NAME`` are the tensors ``NAME.PART`` (``FORMATS`` names the
-parts), and the file's metadata has a note for it. compressed-tensors has its own names, ``PREFIX.PART`` for
-a weight ``PREFIX.weight``, and no notes; nor are they needed to read the other formats, where the values say
-M and K.
+The parts of a foreign weight ``NAME`` are the tensors ``NAME.PART``, and the file's metadata has a note about
+the weight. A format can be read without notes if the shape of its values tells M and K. compressed-tensors
+has no notes and other names: ``PREFIX.PART`` for a weight ``PREFIX.weight``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..formats.convert import from_foreign, to_foreign
 from ..formats.table import BUILT_IN, find_format, format_names
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .folder import ModelReader
+from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader, row_blocks
 from .layers import (
     FORMAT_KEY,
     FORMAT_VERSION,
@@ -39,14 +38,12 @@ from .layers import (
     stored_tensors,
     write_note,
 )
-from .model_config import with_sparsity
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 from .selection import Selection
-from .streaming import DTYPES, ELEMENTS, row_blocks
 
 DENSE = "dense"
 CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
-"""What ``convert_checkpoint`` reads and writes, beside formats that users have registered."""
+"""The formats that ``convert_checkpoint`` reads and writes, without registered ones."""
 _BITMASK = "compressed_tensors"
 
 _NUMPY_TYPES = {
@@ -58,14 +55,14 @@ _WORD_BYTES = {"U16": 2, "I16": 2, "U32": 4, "I32": 4}
 
 
 def checkpoint_formats() -> tuple[str, ...]:
-    """What ``convert_checkpoint`` reads and writes at present."""
+    """The formats that ``convert_checkpoint`` reads and writes, with registered ones."""
     return DENSE, SPARSE24, *format_names()
 
 
 def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> CheckpointFormat:
-    """The format of a name in :func:`checkpoint_formats`.
+    """The format with a name of :func:`checkpoint_formats`.
 
-    ``selection`` says which tensors of a dense checkpoint are weights, ``tile_k`` is ``cutlass_sm90``'s.
+    ``selection`` selects the weights of a dense checkpoint; ``tile_k`` is an option of ``cutlass_sm90``.
     """
     if name == DENSE:
         return DenseCheckpoint(selection)
@@ -73,40 +70,40 @@ def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> Ch
         return Sparse24Checkpoint()
     kind = BitmaskCheckpoint if name == _BITMASK else ForeignCheckpoint
     known = find_format(name)
-    assert known is not None  # of a name that was looked up before
+    assert known is not None  # callers have checked the name
     return kind(known, tile_k)
 
 
 class CheckpointFormat(ABC):
-    """How weights are found in a model's files and read, and how they are stored and described there."""
+    """A format: finds and reads weights in a model's files, and writes and describes them there."""
 
     name: str
 
     @abstractmethod
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
-        """The model's weights in this format, to go to ``target``; and why other tensors don't.
+        """The model's weights in this format that ``target`` can hold, and why other tensors are copied.
 
-        Raises FormatError for one that breaks the format, InvalidProblemError or UnsupportedError for one
-        that ``target`` can't hold.
+        Raises FormatError for a weight that breaks the format, InvalidProblemError or UnsupportedError for
+        one that ``target`` can't hold.
         """
 
     @abstractmethod
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
-        """A weight, on the host. Raises errors of the weight alone; see :func:`located`."""
+        """A weight in host memory. Errors don't name the file; :func:`located` adds it."""
 
     @abstractmethod
     def stored(self, layer: Layer) -> list[TensorInfo]:
-        """The entries that a weight has in this format."""
+        """The entries of a weight's tensors in this format."""
 
     @abstractmethod
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        """The tensors of those entries by name. Raises FormatError where the format can't express one."""
+        """A weight's tensors by name. Raises FormatError if the format can't express the weight."""
 
     def check(self, layer: Layer) -> None:  # noqa: B027 - by default nothing
-        """Raise InvalidProblemError or UnsupportedError where this format can't hold a weight."""
+        """Raise InvalidProblemError or UnsupportedError if this format can't hold the weight."""
 
     def check_dense(self, model: ModelReader, layer: Layer) -> None:
-        """Raise FormatError where a dense weight has more non-zeros than this format can express."""
+        """Raise FormatError if a dense weight has more non-zeros than this format can express."""
         for _ in self.arrays(layer, _dense_weight(model, layer)):
             pass
 
@@ -116,13 +113,13 @@ class CheckpointFormat(ABC):
             writer.write(name, array)
 
     def stamp(self, metadata: dict[str, str]) -> None:  # noqa: B027 - by default nothing
-        """Add to a file's metadata what says that it is of this format."""
+        """Add the mark of this format to a file's metadata."""
 
     def note(self, metadata: dict[str, str], layer: Layer) -> None:  # noqa: B027 - by default nothing
-        """Add to a file's metadata what it says of a weight."""
+        """Add the note about a weight to a file's metadata."""
 
     def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
-        """A model's ``config.json`` with what it says of this format.
+        """A model's ``config.json`` with this format's entry.
 
         ``sparsity`` is the share of the model's elements that compression left out.
         """
@@ -130,7 +127,7 @@ class CheckpointFormat(ABC):
 
 
 class DenseCheckpoint(CheckpointFormat):
-    """Plain matrices. Those that ``selection`` takes are weights, where the target can hold them."""
+    """Plain matrices. Weights are those that ``selection`` takes and the target can hold."""
 
     name = DENSE
 
@@ -138,7 +135,7 @@ class DenseCheckpoint(CheckpointFormat):
         self._selection = selection
 
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
-        """What can't be converted is copied, but for names that the selection includes: those must be."""
+        """Weights that can't be converted are copied, but an error if the selection includes their names."""
         candidates, reasons = self._selection.split(model)
         layers = []
         for layer in candidates:
@@ -166,7 +163,7 @@ class DenseCheckpoint(CheckpointFormat):
 
 
 class Sparse24Checkpoint(CheckpointFormat):
-    """Our own format; see :mod:`layers`."""
+    """Our own format, which :mod:`layers` describes."""
 
     name = SPARSE24
 
@@ -196,17 +193,17 @@ class Sparse24Checkpoint(CheckpointFormat):
 
 
 class ForeignCheckpoint(CheckpointFormat):
-    """A format of another library: each part of a weight is a tensor."""
+    """A format of another library. Each part of a weight is a tensor."""
 
     def __init__(self, known: ForeignFormat, tile_k: int | None) -> None:
         self.name, self._known, self._tile_k = known.name, known, tile_k
 
     def prefix_of(self, name: str) -> str:
-        """What the names of a weight's parts start with."""
+        """The prefix of the names of a weight's parts."""
         return name
 
     def name_of(self, prefix: str) -> str:
-        """The weight's name: the inverse."""
+        """The name of the weight whose parts have this prefix."""
         return prefix
 
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
@@ -246,7 +243,7 @@ class ForeignCheckpoint(CheckpointFormat):
         return self._known.shape_of(layer.m, layer.k, layer.element, **options)
 
     def _layer(self, model: ModelReader, prefix: str) -> Layer:
-        """The weight whose parts' names start with ``prefix``: by its note, or else by its values."""
+        """The weight whose parts have this prefix, described by its note or else by its values."""
         known = self._known
         names = {part: f"{prefix}.{part}" for part in known.parts if f"{prefix}.{part}" in model.tensors}
         shard = model.shard_of(names[known.parts[0]])
@@ -276,7 +273,7 @@ class ForeignCheckpoint(CheckpointFormat):
     def _options(
         self, model: ModelReader, names: Mapping[str, str], note: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The options to read a weight with: what its note says, or its tensors, or the caller."""
+        """The options for reading a weight, from its note, its tensors or the caller."""
         options: dict[str, Any] = {}
         if "tile_k" in self._known.options:
             options["tile_k"] = note.get("tile_k", self._tile_k)
@@ -286,7 +283,7 @@ class ForeignCheckpoint(CheckpointFormat):
 
 
 class BitmaskCheckpoint(ForeignCheckpoint):
-    """compressed-tensors: other names, no notes, and an entry in ``config.json``."""
+    """The format of compressed-tensors: other names, no notes, and an entry in ``config.json``."""
 
     def prefix_of(self, name: str) -> str:
         return compressed_tensors.prefix_of(name)
@@ -302,30 +299,30 @@ class BitmaskCheckpoint(ForeignCheckpoint):
             )
 
     def stamp(self, metadata: dict[str, str]) -> None:
-        metadata.setdefault("format", "pt")  # readers of such models ask for it
+        metadata.setdefault("format", "pt")  # readers of such models want this entry
 
     def note(self, metadata: dict[str, str], layer: Layer) -> None:
-        """Nothing: the tensors say it all."""
+        """Add nothing, because the tensors tell everything."""
 
     def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
         return with_sparsity(config, sorted(self.prefix_of(layer.name) for layer in layers), sparsity)
 
 
 def _checked(target: CheckpointFormat, layers: list[Layer]) -> tuple[list[Layer], dict[str, str]]:
-    """The layers, all of which ``target`` can hold."""
+    """The layers and no reasons. Raises the errors of ``target.check``."""
     for layer in layers:
         target.check(layer)
     return layers, {}
 
 
 def _dense_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
-    """A dense weight as it is, whole. Raises FormatError where it isn't 2:4."""
+    """A whole dense weight, compressed. Raises FormatError if it isn't 2:4."""
     dense = model.read(layer.name).view(layer.element.dtype).reshape(layer.m, layer.k)
     return Sparse24Weight.compress(dense)
 
 
 def _array(model: ModelReader, name: str) -> Any:
-    """A stored tensor, whole. An I8 one is of metadata, or of values: the same bytes."""
+    """A whole stored tensor. I8 may be metadata or values, whose bytes are the same."""
     info = model.tensors[name]
     if info.dtype in ELEMENTS and info.dtype != "I8":
         dtype = ELEMENTS[info.dtype].dtype
@@ -334,3 +331,42 @@ def _array(model: ModelReader, name: str) -> Any:
     else:
         raise FormatError(f"{shown(name)}: expected a type that metadata can have, got {shown(info.dtype)}")
     return model.read(name).view(dtype).reshape(info.shape)
+
+
+# compressed-tensors in config.json ----------------------------------------------------------------
+
+
+def without_sparsity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without compressed-tensors' entry for sparsity; its quantisation stays."""
+    changed = dict(config)
+    for key in compressed_tensors.CONFIG_KEYS:
+        section = changed.get(key)
+        if isinstance(section, dict) and section.get("quant_method") in (None, compressed_tensors.METHOD):
+            rest = {name: value for name, value in section.items() if name != "sparsity_config"}
+            changed[key] = rest
+            if not rest.get("config_groups"):  # it has configured nothing but sparsity
+                del changed[key]
+    return changed
+
+
+def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float) -> dict[str, Any]:
+    """The configuration with compressed-tensors' entry for a model whose ``modules`` are 2:4.
+
+    Raises FormatError if its quantisation isn't an object, InvalidProblemError if it isn't
+    compressed-tensors'.
+    """
+    key = compressed_tensors.CONFIG_KEYS[0]
+    section = config.get(key)
+    if section is None:
+        section = {"quant_method": compressed_tensors.METHOD, "format": "dense"}
+    if not isinstance(section, dict):
+        raise FormatError(f"{CONFIG_NAME}: {key}: expected an object, got {type(section).__name__}")
+    if section.get("quant_method") != compressed_tensors.METHOD:
+        raise InvalidProblemError(
+            f"{CONFIG_NAME}: expected no quantisation, or compressed-tensors', got "
+            f"{section.get('quant_method')!r:.80}"
+        )
+    return {
+        **config,
+        key: {**section, "sparsity_config": compressed_tensors.sparsity_config(modules, sparsity)},
+    }

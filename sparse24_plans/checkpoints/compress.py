@@ -1,4 +1,4 @@
-"""Dense checkpoints pruned and compressed: a safetensors file, or a folder of shards with its index."""
+"""``compress_checkpoint`` prunes and compresses a safetensors file or a folder of shards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind, checked_flag
 from ..weights.weight import Sparse24Weight
 from .checkpoint_format import Sparse24Checkpoint
-from .folder import ModelReader, check_destination
+from .folder import DTYPES, ModelReader, check_destination, row_blocks
 from .layers import Layer, write_weight
 from .rewrite import Rewrite
-from .safetensors_file import SafetensorsWriter, TensorInfo
+from .safetensors_file import SafetensorsWriter
 from .selection import Selection
-from .streaming import DTYPES, row_blocks
 
 COMPRESSED_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind.F16, ElementKind.BF16))
 """The safetensors types of the tensors that are pruned."""
@@ -32,12 +31,11 @@ COMPRESSED_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """What :func:`compress_checkpoint` did with one tensor.
+    """The report of :func:`compress_checkpoint` on one tensor.
 
-    ``shape`` and ``element`` are those of the dense tensor (the element is the safetensors type in lower
-    case). ``reason`` says why a copied tensor was not compressed. ``kept_energy`` is sum(kept^2) /
-    sum(all^2) in float64: 1.0 where nothing was lost, NaN where the tensor holds NaN or Inf, None where it
-    was copied, or nothing was read. Sizes are in bytes.
+    ``shape`` is the dense tensor's, and ``element`` its safetensors type in lower case. ``reason`` says why a
+    tensor was copied. ``kept_energy`` is sum(kept^2) / sum(all^2) in float64: 1.0 if nothing was lost, NaN if
+    the tensor has NaN or Inf, None if it was copied or not read. Sizes are in bytes.
     """
 
     name: str
@@ -45,9 +43,9 @@ class TensorReport:
     element: str
     action: Literal["compressed", "copied"]
     reason: str | None
-    kept_energy: float | None
     bytes_before: int
     bytes_after: int
+    kept_energy: float | None = None
 
 
 def compress_checkpoint(
@@ -63,46 +61,46 @@ def compress_checkpoint(
 ) -> list[TensorReport]:
     """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
 
-    Compressed are 2-D tensors of F32, F16 or BF16 whose K is a multiple of 8. The two largest of every
-    group of four are kept, as in :meth:`Sparse24Weight.prune_compress`. Memory stays bounded by a block of
-    rows, and a failed or interrupted run leaves nothing behind.
+    It compresses 2-D tensors of F32, F16 and BF16 whose K is a multiple of 8, and keeps the two largest of
+    every group of four, like :meth:`Sparse24Weight.prune_compress`. Memory stays bounded by a block of rows.
+    A failed or interrupted run leaves nothing behind.
 
     Parameters
     ----------
     source : path
         A safetensors file, a folder with one, a folder of shards with their index, or that index.
     destination : path
-        A file where the source is a file. Else a folder, new or empty: it gets shards of the same names,
-        the index, and copies of the folder's other files.
+        A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
+        index, and copies of the source folder's other files.
     include : sequence of str
-        Shell patterns (``fnmatch``) of tensor names. Where given, nothing else is compressed.
+        Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed.
     exclude : sequence of str
-        Patterns of names to copy; wins over ``include``. Names of :data:`DEFAULT_EXCLUDE` are copied too
-        unless ``include`` matches them.
+        Patterns of names to copy, which win over ``include``. Names of :data:`DEFAULT_EXCLUDE` are copied
+        too unless ``include`` matches them.
     device : int or str, optional
-        Where to compress: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the host where
-        there is none of compute capability 8.0. The file is the same, byte for byte.
+        The device that compresses: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the
+        host if there is no GPU of compute capability 8.0. The file is the same, byte for byte.
     overwrite : bool
-        Whether a file that exists is replaced, or refused.
+        Whether an existing file is replaced. Otherwise it is an error.
     dry_run : bool
-        Report by the headers alone what a run would do, without ``kept_energy``; write nothing.
+        Read the headers alone and report what a run would do, without ``kept_energy``. Write nothing.
     on_tensor : callable, optional
-        Called with each tensor's report when the tensor is done, in the order of the source's data.
+        A function that is called with each tensor's report, in the order of the source's data.
 
     Returns
     -------
     list of TensorReport
-        One for each tensor. Where none says ``"compressed"``, the new checkpoint is a copy, and sound.
+        One report for each tensor. If none says ``"compressed"``, the new checkpoint is a plain copy.
 
     Raises
     ------
     InvalidProblemError
-        A pattern matches no tensor; source and destination are one, or the destination must not be replaced;
-        the source is compressed already, or has a name that this would write.
+        A pattern matches no tensor; source and destination are the same, or the destination must not be
+        replaced; the source is compressed already, or has a tensor with a name that this would write.
     FormatError, StorageError
-        The source isn't a sound checkpoint; a file can't be read or written.
+        The source isn't a valid checkpoint; a file can't be read or written.
     UnsupportedError, BackendUnavailableError
-        The device named can't be used.
+        The given device can't be used.
     """
     place = HOST if checked_flag("dry_run", dry_run) else _working_place(device)
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
@@ -113,7 +111,9 @@ def compress_checkpoint(
 
 
 class _Compression(Rewrite[TensorReport]):
-    """The weights that ``selection`` takes, pruned and compressed on ``place`` block by block."""
+    """Prunes and compresses the weights that ``selection`` takes, on ``place``, block by block."""
+
+    report_type, action = TensorReport, "compressed"
 
     def __init__(
         self,
@@ -122,9 +122,8 @@ class _Compression(Rewrite[TensorReport]):
         place: Device,
         on_tensor: Callable[[TensorReport], None] | None,
     ) -> None:
-        layers, self._reasons = selection.split(model)
         self._place = place
-        super().__init__(model, Sparse24Checkpoint(), layers, on_tensor)
+        super().__init__(model, Sparse24Checkpoint(), *selection.split(model), on_tensor)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> TensorReport:
         kept = total = 0.0
@@ -133,44 +132,20 @@ class _Compression(Rewrite[TensorReport]):
             write_weight(writer, layer.name, weight)
             kept += _energy(weight.values)
             total += _energy(dense)
-        # Rounding may exceed 1; NaN stays NaN.
-        return self.report_layer(layer, min(kept / total, 1.0) if total else 1.0)
-
-    def report_layer(self, layer: Layer, kept_energy: float | None = None) -> TensorReport:
-        return TensorReport(
-            name=layer.name,
-            shape=(layer.m, layer.k),
-            element=layer.element.value,
-            action="compressed",
-            reason=None,
-            kept_energy=kept_energy,
-            bytes_before=self.model.tensors[layer.name].nbytes,
-            bytes_after=sum(info.nbytes for info in self.target.stored(layer)),
-        )
+        # Rounding may exceed 1; min() keeps NaN, which stands first.
+        return self.report_layer(layer, kept_energy=min(kept / total, 1.0) if total else 1.0)
 
     def foreseen(self) -> list[TensorReport]:
-        """The reports of a run, without one. Raises what ``run`` raises of names."""
+        """The reports that a run would make. Raises the errors of ``run`` about names."""
         self.check_names()
         for info in (info for shard in self.model.shards for info in shard.reader.tensors.values()):
             layer = self.layers.get(info.name)
             self.report(self.report_copy(info) if layer is None else self.report_layer(layer))
         return self.reports
 
-    def report_copy(self, info: TensorInfo) -> TensorReport:
-        return TensorReport(
-            name=info.name,
-            shape=info.shape,
-            element=info.dtype.lower(),
-            action="copied",
-            reason=self._reasons[info.name],
-            kept_energy=None,
-            bytes_before=info.nbytes,
-            bytes_after=info.nbytes,
-        )
-
 
 def _working_place(device: int | str | None) -> Device:
-    """The device to compress on. One that nobody named has to serve; else it is the host."""
+    """The device to compress on. A default device that can't serve gives way to the host."""
     place = home_of(resolve(device))
     if device is None and place != HOST:
         probe = PruneCompressSparse24Descriptor(m=1, k=8, element=ElementKind.F32)
@@ -183,7 +158,7 @@ def _working_place(device: int | str | None) -> Device:
 
 
 def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weight:
-    """A block of rows compressed, on the host; computed on ``place``."""
+    """A block of rows compressed on ``place``, in host memory."""
     if place == HOST:
         return Sparse24Weight.prune_compress(dense)
     (m, k), element = dense.shape, TensorView.of(dense).element
@@ -202,5 +177,5 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
 
 def _energy(array: np.ndarray[Any, Any]) -> float:
     wide = array.astype(np.float64).reshape(-1)
-    with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is the report
+    with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
         return float(np.dot(wide, wide))

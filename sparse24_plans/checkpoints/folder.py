@@ -1,7 +1,8 @@
-"""A model as one set of tensors, be it a safetensors file or a folder of shards with their index.
+"""Reads a model as one set of tensors, from a safetensors file or a folder of shards with their index.
 
 The index is Hugging Face's ``*.safetensors.index.json``: ``weight_map`` maps the names of tensors to files
-beside it. A new folder is written under a temporary name and renamed when it is complete.
+beside it. Tensors are read and copied in pieces, so memory stays bounded by a piece. A new folder is written
+under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from typing_extensions import Self
 
 from ..device.files import (
@@ -28,12 +30,24 @@ from ..device.files import (
     written_whole,
 )
 from ..errors import FormatError, InvalidProblemError, StorageError
-from ..vocab import checked_flag
-from .safetensors_file import Bytes, SafetensorsReader, TensorInfo
+from ..vocab import ElementKind, checked_flag
+from .safetensors_file import Bytes, SafetensorsReader, SafetensorsWriter, TensorInfo
 
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAME = "config.json"
+DTYPES = {
+    ElementKind.F32: "F32",
+    ElementKind.F16: "F16",
+    ElementKind.BF16: "BF16",
+    ElementKind.S8: "I8",
+    ElementKind.FP8_E4M3: "F8_E4M3",
+    ElementKind.FP8_E5M2: "F8_E5M2",
+}
+"""The safetensors types of the elements that a weight can have."""
+ELEMENTS = {dtype: element for element, dtype in DTYPES.items()}
+
 _MAX_JSON_BYTES = 100_000_000
+_BLOCK_ELEMENTS = 1 << 20
 _COPY_BYTES = 4 << 20
 
 
@@ -51,8 +65,8 @@ class ModelReader:
     ``path`` is a safetensors file, a folder, or the index in it. ``tensors`` maps names to entries in the
     order of the shards and their data. ``folder`` is None for a single file.
 
-    Raises StorageError where a file can't be read; FormatError where one breaks its format, or the index
-    doesn't fit the shards; InvalidProblemError where the folder holds no model, or more than one.
+    Raises StorageError if a file can't be read; FormatError if a file breaks its format, or the index doesn't
+    fit the shards; InvalidProblemError if the folder doesn't hold exactly one model.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -80,13 +94,13 @@ class ModelReader:
         return self._homes[name].reader.read(name, start, stop)
 
     def config(self) -> dict[str, Any] | None:
-        """The folder's ``config.json``, or None where there is none."""
+        """The folder's ``config.json``, or None without one."""
         if self.folder is None or not os.path.lexists(self.folder / CONFIG_NAME):
             return None
         return _read_json(self.folder / CONFIG_NAME)
 
     def others(self) -> list[Path]:
-        """The folder's other files: neither safetensors nor the index, nor folders or pipes."""
+        """The folder's other regular files, without safetensors files and the index."""
         if self.folder is None:
             return []
         with storage_errors(self.folder):
@@ -100,7 +114,7 @@ class ModelReader:
         self._stack.close()
 
     def _find(self) -> tuple[list[str], dict[str, str]]:
-        """The names of the shards, and what the index says; sets ``folder`` and ``index_name``."""
+        """Set ``folder`` and ``index_name``; return the names of the shards, and the index."""
         with storage_errors(self.path):
             if self.path.is_dir():
                 self.folder = self.path
@@ -124,7 +138,7 @@ class ModelReader:
         return sorted(set(weight_map.values())), weight_map
 
     def _locate(self, weight_map: Mapping[str, str]) -> dict[str, Shard]:
-        """Tensor -> the shard that holds it; checks that the index says the same."""
+        """The shard of each tensor. Raises FormatError if the index says otherwise."""
         homes: dict[str, Shard] = {}
         for shard in self.shards:
             for name in shard.reader.tensors:
@@ -133,12 +147,14 @@ class ModelReader:
                 homes[name] = shard
         for name, file in weight_map.items():
             if name not in homes or homes[name].name != file:
-                raise FormatError(f"{self.path}: the index looks for {name!r:.80} in {file}: not there")
+                raise FormatError(
+                    f"{self.path}: expected {name!r:.80} in {file}, where the index says it is, got none"
+                )
         return homes
 
 
 def stored_bytes(path: StrPath) -> int:
-    """Bytes of a model's safetensors file or files; 0 where there is none.
+    """Bytes of a model's safetensors file or files; 0 without any.
 
     Raises StorageError for a path that can't be looked at.
     """
@@ -150,27 +166,58 @@ def stored_bytes(path: StrPath) -> int:
         return sum(file.stat().st_size for file in files if file.is_file())
 
 
+def row_blocks(model: ModelReader, name: str) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """The rows of a dense tensor [M, K] of :data:`ELEMENTS`, about a million elements at a time."""
+    info = model.tensors[name]
+    (m, k), element = info.shape, ELEMENTS[info.dtype]
+    step = max(1, _BLOCK_ELEMENTS // max(k, 1))
+    row_bytes = k * element.itemsize
+    for start in range(0, m, step):
+        rows = slice(start, min(start + step, m))
+        raw = model.read(name, rows.start * row_bytes, rows.stop * row_bytes)
+        yield rows, raw.view(element.dtype).reshape(-1, k)
+
+
+def copy_tensor(model: ModelReader, info: TensorInfo, writer: SafetensorsWriter) -> None:
+    """Copy a tensor of any type byte for byte."""
+    for start, stop in _pieces(info):
+        writer.write(info.name, model.read(info.name, start, stop))
+
+
+def same_tensor(a: ModelReader, b: ModelReader, name: str) -> bool:
+    """Whether two models hold a tensor ``name`` of the same type, shape and bytes."""
+    info = a.tensors[name]
+    if b.tensors.get(name) != info:
+        return False
+    return all(np.array_equal(a.read(name, *piece), b.read(name, *piece)) for piece in _pieces(info))
+
+
+def _pieces(info: TensorInfo) -> Iterator[tuple[int, int]]:
+    """Start and stop, in bytes, of the pieces in which a tensor is copied."""
+    for start in range(0, info.nbytes, _COPY_BYTES):
+        yield start, min(start + _COPY_BYTES, info.nbytes)
+
+
 def check_destination(source: StrPath, destination: StrPath, *, overwrite: bool) -> None:
-    """Raise InvalidProblemError where the destination is the source, or is there and must not be."""
+    """Raise InvalidProblemError if the destination is the source, or exists and must not be overwritten."""
     source, destination = path_of("source", source), path_of("destination", destination)
     if os.path.exists(source) and os.path.exists(destination) and os.path.samefile(source, destination):
         raise InvalidProblemError(f"destination: expected another path than the source, got {destination}")
     if not checked_flag("overwrite", overwrite) and os.path.isfile(destination):
-        raise InvalidProblemError(f"destination: expected a new file, {destination} exists")
+        raise InvalidProblemError(f"destination: expected a new file, got {destination}, which exists")
 
 
 @contextmanager
 def new_folder(destination: StrPath) -> Iterator[Path]:
     """A temporary folder that becomes ``destination`` when the block ends well, and disappears otherwise.
 
-    The destination must not exist, or be an empty folder. Raises InvalidProblemError where it isn't,
-    StorageError where the disk doesn't allow it. StorageErrors of files in the temporary folder name them
-    as they would have been called.
+    Raises InvalidProblemError unless the destination is missing or an empty folder; StorageError if it can't
+    be written, with the final path of a file in place of the temporary one.
     """
     target = new_target(destination)
     with storage_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InvalidProblemError(f"destination: expected a new or an empty folder, {target} isn't")
+            raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
     temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
     try:  # a signal may end the run as soon as the folder is there
         with storage_errors(target):
@@ -200,7 +247,7 @@ def copy_file(source: Path, destination: Path) -> None:
 
 
 def write_index(path: Path, files: Mapping[str, Iterable[TensorInfo]]) -> None:
-    """Write the index of shards: file name -> its tensors."""
+    """Write the index of shards. ``files`` maps the name of each file to its tensors."""
     weight_map = {info.name: file for file, infos in files.items() for info in infos}
     total = sum(info.nbytes for infos in files.values() for info in infos)
     write_json(path, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
@@ -234,11 +281,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_plain_name(file: object) -> bool:
-    """Whether it names a safetensors file in the index's own folder, and can be shown."""
+    """Whether ``file`` is the printable name of a safetensors file in the index's own folder."""
     return (
         isinstance(file, str)
         and file.endswith(".safetensors")
         and file == os.path.basename(file)
         and "\\" not in file
-        and file.isprintable()  # which NUL and lone surrogates are not
+        and file.isprintable()  # NUL and lone surrogates aren't printable
     )

@@ -1,15 +1,13 @@
-"""The weights that a model's files hold: what the files say of them, and version 1 of the compressed format.
+"""Weights in a model's files: the notes about them, and version 1 of the compressed format.
 
 A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 
-- ``NAME.values24`` [M, K/2], of the element's own safetensors type (``F32``, ``F16``, ``BF16``, ...);
+- ``NAME.values24`` [M, K/2], in the element's safetensors type (``F32``, ``F16``, ``BF16``, ...);
 - ``NAME.meta24`` [M, K/8], ``U16``: the canonical metadata (docs/formats.md).
 
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
-``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata are
-those of the dense model, unchanged.
-
-A weight in a foreign format has a note too, with ``"format"`` and the format's options besides.
+``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
+unchanged. The note of a weight in a foreign format also has ``"format"`` and the format's options.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import numpy as np
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight
-from .folder import ModelReader, Shard
+from .folder import DTYPES, ModelReader, Shard
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
-from .streaming import DTYPES
 
 SPARSE24 = "sparse24"
 FORMAT_KEY, FORMAT_VERSION = "sparse24_format", "1"
@@ -36,10 +33,7 @@ VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight of a model: its dense shape, and the tensors that hold it, of which the first leads.
-
-    ``options`` are those of its format.
-    """
+    """A weight of a model: its dense shape, the names of its tensors, and its format's options."""
 
     name: str
     m: int
@@ -51,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a file's metadata says of a weight. ``element`` is None where it doesn't say."""
+    """The note about a weight in a file's metadata. ``element`` is None if the note has none."""
 
     m: int
     k: int
@@ -60,15 +54,15 @@ class Note:
 
 
 def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
-    """Add a weight's note to a file's metadata; ``more`` are a foreign format and its options."""
+    """Add a weight's note to a file's metadata. ``more`` are a foreign format and its options."""
     note = {"shape": [layer.m, layer.k], "element": layer.element.value, **more}
     metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
 
 
 def read_note(shard: Shard, name: str, format_name: str) -> Note | None:
-    """The note of a weight in the format named, or None where the file has none.
+    """The note about a weight in the named format, or None without one.
 
-    Raises FormatError, naming file and weight, for one that can't be meant.
+    Raises FormatError, naming file and weight, for an invalid note.
     """
     text = shard.reader.metadata.get(LAYER_KEY_PREFIX + name)
     if text is None:
@@ -83,17 +77,17 @@ def read_note(shard: Shard, name: str, format_name: str) -> Note | None:
     if not (type(m) is type(k) is int and 0 <= min(m, k) <= max(m, k) < 2**63 and k % 8 == 0):
         raise broken(shard, name, f"expected [M, K] with K a multiple of 8, got {text[:80]!r}")
     if written != format_name:
-        raise broken(shard, name, f"expected the format {format_name}, the file says {written!r:.80}")
+        raise broken(shard, name, f"expected the format {format_name}, got {written!r:.80}")
     return Note(m, k, element, note)
 
 
 def broken(shard: Shard, name: str, complaint: str) -> FormatError:
-    """An error of a weight in a file, naming both."""
+    """A FormatError that names the file and the weight."""
     return FormatError(f"{shard.reader.path}: {name!r}: {complaint}")
 
 
 def located(model: ModelReader, layer: Layer, error: Sparse24Error) -> FormatError:
-    """The error as one of the model's file, naming tensor, row and group."""
+    """The error as a FormatError that names the file and the weight."""
     text = str(error)
     shard = model.shard_of(layer.sources[0])
     known = text.startswith(str(shard.reader.path))
@@ -118,9 +112,9 @@ def stored_tensors(layer: Layer) -> tuple[TensorInfo, TensorInfo]:
 
 
 def compressed_names(model: ModelReader) -> dict[str, Shard]:
-    """The names of a model's compressed tensors -> the file with their note.
+    """The file with the note of each compressed tensor of a model, by the tensor's name.
 
-    Raises FormatError where a file isn't a compressed one, or two describe one tensor.
+    Raises FormatError if a file isn't compressed, or two files describe one tensor.
     """
     found: dict[str, Shard] = {}
     for shard in model.shards:
@@ -135,13 +129,13 @@ def compressed_names(model: ModelReader) -> dict[str, Shard]:
             if name == key:
                 continue
             if name in found:
-                raise broken(shard, name, f"{found[name].name} describes it as well")
+                raise broken(shard, name, f"expected one note, got another in {found[name].name}")
             found[name] = shard
     return found
 
 
 def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
-    """A compressed tensor by its note. Raises FormatError where the tensors aren't what the note says."""
+    """A compressed tensor by its note. Raises FormatError if the tensors don't agree with the note."""
     note = read_note(shard, name, SPARSE24)
     if note is None or note.element is None:
         raise broken(shard, name, "expected a JSON shape and element")
@@ -163,7 +157,7 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
 
 
 def read_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
-    """A compressed tensor, whole, validated. Raises FormatError with row and group."""
+    """A whole compressed tensor, validated. Raises FormatError with row and group."""
     values, metadata = (model.read(name) for name in layer.sources)
     try:
         return Sparse24Weight(

@@ -1,8 +1,8 @@
-"""Records of runs: all that it takes to replay one elsewhere, in one safetensors file.
+"""Records of runs: a safetensors file with everything that is needed to replay a run elsewhere.
 
-Metadata: ``sparse24_run`` = "1", ``descriptor`` (JSON), ``arithmetic``, and for people ``device``, ``kernel``
-and ``version``. Tensors: the operands under the names of the arguments (``x``, ``y``, ``bias`` ...), row by
-row, and the weight in the canonical form, as any compressed tensor: ``weight.values24``, ``weight.meta24``.
+The metadata has ``sparse24_run`` = "1", ``descriptor`` (JSON), ``arithmetic``, and for people ``device``,
+``kernel`` and ``version``. The tensors are the operands in row-major order, named like the arguments (``x``,
+``y``, ``bias`` ...), and the canonical weight: ``weight.values24`` and ``weight.meta24``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..plan.operands import Operand, Role, reinterpretable
 from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
 from ..weights.packing import unpack
 from ..weights.weight import PackedWeight, Sparse24Weight
+from .folder import DTYPES
 from .layers import FORMAT_KEY, FORMAT_VERSION, Layer, stored_tensors, write_note, write_weight
 from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
-from .streaming import DTYPES
 from .weights_file import load_weight
 
 RUN_KEY, RUN_VERSION = "sparse24_run", "1"
@@ -38,8 +38,8 @@ _DTYPES = {**DTYPES, ElementKind.I32: "I32"}
 class RecordedRun:
     """A run that :func:`save_run` has written: ``descriptor`` and ``arithmetic`` of its plan, and operands.
 
-    ``device`` and ``kernel`` are where and by which row of the table it was computed, ``version`` is the
-    package's. ``args`` lie on the host, with the result that was computed then.
+    ``device`` and ``kernel`` say where and by which kernel it was computed; ``version`` is the package's.
+    ``args`` lie in host memory and include the recorded result.
     """
 
     descriptor: GemmSparse24Descriptor
@@ -50,19 +50,19 @@ class RecordedRun:
     args: GemmSparse24Args | DgradSparse24Args
 
     def replay(self, samples: Any = None, *, seed: int = 0, on_block: OnBlock | None = None) -> Replay:
-        """Compute results again on this machine's host, and compare: :meth:`GemmSparse24Plan.replay`."""
+        """Compute results again on the host and compare them, by :meth:`GemmSparse24Plan.replay`."""
         plan = _plan(self.descriptor, self.arithmetic)
         return plan.replay(self.args, samples, seed=seed, on_block=on_block)
 
 
 def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | DgradSparse24Args) -> None:
-    """Write what ``plan`` was run with, the result included, for :func:`load_run`.
+    """Write the arguments of a run of ``plan``, the result included, for :func:`load_run`.
 
-    ``args`` may lie on a GPU, which must be done with them: synchronise first. A packed weight is unpacked
-    into a copy there.
+    ``args`` may lie on a GPU that has finished the run: synchronise first. A packed weight is unpacked there
+    into a copy.
 
-    Raises UnsupportedError where the plan names no arithmetic; InvalidProblemError,
-    MisalignedOperandError for arguments that are wrong; StorageError where the file can't be written.
+    Raises UnsupportedError if the plan names no arithmetic; InvalidProblemError or MisalignedOperandError
+    for wrong arguments; StorageError if the file can't be written.
     """
     path = path_of("path", path)
     if not isinstance(plan, GemmSparse24Plan):
@@ -70,7 +70,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
     named, desc, kernel = plan.guarantee.arithmetic, plan.descriptor, str(plan.explain().chosen)
     if named is None:
         raise UnsupportedError(
-            f"plan: expected one that names its arithmetic, got {kernel}, which names none"
+            f"plan: expected a kernel that names its arithmetic, got {kernel}, which names none"
         )
     if (error := plan.can_implement(args).error) is not None:
         raise error
@@ -92,7 +92,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
 
 
 def load_run(path: StrPath) -> RecordedRun:
-    """Read what :func:`save_run` wrote. Raises StorageError, or FormatError for anything else."""
+    """Read a record that :func:`save_run` wrote. Raises StorageError; FormatError for any other file."""
     path = path_of("path", path)
     with SafetensorsReader(path) as reader:
         about = reader.metadata
@@ -117,12 +117,12 @@ def load_run(path: StrPath) -> RecordedRun:
 
 
 def _plan(desc: GemmSparse24Descriptor, arithmetic: str) -> GemmSparse24Plan:
-    """That of the host for it."""
+    """The host's plan with this arithmetic."""
     return GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
 
 
 def _canonical(weight: Sparse24Weight | PackedWeight) -> Sparse24Weight:
-    """In host memory."""
+    """The canonical weight in host memory."""
     if isinstance(weight, PackedWeight):
         if weight.layout_id == CANONICAL_LAYOUT:
             weight = Sparse24Weight(*weight.buffers, validate=False)
@@ -148,8 +148,8 @@ def _read(reader: SafetensorsReader, operand: Operand) -> Any:
     if found != expected:
         got = "none" if found is None else f"{found.dtype}{list(found.shape)}"
         raise FormatError(
-            f"{reader.path}: {name}: expected {expected.dtype}{list(expected.shape)}, as the descriptor "
-            f"has it, got {got}"
+            f"{reader.path}: {name}: expected {expected.dtype}{list(expected.shape)}, like the descriptor, "
+            f"got {got}"
         )
     rows = reader.read(name).view(operand.element.dtype).reshape(operand.shape)
     return np.asfortranarray(rows) if operand.lines is MatrixOrder.COLUMN else rows
@@ -158,11 +158,11 @@ def _read(reader: SafetensorsReader, operand: Operand) -> Any:
 def _weight(path: str, desc: GemmSparse24Descriptor) -> Sparse24Weight:
     try:
         weight = load_weight(path, _WEIGHT)
-    except InvalidProblemError as error:  # there is none of that name
+    except InvalidProblemError as error:  # no tensor has that name
         raise FormatError(f"{path}: expected a compressed tensor {_WEIGHT}, got none") from error
     if (weight.m, weight.k, weight.element) != (desc.m, desc.k, desc.element):
         raise FormatError(
-            f"{path}: {_WEIGHT}: expected {desc.element}[{desc.m}, {desc.k}], as the descriptor has it, "
+            f"{path}: {_WEIGHT}: expected {desc.element}[{desc.m}, {desc.k}], like the descriptor, "
             f"got {weight.element}[{weight.m}, {weight.k}]"
         )
     return weight

@@ -1,20 +1,28 @@
-"""One model written as another: weights in a new form, everything else copied unchanged."""
+"""Writes a model anew, with its weights in another form and everything else copied unchanged."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ..device.files import StrPath
 from ..errors import InvalidProblemError
-from .arguments import check_callback
 from .checkpoint_format import CheckpointFormat
-from .folder import CONFIG_NAME, ModelReader, Shard, copy_file, new_folder, write_index, write_json
+from .folder import (
+    CONFIG_NAME,
+    ModelReader,
+    Shard,
+    copy_file,
+    copy_tensor,
+    new_folder,
+    write_index,
+    write_json,
+)
 from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
-from .streaming import copy_tensor
+from .selection import check_callback
 
 Report = TypeVar("Report")
 
@@ -22,41 +30,65 @@ Report = TypeVar("Report")
 class Rewrite(ABC, Generic[Report]):
     """One run over a model: its ``layers`` go to the format ``target``, all other tensors are copied.
 
-    Reports come one for each layer and copied tensor, in the order of the model's data; ``on_tensor`` gets
-    each as soon as its tensor is written.
+    ``reasons`` says why tensors are copied. There is one report for each layer and each copied tensor, in the
+    order of the model's data. ``on_tensor`` gets a report as soon as its tensor is written.
     """
+
+    report_type: ClassVar[Any]
+    action: ClassVar[str]
+    """The reports' word for a layer that was written."""
 
     def __init__(
         self,
         model: ModelReader,
         target: CheckpointFormat,
         layers: Iterable[Layer],
+        reasons: Mapping[str, str],
         on_tensor: Callable[[Report], None] | None,
     ) -> None:
         check_callback("on_tensor", on_tensor)
         self.model, self.target = model, target
         self.layers = {layer.sources[0]: layer for layer in layers}
         self._parts = {name for layer in self.layers.values() for name in layer.sources}
-        self._on_tensor = on_tensor
+        self.reasons, self._on_tensor = reasons, on_tensor
         self.reports: list[Report] = []
 
     @abstractmethod
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> Report:
-        """Write a weight's new tensors."""
+        """Write a weight's new tensors and return its report."""
 
-    @abstractmethod
+    def report_layer(self, layer: Layer, **more: Any) -> Report:
+        """The report on a weight. ``more`` are further fields."""
+        report: Report = self.report_type(
+            name=layer.name,
+            shape=(layer.m, layer.k),
+            element=layer.element.value,
+            action=self.action,
+            reason=None,
+            bytes_before=sum(self.model.tensors[name].nbytes for name in layer.sources),
+            bytes_after=sum(info.nbytes for info in self.target.stored(layer)),
+            **more,
+        )
+        return report
+
     def report_copy(self, info: TensorInfo) -> Report:
-        """The report on a tensor that was copied."""
+        """The report on a tensor that is copied."""
+        about = {"name": info.name, "shape": info.shape, "element": info.dtype.lower()}
+        reason, size = self.reasons.get(info.name), info.nbytes
+        report: Report = self.report_type(
+            **about, action="copied", reason=reason, bytes_before=size, bytes_after=size
+        )
+        return report
 
     def new_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """``config.json`` of the new model, from the old one's."""
+        """The new model's ``config.json``, made from the old one."""
         return config
 
     def run(self, destination: StrPath) -> list[Report]:
-        """Write the model: a file where it is one, else a folder with the same shards and other files.
+        """Write the model: a file if it is one, else a folder with the same shards and other files.
 
-        A run that fails leaves nothing behind. Raises InvalidProblemError where a new name is taken, or a
-        folder isn't new or empty; StorageError where a file can't be read or written.
+        A failed run leaves nothing behind. Raises InvalidProblemError if two tensors would have one name, or
+        the folder is neither new nor empty; StorageError if a file can't be read or written.
         """
         self.check_names()
         model = self.model
@@ -70,7 +102,7 @@ class Rewrite(ABC, Generic[Report]):
         return self.reports
 
     def _write_folder(self, folder: Path, config: dict[str, Any] | None) -> None:
-        """The shards, their index, the new configuration if it changes, and copies of the rest."""
+        """Write the shards, their index, the configuration if it changes, and copies of other files."""
         model = self.model
         for shard in model.shards:
             self._write_shard(shard, folder / shard.name)
@@ -93,13 +125,13 @@ class Rewrite(ABC, Generic[Report]):
                     self.report(self.report_copy(info))
 
     def report(self, report: Report) -> None:
-        """Take note of a tensor that is done."""
+        """Store the report on a tensor and pass it on."""
         self.reports.append(report)
         if self._on_tensor is not None:
             self._on_tensor(report)
 
     def _outputs(self, shard: Shard) -> list[TensorInfo]:
-        """The tensors that a shard becomes."""
+        """The tensors of the new shard."""
         infos: list[TensorInfo] = []
         for name, info in shard.reader.tensors.items():
             if name in self.layers:
@@ -109,7 +141,7 @@ class Rewrite(ABC, Generic[Report]):
         return infos
 
     def _metadata(self, shard: Shard) -> dict[str, str]:
-        """The shard's metadata, its notes those of the new format."""
+        """The shard's metadata, with the notes of the new format."""
         metadata = {
             key: value
             for key, value in shard.reader.metadata.items()
@@ -122,7 +154,7 @@ class Rewrite(ABC, Generic[Report]):
         return metadata
 
     def check_names(self) -> None:
-        """Raise InvalidProblemError where two tensors would have one name."""
+        """Raise InvalidProblemError if two tensors would have one name."""
         seen: set[str] = set()
         for info in (info for shard in self.model.shards for info in self._outputs(shard)):
             if info.name in seen:

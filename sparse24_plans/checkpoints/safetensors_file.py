@@ -1,8 +1,8 @@
-"""The safetensors file format, as a stream: a lazy reader, and a writer that leaves no half file.
+"""The safetensors file format: a lazy reader, and a writer that never leaves half a file.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes with neither
 holes nor overlaps. Both classes move bytes in the chunks that the caller asks for, so memory stays bounded
-by a chunk and the header; tensors of types that nothing here knows can be copied byte for byte.
+by a chunk and the header. Tensors of unknown types can be copied byte for byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
-"""The data starts at a multiple of this; with larger elements first, every tensor is aligned."""
+"""The data starts at a multiple of this. With larger elements first, every tensor is aligned."""
 _LARGEST = 2**63 - 1
 
 _SIGNATURES = {
@@ -41,7 +41,7 @@ _SIGNATURES = {
     b"<!DOCTYPE": "a web page",
     b"<html": "a web page",
 }
-"""How files of other kinds start that are given for safetensors ones."""
+"""First bytes of other kinds of files that users mistake for safetensors files."""
 _SIGNATURE_BYTES = 32
 
 ELEMENT_BITS = {
@@ -69,12 +69,12 @@ class TensorInfo:
 class SafetensorsReader:
     """The tensors of a file, read when asked for. A context manager; for one thread at a time.
 
-    ``tensors`` maps names to TensorInfo in the order of the data; ``metadata`` is the file's own
-    str -> str map. Files change under readers, so the bytes are read, not mapped: an error is then an
-    exception rather than a signal.
+    ``tensors`` maps names to TensorInfo in the order of the data. ``metadata`` is the file's map of strings
+    to strings. Bytes are read, not mapped, so a file that changes meanwhile causes an exception rather than a
+    signal.
 
-    Raises StorageError where the file can't be read; FormatError, naming file and tensor, where it breaks
-    the format.
+    Raises StorageError if the file can't be read; FormatError, naming file and tensor, if it breaks the
+    format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -144,7 +144,7 @@ class SafetensorsReader:
         elif length > MAX_HEADER_BYTES:
             complaint = f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}"
         elif _LENGTH_BYTES + length > size:
-            complaint = f"expected a header of {length} bytes, the file has {size - _LENGTH_BYTES}"
+            complaint = f"expected a header of {length} bytes, got a file with {size - _LENGTH_BYTES}"
         else:
             raw = self._read_at(_LENGTH_BYTES, length).tobytes()
             complaint = f"expected a header that starts with '{{', got {raw[:1]!r}"
@@ -208,12 +208,11 @@ class SafetensorsWriter:
     """A file whose tensors are announced first and then written piece by piece, in any order of tensors.
 
     A context manager. The file is :func:`written_whole`: it replaces the destination when the block ends
-    well and every tensor is complete; whatever else ends the block, the destination stays as it was. Larger
-    elements come first in the file, as the reference implementation lays them out, so that every tensor is
-    aligned.
+    without an error and every tensor is complete. Otherwise the destination stays as it was. Larger elements
+    come first in the file, like in the reference implementation, so that every tensor is aligned.
 
-    Raises InvalidProblemError for tensors that don't fit together; StorageError where the disk is full or
-    the folder can't be written.
+    Raises InvalidProblemError for tensors that don't fit together; StorageError if the disk is full or the
+    folder can't be written.
     """
 
     def __init__(
@@ -264,12 +263,12 @@ class SafetensorsWriter:
 
 
 def shown(name: str) -> str:
-    """A tensor's name for a message: its control characters escaped, and of a sane length."""
+    """A tensor's name for a message, shortened and with control characters escaped."""
     return name if name.isprintable() and len(name) <= 200 else ascii(name[:200])
 
 
 def _kind_of(start: bytes) -> str:
-    """What a file is that is no safetensors file, by its first bytes."""
+    """The kind of a file that isn't a safetensors file, by its first bytes."""
     for signature, kind in _SIGNATURES.items():
         if start.startswith(signature):
             return kind
@@ -301,7 +300,7 @@ def _encode_header(infos: list[TensorInfo], metadata: Mapping[str, str]) -> byte
 
 
 def _size_complaint(info: TensorInfo) -> str | None:
-    """Why ``nbytes`` can't hold the shape, or None. Sizes of unknown types are taken as they are."""
+    """Why ``nbytes`` can't hold the shape, or None. Any size of an unknown type is taken."""
     bits = ELEMENT_BITS.get(info.dtype)
     if bits is None:
         return None

@@ -1,25 +1,49 @@
-"""Which tensors of a dense model are compressed, by what they are and by patterns of their names."""
+"""Selects the tensors of a dense model to compress, by type, shape and patterns of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ..errors import InvalidProblemError
-from .arguments import patterns_of
-from .folder import ModelReader
+from ..errors import shown as shown_value
+from .folder import ELEMENTS, ModelReader
 from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
 from .safetensors_file import TensorInfo, shown
-from .streaming import ELEMENTS
 
 DEFAULT_EXCLUDE = ("*embed*", "*wte.*", "*wpe.*")
-"""Embedding tables are looked up, not multiplied by: they stay dense unless ``include`` names them."""
+"""Names of embedding tables, which are looked up, not multiplied. They stay dense unless included."""
+
+
+def patterns_of(argument: str, value: Collection[str]) -> tuple[str, ...]:
+    """Shell patterns as a tuple. Raises InvalidProblemError for anything but a sequence of strings."""
+    found: list[str] = []
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        len(value)  # an endless iterator has none
+        for pattern in value:
+            if not isinstance(pattern, str):
+                raise TypeError
+            found.append(pattern)
+    except Exception:  # noqa: BLE001 - a broken object may raise anything
+        raise InvalidProblemError(
+            f"{argument}: expected a sequence of patterns, got {shown_value(value)}"
+        ) from None
+    return tuple(found)
+
+
+def check_callback(argument: str, value: Any) -> None:
+    """Raise InvalidProblemError for anything but a callable or None."""
+    if value is not None and not callable(value):
+        raise InvalidProblemError(f"{argument}: expected a callable, got {shown_value(value)}")
 
 
 class Selection:
-    """The include and exclude patterns, for tensors of the safetensors types ``dtypes``.
+    """The include and exclude patterns for tensors of the safetensors types ``dtypes``.
 
-    Raises InvalidProblemError where a pattern is given for a sequence of them.
+    Raises InvalidProblemError if one pattern is given instead of a sequence.
     """
 
     def __init__(
@@ -33,10 +57,10 @@ class Selection:
         return bool(self._include or self._exclude)
 
     def split(self, model: ModelReader) -> tuple[list[Layer], dict[str, str]]:
-        """The tensors to compress, and why each of the others is copied.
+        """The tensors to compress, and for each other tensor the reason to copy it.
 
-        Raises InvalidProblemError for a compressed model, and for a pattern that matches nothing: most
-        likely it is mistyped.
+        Raises InvalidProblemError for a compressed model, and for a pattern that matches nothing, because it
+        is most likely mistyped.
         """
         for shard in model.shards:
             if any(key == FORMAT_KEY or key.startswith(LAYER_KEY_PREFIX) for key in shard.reader.metadata):
@@ -66,7 +90,7 @@ class Selection:
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no tensor")
 
     def _reason_to_copy(self, info: TensorInfo) -> str | None:
-        """Why the tensor is not compressed, or None where it is. Patterns come after what is impossible."""
+        """The reason to copy the tensor, or None. Type and shape are checked before the patterns."""
         if info.dtype not in self._dtypes:
             return f"element {shown(info.dtype).lower()}"
         if len(info.shape) != 2:

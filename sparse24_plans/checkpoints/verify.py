@@ -1,4 +1,4 @@
-"""Checks a compressed checkpoint against the dense one it came from, layer by layer, on a real plan."""
+"""Checks a compressed checkpoint against its dense one, layer by layer, by running plans."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
-from .arguments import check_callback
 from .compress import COMPRESSED_DTYPES
-from .folder import ModelReader
+from .folder import ELEMENTS, ModelReader, row_blocks, same_tensor
 from .layers import META_SUFFIX, VALUES_SUFFIX, compressed_layer, compressed_names, read_weight
 from .safetensors_file import shown
-from .streaming import ELEMENTS, row_blocks, same_tensor
+from .selection import check_callback
 
 Array = np.ndarray[Any, Any]
 MAX_TOKENS = 1 << 14
@@ -33,11 +32,11 @@ MAX_TOKENS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One compressed layer. The numbers are None where ``problem`` kept the layer from being multiplied.
+    """The result for one compressed layer. The numbers are None if ``problem`` prevented its product.
 
-    ``relative_error`` is ||y - exact|| / ||exact||; ``worst_ratio`` the largest |y - exact| / tolerance,
-    the tolerance being the plan's guarantee: at most 1.0 where it holds. ``error_bound`` is the guarantee's
-    constant c for this K.
+    ``relative_error`` is ||y - exact|| / ||exact||. ``worst_ratio`` is the largest |y - exact| / tolerance,
+    which is at most 1.0 if the plan's guarantee holds. ``error_bound`` is the guarantee's constant c for this
+    K.
     """
 
     name: str
@@ -57,16 +56,16 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :func:`verify_checkpoint` found. ``problems`` are those of the files; layers have their own.
+    """The result of :func:`verify_checkpoint`. ``problems`` concern the files; layers have their own.
 
-    A checkpoint without layers that has every tensor of the dense one passes: nothing could be compressed.
+    A checkpoint without layers passes if it has every tensor of the dense one: nothing could be compressed.
     """
 
     device: str
     tokens: int
     layers: tuple[LayerResult, ...]
     copied: int
-    """Tensors that are the dense checkpoint's, byte for byte."""
+    """The number of tensors that equal the dense checkpoint's byte for byte."""
     problems: tuple[str, ...]
 
     @property
@@ -86,20 +85,20 @@ def verify_checkpoint(
 ) -> Verification:
     """Check every tensor of ``compressed`` against ``dense``.
 
-    Both are a safetensors file, a folder with one, a folder of shards with their index, or that index; their
-    tensors needn't be spread over the shards alike. A compressed layer must decompress to exactly
-    ``prune(dense)``; its product with random activations [tokens, K], by the plan that ``preference`` and
-    ``device`` select, must lie inside the plan's own guarantee of the float64 product with ``prune(dense)``.
-    Every other tensor must be equal byte for byte. Memory stays bounded by about one tensor.
+    Each is a safetensors file, a folder with one, a folder of shards with their index, or that index. Their
+    shards may hold different tensors. A compressed layer must decompress to exactly ``prune(dense)``. Its
+    product with random activations [tokens, K], by the plan that ``preference`` and ``device`` select, must
+    agree with the float64 product within the plan's guarantee. Every other tensor must be equal byte for
+    byte. Memory stays bounded by about one tensor.
 
     Raises
     ------
     InvalidProblemError
-        ``tokens`` isn't 1 to :data:`MAX_TOKENS`, or ``seed`` negative.
+        ``tokens`` isn't from 1 to :data:`MAX_TOKENS`, or ``seed`` is negative.
     FormatError, StorageError
-        A file is broken or can't be read.
+        A file breaks its format or can't be read.
     UnsupportedError, BackendUnavailableError
-        No kernel can serve a layer as asked for.
+        No kernel can serve a layer with this preference and device.
     """
     for argument, value, least, most in (("tokens", tokens, 1, MAX_TOKENS), ("seed", seed, 0, 2**63 - 1)):
         if type(value) is not int or not least <= value <= most:
@@ -130,7 +129,7 @@ def verify_checkpoint(
 
 
 def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, name: str) -> str | None:
-    """Why the layer isn't the dense one pruned, or None."""
+    """Why the layer isn't the pruned dense one, or None."""
     info = theirs.tensors.get(name)
     if info is None:
         return "the dense checkpoint lacks it"
@@ -153,7 +152,7 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
 
 
 def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> tuple[int, list[str]]:
-    """How many tensors were copied faithfully, and what is wrong with the others."""
+    """The number of tensors that were copied faithfully, and the problems of the others."""
     stored = {name + suffix for name in names for suffix in (VALUES_SUFFIX, META_SUFFIX)}
     copied, problems = 0, []
     for name in theirs.tensors.keys() - set(names):
@@ -181,7 +180,7 @@ def _plan(
 def _multiply(
     plan: GemmSparse24Plan, weight: Sparse24Weight, rng: np.random.Generator, result: LayerResult
 ) -> LayerResult:
-    """Run the plan on random activations and hold it to its own guarantee."""
+    """The result with the errors of the plan's product with random activations."""
     element, k = weight.element, weight.k
     x = _activations(weight, plan.descriptor.n, rng)
     y = _run(plan, weight, x).astype(np.float64)
@@ -200,7 +199,7 @@ def _multiply(
         relative_error=float(relative),
         error_bound=plan.guarantee.error_bound(k),
         worst_ratio=worst,
-        # Written so that a NaN fails.
+        # This comparison makes a NaN fail.
         problem=None if worst <= 1.0 else f"the error is {worst:.3g} times what the plan guarantees",
     )
 
@@ -208,8 +207,8 @@ def _multiply(
 def _activations(weight: Sparse24Weight, tokens: int, rng: np.random.Generator) -> Array:
     """Random X [tokens, K] of the weight's element.
 
-    Scaled by a power of two where sums of finite products would overflow float32: of what an accumulator
-    does there no guarantee speaks.
+    A power of two scales it down if sums of finite products would overflow float32, because no guarantee
+    covers an accumulator that overflows.
     """
     x = rng.standard_normal((tokens, weight.k)).astype(np.float32)
     values = np.abs(weight.values.astype(np.float32))
@@ -221,17 +220,17 @@ def _activations(weight: Sparse24Weight, tokens: int, rng: np.random.Generator) 
 
 
 def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: ElementKind) -> Array:
-    """Where both are the same number, Inf or NaN, or y overflowed where the element may."""
+    """Whether both are the same number, Inf or NaN, or y overflowed within the tolerance."""
     farthest = (exact + np.copysign(tolerance, exact)).astype(element.dtype).astype(np.float64)
     equal: Array = (y == exact) | (np.isnan(y) & np.isnan(exact)) | (np.isinf(y) & (y == farthest))
     return equal
 
 
 def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
-    """y [N, M] of the element, from the plan's device."""
+    """The product y [N, M], computed on the plan's device."""
     desc = plan.descriptor
     bits, shape = desc.element.bits_dtype, (desc.n, desc.outputs)
-    poison = np.full(shape, np.iinfo(bits).max, bits)  # NaN, so that what isn't written shows
+    poison = np.full(shape, np.iinfo(bits).max, bits)  # NaN, so that missing writes show
     if plan.device.kind == "host":
         y = poison.view(desc.element.dtype)
         plan.run(GemmSparse24Args(weight=plan.pack(weight), x=x, y=y))
@@ -251,7 +250,7 @@ def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
 
 
 def _reference(weight: Sparse24Weight, x: Array, promise: PrecisionGuarantee) -> tuple[Array, Array]:
-    """The product and sum|x||w|, float64 [N, M]."""
+    """The product and sum|x||w| in float64, [N, M]."""
     wide = x.astype(np.float64)
     sizes = promise.magnitudes(wide, weight.element)
     exact, abs_sum = np.empty((2, x.shape[0], weight.m))

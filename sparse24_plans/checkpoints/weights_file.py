@@ -1,4 +1,4 @@
-"""Compressed weights saved and loaded by name."""
+"""Saves and loads compressed weights by name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
 
 def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
-    """Write ``weights`` by name as a compressed checkpoint of their own. Device weights are fetched.
+    """Write ``weights``, a mapping from names, as a compressed checkpoint. Device weights are fetched.
 
-    Raises InvalidProblemError for other types or unusable names; StorageError where the file can't be
-    written: an existing one then stays as it was.
+    Raises InvalidProblemError for other types or unusable names; StorageError if the file can't be written,
+    in which case an existing file stays as it was.
     """
     path = path_of("path", path)
     if not isinstance(weights, Mapping):
@@ -48,10 +48,10 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
 
 
 def load_weight(path: StrPath, name: str) -> Sparse24Weight:
-    """The compressed tensor ``name`` of a file or folder of shards, on the host, validated.
+    """The compressed tensor ``name`` of a file or folder of shards, validated, in host memory.
 
-    Raises InvalidProblemError for a name that isn't there compressed; FormatError, naming file and tensor,
-    where a file breaks the format; StorageError where it can't be read.
+    Raises InvalidProblemError for a name that no compressed tensor has; FormatError, naming file and tensor,
+    if a file breaks the format; StorageError if it can't be read.
     """
     path = path_of("path", path)
     with ModelReader(path) as model:
@@ -67,7 +67,7 @@ def load_weight(path: StrPath, name: str) -> Sparse24Weight:
 def iter_weights(path: StrPath) -> Iterator[tuple[str, Sparse24Weight]]:
     """Every compressed tensor of a file or folder with its name, loaded one at a time.
 
-    Raises what :func:`load_weight` raises, when it gets there.
+    Raises the errors of :func:`load_weight`, each when its tensor is reached.
     """
     with ModelReader(path_of("path", path)) as model:
         for name, shard in compressed_names(model).items():

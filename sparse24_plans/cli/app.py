@@ -4,7 +4,7 @@
 ``warmup``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
-Exit codes: 0 done and sound; 1 an error, or something that didn't verify; 2 wrong usage.
+Exit codes are 0 for success, 1 for an error or a failed check, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -16,15 +16,34 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .._version import __version__
-from . import compressing, explaining, measuring, replaying, warmup
-from .output import show_warning
+from . import compressing, explaining, measuring, replaying, verifying, warmup
+from .output import print_json, show_warning
+
+_UsageError: Any = typer.BadParameter.__base__  # Typer exports it under no name of its own
+
+
+class _Commands(TyperGroup):
+    """The commands. With --json, wrong usage is reported as a JSON document on stdout too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        as_json = "--json" in ctx.args
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if not as_json:
+                raise
+            print_json({"error": {"type": "UsageError", "message": error.format_message()}})
+            raise typer.Exit(2) from error
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="sparse24",
     help="2:4 structured-sparse weights: compress checkpoints, verify them, see which kernel serves.\n\n"
     "Exit codes: 0 done and sound, 1 an error or something that didn't verify, 2 wrong usage.",
@@ -49,10 +68,10 @@ for command in (
     explaining.info,
     compressing.compress,
     compressing.convert,
-    compressing.verify,
+    verifying.verify,
     explaining.explain,
     replaying.replay,
-    compressing.demo,
+    verifying.demo,
     measuring.bench,
     measuring.tune,
     warmup.warmup,
@@ -70,16 +89,16 @@ def _fatal_signals() -> list[signal.Signals]:
 
 def _terminate(signum: int, frame: object) -> None:
     for number in _fatal_signals():
-        signal.signal(number, signal.SIG_IGN)  # a second one mustn't end the removal of temporary files
+        signal.signal(number, signal.SIG_IGN)  # a second signal mustn't interrupt the cleaning up
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + signum)
 
 
 def _catch_signals() -> None:
-    """Signals end the run by an exception, so that it removes its temporary files.
+    """Make signals raise an exception, so that the run removes its temporary files.
 
-    One that the caller ignores, as nohup does, stays ignored.
+    A signal that the caller ignores, like under nohup, stays ignored.
     """
     for number in _fatal_signals():
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -87,7 +106,7 @@ def _catch_signals() -> None:
 
 
 def _open_streams() -> None:
-    """Streams that the caller has closed swallow what is written; all take any character."""
+    """Replace streams that the caller has closed, and make all streams take any character."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     if sys.stderr is None:
@@ -111,7 +130,7 @@ def main() -> None:
         if error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at its end
-        if error.errno != errno.EPIPE:  # who has read enough of a pipe, as head does, needs no message
+        if error.errno != errno.EPIPE:  # a reader that closes a pipe early, like head, needs no message
             with suppress(OSError):
                 print(f"error: standard output: {error.strerror}", file=sys.stderr)
         sys.exit(1)

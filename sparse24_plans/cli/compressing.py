@@ -1,12 +1,11 @@
-"""``sparse24 compress``, ``convert``, ``verify`` and ``demo``: models, in one file or in shards."""
+"""``sparse24 compress`` and ``convert``: models written anew, in one file or in shards."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,12 @@ import typer
 
 from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
 from ..checkpoints.compress import TensorReport, compress_checkpoint
-from ..checkpoints.convert import ConversionReport, convert_checkpoint
-from ..checkpoints.folder import ModelReader, stored_bytes
-from ..checkpoints.layers import compressed_names
-from ..checkpoints.verify import verify_checkpoint
-from ..device.files import storage_errors
+from ..checkpoints.conversion import ConversionReport, convert_checkpoint
+from ..checkpoints.folder import stored_bytes
 from ..errors import InvalidProblemError
-from ..plan.preference import PlanPreference
-from . import inspection, rendering
 from .options import (
     A_MODEL,
     AsJson,
-    BackendOption,
     DenseArgument,
     DeviceOption,
     Everything,
@@ -35,15 +28,27 @@ from .options import (
     Force,
     IncludeOption,
     OutOption,
-    RequireOption,
-    SeedOption,
-    TokensOption,
     named,
     one_of,
-    preference_of,
 )
 from .output import emit, progress, reported
-from .tables import Json, printable, show_line
+from .tables import (
+    Column,
+    Json,
+    counted,
+    grouped,
+    printable,
+    shape_text,
+    share_text,
+    show_line,
+    show_table,
+    size_text,
+)
+
+FEW = 5
+"""Number of tensors that are shown if not all are."""
+_NAMES = 3
+"""Number of tensors' names that are listed after a reason that they share."""
 
 
 def compress(
@@ -61,11 +66,11 @@ def compress(
 ) -> None:
     """Prune a dense model to 2:4 and write it compressed.
 
-    Compressed are matrices of f32, f16 and bf16 whose K is a multiple of 8. All else is copied unchanged.
+    Compresses f32, f16 and bf16 matrices whose K is a multiple of 8. Everything else is copied unchanged.
     """
     with reported(as_json):
-        overwrite = dry_run or _may_replace(out, source, force, as_json)
-        document = _compress(
+        overwrite = dry_run or may_replace(out, source, force, as_json)
+        document = compressed(
             source,
             out,
             device,
@@ -75,11 +80,11 @@ def compress(
             dry_run=dry_run,
             quiet=as_json,
         )
-        emit(document, partial(rendering.show_compression, everything=everything), as_json=as_json)
+        emit(document, partial(_show_compression, everything=everything), as_json=as_json)
 
 
 def format_name(text: str) -> str:
-    """A parser: the built-in formats', those that this process has registered, and installed packages'."""
+    """Parse the name of a built-in or registered format, or of one of an installed package."""
     return one_of(checkpoint_formats())(text)
 
 
@@ -92,19 +97,21 @@ def convert(
             "--from",
             metavar="FORMAT",
             parser=format_name,
-            help=f"What IN holds. {named(CHECKPOINT_FORMATS)[:-1]}, or a registered one.",
+            help=f"The format of IN. {named(CHECKPOINT_FORMATS)[:-1]}, or a registered one.",
         ),
     ],
     to_format: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", parser=format_name, help="What to write; as --from."),
+        typer.Option(
+            "--to", metavar="FORMAT", parser=format_name, help="The format to write, named like --from."
+        ),
     ],
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     tile_k: Annotated[
         int | None,
         typer.Option(
-            "--tile-k", min=8, metavar="N", help="Of cutlass_sm90: tile K of the mainloop; 128 by default."
+            "--tile-k", min=8, metavar="N", help="For cutlass_sm90, the mainloop's tile K; 128 by default."
         ),
     ] = None,
     force: Force = False,
@@ -113,10 +120,10 @@ def convert(
 ) -> None:
     """Write the 2:4 weights of a model in another format.
 
-    Nothing is pruned; all else is copied. --include and --exclude choose among the matrices of a dense model.
+    Nothing is pruned, and everything else is copied. --include and --exclude choose matrices of dense models.
     """
     with reported(as_json):
-        overwrite = _may_replace(out, source, force, as_json)
+        overwrite = may_replace(out, source, force, as_json)
         before = stored_bytes(source)
         with progress("converting", before, as_json) as advance:
             reports = convert_checkpoint(
@@ -131,100 +138,27 @@ def convert(
                 on_tensor=lambda report: advance(report.bytes_before),
             )
         document = _rewrite_document(source, out, before, reports)
-        emit(document, partial(rendering.show_conversion, everything=everything), as_json=as_json)
+        emit(document, partial(_show_conversion, everything=everything), as_json=as_json)
 
 
-def verify(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help=f"A compressed model. {A_MODEL}")],
-    against: Annotated[Path, typer.Option("--against", metavar="CKPT", help="The dense model it came from.")],
-    tokens: TokensOption = 8,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
-    require: RequireOption = None,
-    backend: BackendOption = None,
-    everything: Everything = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check a compressed model against its dense one.
+def may_replace(out: Path, source: Path | None, force: bool, as_json: bool) -> bool:
+    """Whether an existing file may be replaced: with --force, or if the user at the terminal agrees.
 
-    Weights exactly, products against the error bound that the kernel guarantees. OUT and CKPT needn't spread
-    their tensors over shards alike. Exit code 1 where something is wrong.
-    """
-    preference = preference_of(require, backend)
-    with reported(as_json):
-        found = _verify(out, against, tokens, device, seed, preference, quiet=as_json)
-        emit(found, partial(rendering.show_verification, everything=everything), as_json=as_json)
-    raise typer.Exit(0 if found["passed"] else 1)
-
-
-def demo(
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Keep the files in this folder.")
-    ] = None,
-    tokens: TokensOption = 4,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
-    require: RequireOption = None,
-    backend: BackendOption = None,
-    force: Force = False,
-    everything: Everything = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compress and verify a small checkpoint.
-
-    That of the extra [demo] where it is installed, else random weights.
-    """
-    preference = preference_of(require, backend)
-    with (
-        reported(as_json),
-        tempfile.TemporaryDirectory() if out is None else nullcontext(str(out)) as folder,
-    ):
-        target = Path(folder)
-        with storage_errors(target):
-            target.mkdir(parents=True, exist_ok=True)
-        compressed = target / "sparse24.safetensors"
-        overwrite = _may_replace(compressed, None, force, as_json)
-        source, origin = _demo_model(target, seed, force, as_json)
-        if not as_json:
-            show_line(f"checkpoint: {origin}")
-        document: Json = {
-            "origin": origin,
-            "compress": _compress(source, compressed, device, overwrite=overwrite, quiet=as_json),
-            "verify": _verify(compressed, source, tokens, device, seed, preference, quiet=as_json),
-        }
-        emit(document, partial(rendering.show_demo, everything=everything), as_json=as_json)
-    raise typer.Exit(0 if document["verify"]["passed"] else 1)
-
-
-def _demo_model(folder: Path, seed: int, force: bool, as_json: bool) -> tuple[Path, str]:
-    """A dense model and where it comes from; a random one is written to ``folder``."""
-    source = inspection.packaged_checkpoint()
-    if source is not None:
-        return source, f"{inspection.MODEL_PACKAGE}'s model.safetensors"
-    source = folder / "random.safetensors"
-    _may_replace(source, None, force, as_json)
-    inspection.write_random_checkpoint(source, seed)
-    return source, f"random weights ({inspection.MODEL_PACKAGE} is not installed)"
-
-
-def _may_replace(out: Path, source: Path | None, force: bool, as_json: bool) -> bool:
-    """Whether a file that is there may be replaced: with --force, or if the user at the terminal says so.
-
-    Raises InvalidProblemError where it may not.
+    Raises InvalidProblemError if it may not.
     """
     if force or not os.path.isfile(out) or (source is not None and _same(source, out)):
         return force
     asks = not as_json and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     if asks and typer.confirm(f"{printable(str(out))} exists. Replace it?", err=True):
         return True
-    raise InvalidProblemError(f"OUT: {out} exists and was left as it is; --force replaces it")
+    raise InvalidProblemError(f"OUT: expected a new file, got {out}, which exists; replace it by --force")
 
 
 def _same(source: Path, out: Path) -> bool:
     return os.path.exists(source) and os.path.samefile(source, out)
 
 
-def _compress(
+def compressed(
     source: Path,
     out: Path,
     device: int | str | None,
@@ -257,32 +191,6 @@ def _compress(
     return _rewrite_document(source, out, before, reports)
 
 
-def _verify(
-    out: Path,
-    against: Path,
-    tokens: int,
-    device: int | str | None,
-    seed: int,
-    preference: PlanPreference,
-    *,
-    quiet: bool,
-) -> Json:
-    with ModelReader(out) as model:
-        layers = len(compressed_names(model))
-    with progress("verifying", layers, quiet) as advance:
-        found = verify_checkpoint(
-            out,
-            against,
-            tokens=tokens,
-            device=device,
-            seed=seed,
-            preference=preference,
-            on_layer=lambda layer: advance(1),
-        )
-    shown = [{**asdict(layer), "passed": layer.passed} for layer in found.layers]
-    return {**asdict(found), "layers": shown, "passed": found.passed}
-
-
 def _rewrite_document(
     source: Path, out: Path, before: int, reports: Sequence[TensorReport | ConversionReport]
 ) -> Json:
@@ -293,3 +201,89 @@ def _rewrite_document(
         "destination_bytes": stored_bytes(out),
         "tensors": [asdict(report) for report in reports],
     }
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+_BEFORE = Column("before", lambda row: size_text(row["bytes_before"]), right=True)
+_AFTER = Column("after", lambda row: size_text(row["bytes_after"]), right=True)
+_SHAPE = Column("shape", lambda row: shape_text(row["shape"]), optional=True)
+_ELEMENT = Column("element", "element", optional=True)
+_NAME = Column("tensor", "name")
+
+
+def _show_compression(document: Json, *, everything: bool = False) -> None:
+    done = rows_of(document, "compressed")
+    columns: tuple[Column, ...] = (_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME)
+    if document.get("dry_run"):
+        shown, title = _selected(done, _largest(done), "to compress; the {few} largest", everything)
+    else:
+        worst = sorted(done, key=_energy)[:FEW]
+        shown, title = _selected(done, worst, "compressed; the {few} that keep the least energy", everything)
+        columns = (Column("kept", lambda row: share_text(row["kept_energy"]), right=True), *columns)
+    show_table(columns, shown, title=title)
+    _show_rest(document, "compressed", everything)
+
+
+def _energy(row: Json) -> float:
+    kept: float = row["kept_energy"]
+    return kept if math.isfinite(kept) else -1.0
+
+
+def _largest(rows: list[Json]) -> list[Json]:
+    return sorted(rows, key=lambda row: -row["bytes_before"])[:FEW]
+
+
+def _show_conversion(document: Json, *, everything: bool = False) -> None:
+    done = rows_of(document, "converted")
+    shown, title = _selected(done, _largest(done), "converted; the {few} largest", everything)
+    show_table((_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME), shown, title=title)
+    _show_rest(document, "converted", everything)
+
+
+def _selected(rows: list[Json], few: list[Json], words: str, everything: bool) -> tuple[list[Json], str]:
+    """The rows to show, and their title."""
+    total = counted(len(rows), "tensor")
+    if everything or len(few) == len(rows):
+        return rows, f"{total} {words.partition(';')[0]}:"
+    return few, f"{total} {words.format(few=len(few))} (--all shows the others):"
+
+
+def rows_of(document: Json, action: str) -> list[Json]:
+    return [row for row in document["tensors"] if row["action"] == action]
+
+
+def _show_rest(document: Json, action: str, everything: bool) -> None:
+    """Show the copied tensors by reason, and the total."""
+    copied = rows_of(document, "copied")
+    why = Column("why", lambda row: row["reason"] or "no weight of the format", prose=True)
+    size = Column("size", _BEFORE.cell, right=True)
+    title = f"{counted(len(copied), 'tensor')} copied:"
+    if everything:
+        show_table((size, _SHAPE, _ELEMENT, why, _NAME), copied, title=title)
+    else:
+        groups = [
+            {
+                "reason": f"{reason or 'no weight of the format'}: {_some_names(rows)}",
+                "bytes_before": sum(row["bytes_before"] for row in rows),
+                "count": len(rows),
+            }
+            for reason, rows in grouped(copied, "reason").items()
+        ]
+        show_table((Column("count", "count", right=True), size, why), groups, title=title)
+    done = rows_of(document, action)
+    none = "" if done else "nothing to do: "
+    dry = "dry run, nothing was written: " if document.get("dry_run") else ""
+    show_line(f"{dry}{none}{len(done)} {action}, {len(copied)} copied: {change_text(document)}", "bold")
+
+
+def _some_names(rows: list[Json]) -> str:
+    names = [printable(row["name"]) for row in rows[:_NAMES]]
+    more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
+    return ", ".join(names) + more
+
+
+def change_text(document: Json) -> str:
+    before, after = document["source_bytes"], document["destination_bytes"]
+    became = "would become about" if document.get("dry_run") else "became"
+    return f"{size_text(before)} {became} {size_text(after)} ({after / before:.1%})"

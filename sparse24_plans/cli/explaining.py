@@ -1,16 +1,29 @@
-"""``sparse24 info`` and ``explain``: what can serve here, and what would serve a problem."""
+"""``sparse24 info`` and ``explain``: the kernels that can serve here, and the one for a problem."""
 
 from __future__ import annotations
 
+import math
+import platform
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
+from .. import _version
+from ..device.devices import HOST_PROPERTIES, cuda_device_count, cuda_properties
+from ..device.tensors import import_cupy
+from ..errors import BackendUnavailableError
 from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.kernel_table import ENTRIES, GemmEntry
+from ..gemm.plan import GemmSparse24Plan
 from ..gemm.tuned import TuningTable
+from ..plan import plan as planning
+from ..plan.arithmetic import Arithmetic
+from ..plan.kernel import Choice
+from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, MatrixOrder, ScaleKind, Tier
-from . import inspection, rendering
+from ..weights import host_code
 from .options import (
     ELEMENTS,
     AsJson,
@@ -21,8 +34,9 @@ from .options import (
     word_option,
 )
 from .output import emit, reported
+from .tables import Column, Json, grouped, plain, show_line, show_table
 
-GPUS = {
+_CARDS: dict[str, tuple[str, tuple[int, int], int]] = {
     "sm80": ("A100", (8, 0), 108),
     "sm86": ("A10", (8, 6), 72),
     "sm89": ("L40S", (8, 9), 142),
@@ -30,6 +44,8 @@ GPUS = {
     "sm100": ("B200", (10, 0), 148),
     "sm120": ("RTX 5090", (12, 0), 170),
 }
+GPUS = _CARDS | {about[0].replace(" ", "").lower(): about for about in _CARDS.values()}
+"""A card's name, compute capability and number of SMs, by its architecture and by its name."""
 _RESULTS = tuple(kind for kind in ElementKind if kind in (*ELEMENTS, ElementKind.I32))
 
 
@@ -86,7 +102,7 @@ Tuning = Annotated[
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, and which kernels can serve here."""
     with reported(as_json):
-        emit(inspection.environment(), rendering.show_environment, as_json=as_json)
+        emit(environment(), _show_environment, as_json=as_json)
 
 
 def explain(
@@ -115,7 +131,7 @@ def explain(
 ) -> None:
     """Say which kernel would serve a problem, and why.
 
-    With its guarantees, error bound and workspace. Exit code 1 where none can serve it.
+    Shows its guarantees, error bound and workspace. The exit code is 1 if no kernel can serve.
     """
     if arch is not None and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
@@ -140,13 +156,13 @@ def explain(
     with reported(as_json):
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
-        answer = inspection.explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)
-        emit(answer, rendering.show_explanation, as_json=as_json)
+        answer = _explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)
+        emit(answer, _show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
 
 
 def absent_gpu(arch: str) -> DeviceProperties:
-    """Properties of a GPU of the architecture, with every library installed."""
+    """Assumed properties of a GPU, by architecture or card, with every library installed."""
     name, capability, multiprocessors = GPUS[arch]
     return DeviceProperties(
         kind="cuda",
@@ -156,3 +172,234 @@ def absent_gpu(arch: str) -> DeviceProperties:
         cublaslt="assumed",
         cusparselt="0.8.0",
     )
+
+
+# The machine --------------------------------------------------------------------------------------
+
+# A kernel may serve only some sizes. It is available if it serves one of these.
+_PROBE_TOKENS = (16, 1, 512)
+_PROBE_SIDE = 512
+
+
+def environment() -> Json:
+    """Versions, devices, and for every kernel whether it can serve here, or why not."""
+    try:
+        cupy, obstacle = import_cupy().__version__, None
+    except BackendUnavailableError as error:
+        cupy, obstacle = None, str(error)
+    gpus = [cuda_properties(ordinal) for ordinal in range(cuda_device_count())] if cupy else []
+    if cupy and not gpus:
+        try:
+            cuda_properties(0)
+        except BackendUnavailableError as error:
+            obstacle = str(error)
+    return {
+        "version": _version.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cupy": cupy,
+        **host_code.versions(),
+        "devices": [_device(gpu) for gpu in gpus],
+        "no_device": obstacle,
+        "kernels": [_availability(spec, gpus, obstacle) for spec in ENTRIES],
+    }
+
+
+def _device(gpu: DeviceProperties) -> Json:
+    return {
+        "ordinal": gpu.ordinal,
+        "name": gpu.name,
+        "compute_capability": list(gpu.compute_capability),
+        "multiprocessors": gpu.multiprocessors,
+        "cublaslt": gpu.cublaslt,
+        "cusparselt": gpu.cusparselt,
+        "driver": gpu.driver,
+    }
+
+
+def _availability(spec: GemmEntry, gpus: list[DeviceProperties], obstacle: str | None) -> Json:
+    places = [HOST_PROPERTIES] if spec.on_host else gpus
+    reason = _obstacle_on(spec, places) if places else obstacle
+    return {
+        "kernel": spec.name,
+        "backend": spec.backend,
+        "tier": spec.tier.value,
+        "arch": spec.arch.value,
+        "elements": [element.value for element in spec.elements],
+        "available": reason is None,
+        "reason": reason,
+    }
+
+
+def _obstacle_on(spec: GemmEntry, places: list[DeviceProperties]) -> str | None:
+    """None if the kernel serves some problem on one of the places; else the first reason found."""
+    reasons: list[str] = []
+    first = spec.elements[0]
+    require: dict[str, object] = {"arithmetic": str(Arithmetic.hopper(first, 1))} if spec.on_request else {}
+    if spec.for_a_bound:
+        require["max_error_bound"] = 1.0
+    for place in places:
+        for n in _PROBE_TOKENS:
+            desc = GemmSparse24Descriptor(n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=first, op=spec.ops[0])
+            rows = planning.explain(desc, preference={"require": require}, device=place).rows
+            reason = next(why for name, _, why in rows if name == spec.name)
+            if reason is None:
+                return None
+            reasons.append(reason)
+    return reasons[0]
+
+
+def _show_environment(about: Json) -> None:
+    cupy = about["cupy"] or "not installed"
+    numba = f"numba {about['numba']}" if about["numba"] else about["no_numba"]
+    versions = f"python {about['python']}, numpy {about['numpy']}, cupy {cupy}, {numba}"
+    show_line(f"sparse24_plans {about['version']} ({versions})")
+    for gpu in about["devices"]:
+        major, minor = gpu["compute_capability"]
+        show_line(
+            f"cuda:{gpu['ordinal']}: {gpu['name']}, compute capability {major}.{minor}, "
+            f"{gpu['multiprocessors']} SMs, driver {gpu['driver']}, "
+            f"cuBLASLt {gpu['cublaslt'] or 'not found'}, cuSPARSELt {gpu['cusparselt'] or 'not found'}"
+        )
+    reasons = dict.fromkeys(row["reason"] for row in about["kernels"] if row["reason"] is not None)
+    notes = {reason: number for number, reason in enumerate(reasons, 1)}
+    if not about["devices"]:
+        show_line(f"no GPU ({notes[about['no_device']]})")
+
+    def here(row: Json) -> object:
+        return plain("yes", "green") if row["available"] else f"no ({notes[row['reason']]})"
+
+    columns = (
+        Column("kernel", "kernel"),
+        Column("tier", "tier"),
+        Column("arch", "arch"),
+        Column("here", here),
+        Column("elements", lambda row: ", ".join(row["elements"]), prose=True),
+    )
+    show_line()
+    show_table(columns, about["kernels"])
+    for reason, number in notes.items():
+        show_line(f"({number}) {reason}")
+
+
+# Problems -----------------------------------------------------------------------------------------
+
+
+def _explain_problem(
+    desc: GemmSparse24Descriptor,
+    preference: PlanPreference,
+    device: int | str | DeviceProperties | None,
+    tuning: TuningTable | None = None,
+) -> Json:
+    """The choice for a problem, with guarantee, bound and workspace.
+
+    On a device that is here the plan is made, so details and workspace are exact. For the properties of an
+    absent device, ``workspace_size`` is the least that the kernel can run with.
+    """
+    about = planning.explain(desc, preference=preference, device=device, tuning=tuning)
+    answer: Json = {
+        "descriptor": desc.model_dump(mode="json"),
+        "device": about.device,
+        "chosen": about.chosen,
+        "details": about.details,
+        "guarantee": None,
+        "error_bound": None,
+        "workspace_size": None,
+        "workspace_is_exact": False,
+        "rows": [{"kernel": name, "backend": backend, "reason": why} for name, backend, why in about.rows],
+    }
+    if about.chosen is None:
+        return answer
+    if isinstance(device, DeviceProperties):
+        row = next(row for row in ENTRIES if row.name == about.chosen)
+        guarantee = row.promises(Choice(desc, device, row, preference, {}))
+        answer["workspace_size"] = row.min_workspace(desc)
+    else:
+        plan = GemmSparse24Plan.select(desc, preference=preference, device=device, tuning=tuning)
+        guarantee = plan.guarantee
+        answer["details"] = plan.explain().details
+        answer["workspace_size"], answer["workspace_is_exact"] = plan.workspace_size(), True
+    answer["guarantee"] = guarantee.model_dump(mode="json")
+    answer["error_bound"] = guarantee.error_bound(desc.reduction)
+    return answer
+
+
+def _show_explanation(answer: Json) -> None:
+    show_line(problem_text(answer["descriptor"]))
+    show_line(f"device: {answer['device']}")
+    chosen = next((row for row in answer["rows"] if row["kernel"] == answer["chosen"]), None)
+    if chosen is None:
+        show_line("no kernel can serve this problem", "bold red")
+    else:
+        show_line(f"chosen: {chosen['kernel']} (backend {chosen['backend']})", "bold green")
+        show_line()
+        show_table((Column("guarantee", "name"), Column("value", "value", prose=True)), _facts(answer))
+    others = [row for row in answer["rows"] if row is not chosen]
+    willing = [row["kernel"] for row in others if row["reason"] is None]
+    show_line()
+    if willing:
+        show_line(f"these can serve it too, in order of preference: {', '.join(willing)}")
+    refused = [
+        {"reason": reason, "kernels": ", ".join(row["kernel"] for row in rows)}
+        for reason, rows in grouped(others, "reason").items()
+        if reason is not None
+    ]
+    if refused:
+        show_line("these can't:")
+    for row in refused:
+        show_line(f"{row['kernels']}: {row['reason']}", indent=2)
+
+
+def problem_text(desc: Json) -> str:
+    """The problem in words, without fields that have their defaults."""
+    words = [
+        f"{desc['op']}: n={desc['n']} m={desc['m']} k={desc['k']}",
+        f"{desc['element']} to {desc['out_element']}",
+        f"epilogue {desc['epilogue']}",
+    ]
+    if desc["epilogue"] != "identity":
+        words[-1] += f" (bias {desc['bias_element']})"
+    for name, default in (("alpha", 1), ("x_order", "row"), ("y_order", "row")):
+        if desc[name] != default:
+            words.append(f"{name} {desc[name]}")
+    words += [f"{name} {desc[name]}" for name in ("scale_x", "scale_w") if desc[name] != "none"]
+    return ", ".join(words)
+
+
+_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every", "product_roundoff")
+
+
+def _facts(answer: Json) -> list[Json]:
+    """The guarantee and the workspace of the chosen kernel, in words."""
+    guarantee = answer["guarantee"]
+    facts = {name: _words(value) for name, value in guarantee.items() if name not in _SHOWN_APART}
+    facts["arithmetic"] = guarantee["arithmetic"] or "has no name"
+    if answer["error_bound"] == 0:
+        facts["error"] = "none but rounding y: the sum is exact"
+    else:
+        facts["error bound c"] = f"{answer['error_bound']:.2e}: |y - exact| <= c * sum|x||w|, and rounding y"
+        facts["rounding errors"] = _steps(guarantee)
+    more = "" if answer["workspace_is_exact"] else " or more: the plan on the GPU itself says"
+    facts["workspace"] = f"{answer['workspace_size']} bytes{more}"
+    if answer["details"]:
+        facts["details"] = answer["details"]
+    return [{"name": name, "value": value} for name, value in facts.items()]
+
+
+def _steps(guarantee: Json) -> str:
+    often = f"{guarantee['terms_per_k']:g} for each column of K"
+    if guarantee["promoted_every"]:
+        often += f"; every {guarantee['promoted_every']} columns are added up in float32"
+    if guarantee["product_roundoff"]:
+        often += f"; of {power_of_two(guarantee['product_roundoff'])}, once a product"
+    return f"of {power_of_two(guarantee['unit_roundoff'])}, {often}"
+
+
+def power_of_two(value: float) -> str:
+    """A power of two as ``2^-24``, any other number in three digits."""
+    fraction, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{value:.3g}"
+
+
+def _words(value: object) -> object:
+    return ("no", "yes")[value] if isinstance(value, bool) else value

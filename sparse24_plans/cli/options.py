@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts mean."""
+"""Options that several commands share, and parsers of their texts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
-"""Those that some kernel multiplies."""
+"""The elements that some kernel multiplies."""
 BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES))
-"""Those that multiply."""
+"""The backends that multiply."""
 
 
 # Words --------------------------------------------------------------------------------------------
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """A parser of an option that takes one of these words, and gives it as it stands there."""
+    """A parser that accepts one of these words and returns it as it stands there."""
     words = {str(word): word for word in known}
 
     def parse(text: str) -> str:
@@ -41,7 +41,7 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def hint(text: str, words: Iterable[str]) -> str:
-    """What a mistyped word most likely means, as the end of a message."""
+    """The end of a message that suggests the word that was most likely meant."""
     known = list(words)
     near = [word for word in known if text and word.startswith(text)]
     near += difflib.get_close_matches(text, known)
@@ -49,17 +49,17 @@ def hint(text: str, words: Iterable[str]) -> str:
 
 
 def named(known: Iterable[str]) -> str:
-    """Words for a help text."""
+    """A help text that lists the words."""
     return f"One of {', '.join(known)}."
 
 
 def word_option(*names: str, known: Iterable[str], meaning: str, metavar: str = "NAME") -> Any:
-    """An option that takes one of the known words, and lists them in its help."""
+    """An option that takes one of the known words and lists them in its help."""
     return typer.Option(*names, metavar=metavar, parser=one_of(known), help=f"{meaning} {named(known)}")
 
 
 def device_of(text: str) -> int | str | None:
-    """None for ``auto``, ``"host"``, or an ordinal."""
+    """Parse a device: None for ``auto``, ``"host"``, or an ordinal."""
     if text == "auto":
         return None
     if text == "host":
@@ -83,7 +83,7 @@ DeviceOption = Annotated[
         "--device",
         metavar="auto|host|N",
         parser=device_of,
-        help="Where to run: the CUDA device N; auto is the GPU if there is one, else the host.",
+        help="The device: a CUDA device N, the host, or auto: the GPU if there is one, else the host.",
     ),
 ]
 RequireOption = Annotated[
@@ -117,7 +117,7 @@ A_MODEL = "A safetensors file, or a folder of them with its index."
 DenseArgument = Annotated[Path, typer.Argument(metavar="CKPT", help=f"The dense model. {A_MODEL}")]
 OutOption = Annotated[
     Path,
-    typer.Option("--out", "-o", metavar="OUT", help="What to write: a file, or for a folder a new folder."),
+    typer.Option("--out", "-o", metavar="OUT", help="The file to write, or for a folder a new folder."),
 ]
 IncludeOption = Annotated[
     list[str] | None,
@@ -146,7 +146,7 @@ _LONGEST_NUMBER = 18
 
 
 def preference_of(require: list[str] | None, backend: str | None, **more: Any) -> PlanPreference:
-    """``more`` are further fields of the preference."""
+    """The preference that options state. ``more`` are further fields."""
     wanted: dict[str, Any] = {}
     for item in ",".join(require or ()).split(","):
         name, has_value, value = item.strip().partition("=")
@@ -160,7 +160,7 @@ def preference_of(require: list[str] | None, backend: str | None, **more: Any) -
 
 
 def _required(name: str, value: str | None) -> Any:
-    """What a requirement asks for. A flag needs no value, all others do."""
+    """The value of a requirement. A flag needs no value, all others do."""
     fields = GuaranteeRequirement.model_fields
     if name not in fields:
         raise _wrong(
@@ -181,7 +181,7 @@ def _required(name: str, value: str | None) -> Any:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Numbers of tokens, comma-separated."""
+    """Parse comma-separated numbers of tokens."""
     found = [whole_number(part.strip()) for part in text.split(",")]
     numbers = [number for number in found if number is not None]
     if len(numbers) < len(found):
@@ -190,7 +190,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """(m, k) of ``MxK``."""
+    """Parse ``MxK`` as (m, k)."""
     sides = text.lower().partition("x")
     m, k = whole_number(sides[0]), whole_number(sides[2])
     if m is None or k is None:
@@ -199,7 +199,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def whole_number(text: str) -> int | None:
-    """A plain decimal number of a sane length, or None."""
+    """The value of a decimal number of at most 18 digits, or None."""
     if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER:
         return int(text)
     return None

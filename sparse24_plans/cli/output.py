@@ -1,4 +1,4 @@
-"""How the command line speaks: one JSON document or text on stdout, progress and errors on stderr."""
+"""Output of the command line: one JSON document or text on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tables import Json, console, printable
 
 
 def emit(document: Json, show: Callable[[Json], None], *, as_json: bool) -> None:
-    """A command's result on stdout: as JSON, or as ``show`` shows it."""
+    """Print a command's result on stdout, as JSON or by ``show``."""
     if as_json:
         print_json(document)
     else:
@@ -26,7 +26,7 @@ def emit(document: Json, show: Callable[[Json], None], *, as_json: bool) -> None
 
 
 def print_json(document: Json) -> None:
-    """One document on stdout. NaN and infinities, which JSON lacks, become null."""
+    """Print one document on stdout. NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_finite(document), indent=2))
 
 
@@ -42,7 +42,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def reported(as_json: bool) -> Iterator[None]:
-    """Turn the package's errors, and a lack of memory, into one line (or document) and exit code 1."""
+    """Report the package's errors and MemoryError in one line (or document), with exit code 1."""
     try:
         yield
     except (Sparse24Error, MemoryError) as error:
@@ -61,13 +61,13 @@ def _message(error: Exception) -> str:
 
 
 def show_warning(message: Warning | str, *about: object, **more: object) -> None:
-    """A warning as one line on stderr: the form of ``warnings.showwarning``."""
+    """Print a warning as one line on stderr; for ``warnings.showwarning``."""
     console(stderr=True).print(Text(f"warning: {printable(str(message))}"), soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr where that is a terminal, gone when done; yields what moves it."""
+    """Show a bar if stderr is a terminal, until the work is done. The context moves it."""
     quiet = quiet or not sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:

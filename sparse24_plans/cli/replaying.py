@@ -1,4 +1,4 @@
-"""``sparse24 replay``: a recorded run computed again, bit for bit."""
+"""``sparse24 replay`` computes a recorded run again, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import typer
 
 from ..checkpoints.recorded_run import RecordedRun, load_run
 from ..gemm.replay import Replay, ReplayDifference
+from .explaining import problem_text
 from .options import AsJson
 from .output import emit, progress, reported
-from .rendering import problem_text
 from .tables import Json, show_line
 
 
 def replay(
-    record: Annotated[Path, typer.Argument(metavar="RECORD", help="What save_run wrote.")],
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A file that save_run wrote.")],
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, metavar="N", help="So many random results, not all.")
+        int | None,
+        typer.Option("--samples", min=1, metavar="N", help="Compare N random results, not all."),
     ] = None,
     seed: Annotated[
         int, typer.Option("--seed", min=0, metavar="N", help="Seed that draws the random results.")
@@ -28,8 +29,8 @@ def replay(
 ) -> None:
     """Compute a recorded run again on the host, and compare its bits.
 
-    Says that they are equal, or the first difference: both values, and the step where they may have parted.
-    Exit code 1 where something differs.
+    Says that they are equal, or shows the first difference: both values, and the step that may explain it.
+    The exit code is 1 if something differs.
     """
     with reported(as_json):
         run = load_run(record)

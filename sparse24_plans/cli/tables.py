@@ -1,8 +1,8 @@
 """Tables and lines of text, for a terminal of any width and for a pipe.
 
-A name is never broken or cut: long ones stand last in their row, and the terminal goes on with them in the
-next line. In a terminal, columns that may be left out are where it is too narrow, and prose wraps at words.
-In a pipe or a file, every column is there and a row is one line.
+Names are never broken or cut. A long name stands last in its row and continues on the terminal's next line.
+A narrow terminal omits optional columns, and prose wraps at words. In a pipe or a file every column is shown
+and a row is one line.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Json = dict[str, Any]
 _GAP = "  "
 _INDENT = 2
 _LEAST_PROSE = 16
-"""Columns below which prose isn't wrapped beside a table's other columns."""
+"""With fewer columns than this, prose is put below a table's other columns."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on today's stdout or stderr."""
+    """A console on the current stdout or stderr."""
     return Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is, or None where it is none."""
+    """The width of the terminal, or None if stdout isn't one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -39,18 +39,18 @@ def terminal_width() -> int | None:
 
 
 def show_line(text: str = "", style: str = "", indent: int = 0) -> None:
-    """A line; in a terminal wrapped at words."""
+    """Print a line, wrapped at words in a terminal."""
     for line in _wrapped(printable(text), terminal_width(), " " * indent, " " * (indent + _INDENT)):
         _put(Text(line, style))
 
 
 def printable(text: str) -> str:
-    """The text with the characters escaped that would drive a terminal or start a new line."""
+    """The text with control characters escaped, line breaks included."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Plain text: names from a file can hold neither markup nor control characters for the terminal."""
+    """A value as text without markup and control characters, which names from files may hold."""
     return Text(printable(str(value)), style)
 
 
@@ -77,9 +77,9 @@ def _put(line: Text) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table of documents: its title, and what it shows of one (a key, or a function of it).
+    """A column of a table of documents: its title, and a key of a document or a function of it.
 
-    ``optional``: left out where the terminal is too narrow. ``prose``: the last column's text wraps.
+    A narrow terminal omits ``optional`` columns. ``prose`` lets the last column's text wrap.
     """
 
     title: str
@@ -94,7 +94,7 @@ class Column:
 
 
 def show_table(columns: Sequence[Column], rows: Iterable[Json], *, title: str = "") -> None:
-    """A title, the columns' titles, one line a row. Nothing where there are no rows."""
+    """Print a title, the columns' titles and one line for each row; nothing without rows."""
     documents = list(rows)
     if not documents:
         return
@@ -111,7 +111,7 @@ def show_table(columns: Sequence[Column], rows: Iterable[Json], *, title: str = 
 
 @dataclass(slots=True)
 class _Laid:
-    """A column with its cells and its width."""
+    """A column with its cells and its width in characters."""
 
     column: Column
     texts: list[Text]
@@ -123,7 +123,7 @@ class _Laid:
 
 
 def _total(shown: Sequence[_Laid]) -> int:
-    """Columns that a table takes; prose needs only a few."""
+    """The width of a table, with the least width of prose."""
     last = shown[-1]
     widths = [laid.width for laid in shown[:-1]]
     widths.append(min(last.width, _LEAST_PROSE) if last.column.prose else last.width)
@@ -140,7 +140,7 @@ def _row(shown: Sequence[_Laid], texts: Sequence[Text]) -> Text:
 
 
 def _show_row(shown: Sequence[_Laid], texts: list[Text], room: int | None) -> None:
-    """A row; prose beside the other columns, or below them where there is no room."""
+    """Print a row, with prose beside the other columns, or below them if there is no room."""
     last, start = texts[-1], _INDENT + sum(laid.width + len(_GAP) for laid in shown[:-1])
     if not shown[-1].column.prose or room is None or start + cell_len(last.plain) <= room:
         _put(_row(shown, texts))
@@ -161,7 +161,7 @@ def _show_row(shown: Sequence[_Laid], texts: list[Text], room: int | None) -> No
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes in a unit that suits them."""
+    """A number of bytes with a suitable unit."""
     amount, unit = float(nbytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if amount < 1000:
@@ -175,7 +175,7 @@ def number_text(value: float | None) -> str:
 
 
 def share_text(value: float | None) -> str:
-    """A ratio as a percentage; a tiny one as what it is below."""
+    """A ratio as a percentage, or as ``<0.01%``."""
     if value is None:
         return "-"
     return "<0.01%" if 0 < value < 1e-4 else f"{value:.2%}"
@@ -190,5 +190,13 @@ def time_text(microseconds: float | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 layer``, ``37 layers``."""
+    """A count with its noun: ``1 layer``, ``37 layers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def grouped(rows: Iterable[Json], key: str) -> dict[Any, list[Json]]:
+    """Rows by the value under ``key``, in the order of each value's first row."""
+    groups: dict[Any, list[Json]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups

@@ -1,4 +1,4 @@
-"""What a person sees of measured times: benchmarks and searches for configurations."""
+"""Tables of measured times: benchmarks and searches for configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _matrix(row: Json) -> str:
 
 
 def show_benchmark(record: Json) -> None:
-    """What the record holds: products, preparation of weights, the host's times."""
+    """Show a record's products, preparation of weights, and host times."""
     _show_products(record["gemm"])
     _show_epilogues(record["epilogues"])
     _show_preparation(record["prepare"], record.get("prepare_peers", []))
@@ -27,11 +27,11 @@ def _time(key: str, row: Json) -> str:
 
 
 _FIRST = ("auto", "invariant")
-"""What selection chose: shown whatever the width. Single backends are where there is room."""
+"""Columns of selected kernels, which are always shown. A narrow terminal omits other backends."""
 
 
 def _show_products(rows: list[Json]) -> None:
-    """Microseconds by shape and n: the peers, then every backend."""
+    """Show microseconds of the peers and of every backend, by shape and n."""
     names = dict.fromkeys(row["backend"] for row in rows)
     backends = sorted(names, key=lambda name: name not in _FIRST)
     cells: dict[tuple[Any, ...], Json] = {}
@@ -74,7 +74,7 @@ def _show_epilogues(rows: list[Json]) -> None:
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:
-    """Microseconds beside a device copy that moves the same bytes, and beside peers."""
+    """Show microseconds beside a device copy of the same bytes, and beside peers."""
 
     def beside(row: Json) -> str:
         where = ("op", "m", "k", "element")

@@ -1,4 +1,4 @@
-"""``sparse24 warmup``: fills the kernel cache, so that no plan compiles where it serves."""
+"""``sparse24 warmup`` fills the kernel cache, so that plans needn't compile when they serve."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _PREPARING = (
 
 
 def warmup(
-    n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Tokens: the n that you serve.")],
+    n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Numbers of tokens that you serve.")],
     shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
     element: ElementsOption = None,
     epilogue: Annotated[
         list[EpilogueKind] | None,
-        word_option(known=EpilogueKind, meaning="What follows the product; repeatable, identity by default."),
+        word_option(known=EpilogueKind, meaning="The epilogue; repeatable, identity by default."),
     ] = None,
     op: Annotated[
         list[GemmOp] | None,
@@ -74,9 +74,9 @@ def warmup(
     backend: BackendOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile what plans would use into the kernel cache.
+    """Compile the kernels that plans would use into the kernel cache.
 
-    Needs NVRTC; with --arch no GPU. Exits with 1 where no kernel serves one of the problems.
+    Needs NVRTC, and a GPU unless --arch names one. The exit code is 1 if a problem has no kernel.
     """
     if arch and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
@@ -110,7 +110,7 @@ def _jobs(
     ops: Sequence[GemmOp] | None,
     preference: PlanPreference,
 ) -> list[Job]:
-    """A product for each combination; the gradient has no epilogue."""
+    """One product for each combination. The gradient has no epilogue."""
     cases = product(
         elements,
         ops or (GemmOp.FORWARD,),
@@ -188,7 +188,7 @@ def _document(kernel: CompiledKernel) -> Json:
 
 
 def _show(document: Json) -> None:
-    """What each kernel took that was compiled, then the total, then each problem that nothing serves."""
+    """Show each compiled kernel, the total, and each problem that no kernel serves."""
     kernels = {
         (one["arch"], one["file"]): {**one, "kernel": result["kernel"]}
         for result in reversed(document["results"])

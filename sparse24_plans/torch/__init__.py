@@ -15,7 +15,8 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"sparse24_plans.torch needs PyTorch 2.6 or later, got {_torch.__version__}")
 
 from . import blocksparse as blocksparse
-from . import ops as ops  # registers them
+from . import gemm_ops as gemm_ops  # registers ops
+from . import prepare_ops as prepare_ops  # registers ops
 from .gated import Sparse24GatedMLP as Sparse24GatedMLP
 from .gated import fuse_gated as fuse_gated
 from .linear import Sparse24Linear as Sparse24Linear

@@ -1,4 +1,4 @@
-"""The activations of a product's epilogue: their words, their gradients, and what gated ones ask of rows."""
+"""The activations of a product's epilogue: names, functions, gradients, and the row order of gated ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..weights.gates import GATE_GROUP, GATE_ROWS, gated_rows
 F = torch.nn.functional
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
-"""Their results are half as wide: of W's rows eight are the gate's and eight are what it opens, in turn."""
+"""Gated activations halve the width. W's rows alternate: eight of the gate, then eight that it scales."""
 
 
 def check_activation(activation: str, *, gates: bool = True) -> None:
-    """Raises InvalidProblemError for one that no epilogue has; without ``gates`` also for gated ones."""
+    """Raise InvalidProblemError for an unknown activation, and without ``gates`` for a gated one."""
     known = ACTIVATIONS + GATED_ACTIVATIONS * gates
     if activation not in known:
         raise InvalidProblemError(f"activation: expected one of {', '.join(known)}, got {activation!r}")
 
 
 def epilogue_of(activation: str, has_bias: bool, *, gates: bool = False) -> EpilogueKind:
-    """Raises InvalidProblemError."""
+    """The epilogue. Raises InvalidProblemError for an unknown activation."""
     check_activation(activation, gates=gates)
     if activation != "none":
         return EpilogueKind(f"bias_{activation}")
@@ -38,14 +38,14 @@ def is_gated(activation: str) -> bool:
 
 
 def check_rows(activation: str, rows: int, units: int = 1) -> None:
-    """Raises InvalidProblemError where so many of ``units`` don't hold whole groups of a gate's rows."""
+    """Raise InvalidProblemError if ``units`` equal shares of the rows don't hold whole groups of a gate."""
     if is_gated(activation) and rows % (GATE_GROUP * units):
         of = f"{GATE_GROUP} times {units} ranks" if units > 1 else GATE_GROUP
         raise InvalidProblemError(f"out_features: expected a multiple of {of} for {activation}, got {rows}")
 
 
 def row_order(activation: str, rows: int, device: torch.device) -> Any:
-    """Where W's rows are in a matrix whose first half is the gate, to index that with."""
+    """An index into a matrix whose first half is the gate, which puts its rows in the order of W."""
     return torch.from_numpy(gated_rows(rows)).to(device) if is_gated(activation) else slice(None)
 
 
@@ -56,7 +56,7 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
     "silu": F.silu,
 }
-"""Of those that aren't gated."""
+"""The activations that aren't gated."""
 GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda dy, v: torch.ops.aten.threshold_backward(dy, v, 0),
     "gelu": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="none"),
@@ -65,11 +65,11 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda dy, v: _through_a_gate(dy, v, "silu"),
     "geglu": lambda dy, v: _through_a_gate(dy, v, "gelu"),
 }
-"""From the gradient of a result and the activation's argument."""
+"""Functions of the result's gradient and of the activation's argument."""
 
 
 def _through_a_gate(dy: Tensor, v: Tensor, name: str) -> Tensor:
-    """Of activation(gate) * up."""
+    """The gradient of activation(gate) * up."""
     gate, up = v.unflatten(-1, (-1, 2, GATE_ROWS)).unbind(-2)
     dy = dy.unflatten(-1, (-1, GATE_ROWS))
     return torch.stack((GRADIENTS[name](dy * up, gate), dy * FORWARD[name](gate)), -2).flatten(-3)

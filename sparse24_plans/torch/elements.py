@@ -1,9 +1,9 @@
-"""PyTorch's words for the package's: dtypes, devices, streams, and weights as the tensors that ops take.
+"""Translates between PyTorch and the package: dtypes, devices, streams, and weights as tensors.
 
-A weight W [M, K] comes in one of two forms. Canonical: ``weight`` [M, K/2] of the element and ``meta``
-[M, K/8], int16 or uint16 (its words are below 2^12, so both mean the same). Packed: ``weight`` alone, the
-tiles of weights/packing.py as the element's dtype, [Mt, Kt, tile bytes / itemsize]; it doesn't say M, so
-``m`` must.
+A weight W [M, K] has one of two forms. The canonical form is ``weight`` [M, K/2] in the element's dtype and
+``meta`` [M, K/8] in int16 or uint16; its words are below 2^12, so both dtypes mean the same. The packed form
+is ``weight`` alone, the tiles of weights/packing.py as [Mt, Kt, tile bytes / itemsize] in the element's
+dtype. It doesn't tell M, so ops take ``m`` beside it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ META_DTYPES = (torch.int16, torch.uint16)
 
 
 def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
-    """Raises InvalidProblemError for a dtype that no operand has."""
+    """The element of a dtype. Raises InvalidProblemError for a dtype that no operand has."""
     if dtype not in _ELEMENT_OF:
         names = ", ".join(str(known) for known in _ELEMENT_OF)
         raise InvalidProblemError(f"{argument}: expected one of {names}, got {dtype}")
@@ -44,7 +44,7 @@ def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
 
 
 def home_of(tensor: torch.Tensor) -> Device:
-    """Where the tensor's memory lies. Raises UnsupportedError for anything but cpu and cuda."""
+    """The tensor's device. Raises UnsupportedError for anything but cpu and cuda."""
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device: expected cpu or cuda, got {device}")
@@ -52,7 +52,7 @@ def home_of(tensor: torch.Tensor) -> Device:
 
 
 def plan_device(tensor: torch.Tensor) -> int | str:
-    """The name that ``select`` has for the tensor's device."""
+    """The tensor's device as an argument of ``select``."""
     home = home_of(tensor)
     return "host" if home == HOST else home.ordinal
 
@@ -61,7 +61,7 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def current_stream(ordinal: int) -> int:
-    """The handle of PyTorch's current stream on a CUDA device; 0 for the host, which is ordinal -1."""
+    """The handle of PyTorch's current stream on a CUDA device; 0 for ordinal -1, the host."""
     if ordinal < 0:
         return 0
     if _raw_stream is not None:
@@ -70,7 +70,7 @@ def current_stream(ordinal: int) -> int:
 
 
 def stream_getter(ordinal: int) -> Callable[[], int]:
-    """:func:`current_stream` of that device, by the way that costs the host least."""
+    """A function that returns :func:`current_stream` of the device at the least host cost."""
     if ordinal < 0 or _raw_stream is None:
         return partial(current_stream, ordinal)
     return partial(_raw_stream, ordinal)
@@ -92,7 +92,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def allocation(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Makes contiguous tensors of this form without a value, by the way that costs the host least."""
+    """A function that makes uninitialised contiguous tensors at the least host cost."""
     strides = _contiguous(shape)
     general = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
     if device.type != "cuda" or _empty_on_current is None or _current_device is None:
@@ -100,7 +100,7 @@ def allocation(
     ordinal = device.index
 
     def empty() -> torch.Tensor:
-        """As code that Inductor generates: past the dispatcher, on the current device."""
+        """Allocate past the dispatcher, which works on the current device alone."""
         if _current_device() != ordinal:
             return general()
         found: torch.Tensor = _empty_on_current(shape, strides, dtype)
@@ -110,12 +110,12 @@ def allocation(
 
 
 def stream_argument(tensor: torch.Tensor) -> int | None:
-    """PyTorch's current stream as ``plan.run`` takes it."""
+    """PyTorch's current stream as an argument of ``plan.run``."""
     return current_stream(tensor.device.index) if tensor.is_cuda else None
 
 
 def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded to the nearest, ties to even; what an integer dtype doesn't hold is clamped."""
+    """The result rounded to nearest, ties to even, and clamped to the range of an integer dtype."""
     if result.dtype == dtype:
         return result
     if dtype.is_floating_point:
@@ -131,9 +131,9 @@ def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def weight_sizes(
     weight: torch.Tensor, meta: torch.Tensor | None, m: int | None, k: int | None
 ) -> tuple[int, int]:
-    """M and K of a weight in either form; ``m`` and ``k`` are what the caller says, None for nothing.
+    """M and K of a weight in either form. ``m`` and ``k`` are the caller's values, or None.
 
-    Raises InvalidProblemError where shapes, dtypes or devices don't fit together.
+    Raises InvalidProblemError if shapes, dtypes or devices don't fit together.
     """
     if meta is None:
         return _packed_sizes(weight, m, k)
@@ -168,7 +168,7 @@ def _packed_sizes(weight: torch.Tensor, m: int | None, k: int | None) -> tuple[i
 
 
 def meta_view(meta: torch.Tensor) -> TensorView:
-    """Metadata for plans, which know it as uint16."""
+    """Metadata as uint16, which plans take."""
     return TensorView.of(meta, element=ElementKind.U16, argument="meta")
 
 

@@ -1,7 +1,6 @@
-"""The parts of PyTorch's semi-structured tensors, read as canonical ones and written from them.
+"""Conversions between canonical weights and the parts of PyTorch's semi-structured tensors.
 
-The ops ``from_cutlass`` and ``to_cutlass`` do it where tensors may have no value; of canonical weights
-everything else in this folder knows.
+The ops ``from_cutlass`` and ``to_cutlass`` also work on tensors without values.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from ..vocab import ElementKind
 from .elements import canonical_weight, element_of, tensor_of, weight_sizes
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
-from .preparing import empty_canonical
+from .prepare_ops import empty_canonical
 
 _BLOBS = {8: "cusparselt_sm80", 9: "cusparselt_sm90"}
 
 
 def is_canonical(packed: Tensor, meta: Tensor | None) -> bool:
-    """Whether metadata has a word for eight columns, as ours; PyTorch's has one for 16 or 32, or is none.
+    """Whether metadata has one word for eight columns, as ours. PyTorch's has one for 16 or 32, or is absent.
 
-    Of float32 PyTorch's has as many words as ours, so that only their source says what they are.
+    For float32, PyTorch's metadata has as many words as ours, so nothing but its source tells them apart.
     """
     return meta is not None and packed.dim() == 2 and 4 * meta.shape[-1] == packed.shape[-1]
 
@@ -33,13 +32,12 @@ def is_canonical(packed: Tensor, meta: Tensor | None) -> bool:
 def canonical_parts(
     packed: Tensor, meta: Tensor | None, shape: tuple[int, int], capability: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values [M, K/2] and metadata int16 [M, K/8], in new memory, of what PyTorch's two classes hold.
+    """Values [M, K/2] and metadata int16 [M, K/8], in new memory, from the parts of PyTorch's two classes.
 
-    ``shape`` is (M, K), ``capability`` the major compute capability that a blob of cuSPARSELt was compressed
-    for.
+    ``shape`` is (M, K). ``capability`` is the major compute capability that cuSPARSELt compressed for.
 
     Raises InvalidProblemError for sizes that don't fit; UnsupportedError for a blob of an unknown device;
-    FormatError for metadata that can't be meant.
+    FormatError for invalid metadata.
     """
     packed, element = packed.detach(), element_of(packed.dtype, "packed")
     parts: dict[str, Any] = {"packed": packed, "meta": meta}
@@ -67,10 +65,10 @@ def blob_format(packed: Tensor, capability: int | None) -> str:
 
 
 def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``packed`` and ``meta`` in the format ``name``, in new memory, of canonical ones.
+    """The parts ``packed`` and ``meta`` of the format ``name``, in new memory, from canonical ones.
 
-    Raises InvalidProblemError for shapes that the format doesn't hold; UnsupportedError for its elements;
-    FormatError where a float32 weight isn't 1:2, as CUTLASS has it.
+    Raises InvalidProblemError for shapes that the format can't hold; UnsupportedError for elements that it
+    can't hold; FormatError for a float32 weight that isn't 1:2, which CUTLASS wants.
     """
     packed = packed.detach()
     element = element_of(packed.dtype, "packed")
@@ -83,7 +81,7 @@ def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tens
         return values, tensor_of(words.view("i4" if words.dtype.itemsize == 4 else "u2"), kind).clone()
 
 
-# As ops -------------------------------------------------------------------------------------------
+# The ops ------------------------------------------------------------------------------------------
 
 
 def _from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +95,7 @@ def _fake_from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Te
 def _to_cutlass(values: Tensor, meta: Tensor) -> Tensor:
     if values.dtype == torch.float32:
         raise UnsupportedError(
-            "values: PyTorch has float32 as 1:2, with values of its own; use to_semi_structured"
+            "values: expected 16 or 8 bits, got float32, which PyTorch stores as 1:2; use to_semi_structured"
         )
     _, words = foreign_parts("torch_cutlass", values, meta)
     assert words is not None

@@ -1,4 +1,4 @@
-"""``fuse_gated``: the gated feed-forward blocks of a model, gate and up projection in one sparse product."""
+"""``fuse_gated`` puts gate and up projection of gated feed-forward blocks into one sparse product."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
 _WORDS = {"silu": "swiglu", "gelu": "geglu"}
 _PROBES = 2
-"""Tokens that a block is tried with."""
+"""Tokens on which a block is tried."""
 _TF32 = 2.0**-9
-"""Relative, what float32 products of two kinds may differ by where PyTorch is allowed to take TF32."""
+"""Relative difference of two float32 products if PyTorch may use TF32."""
 
 
 class Sparse24GatedMLP(nn.Module):
-    """``down_proj(act(gate) * up)``, gate and up a product of ``gate_up_proj``, whose epilogue does the rest.
+    """``down_proj(act(gate) * up)``. One product with its epilogue, ``gate_up_proj``, makes act(gate) * up.
 
     x may have any leading dimensions. ``down_proj`` is the block's own layer, dense or sparse.
     """
@@ -33,23 +33,23 @@ class Sparse24GatedMLP(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> [..., hidden]. Raises InvalidProblemError for another width."""
+        """Map x [..., hidden] to [..., hidden]. Raises InvalidProblemError for another width."""
         y: Tensor = self.down_proj(self.gate_up_proj(x))
         return y
 
 
 def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict[str, str]:
-    """Put a Sparse24GatedMLP in the place of each gated feed-forward block, in place.
+    """Replace each gated feed-forward block of the model by a Sparse24GatedMLP, in place.
 
-    A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as of Llama, Qwen and
-    Mistral in transformers, or with ``gate_up_proj``, ``down_proj`` and ``activation_fn``, as of Phi-3. Its
-    activation must be SiLU or exact GELU, and it must give down(act(gate(x)) * up(x)): that is
-    tried. Other layers stay; ``to_sparse24`` swaps them afterwards. A state_dict then has the block's weight
-    under ``gate_up_proj``.
+    A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn`` (Llama, Qwen and Mistral
+    in transformers), or with ``gate_up_proj``, ``down_proj`` and ``activation_fn`` (Phi-3). Its activation
+    must be SiLU or exact GELU, and a trial must show that it computes down(act(gate(x)) * up(x)). Other
+    layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's weight under
+    ``gate_up_proj``.
 
-    ``recipe``: how weights become 2:4, or the method alone. Returns what became of each block, by name:
-    "swiglu", "geglu", or why it was left as it is. Raises InvalidProblemError for a model or recipe that
-    can't be meant.
+    ``recipe`` says how weights become 2:4; a string is a method. The result maps each block's name to
+    "swiglu", "geglu", or the reason why the block stays. Raises InvalidProblemError for a wrong model or
+    recipe.
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
@@ -61,7 +61,7 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
 
 
 _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
-"""Attributes of a block."""
+"""Attributes that make a module a block."""
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -71,7 +71,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]) -> str:
-    """The word of the activation; or why the block stays."""
+    """The name of the activation, or the reason why the block stays."""
     fused = hasattr(block, "gate_up_proj")
     layers = [block.gate_up_proj] if fused else [block.gate_proj, block.up_proj]
     activation = block.activation_fn if fused else block.act_fn
@@ -97,13 +97,13 @@ def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, o
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
-    """One layer with the rows of both. Raises InvalidProblemError where they don't fit together."""
+    """One layer with the rows of both. Raises InvalidProblemError if they don't fit together."""
     wanted, got = (
         {"sizes": tuple(one.weight.shape), "dtype": one.weight.dtype, "bias": one.bias is not None}
         for one in (up, gate)
     )
     if wanted != got:
-        raise InvalidProblemError(f"gate_proj: expected {wanted} as of up_proj, got {got}")
+        raise InvalidProblemError(f"gate_proj: expected {wanted}, like up_proj, got {got}")
     rows, columns = gate.weight.shape
     whole = nn.Linear(columns, 2 * rows, gate.bias is not None, device="meta").train(gate.training)
     whole.weight = nn.Parameter(torch.cat((gate.weight, up.weight)).detach(), requires_grad=False)
@@ -113,7 +113,7 @@ def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
 
 
 def _given(call: Any, x: Tensor, argument: str) -> Any:
-    """What the model's own code makes of x. Raises InvalidProblemError where that raises anything."""
+    """The result of the model's own code. Any error that it raises becomes an InvalidProblemError."""
     try:
         with torch.no_grad():
             return call(x)
@@ -124,7 +124,7 @@ def _given(call: Any, x: Tensor, argument: str) -> Any:
 
 
 def _word_of(activation: Any) -> str | None:
-    """By what it does."""
+    """The name of the activation that has the same values, or None."""
     v = torch.linspace(-6, 6, 49)
     found = _given(activation, v, "activation")
     if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
@@ -133,7 +133,7 @@ def _word_of(activation: Any) -> str | None:
 
 
 def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
-    """Raises InvalidProblemError where the block gives something else than what takes its place."""
+    """Raise InvalidProblemError if the block computes something else than its replacement."""
 
     def fused(x: Tensor) -> Tensor:
         gate, up = whole(x).chunk(2, -1)

@@ -1,14 +1,8 @@
-"""What the ops of products do on a device: one plan a form of operands, and per call the addresses alone.
-
-A *form* is everything about a call but where its tensors lie: shapes, strides, dtypes, devices, options. The
-first call of a form checks all of it, selects the plan and keeps both; later ones look that up, allocate the
-result with PyTorch's allocator and launch on PyTorch's current stream.
-"""
+"""The kernels of the ops that multiply by a 2:4 weight, on the cache of plans (plan_cache.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +13,22 @@ from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.launches import Caller
-from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
 from . import packed_weight_cache
 from .activations import epilogue_of
-from .elements import DTYPE_OF, allocation, element_of, plan_device, stream_getter, weight_sizes
-
-MOST_FORMS = 4096
-"""Forms that are kept; a server's token counts, times its layers' shapes."""
+from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
+from .plan_cache import CheckedCall, PlanCache, Refusal, descriptor, plans, preference_of
 
 
 class Call(NamedTuple):
-    """The operands and options of a product, as every op of this module comes to them.
+    """The operands and options of a product.
 
-    Generated code that lies on a disk has the options by place (compiled.py): another goes to the end.
+    Inductor keeps generated code on disk that passes the options by position (:class:`CallSite`), so a new
+    option goes to the end.
     """
 
     x: Tensor
-    """[..., K]; of ``dgrad`` dY [..., M]; of ``mm`` B^T [N, K]."""
+    """X [..., K]. ``dgrad`` has dY [..., M] here, and ``mm`` has B^T [N, K]."""
     weight: Tensor
     meta: Tensor | None
     bias: Tensor | None = None
@@ -49,28 +41,17 @@ class Call(NamedTuple):
     out_dtype: torch.dtype | None = None
     preference: str = ""
     turned: bool = False
-    """The result is Y^T, contiguous: Y is in columns."""
+    """Whether the result is Y^T, contiguous, so that Y is column-major."""
 
 
 OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w")
 """The fields of a call that are tensors; they come first."""
 
-# What a product is --------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=MOST_FORMS)
-def _descriptor(**fields: Any) -> GemmSparse24Descriptor:
-    return GemmSparse24Descriptor(**{name: value for name, value in fields.items() if value is not None})
-
-
-@lru_cache(maxsize=256)
-def preference_of(text: str) -> PlanPreference | None:
-    """Of its JSON; "" is none. Raises InvalidProblemError."""
-    return PlanPreference.model_validate_json(text) if text else None
+# The problem of a call ----------------------------------------------------------------------------
 
 
 def sizes(call: Call) -> tuple[int, int]:
-    """M and K. Raises InvalidProblemError where the weight and x don't fit together."""
+    """M and K. Raises InvalidProblemError if the weight and x don't fit together."""
     if call.x.dim() < 1:
         raise InvalidProblemError("x: expected at least one dimension, got a scalar")
     width = call.x.shape[-1]
@@ -112,9 +93,10 @@ def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
 
 
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
-    """The problem. Raises InvalidProblemError naming what is wrong."""
+    """The descriptor of the product. Raises InvalidProblemError naming the field."""
     out, bias = call.out_dtype, call.bias
-    return _descriptor(
+    found: GemmSparse24Descriptor = descriptor(
+        GemmSparse24Plan,
         n=n,
         m=m,
         k=k,
@@ -127,13 +109,14 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         scale_w=_scale_kind(call.scale_w),
         **orders,
     )
+    return found
 
 
 def fake_result(call: Call) -> Tensor:
     """The result's shape, dtype and strides, without a value; ``x`` may have symbolic sizes."""
     preference_of(call.preference)
     m, k = sizes(call)
-    desc = describe(call, 1, 16, 8)  # the dtypes don't hang on the sizes, which may be symbols
+    desc = describe(call, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
     outputs = m // 2 if desc.epilogue.is_gated else m
     shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
     if call.turned:
@@ -141,11 +124,11 @@ def fake_result(call: Call) -> Tensor:
     return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])
 
 
-# Forms --------------------------------------------------------------------------------------------
+# Checked calls ------------------------------------------------------------------------------------
 
 
-class Form:
-    """A checked form of operands, with the plan that serves it."""
+class CheckedProduct(CheckedCall):
+    """The plan of one form of a product's operands."""
 
     def __init__(self, call: Call, out: Tensor | None) -> None:
         x = call.x
@@ -166,21 +149,19 @@ class Form:
             y_order=MatrixOrder.COLUMN if call.turned else MatrixOrder.ROW,
         )
         plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
-        self._plan, self._m, self._k = plan, desc.m, desc.k
+        self.plan, self._m, self._k = plan, desc.m, desc.k
         whole = (*shape, desc.outputs)
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
-        self._stream = stream_getter(x.device.index if x.is_cuda else -1)
-        self._workspace = plan.workspace_size()
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
         self._zeros = None
         if desc.epilogue.has_bias and call.bias is None:
             self._zeros = torch.zeros(desc.m, dtype=DTYPE_OF[desc.bias_element], device=x.device)
-        self._caller = self._first_caller(call, rows, out)
+        super().__init__(plan, self._first_caller(call, rows, out), x.device)
         self.alignment = self._caller.alignment("source")
-        """Bytes that x's address must be a multiple of."""
+        """The address of x must be a multiple of this number of bytes."""
 
     def _check_out(self, out: Tensor | None) -> None:
         if out is None:
@@ -194,22 +175,22 @@ class Form:
             raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
     def _first_caller(self, call: Call, rows: Tensor, out: Tensor | None) -> Caller:
-        """Everything is checked here once, on the first call's own tensors."""
+        """The plan's caller, for which the first call's tensors are checked in full."""
         y = self._empty() if out is None else out
         y = y.t() if call.turned else y.view(rows.shape[0], self._desc.outputs)
         weight = self._weight(call)
         try:
-            return self._plan.caller(self._args(call, weight, rows, y))
+            return self.plan.caller(self._args(call, weight, rows, y))
         except MisalignedOperandError as error:
             if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self._plan.caller(self._args(call, weight, _aligned(rows, self.in_columns), y))
+        return self.plan.caller(self._args(call, weight, _aligned(rows, self.in_columns), y))
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
             return packed_weight_cache.as_it_is(call.weight, call.meta, self._m, self._k)
-        return packed_weight_cache.converted(self._plan, call.weight, call.meta, self._m, self._k)
+        return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k)
 
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
         if call.dgrad:
@@ -226,9 +207,9 @@ class Form:
         others: tuple[Tensor | None, ...],
         out: Tensor | None,
     ) -> Tensor | None:
-        """The result, in ``out`` or in new memory; None where x must be copied to an aligned address first.
+        """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are the bias and the scales. On the path of every call.
+        ``others`` are the bias and the scales. Every call runs this, so it is written for speed.
         """
         if self._copied:
             x = _aligned(x, self.in_columns)
@@ -238,7 +219,8 @@ class Form:
         y = self._empty() if out is None else out
         places: tuple[int, ...]
         if not self._as_it_is:
-            places = (*self._converted_at(weight, meta), source, y.data_ptr())
+            packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k)
+            places = (*[view.address for view in packed.buffers], source, y.data_ptr())
         elif meta is None:
             places = (weight.data_ptr(), source, y.data_ptr())
         else:
@@ -248,17 +230,8 @@ class Form:
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
-        space = 0
-        if self._workspace:
-            scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
-            space = scratch.data_ptr()
-        self._caller.launch(places, space, self._stream())
+        self._launch(places)
         return y
-
-    def _converted_at(self, weight: Tensor, meta: Tensor | None) -> list[int]:
-        """Addresses of the weight's buffers in the layout that the kernel reads."""
-        packed = packed_weight_cache.converted(self._plan, weight, meta, self._m, self._k)
-        return [view.address for view in packed.buffers]
 
     def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
         """The call with a copy of x."""
@@ -266,12 +239,12 @@ class Form:
 
 
 def _rows(x: Tensor) -> Tensor | None:
-    """x as [n, width], its rows contiguous, without a copy; None where it can't be."""
+    """x as [n, width] with contiguous rows, without a copy; None if only a copy can be."""
     width = x.shape[-1]
     n = x.numel() // width if width else _product(x.shape[:-1])
     try:
         rows = x.view(n, width)
-    except RuntimeError:  # its dimensions don't lie in one another
+    except RuntimeError:  # the leading dimensions have no common stride
         return None
     if (n > 1 and rows.stride(0) < width) or (width > 1 and rows.stride(1) != 1):
         return None
@@ -286,22 +259,17 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _aligned(x: Tensor, in_columns: bool = False) -> Tensor:
-    """A copy in rows (or columns) that touch, which the allocator aligns."""
+    """A contiguous copy, row-major or column-major. PyTorch's allocator aligns it."""
     if in_columns:
         return _aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _in_columns(x: Tensor) -> bool:
-    """Whether a matrix is read in columns: on a GPU those of whole 16 bytes; of others, a copy in rows."""
+    """Whether kernels read the matrix column-major, as it is. A GPU needs columns of whole 16 bytes."""
     if x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
         return False
     return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
-
-
-_forms: dict[tuple[Any, ...], Form] = {}
-_not_turned: set[tuple[Any, ...]] = set()
-"""Forms of mm that no kernel serves with X or Y in columns."""
 
 
 def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
@@ -309,28 +277,23 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
-    form = form_of(call, out)
-    y = form.run(call[0], call[1], call[2], call[3:6], out)
+    found = checked(call, out)
+    y: Tensor | None = found.run(call[0], call[1], call[2], call[3:6], out)
     if y is not None:
         return y
     if out is not None:
-        raise MisalignedOperandError("x", form.alignment, call[0].data_ptr())
-    return run(form.with_aligned_x(call))
+        raise MisalignedOperandError("x", found.alignment, call[0].data_ptr())
+    return run(found.with_aligned_x(call))
 
 
-def form_of(call: tuple[Any, ...], out: Tensor | None = None) -> Form:
-    """That of a call, made where it is the first like it. Raises what :func:`run` raises."""
-    key = _key(*call) if out is None else (*_key(*call), _about(out))
-    form = _forms.get(key)
-    if form is None:
-        form = Form(Call(*call), out)
-        if len(_forms) >= MOST_FORMS:
-            _forms.clear()
-        _forms[key] = form
-    return form
+def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
+    """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
+    form = _form(*call) if out is None else (*_form(*call), _about(out))
+    found = plans.get(form)
+    return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
 
-def _key(
+def _form(
     x: Tensor,
     weight: Tensor,
     meta: Tensor | None = None,
@@ -339,7 +302,7 @@ def _key(
     scale_w: Tensor | None = None,
     *options: Any,
 ) -> tuple[Any, ...]:
-    """All that the form of a call hangs on, of its fields. Written out: it is on the path of every call."""
+    """The form of a call with these fields. It is written out because every call makes it."""
     return (
         x.shape,
         x.stride(),
@@ -365,7 +328,7 @@ def _about(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def product_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
-    """The op that runs what ``call`` makes of its arguments."""
+    """The kernel of an op whose arguments ``call`` turns into a Call."""
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
         return run(call(*args, **kwargs))
@@ -384,13 +347,13 @@ def linear(
     preference: str = "",
     k: int | None = None,
 ) -> Tensor:
-    """As the op: its kernel, and what a layer calls where the dispatcher would only come to it.
+    """The kernel of the op. A layer calls it where the dispatcher would do nothing else.
 
-    ``k``: what a packed weight doesn't say, for those who know it.
+    ``k`` is the weight's K, which a packed weight alone doesn't tell.
     """
     call = x, weight, meta, bias, None, None, m, k, False, activation, out_dtype, preference, False
-    form = _forms.get(_key(*call))
-    y = None if form is None else form.run(x, weight, meta, (bias,), None)
+    found = plans.get(_form(*call))
+    y = None if found is None else found.run(x, weight, meta, (bias,), None)
     return run(call) if y is None else y
 
 
@@ -462,14 +425,17 @@ def mm(
     call = mm_call(weight, meta, b, m, out_dtype, preference)
     if not may_transpose:
         return run(call)
-    key = _key(*call)
-    if key not in _not_turned:
+    form = _form(*call)
+    found = plans.get(form)
+    if found is None:
         try:
-            return run(call)
-        except (UnsupportedError, BackendUnavailableError):
-            if len(_not_turned) >= MOST_FORMS:
-                _not_turned.clear()
-            _not_turned.add(key)
+            found = CheckedProduct(call, None)
+        except (UnsupportedError, BackendUnavailableError) as error:
+            found = Refusal(error)
+        plans.keep(form, found)
+    if not isinstance(found, Refusal):
+        y = found.run(call.x, weight, meta, call[3:6], None)
+        return run(call) if y is None else y
     rows = call._replace(x=call.x.contiguous(), turned=False)
     return run(rows).t().contiguous()
 
@@ -482,7 +448,45 @@ def mm_call(
     out_dtype: torch.dtype | None,
     preference: str,
 ) -> Call:
-    """Raises InvalidProblemError where b is no matrix."""
+    """Raises InvalidProblemError if b isn't a matrix."""
     if b.dim() != 2:
         raise InvalidProblemError(f"b: expected a matrix [K, N], got {list(b.shape)}")
     return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)
+
+
+class CallSite:
+    """A product at one place in code that Inductor generated, which writes into Inductor's memory.
+
+    It passes by PyTorch's dispatcher, and looks its form up by the sizes of x alone: there all else about
+    the operands is constant. Generated code is kept on disk and imports this class by name. A change of the
+    constructor's parameters therefore needs another class name.
+    """
+
+    __slots__ = ("_checked", "_has_meta", "_moves", "_operands", "_options")
+
+    def __init__(self, operands: str, x_moves: bool, *options: Any) -> None:
+        """``operands`` names the fields of a Call that are tensors here; ``options`` are all other fields.
+
+        ``x_moves`` says whether sizes or strides of x vary from call to call.
+        """
+        self._operands, self._options = tuple(operands.split()), options
+        self._has_meta = "meta" in self._operands
+        self._moves = x_moves
+        self._checked = PlanCache()
+
+    def __call__(self, x: Tensor, weight: Tensor, *others: Tensor, out: Tensor) -> None:
+        """Write the product to ``out``. Raises what the op raises."""
+        form = (x.shape, x.stride()) if self._moves else None
+        found = self._checked.get(form)
+        if found is None:
+            found = self._checked.keep(form, checked(self._call((x, weight, *others)), out))
+        if self._has_meta:
+            done = found.run(x, weight, others[0], others[1:], out)
+        else:
+            done = found.run(x, weight, None, others, out)
+        if done is None:
+            run(found.with_aligned_x(self._call((x, weight, *others))), out)
+
+    def _call(self, operands: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        given = dict(zip(self._operands, operands, strict=True))
+        return (*(given.get(name) for name in OPERANDS), *self._options)

@@ -1,8 +1,8 @@
-"""What torch.compile makes of products: a direct call into a buffer of Inductor's.
+"""Lets torch.compile call products directly, into a buffer of Inductor's.
 
-The one module that touches Inductor's internals, loaded when Inductor is at work (library.py). An ordinary
-op costs a trip through the dispatcher and back into Python at every call; a dense product doesn't. Where a
-direct call can't stand (generated C++, sizes of the weight that vary), the op stays what it is.
+No other module touches Inductor's internals; library.py loads this one when Inductor is at work. An ordinary
+op costs a trip through the dispatcher and back into Python at every call, which a dense product doesn't. An
+op stays an op where a direct call is impossible: in generated C++, or if the weight's sizes vary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
-from .compiled import CallSite, report_unknown
-from .gemm_dispatch import OPERANDS, Call
+from .gemm_dispatch import OPERANDS, Call, CallSite
 
 _NAME = "Sparse24CallSite"
 _IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"
@@ -28,7 +27,7 @@ if "add_import_once" not in PythonWrapperCodegen.__init__.__code__.co_names:
 
 
 class _Product(ir.ExternKernelOut):  # type: ignore[misc]
-    """A product in the graph; its call site becomes a global of the generated module."""
+    """A product in the graph. Its call site becomes a global of the generated module."""
 
     def __init__(self, layout: Any, operands: dict[str, Any], x_moves: bool, options: Any) -> None:
         super().__init__(layout, list(operands.values()))
@@ -42,15 +41,18 @@ class _Product(ir.ExternKernelOut):  # type: ignore[misc]
         super().codegen(wrapper)
 
 
-def lower(op: Any, call: Callable[..., Call]) -> None:
-    """Have Inductor call the product that ``call`` makes of the op's arguments directly."""
+def lower(op: Any, call: Callable[..., Call], report: Callable[[Any, Exception], None]) -> None:
+    """Make Inductor call the op's product directly. ``call`` turns the op's arguments into a Call.
+
+    ``report`` is told of an error that says that Inductor has changed; the op then stays an op.
+    """
     as_op = fallback_handler(op, add_to_fallback_set=False)
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         try:
             product = _product(op, call(*args, **kwargs))
         except (AttributeError, TypeError) as error:
-            report_unknown(op, error)
+            report(op, error)
             product = None
         return as_op(*args, **kwargs) if product is None else product
 
@@ -58,7 +60,7 @@ def lower(op: Any, call: Callable[..., Call]) -> None:
 
 
 def _product(op: Any, call: Call) -> Any:
-    """None where the op must stay."""
+    """The product as a node of Inductor's; None if the op must stay."""
     node, graph = V.graph.current_node, V.graph
     if graph.cpp_wrapper or getattr(graph, "fx_wrapper", False) or node.target is not op:
         return None
@@ -66,7 +68,7 @@ def _product(op: Any, call: Call) -> Any:
     if result is None or any(_is_symbolic(size) for size in (call.m, call.k)):
         return None
     given = {name: getattr(call, name) for name in OPERANDS if getattr(call, name) is not None}
-    # rows of x may lie apart, as the kernels read them so
+    # the rows of x may lie apart: kernels take a row stride
     operands = {name: ir.ExternKernel.require_contiguous(each) for name, each in given.items()}
     if any(_moves(each) for name, each in operands.items() if name not in ("x", "scale_x")):
         return None

@@ -1,8 +1,8 @@
-"""How ops are put into PyTorch's dispatcher: device kernels, fakes, autograd, autocast, and no vmap.
+"""Registers ops in PyTorch's dispatcher: device kernels, fakes, autograd, autocast, and a refusal of vmap.
 
-``torch.library``'s define and impl with the gradient registered apart: calls cost several microseconds less
-than through ``custom_op``. Where no gradient is wanted and no mode or subclass is in the way, the kernel is
-called from the autograd key itself, which saves the second trip through the dispatcher.
+It uses ``torch.library``'s define and impl and registers gradients apart, which saves several microseconds a
+call over ``custom_op``. If no gradient is needed and no mode or subclass is in the way, the autograd key
+calls the kernel itself and saves a second trip through the dispatcher.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import _C
 from torch.autograd import forward_ad
 
+from ..device.log import COMPILE
 from ..errors import UnsupportedError
-from .compiled import report_unknown
 
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -27,7 +27,7 @@ _BACKENDS = tuple(getattr(_C.DispatchKey, name) for name in _DEVICES)
 _below_views = _C._after_ADInplaceOrView_keyset
 _below_autograd = _C._after_autograd_keyset
 
-# Looked up once: only_dispatches is on the path of every call of a layer.
+# These are looked up once, because every call of a layer runs only_dispatches.
 _grad_enabled, _autocast_enabled = torch.is_grad_enabled, _C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
 _profiled, _tracer = _C._autograd._profiler_enabled, _C._get_tracing_state
@@ -55,10 +55,10 @@ def define(
 ) -> None:
     """Register an op.
 
-    ``schema`` without the namespace; ``kernel`` serves CPU and CUDA tensors, ``fake`` tensors without a
-    value. ``backward`` and ``setup_context`` are those of ``torch.library.register_autograd``; an op without
-    has no gradient, and says so. ``autocast`` takes the dtype and the arguments, and gives the arguments to
-    call with. ``call`` makes a product's ``Call`` of the arguments, for Inductor to call it directly.
+    ``schema`` has no namespace. ``kernel`` serves CPU and CUDA tensors, ``fake`` tensors without values.
+    ``backward`` and ``setup_context`` are arguments of ``torch.library.register_autograd``; an op without
+    them raises where a gradient is needed. ``autocast`` maps autocast's dtype and the arguments to the
+    arguments to call with. ``call`` turns the arguments of a product into a ``Call`` for Inductor.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -78,7 +78,8 @@ def define(
 def only_dispatches(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the dispatcher would do nothing with these operands but call the device's kernel.
 
-    So no gradient, mode, transform, tracer, autocast or profiler, and plain tensors of one device type.
+    That is so for plain tensors of one device type without a gradient, mode, transform, tracer, autocast or
+    profiler.
     """
     if type(x) is not torch.Tensor or _grad_enabled() or x.is_neg():
         return False
@@ -98,10 +99,10 @@ def only_dispatches(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
-    """The fake, which tells Inductor of the product when it is at work.
+    """The fake. It also registers the product's lowering once Inductor is at work.
 
-    Inductor knows no moment at which others may announce what they have; but it, or what runs in front of it,
-    asks for every result's shape before anything is lowered. Until then it isn't imported.
+    Inductor has no hook for this, but the shape of every result is asked for before anything is lowered.
+    Inductor isn't imported before then.
     """
 
     @cache
@@ -109,7 +110,7 @@ def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
         try:
             from . import inductor
 
-            inductor.lower(op, call)
+            inductor.lower(op, call, report_unknown)
         except (ImportError, AttributeError, TypeError) as error:
             report_unknown(op, error)
 
@@ -119,6 +120,11 @@ def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:
         return fake(*args, **kwargs)
 
     return announced
+
+
+def report_unknown(op: Any, error: Exception) -> None:
+    """Log that compiled code calls the op through the dispatcher, since Inductor's internals are unknown."""
+    COMPILE.warning("%s goes through PyTorch's dispatcher in compiled code: %r", op.name(), error)
 
 
 def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: Kernel | None) -> Kernel:
@@ -141,7 +147,7 @@ def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: K
 
 
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
-    """Forward-mode differentiation has begun: what isn't differentiated must not pass for a constant."""
+    """Raise if an argument has a forward-mode tangent, which would otherwise be dropped silently."""
     tensors = (one for one in args if isinstance(one, torch.Tensor))
     if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
         raise UnsupportedError(
@@ -162,8 +168,8 @@ def _without_gradient(op: Any) -> Kernel:
 def _no_vmap(name: str) -> Kernel:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"{NAMESPACE}::{name} can't be used in torch.vmap: its operands have batches of their own, so "
-            "call it on the whole batch"
+            f"{NAMESPACE}::{name} can't be used in torch.vmap, as its operands have batch dimensions; call "
+            "it on the whole batch"
         )
 
     return refuse

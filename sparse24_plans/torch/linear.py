@@ -25,17 +25,17 @@ _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 METHODS = ("prune", "compress", "tiles")
 VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
-"""In a state_dict, as in our checkpoints: the canonical weight of the layer's ``weight``."""
+"""Keys of the canonical weight in a state_dict and in our checkpoints."""
 _K_STEP = 8
 _EMPTY_GROUP = 0x04
-"""Metadata of a group without a non-zero: positions 0 and 1."""
+"""The metadata of a group without non-zeros, which names positions 0 and 1."""
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
 
 
 class LayerWeight:
-    """What stands where a linear layer has its ``weight``, for code that looks at it: no dense matrix."""
+    """Stands in for a linear layer's ``weight`` in code that reads its shape. It holds no dense matrix."""
 
     def __init__(self, layer: Sparse24Linear) -> None:
         self._layer = layer
@@ -55,19 +55,19 @@ class LayerWeight:
 
     @property
     def values24(self) -> Tensor:
-        """[M, K/2], as of a state_dict."""
+        """The values [M, K/2] that a state_dict holds."""
         return self._layer.canonical()[0]
 
     @property
     def meta24(self) -> Tensor:
-        """uint16 [M, K/8], as of a state_dict."""
+        """The metadata uint16 [M, K/8] that a state_dict holds."""
         return self._layer.canonical()[1].view(torch.uint16)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """PyTorch's fast paths pass by what has this."""
+        """Refuse to be used as a tensor. PyTorch's fast paths skip weights with this method."""
         raise UnsupportedError(
-            f"weight: expected a tensor for {getattr(func, '__name__', func)}, got that of a Sparse24Linear; "
+            f"weight: expected a tensor for {getattr(func, '__name__', func)}, got a Sparse24Linear; "
             "call the layer, or take its dense_weight()"
         )
 
@@ -78,32 +78,32 @@ class LayerWeight:
 class Sparse24Linear(nn.Module):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4; x may have any leading dimensions.
 
-    The layer holds the canonical weight, ``values`` [M, K/2] and ``metadata`` (uint8 [M, K/4], a byte a
-    group); on a CUDA device, where it has 16 bits and isn't ``trainable``, the packed one alone, from which
-    the canonical one can be had bit for bit. Its ``state_dict`` is always canonical, under the names of our
-    checkpoints: ``weight.values24``, ``weight.meta24`` (uint16) and ``bias``. So it loads on any device. A
-    fresh layer is zero.
+    The layer holds the canonical weight: ``values`` [M, K/2] and ``metadata`` (uint8 [M, K/4], one byte for
+    each group of four). On a CUDA device, a 16-bit weight that isn't ``trainable`` is held packed, from
+    which the canonical weight can be restored bit for bit. The ``state_dict`` is always canonical, so it
+    loads on any device. Its keys are those of our checkpoints: ``weight.values24``, ``weight.meta24``
+    (uint16) and ``bias``. A new layer is zero.
 
     Parameters
     ----------
     in_features, out_features : int
-        K and M. Where K is no multiple of 8, W and x are padded with zeros to the next one; x at each call.
+        K and M. If K isn't a multiple of 8, W and x are padded with zeros to the next one, x at each call.
     bias : bool
         Whether there is a bias [out_features] of the weight's dtype.
     activation : str
         ``none``, ``relu``, ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the product's epilogue. ``swiglu``
-        and ``geglu`` take two features for one: silu(gate) * up, gelu(gate) * up. The result is then half as
-        wide as out_features, a multiple of 16, and W's rows are in the order of ``gated_rows``.
+        and ``geglu`` make one feature of two: silu(gate) * up, gelu(gate) * up. The result is then half as
+        wide as out_features, a multiple of 16, and W's rows have the order of ``gated_rows``.
     out_dtype : torch.dtype, optional
-        The weight's, or float32.
+        The result's dtype: the weight's, or float32.
     trainable : bool
-        Whether the kept values are a parameter that wants gradients; pruned cells stay zero.
+        Whether the kept values are a parameter with gradients. Pruned cells stay zero.
     require : GuaranteeRequirement or mapping, optional
-        What every kernel must promise, ``{"batch_invariant": True}`` for one.
+        Guarantees that every kernel must give, such as ``{"batch_invariant": True}``.
     preference : PlanPreference or mapping, optional
-        Other wishes of a plan.
+        Other preferences for plans.
     device, dtype
-        As of torch.nn.Linear; float32, float16 or bfloat16.
+        The arguments of torch.nn.Linear; float32, float16 or bfloat16.
 
     Raises InvalidProblemError naming the argument, UnsupportedError for other dtypes, also in ``to``.
     """
@@ -166,13 +166,13 @@ class Sparse24Linear(nn.Module):
         scores: Tensor | None = None,
         **options: Any,
     ) -> Sparse24Linear:
-        """The layer that takes the place of ``linear``, which stays as it is; the bias is copied.
+        """A layer with the pruned weight and the bias of ``linear``, which stays as it is.
 
-        ``method``: ``prune`` keeps the two largest |values| of every four, or those of the largest ``scores``
-        [M, K]; ``compress`` takes a weight that is 2:4 already, or raises FormatError; ``tiles`` prunes 4x4
-        tiles by ``rule`` (M a multiple of 8), so that the transpose is 2:4 too. ``options`` are those of the
+        Method ``prune`` keeps the two largest |values| of every four, or the two with the largest ``scores``
+        [M, K]. ``compress`` takes a weight that is 2:4 already, or raises FormatError. ``tiles`` prunes 4x4
+        tiles by ``rule``, so that the transpose is 2:4 too; M must be a multiple of 8. ``options`` go to the
         constructor. For a gated activation the first half of ``linear``'s rows is the gate, as in a model's
-        ``gate_up_proj``; the layer has them in its own order.
+        ``gate_up_proj``; the layer reorders them.
         """
         if not isinstance(linear, nn.Linear):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
@@ -208,9 +208,9 @@ class Sparse24Linear(nn.Module):
         return layer
 
     def _choose_options(self) -> None:
-        """What the op and its kernel are called with behind their tensors.
+        """Store the arguments of the op, and of its kernel, that follow the tensors.
 
-        Each argument costs the op: those at their defaults go.
+        Every argument of an op costs host time, so defaults aren't passed.
         """
         wishes = self.preference.model_dump_json(exclude_defaults=True)
         options = self._shape[0], self.activation, self.out_dtype, "" if wishes == "{}" else wishes
@@ -218,14 +218,14 @@ class Sparse24Linear(nn.Module):
         self._direct_options = (*options, self.k)
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
-        """Take these tensors for the layer's own."""
+        """Make these tensors the layer's own."""
         self._unpack(*self._as_held(values, meta))
         if bias is not None:
             self.bias = nn.Parameter(bias, requires_grad=self.trainable)
         self._settle()
 
     def _copy(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
-        """Take these tensors' values in place, so that an optimizer goes on with the layer's own."""
+        """Copy these tensors' values, so that an optimizer's references stay valid."""
         assert self.values is not None
         assert self.metadata is not None
         values, meta = self._as_held(values, meta)
@@ -236,7 +236,7 @@ class Sparse24Linear(nn.Module):
                 self.bias.copy_(bias)
 
     def _as_held(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
-        """The canonical form as the layer's own tensors lie."""
+        """The canonical weight arranged as the layer holds it."""
         return values, meta
 
     # Forms ------------------------------------------------------------------------------------------
@@ -249,25 +249,25 @@ class Sparse24Linear(nn.Module):
 
     @property
     def weight(self) -> LayerWeight:
-        """Its shape, dtype and device, and the two tensors that a state_dict has under this name."""
+        """The weight's shape, dtype and device, and the two tensors that a state_dict has for it."""
         return LayerWeight(self)
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Rows and columns of the weight as it is held."""
+        """Rows and columns of the weight that the layer holds."""
         return self.out_features, self.k
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weight takes as it is held."""
+        """Bytes of the weight in the form that the layer holds."""
         return sum(t.nbytes for t in (self.values, self.metadata, self.packed) if t is not None)
 
     def canonical(self) -> tuple[Tensor, Tensor]:
-        """Values [M, K/2] and metadata [M, K/8], int16; the layer's own where it holds them."""
+        """Values [M, K/2] and metadata int16 [M, K/8], in the layer's own memory if it holds them."""
         return self._held()
 
     def _held(self) -> tuple[Tensor, Tensor]:
-        """The canonical form of the weight as it is held."""
+        """The canonical form of the weight that the layer holds."""
         if self.values is not None and self.metadata is not None:
             return self.values, words_of(self.metadata)
         with torch.no_grad():
@@ -275,7 +275,7 @@ class Sparse24Linear(nn.Module):
         return values, meta
 
     def dense_weight(self) -> Tensor:
-        """W [out_features, in_features], dense; its rows as ``from_linear`` takes them."""
+        """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
             values, meta = self.canonical()
             dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
@@ -286,7 +286,7 @@ class Sparse24Linear(nn.Module):
         return found
 
     def _settle(self) -> None:
-        """Hold the form that suits the device."""
+        """Change to the form that suits the device."""
         weight = self._weight
         packs = weight.is_cuda and weight.element_size() == 2 and not self.trainable
         if packs == (self.packed is not None):
@@ -304,7 +304,7 @@ class Sparse24Linear(nn.Module):
         self.metadata, self.packed = _bytes_of(meta), None
 
     def _clear(self) -> None:
-        """Zero, as a fresh layer is."""
+        """Set weight and bias to zero, as in a new layer."""
         assert self.values is not None
         assert self.metadata is not None
         with torch.no_grad():
@@ -321,7 +321,7 @@ class Sparse24Linear(nn.Module):
             self._unpack(*self._held())
         was_meta = weight.is_meta
         super()._apply(fn, recurse)
-        if was_meta and not probe.is_meta:  # to_empty: memory that holds anything, and no metadata
+        if was_meta and not probe.is_meta:  # to_empty leaves memory uninitialised, without valid metadata
             self._clear()
         self._settle()
         return self
@@ -340,11 +340,11 @@ class Sparse24Linear(nn.Module):
                 destination[prefix + key] = self._shown(key, tensor if keep_vars else tensor.detach())
 
     def _shown(self, key: str, tensor: Tensor) -> Tensor:
-        """A tensor of the layer as a state_dict has it."""
+        """The layer's tensor as a state_dict holds it."""
         return tensor
 
     def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
-        """What the layer takes of a state_dict's tensor, in the place of ``own``."""
+        """The part of a state_dict's tensor that replaces ``own``."""
         return given
 
     def _load_from_state_dict(
@@ -376,7 +376,7 @@ class Sparse24Linear(nn.Module):
             error_msgs.append(f"{prefix}{error}")
 
     def _load(self, found: Mapping[str, Tensor], assign: bool) -> None:
-        """Take over what is there, converted to the layer's dtype and device unless ``assign``."""
+        """Load the tensors that were found, converted to the layer's dtype and device unless ``assign``."""
         values, meta = (t.detach() for t in self.canonical())
         bias = None if self.bias is None else self.bias.detach()
         held: dict[str, Any] = {VALUES_KEY: values, META_KEY: meta, "bias": bias}
@@ -405,7 +405,7 @@ class Sparse24Linear(nn.Module):
     # Use ----------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], or half of it where the activation is gated.
+        """Map x [..., in_features] to [..., out_features], or half of it if the activation is gated.
 
         Raises InvalidProblemError for another width.
         """
@@ -416,18 +416,18 @@ class Sparse24Linear(nn.Module):
         if weight is None:
             weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
         bias = self._parameters["bias"]
-        # The trip through the dispatcher takes as long as all else that the host does.
+        # The dispatcher would take as long as everything else that the host does.
         if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
             return linear(x, weight, meta, bias, *self._direct_options)
-        if x.dim() and x.shape[-1] != self.k:  # tiles would take any that fills as many
+        if x.dim() and x.shape[-1] != self.k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.k}], the weight's K, got {list(x.shape)}")
         y: Tensor = _linear(x, weight, meta, bias, *self._options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:
-        """The plan of ``n`` tokens on the layer's device: its row, guarantee and explanation.
+        """The plan for ``n`` tokens on the layer's device, with its kernel, guarantee and explanation.
 
-        Raises UnsupportedError or BackendUnavailableError where nothing can serve.
+        Raises UnsupportedError or BackendUnavailableError if no kernel can serve.
         """
         weight = self._weight
         descriptor = GemmSparse24Descriptor(
@@ -464,7 +464,7 @@ class Sparse24Linear(nn.Module):
 
 
 def words_of(metadata: Any) -> Tensor:
-    """A layer's metadata, uint8 [M, K/4], as the ops take it: int16 [M, K/8]."""
+    """A layer's metadata uint8 [M, K/4] as int16 [M, K/8], which ops take."""
     words: Tensor = metadata.view(torch.int16) if metadata.shape[1] else metadata.to(torch.int16)
     return words
 
@@ -488,8 +488,8 @@ def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPre
 
 
 def check_metadata(values: Tensor, meta: Tensor) -> None:
-    """Raises FormatError, with row and group, for bytes that name no two positions."""
-    if type(values) not in (Tensor, nn.Parameter):  # a DTensor's: they aren't looked at
+    """Raise FormatError, with row and group, for metadata that doesn't name two positions."""
+    if type(values) not in (Tensor, nn.Parameter):  # the values of a DTensor aren't looked at
         values = torch.empty(values.shape, dtype=torch.int8, device=meta.device)
     with cupy_on_torch_stream(values):
         try:

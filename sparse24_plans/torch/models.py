@@ -1,7 +1,6 @@
-"""Compressed checkpoints into models: our own and compressed-tensors' ``sparse-24-bitmask``, sharded or not.
+"""Loads compressed checkpoints into models: our own format and compressed-tensors' ``sparse-24-bitmask``.
 
-Nothing here needs transformers but :func:`from_pretrained`, which builds the model that a folder's
-``config.json`` names.
+Only :func:`from_pretrained` needs transformers. It builds the model that a folder's ``config.json`` names.
 """
 
 from __future__ import annotations
@@ -15,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, DENSE, CheckpointFormat, checkpoint_format
+from ..checkpoints.checkpoint_format import (
+    CHECKPOINT_FORMATS,
+    DENSE,
+    CheckpointFormat,
+    checkpoint_format,
+    without_sparsity,
+)
 from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer
-from ..checkpoints.model_config import without_sparsity
 from ..checkpoints.selection import Selection
 from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
@@ -47,10 +51,11 @@ _BITMASK = "compressed_tensors"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load_sparse24`` loaded, by names of the model's modules and tensors.
+    """The result of ``load_sparse24``, in names of the model's modules and tensors.
 
-    ``sparse``: layers that are Sparse24Linear now. ``dense``: tensors taken as they are, and compressed ones
-    whose module is no linear layer. ``unexpected``: tensors of the checkpoint that the model hasn't.
+    ``sparse`` lists the layers that are Sparse24Linear now. ``dense`` lists the tensors that were loaded
+    dense, compressed ones of modules other than linear layers among them. ``unexpected`` lists tensors of the
+    checkpoint that the model doesn't have.
     """
 
     sparse: tuple[str, ...]
@@ -73,22 +78,23 @@ def load_sparse24(
     Parameters
     ----------
     model : torch.nn.Module
-        Built from the checkpoint's configuration. Parameters on the meta device are replaced; others keep
-        their dtype and device, and the checkpoint's are converted. Layers may be Sparse24Linear already, also
-        cut over several devices: each rank keeps its part of what it reads.
+        A model with the checkpoint's configuration. Parameters on the meta device are replaced. Others keep
+        their dtype and device, and the checkpoint's tensors are converted. Layers may be Sparse24Linear
+        already, also sharded over devices: each rank keeps its part of what it reads.
     path : str or path
         A safetensors file, or a folder with one or with shards and their index.
     format : str, optional
-        ``sparse24`` (our own), or a foreign format; by default our own or compressed-tensors', as the file
-        says.
+        ``sparse24`` (our own) or a foreign format. The default is our own if the file's metadata says so,
+        else compressed-tensors'.
     dtype : torch.dtype, optional
-        Of the floating point parameters that replace those on the meta device; the checkpoint's by default.
+        The dtype of floating point parameters that replace those on the meta device; by default the
+        checkpoint's.
     trainable, require, preference
-        As of Sparse24Linear.
+        Arguments of Sparse24Linear.
 
-    Raises InvalidProblemError where the checkpoint holds no compressed weight, or lacks tensors that the
-    model has; UnsupportedError for weights of 8 bits; FormatError, naming file and tensor; StorageError.
-    Names, shapes and elements are compared before anything is changed.
+    Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
+    UnsupportedError for 8-bit weights; FormatError, naming file and tensor; StorageError. Names, shapes and
+    elements are compared before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
@@ -105,7 +111,7 @@ def load_sparse24(
 
 
 class _Source:
-    """A checkpoint: its compressed weights, and its other tensors, by the names that a model gives them."""
+    """A checkpoint: its compressed weights and its other tensors by name."""
 
     def __init__(self, reader: ModelReader, name: str | None) -> None:
         self.reader = reader
@@ -124,7 +130,7 @@ class _Source:
         self.others = [name for name in reader.tensors if name not in parts]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor, dense."""
+        """The dense shape of a tensor."""
         layer = self.weights.get(name)
         return self.reader.tensors[name].shape if layer is None else (layer.m, layer.k)
 
@@ -135,7 +141,7 @@ class _Source:
         return values, tensor_of(weight.metadata, ElementKind.U16)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, dense."""
+        """A tensor or compressed weight as a dense tensor."""
         if name in self.weights:
             dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
             return dense
@@ -147,7 +153,7 @@ class _Source:
 
 
 class _Load:
-    """One load: which tensor of the checkpoint goes where."""
+    """One load, which matches the checkpoint's tensors with the model's."""
 
     def __init__(self, model: nn.Module, source: _Source, dtype: torch.dtype | None) -> None:
         self._model, self._source, self._dtype = model, source, dtype
@@ -159,7 +165,7 @@ class _Load:
         self.dense: list[str] = []
 
     def _matched(self, names: list[str]) -> dict[str, str]:
-        """The checkpoint's name -> the model's: the same, or with or without the name of its inner model."""
+        """The model's name for each of the checkpoint's, which may differ by the inner model's prefix."""
         inner = getattr(self._model, "base_model_prefix", "") + "."
         found: dict[str, str] = {}
         for name in names:
@@ -170,11 +176,11 @@ class _Load:
         return found
 
     def _is_sparse(self, own: str) -> bool:
-        """Whether this is the weight of a Sparse24Linear that is there already."""
+        """Whether the model already has a Sparse24Linear with this weight."""
         return f"{own}.{_VALUES}" in self._wanted
 
     def _parts(self, own: str) -> list[Tensor]:
-        """What the model has of a tensor: itself, or the two of a compressed weight."""
+        """The model's tensor of this name, or the two tensors of a compressed weight."""
         names = [f"{own}.{part}" for part in (_VALUES, _META)] if self._is_sparse(own) else [own]
         return [self._wanted[name] for name in names]
 
@@ -185,7 +191,7 @@ class _Load:
         return layer.out_features, layer.k
 
     def check(self) -> None:
-        """Raise InvalidProblemError for missing tensors and other shapes, UnsupportedError for elements."""
+        """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
         found = {id(part) for own in self._names.values() for part in self._parts(own)}
         missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
         if missing:
@@ -208,7 +214,7 @@ class _Load:
                 raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
 
     def swap(self, options: Mapping[str, Any]) -> None:
-        """Put a Sparse24Linear where a linear layer's weight is compressed."""
+        """Replace each linear layer whose weight is compressed by a Sparse24Linear."""
         for name in self._source.weights:
             place = self._names.get(name, "").removesuffix(_WEIGHT)
             if place and self._is_sparse(self._names[name]):
@@ -218,20 +224,15 @@ class _Load:
             if type(linear) is not nn.Linear or not self._names[name].endswith(_WEIGHT):
                 continue
             weight = linear.weight
-            layer = Sparse24Linear(
-                linear.in_features,
-                linear.out_features,
-                linear.bias is not None,
-                device=weight.device,
-                dtype=weight.dtype,
-                **options,
-            )
+            k, m, where = linear.in_features, linear.out_features, weight.device
+            has_bias = linear.bias is not None
+            layer = Sparse24Linear(k, m, has_bias, device=where, dtype=weight.dtype, **options)
             parent, _, own = place.rpartition(".")
             setattr(self._model.get_submodule(parent), own, layer.train(linear.training))
             self.swapped.append(place)
 
     def fill(self) -> None:
-        """Read tensor after tensor, and hand each to its module."""
+        """Read one tensor after the other and load it into its module."""
         swapped = set(self.swapped)
         for name, own in self._names.items():
             place = own.removesuffix(_WEIGHT)
@@ -246,7 +247,7 @@ class _Load:
             self.dense.append(own)
 
     def _converted(self, tensor: Tensor, old: Tensor) -> Tensor:
-        """In the dtype that was asked for, where a parameter on the meta device is replaced."""
+        """The tensor in the requested dtype if it replaces a parameter on the meta device."""
         is_float = tensor.is_floating_point() and tensor.element_size() > 1
         return tensor.to(self._dtype) if self._dtype and is_float and old.is_meta else tensor
 
@@ -273,27 +274,27 @@ def from_pretrained(
     require: RequirementLike = None,
     preference: PreferenceLike = None,
 ) -> Any:
-    """The transformers model of a folder with a compressed checkpoint, in evaluation mode.
+    """Load the transformers model of a folder with a compressed checkpoint, in evaluation mode.
 
-    No loader of transformers is used, so any version serves that knows the model. Weights are never dense:
-    the model is built without memory for its parameters.
+    No loader of transformers is used, so any version that knows the model serves. The model is built without
+    memory for its parameters, so weights are never dense.
 
     Parameters
     ----------
     path : str or path
-        A folder with ``config.json`` and a checkpoint as of :func:`load_sparse24`.
+        A folder with ``config.json`` and a checkpoint that :func:`load_sparse24` takes.
     model_class : class, optional
-        The model's class, or one of transformers' auto classes; by default the architecture that the
+        The model's class, or one of transformers' auto classes. The default is the architecture that the
         configuration names.
     dtype : torch.dtype, optional
-        By default the checkpoint's.
+        The dtype of the parameters; by default the checkpoint's.
     device
-        Where to put the model; the CPU by default.
+        The model's device; the CPU by default.
     format, require, preference
-        As of :func:`load_sparse24`.
+        Arguments of :func:`load_sparse24`.
 
     Raises BackendUnavailableError without transformers; InvalidProblemError for a configuration that names
-    no class; what :func:`load_sparse24` raises.
+    no class; the errors of :func:`load_sparse24`.
     """
     try:
         import transformers
@@ -325,7 +326,7 @@ def from_pretrained(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are built meanwhile have parameters without memory; their buffers are as ever."""
+    """Modules built in this context have parameters without memory and ordinary buffers."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights in the layout that a plan's kernel reads: converted at first use, kept while the weight lives."""
+"""Keeps weights in the layouts that kernels read, converted at first use, while the weights live."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .elements import canonical_weight, current_stream, element_of, packed_weigh
 
 
 class _Copy(NamedTuple):
-    """A weight in another layout, and what it was made of."""
+    """A weight in another layout."""
 
     made_of: tuple[int, ...]
-    """Addresses and versions."""
+    """Addresses and versions of the tensors at the time of the conversion."""
     packed: PackedWeight
 
 
@@ -33,18 +33,18 @@ class _Copies(NamedTuple):
 
 
 _kept: dict[int, _Copies] = {}
-_version_of = attrgetter("_version")  # which PyTorch counts up with every write in place
+_version_of = attrgetter("_version")  # PyTorch increments it with every write in place
 
 
 def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None) -> bool:
-    """Whether the plan's kernel reads the weight as it is."""
+    """Whether the plan's kernel reads the weight's own layout."""
     if meta is not None:
         return plan.sku.layout == CANONICAL_LAYOUT
     return plan.sku.layout == layout_of(element_of(weight.dtype, "weight")).layout_id
 
 
 def as_it_is(weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int) -> PackedWeight:
-    """The weight in the layout that it has, sharing its memory."""
+    """The weight in its own layout and memory."""
     if meta is None:
         return packed_weight(weight, m, k)
     return PackedWeight.canonical(canonical_weight(weight, meta))
@@ -53,7 +53,7 @@ def as_it_is(weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int) ->
 def converted(
     plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int
 ) -> PackedWeight:
-    """The weight in the layout that the plan's kernel reads, made once for each state of the weight.
+    """The weight in the layout that the plan's kernel reads, converted again after each write to the weight.
 
     Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
     """
@@ -102,12 +102,12 @@ def _convert(
             whole = canonical_weight(weight, meta)
         packed = plan.pack(whole)
     if weight.is_cuda:
-        torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it from now on
+        torch.cuda.current_stream(weight.device).synchronize()  # any stream may read it afterwards
     return packed
 
 
 def cupy_on_torch_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """What is done through CuPy is ordered with PyTorch's current stream."""
+    """A context in which CuPy works on PyTorch's current stream."""
     if not tensor.is_cuda:
         return nullcontext()
     cuda = import_cupy().cuda
@@ -117,5 +117,5 @@ def cupy_on_torch_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def kept_copies() -> int:
-    """Weights that are kept in another layout too."""
+    """The number of weights that are kept in another layout too."""
     return len(_kept)

@@ -1,11 +1,10 @@
-"""Sparse24Linear over several devices: two styles for ``parallelize_module``, on torch.distributed alone.
+"""Sparse24Linear over several devices: two styles for ``parallelize_module`` on torch.distributed.
 
-A column-parallel layer has rows of W (out features) on each rank: nothing is summed over ranks. A
-row-parallel one has columns of W (in features): each rank's product is a float32 sum of its columns, and the
-ranks' sums are added in float32 pair by pair, neighbours first; then come bias, activation and rounding,
-once. So the order doesn't depend on the collective's algorithm. Of large results each rank adds up and
-rounds a share, so that no more is moved than must be. docs/pytorch.md says which bits are those of one
-device.
+A column-parallel layer has rows of W (out features) on each rank and sums nothing over ranks. A row-parallel
+layer has columns of W (in features): each rank's product is a float32 sum over its columns. The ranks' sums
+are added in float32 pair by pair, neighbours first, then come bias, activation and one rounding. This order
+doesn't depend on the collective's algorithm. Each rank adds up and rounds a share of a large result, which
+moves the fewest bytes. docs/pytorch.md says when the bits are those of one device.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8
 _LARGE = 1 << 22
-"""Results from which on what ranks exchange takes longer than one collective more."""
+"""Number of results beyond which sums in shares save more time than their extra collective costs."""
 
 
 # The layers -----------------------------------------------------------------------------------------
 
 
 class _ShardedLinear(Sparse24Linear):
-    """A Sparse24Linear of which each rank of a mesh has a part.
+    """A Sparse24Linear of which each rank of a mesh holds a part.
 
-    ``in_features`` and ``out_features`` are those of the whole. Parameters are the rank's own plain tensors;
-    in a state_dict they are DTensors.
+    ``in_features`` and ``out_features`` are the whole layer's. Parameters are plain tensors with the rank's
+    part; a state_dict has DTensors.
     """
 
     _mesh: DeviceMesh
     _style: ColwiseSparse24 | RowwiseSparse24
     _axis: int
-    """Of W: 0 is cut along M, 1 along K."""
+    """The dimension of W that is cut: 0 is M, 1 is K."""
 
     def _be_sharded(self, style: Any, mesh: DeviceMesh, whole: dict[str, Tensor | None]) -> None:
-        """Hold the rank's part of these tensors."""
+        """Hold the rank's part of the whole layer's tensors."""
         self._style, self._mesh = style, mesh
         parts: Any = [None if t is None else self._part(key, t) for key, t in whole.items()]
         self._choose_options()
@@ -62,7 +61,7 @@ class _ShardedLinear(Sparse24Linear):
         return Shard(self._axis)
 
     def _part(self, key: str, whole: Tensor) -> Tensor:
-        """The rank's, in memory of its own."""
+        """The rank's part in new memory."""
         placement = self._placement(key)
         if isinstance(placement, Shard):
             whole = whole.chunk(self._mesh.size(), placement.dim)[self._mesh.get_local_rank()]
@@ -89,7 +88,7 @@ class _ShardedLinear(Sparse24Linear):
         return self._part(key, given)
 
     def _incoming(self, x: Tensor, wanted: Placement, gradient: Placement | None) -> Tensor:
-        """The rank's part of x; ``gradient``: what its gradients on the ranks are, where not parts too."""
+        """The rank's part of x. ``gradient`` is the placement of its gradient if that isn't ``wanted``."""
         mesh, given = self._mesh, tuple(_counted(one, x) for one in self._style.input_layouts)
         if not isinstance(x, DTensor):
             no_gradient = gradient is None or not (torch.is_grad_enabled() and x.requires_grad)
@@ -117,7 +116,7 @@ class _ShardedLinear(Sparse24Linear):
 
 
 class ColwiseSparse24Linear(_ShardedLinear):
-    """What ``ColwiseSparse24`` makes of a Sparse24Linear: rows of W, and of the bias, on each rank."""
+    """A column-parallel Sparse24Linear: each rank has rows of W and of the bias."""
 
     _axis = 0
 
@@ -126,28 +125,28 @@ class ColwiseSparse24Linear(_ShardedLinear):
         return self.out_features // self._mesh.size(), self.k
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say; half with a gate."""
+        """Map x, placed by ``input_layouts``, to the result, placed by ``output_layouts``."""
         y = super().forward(self._incoming(x, Replicate(), Partial()))
         (wanted,) = self._style.output_layouts
         return self._outgoing(y, Shard(y.dim() - 1), _counted(wanted, y))
 
 
 class RowwiseSparse24Linear(_ShardedLinear):
-    """What ``RowwiseSparse24`` makes of a Sparse24Linear: columns of W on each rank, the bias on all.
+    """A row-parallel Sparse24Linear: each rank has columns of W and the whole bias.
 
-    Where a rank has several parts of K, their weights lie one below the other in the layer's tensors.
+    If a rank has several parts of K, the layer's tensors hold the weights of the parts one below the other.
     """
 
     _axis = 1
     _parts: int
-    """Of K on this rank."""
+    """The number of parts of K on this rank."""
 
     @property
     def _shape(self) -> tuple[int, int]:
         return self.out_features * self._parts, self.k // (self._mesh.size() * self._parts)
 
     def canonical(self) -> tuple[Tensor, Tensor]:
-        """Values and metadata of the rank's columns, its parts side by side."""
+        """Values and metadata of the rank's columns, with its parts side by side."""
         values, meta = self._held()
         return _beside(values, self._parts), _beside(meta, self._parts)
 
@@ -159,8 +158,8 @@ class RowwiseSparse24Linear(_ShardedLinear):
         return _below(values, self._parts), _below(meta, self._parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as ``input_layouts`` say -> [..., out_features] as ``output_layouts`` say."""
-        partial = folded(self._products(self._incoming(x, Shard(x.dim() - 1), None)))
+        """Map x, placed by ``input_layouts``, to [..., out_features] placed by ``output_layouts``."""
+        partial = summed_in_pairs(self._products(self._incoming(x, Shard(x.dim() - 1), None)))
         (wanted,) = self._style.output_layouts
         placed = _counted(wanted, partial)
         if self._is_summed_in_shares(partial, placed):
@@ -172,7 +171,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         return self._outgoing(y, placed, placed)
 
     def _is_summed_in_shares(self, partial: Tensor, placed: Placement) -> bool:
-        """Whether each rank finishes a share of the tokens, so that rounded results go to the others."""
+        """Whether each rank finishes a share of the tokens and sends rounded results to the others."""
         ranks, bias = self._mesh.size(), self.bias
         if ranks == 1 or not isinstance(placed, Replicate) or torch.compiler.is_compiling():
             return False
@@ -183,7 +182,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         return count >= _LARGE and count // self.out_features % ranks == 0
 
     def _finished(self, total: Tensor, placed: Placement) -> Tensor:
-        """Sums over all of K with bias and activation, rounded."""
+        """The rounded results: sums over all of K with bias and activation."""
         if self.bias is not None:
             total = total + self._bias_of(placed, total.dim()).float()
         return _tensor(FORWARD[self.activation](total).to(self.out_dtype or self._weight.dtype))
@@ -198,7 +197,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         ]
 
     def _bias_of(self, placed: Placement, dims: int) -> Tensor:
-        """The bias of the rank's results; where they aren't all results, its gradient is all ranks'."""
+        """The bias of the rank's results. If these are a part, its gradient is summed over the ranks."""
         bias: Any = self.bias
         if not isinstance(placed, Shard):
             return _tensor(bias)
@@ -209,7 +208,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
         return local.chunk(self._mesh.size())[self._mesh.get_local_rank()]
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:
-        """The plan of the product of one part of K, of ``n`` tokens."""
+        """The plan of one part of K for ``n`` tokens."""
         weight = self._weight
         element = element_of(weight.dtype, "weight")
         descriptor = GemmSparse24Descriptor(
@@ -224,7 +223,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _below(matrix: Tensor, parts: int) -> Tensor:
-    """[M, parts * k] -> [parts * M, k]: parts side by side go one below the other."""
+    """[M, parts * k] as [parts * M, k]: parts side by side are put one below the other."""
     if parts == 1:
         return matrix
     m, columns = matrix.shape
@@ -232,7 +231,7 @@ def _below(matrix: Tensor, parts: int) -> Tensor:
 
 
 def _beside(matrix: Tensor, parts: int) -> Tensor:
-    """What ``_below`` undoes."""
+    """The inverse of ``_below``."""
     if parts == 1:
         return matrix
     rows, k = matrix.shape
@@ -240,7 +239,7 @@ def _beside(matrix: Tensor, parts: int) -> Tensor:
 
 
 def _counted(placement: Placement, tensor: Tensor) -> Placement:
-    """With dimensions counted from the front."""
+    """The placement with its dimension counted from the front."""
     if isinstance(placement, Shard) and placement.dim < 0:
         return Shard(placement.dim + tensor.dim())
     return placement
@@ -249,8 +248,8 @@ def _counted(placement: Placement, tensor: Tensor) -> Placement:
 # Sums over ranks ------------------------------------------------------------------------------------
 
 
-def folded(parts: list[Tensor]) -> Tensor:
-    """The sum, pair by pair: (0 + 1) + (2 + 3) and so on; one without a neighbour waits a round."""
+def summed_in_pairs(parts: list[Tensor]) -> Tensor:
+    """The sum pair by pair: (0 + 1) + (2 + 3) and so on. A part without a neighbour waits a round."""
     while len(parts) > 1:
         pairs = [one + other for one, other in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[2 * len(pairs) :]
@@ -258,7 +257,7 @@ def folded(parts: list[Tensor]) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The ranks' float32 tensors, folded in the order of ranks: the whole sum, or a part along a dim."""
+    """The sum of the ranks' tensors, pair by pair in rank order: all of it, or a part along ``dim``."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
@@ -274,7 +273,7 @@ class _SumOverRanks(torch.autograd.Function):
                 )
             return _scattered(torch.stack(partial.chunk(ranks, dim)), mesh)
         if ranks == 2:
-            return folded(list(_gathered(partial, mesh).unbind()))
+            return summed_in_pairs(list(_gathered(partial, mesh).unbind()))
         # Each rank sums a part, so that no more is moved than a ring would move.
         flat = partial.reshape(-1)
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks))
@@ -296,19 +295,19 @@ def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Part r of every rank's [ranks, ...], folded, on rank r."""
+    """On rank r, the sum over ranks of part r of their tensors [ranks, ...]."""
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts.contiguous(), group=mesh.get_group())
-    return folded(list(found.unbind()))
+    return summed_in_pairs(list(found.unbind()))
 
 
 # The styles -----------------------------------------------------------------------------------------
 
 
 class _Style(ParallelStyle):
-    """What both styles take, as PyTorch's ColwiseParallel and RowwiseParallel do."""
+    """The arguments and checks that both styles share."""
 
-    src_data_rank: int | None = 0  # which PyTorch 2.6 hasn't
+    src_data_rank: int | None = 0  # PyTorch 2.6 doesn't set it
     _default_input: Placement
     _default_output: Placement
 
@@ -354,7 +353,7 @@ class _Style(ParallelStyle):
 
 
 def _agreed(layer: Sparse24Linear, mesh: DeviceMesh, source: int | None) -> dict[str, Tensor | None]:
-    """The whole layer's canonical tensors, those of rank ``source`` of the mesh; None: each rank's own."""
+    """The whole layer's canonical tensors on rank ``source``, or each rank's own if that is None."""
     with torch.no_grad():
         values, meta = layer.canonical()
         bias = None if layer.bias is None else layer.bias.detach()
@@ -371,14 +370,14 @@ def _agreed(layer: Sparse24Linear, mesh: DeviceMesh, source: int | None) -> dict
 
 
 class ColwiseSparse24(_Style):
-    """Rows of W (out features) on each rank of the mesh: ColwiseParallel for a Sparse24Linear.
+    """ColwiseParallel for a Sparse24Linear: rows of W (out features) on each rank of the mesh.
 
-    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of PyTorch's ColwiseParallel: by
-    default x is replicated, and the result lies on the ranks along its last dimension, as a plain tensor.
-    out_features must be a multiple of the ranks, with a gated activation of 16 times the ranks.
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are arguments of PyTorch's ColwiseParallel.
+    By default x is replicated, and the result is a plain tensor, sharded along its last dimension.
+    out_features must be a multiple of the number of ranks, or of 16 times it with a gated activation.
 
-    Where the layer requires batch invariance (or bits that are stable across hardware), results have the bits
-    of one device: the ranks' plans sum K as the whole weight's does (``PlanPreference.whole_m``).
+    If the layer requires batch invariance (or bits that are stable across hardware), results have the bits of
+    one device: the ranks' plans sum K like the whole weight's plan (``PlanPreference.whole_m``).
 
     ``parallelize_module`` raises InvalidProblemError for other modules, meshes of more than one dimension,
     and sizes that don't divide.
@@ -401,22 +400,21 @@ class ColwiseSparse24(_Style):
 
 
 class RowwiseSparse24(_Style):
-    """Columns of W (in features) on each rank of the mesh: RowwiseParallel for a Sparse24Linear.
+    """RowwiseParallel for a Sparse24Linear: columns of W (in features) on each rank of the mesh.
 
-    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of PyTorch's RowwiseParallel: by
-    default x lies on the ranks along its last dimension, and the result is replicated, as a plain tensor.
-    in_features must be a multiple of 8 times the ranks.
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are arguments of PyTorch's RowwiseParallel.
+    By default x is sharded along its last dimension, and the result is a replicated plain tensor.
+    in_features must be a multiple of 8 times the number of ranks.
 
-    Each rank's product is in float32; the sums are added pair by pair in the order of ranks, then come bias,
-    activation and rounding. So another number of ranks gives other bits, unless ``parts`` says into how many
-    equal parts K is cut on every number of ranks: a power of two that the ranks divide. A rank multiplies
-    its parts one by one. The bits are then those of one rank with as many parts. Where a rank has several,
+    Each rank's product is float32. The products are added pair by pair in rank order, then come bias,
+    activation and rounding. Another number of ranks therefore gives other bits, unless ``parts`` fixes into
+    how many equal parts K is cut: a power of two that the number of ranks divides. A rank multiplies its
+    parts one by one, and the bits are those of one rank with as many parts. If a rank has several parts,
     out_features must be a multiple of 64, the rows of a tile.
 
     ``parallelize_module`` raises InvalidProblemError for other modules, meshes of more than one dimension,
-    and sizes that don't divide; UnsupportedError for a gated activation, for a layer that requires batch
-    invariance where ``parts`` is None, and for one that requires bits that are stable across hardware: those
-    are of one sum over K.
+    and sizes that don't divide; UnsupportedError for a gated activation, for required batch invariance
+    without ``parts``, and for required bits that are stable across hardware, which one sum over K defines.
     """
 
     _default_input, _default_output = Shard(-1), Replicate()

@@ -1,4 +1,4 @@
-"""``to_sparse24``: the linear layers of a model become 2:4 ones, in place, with a report."""
+"""``to_sparse24`` swaps the linear layers of a model for 2:4 ones, in place, and reports what it did."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.arguments import check_callback, patterns_of
+from ..checkpoints.selection import check_callback, patterns_of
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
 from .activations import check_activation, check_rows
@@ -21,11 +21,10 @@ from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Li
 
 @dataclass(frozen=True)
 class Sparse24Recipe:
-    """How a layer's weight becomes 2:4; the fields are those of Sparse24Linear and ``from_linear``.
+    """How a layer's weight becomes 2:4. The fields are arguments of Sparse24Linear and ``from_linear``.
 
-    ``activation`` is for models that don't apply it themselves.
-
-    ``scores`` gives the scores [M, K] of a layer of that name, or None to rank by |value|.
+    ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
+    the layer; it returns scores [M, K], or None to rank by |value|.
     """
 
     method: str = "prune"
@@ -44,7 +43,7 @@ class Sparse24Recipe:
         check_activation(self.activation)
 
     def layer(self, name: str, linear: nn.Linear) -> Sparse24Linear:
-        """The layer that takes the place of ``linear``."""
+        """The Sparse24Linear that replaces ``linear``."""
         return Sparse24Linear.from_linear(
             linear,
             method=self.method,
@@ -63,9 +62,9 @@ RecipeLike = Sparse24Recipe | str | Mapping[str, "Sparse24Recipe | str"]
 
 @dataclass(frozen=True)
 class SwappedLayer:
-    """One layer that was swapped. ``kept_energy``: the sum of squares that was kept, as a share of all.
+    """One layer that was swapped.
 
-    NaN where the weight is on the meta device, so has no values.
+    ``kept_energy`` is the kept share of the weight's sum of squares; NaN for a weight on the meta device.
     """
 
     name: str
@@ -80,24 +79,24 @@ class SwappedLayer:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What ``to_sparse24`` did: ``layers`` that were swapped, ``skipped`` linear layers with the reason."""
+    """The result of ``to_sparse24``: swapped ``layers``, and ``skipped`` linear layers with the reasons."""
 
     layers: tuple[SwappedLayer, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dense_bytes(self) -> int:
-        """Of the swapped weights, before."""
+        """Bytes of the swapped weights before."""
         return sum(layer.dense_bytes for layer in self.layers)
 
     @property
     def sparse_bytes(self) -> int:
-        """Of the swapped weights, now."""
+        """Bytes of the swapped weights after."""
         return sum(layer.sparse_bytes for layer in self.layers)
 
     @property
     def least_kept_energy(self) -> float:
-        """Of the layer that lost most; 1 where nothing was swapped."""
+        """The kept energy of the layer that lost most; 1 if nothing was swapped."""
         return min((layer.kept_energy for layer in self.layers), default=1.0)
 
     def __str__(self) -> str:
@@ -129,16 +128,16 @@ def to_sparse24(
     model : torch.nn.Module
         A module that holds linear layers, on any device.
     include, exclude : sequences of str
-        Patterns (``fnmatch``) of layers' qualified names. Without ``include`` all are taken. A layer that an
-        ``include`` pattern names must be swappable; others that aren't are skipped.
+        Patterns (``fnmatch``) of layers' qualified names. Without ``include`` all layers are taken. A layer
+        that ``include`` names must be swappable; other layers that aren't are skipped.
     recipe : Sparse24Recipe, str or mapping
-        How: a recipe, a method of ``Sparse24Linear.from_linear``, or either by patterns of names, of which
-        the first that matches counts and layers that none matches are skipped.
+        A recipe, a method of ``Sparse24Linear.from_linear``, or a mapping from patterns of names to either.
+        The first pattern that matches counts; layers that no pattern matches are skipped.
     progress : bool, optional
-        Whether to show a progress bar on stderr; by default where that is a terminal.
+        Whether to show a progress bar on stderr. The default is whether stderr is a terminal.
 
-    Raises InvalidProblemError for a model or patterns that can't be meant; UnsupportedError or FormatError,
-    naming the layer, before anything is swapped, for an included layer that can't be.
+    Raises InvalidProblemError for a wrong model, pattern or recipe, and before anything is swapped for an
+    included layer that can't be swapped.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.Linear):
         raise InvalidProblemError(
@@ -152,7 +151,7 @@ def to_sparse24(
             assert isinstance(linear, nn.Linear)
             try:
                 swapped = how.layer(name, linear)
-            except FormatError as error:  # an included one has passed choice's check
+            except FormatError as error:  # included layers were checked by _Choice
                 choice.skipped[name] = str(error)
             else:
                 layers.append(_entry(name, linear, swapped))
@@ -163,7 +162,7 @@ def to_sparse24(
 
 
 class _Choice:
-    """Which layers are swapped and how, and why others aren't."""
+    """Decides which layers are swapped and how, and notes why others aren't."""
 
     def __init__(
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
@@ -214,7 +213,7 @@ def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
 
 
 def owners_of(model: nn.Module) -> Counter[int]:
-    """How many modules of a model have a parameter, by its id."""
+    """The number of modules that own each parameter, by the parameter's id."""
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
@@ -223,7 +222,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
-    """Why a layer of a model with these owners can't be swapped; or None."""
+    """Why a layer can't be swapped, or None. ``owners`` are the model's, from :func:`owners_of`."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}, not an nn.Linear"
     weight = linear.weight
@@ -257,21 +256,13 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
         values, _ = layer.canonical()
         kept, whole = (t.detach().to(torch.float64).square().sum().item() for t in (values, weight))
         energy = kept / whole if whole else 1.0
-    return SwappedLayer(
-        name,
-        layer.out_features,
-        layer.in_features,
-        weight.dtype,
-        energy,
-        weight.nbytes,
-        layer.weight_bytes,
-        layer.k,
-    )
+    sizes = layer.out_features, layer.in_features
+    return SwappedLayer(name, *sizes, weight.dtype, energy, weight.nbytes, layer.weight_bytes, layer.k)
 
 
 @contextmanager
 def _progress(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
-    """A bar of so many steps on stderr; gives the function that advances it."""
+    """Show a bar of ``total`` steps on stderr. The context is the function that advances it."""
     if wanted is None:
         wanted = sys.stderr.isatty()
     if not wanted:

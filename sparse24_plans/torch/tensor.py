@@ -1,7 +1,7 @@
 """``Sparse24Tensor``: a 2:4 matrix as a tensor, for code written against PyTorch's semi-structured sparsity.
 
 It is a ``torch.sparse.SparseSemiStructuredTensor`` with the same constructor, attributes, operations and
-errors; what PyTorch's own two classes refuse and this one can do is listed in docs/pytorch.md.
+errors. docs/pytorch.md lists what it can do beyond PyTorch's own two classes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _aten = torch.ops.aten
 
 
 class SemiStructuredError(InvalidProblemError, RuntimeError):
-    """A tensor that can't become a 2:4 one. A RuntimeError too, which is what PyTorch's classes raise."""
+    """A tensor can't become a 2:4 one. This is also a RuntimeError, which PyTorch's classes raise."""
 
 
 class SemiStructuredProductError(SemiStructuredError, NotImplementedError):
-    """A product of sizes that don't fit; PyTorch's classes raise a NotImplementedError where they notice."""
+    """The sizes of a product don't fit. This is also a NotImplementedError, which PyTorch's classes raise."""
 
 
 class ShapeConstraints(NamedTuple):
-    """What multiples sizes must be of; the fields' names are PyTorch's."""
+    """The numbers that sizes must be multiples of; the fields have PyTorch's names."""
 
     sparse_min_rows: int
     sparse_min_cols: int
@@ -49,11 +49,11 @@ TILE_ALGORITHMS = {
     "causal1122": TileRule.CAUSAL_1122,
     "optimal": TileRule.OPTIMAL,
 }
-"""PyTorch's names of the ways to prune 4x4 tiles, with its default, and one that it hasn't."""
+"""The rules for pruning 4x4 tiles by PyTorch's names, its default (""), and ``optimal``, which is ours."""
 
 
 def tile_rule(algorithm: str) -> TileRule:
-    """Of its name in PyTorch. Raises InvalidProblemError."""
+    """The rule with this name in PyTorch. Raises InvalidProblemError."""
     if algorithm not in TILE_ALGORITHMS:
         names = ", ".join(repr(name) for name in TILE_ALGORITHMS)
         raise InvalidProblemError(f"algorithm: expected one of {names}, got {algorithm!r}")
@@ -63,11 +63,11 @@ def tile_rule(algorithm: str) -> TileRule:
 class Sparse24Tensor(SparseSemiStructuredTensor):
     """A 2:4 matrix [M, K] of float32, float16, bfloat16, int8 or float8_e4m3fn, on CPU or CUDA.
 
-    ``packed`` [M, K/2] and ``meta`` int16 [M, K/8] are the canonical weight; ``packed_t`` and ``meta_t`` that
-    of the transpose, where 4x4 tiles were pruned or the tensor was transposed;
-    ``compressed_swizzled_bitmask`` uint8 [M/8, K/8, 8] says which cells of the tiles were kept. Make one with
-    :meth:`from_dense` or :meth:`prune_dense_static_sort`. M is any, K a multiple of 8; the dense operand has
-    any sizes, so nothing is padded.
+    ``packed`` [M, K/2] and ``meta`` int16 [M, K/8] are the canonical weight. ``packed_t`` and ``meta_t`` are
+    the canonical weight of the transpose, if 4x4 tiles were pruned or the tensor was transposed.
+    ``compressed_swizzled_bitmask`` uint8 [M/8, K/8, 8] says which cells of the tiles were kept. Make a tensor
+    by :meth:`from_dense` or :meth:`prune_dense_static_sort`. K must be a multiple of 8. M and the sizes of
+    the dense operand are free, so nothing is padded.
     """
 
     BACKEND = "sparse24"
@@ -89,11 +89,11 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         alg_id_cusparselt: int = 0,
         requires_grad: bool = False,
     ) -> Sparse24Tensor:
-        """Of parts that are there already: ours, or CUTLASS's of 16 and 8 bits, which are converted.
+        """Make a tensor from parts: ours, or CUTLASS's of 16 and 8 bits, which are converted.
 
-        Raises InvalidProblemError (a ValueError) where none is there, or what cuSPARSELt compressed, which
-        doesn't say for which device. FormatError for bad metadata. :func:`from_semi_structured` takes all of
-        PyTorch's.
+        Raises InvalidProblemError (a ValueError) without parts, and for parts that cuSPARSELt compressed,
+        because they don't tell the device; FormatError for bad metadata. :func:`from_semi_structured` takes
+        all of PyTorch's tensors.
         """
         packed, meta = _own(packed, meta, shape)
         packed_t, meta_t = _own(packed_t, meta_t, shape[::-1])
@@ -149,32 +149,23 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
 
     @classmethod
     def from_dense(cls, original_tensor: Tensor, alg_id: int = 0) -> Sparse24Tensor:
-        """The tensor of a matrix [M, K] that is 2:4 already; on a GPU this waits for the device.
+        """The tensor of a matrix [M, K] that is 2:4 already. On a GPU this waits for the device.
 
-        ``alg_id`` is cuSPARSELt's, kept and not used. Raises SemiStructuredError (a RuntimeError) for a
-        dtype, shape, device or strides that aren't served; FormatError, with row and group, for a matrix that
-        isn't 2:4: nothing is dropped.
+        ``alg_id`` is cuSPARSELt's: it is stored and not used. Raises SemiStructuredError (a RuntimeError) for
+        a dtype, shape, device or strides that aren't served; FormatError, with row and group, for a matrix
+        that isn't 2:4, of which nothing is dropped.
         """
         cls._validate_device_dim_dtype_shape(original_tensor)
         with torch.no_grad():
             values, meta = _ops.compress(original_tensor.detach())
-        wants = original_tensor.requires_grad
-        return cls(
-            original_tensor.shape,
-            values,
-            meta,
-            None,
-            None,
-            None,
-            alg_id_cusparselt=alg_id,
-            requires_grad=wants,
-        )
+        options: Any = {"alg_id_cusparselt": alg_id, "requires_grad": original_tensor.requires_grad}
+        return cls(original_tensor.shape, values, meta, None, None, None, **options)
 
     @classmethod
     def prune_dense_static_sort(cls, original_tensor: Tensor, algorithm: str = "") -> Sparse24Tensor:
-        """Prune 4x4 tiles of a matrix [M, K], both multiples of 8: the tensor and its transpose are 2:4.
+        """Prune the 4x4 tiles of a matrix [M, K], both multiples of 8, so that its transpose is 2:4 too.
 
-        ``algorithm`` is PyTorch's: ``largest_values_greedy``, its default, which takes signs into account,
+        ``algorithm`` is PyTorch's ``largest_values_greedy`` (the default, which heeds signs),
         ``largest_abs_values_greedy`` or ``causal1122``; or ``optimal``. Raises SemiStructuredError,
         InvalidProblemError.
         """
@@ -248,7 +239,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         return in_dtype(self._by_transpose(B.t()).t().contiguous(), self.dtype)
 
     def _by_transpose(self, rows: Tensor) -> Tensor:
-        """``rows @ self^T`` of the transpose's parts. Raises UnsupportedError where no kernel has it."""
+        """``rows @ self^T`` from the transpose's parts. Raises UnsupportedError if no kernel serves it."""
         try:
             return _tensor(_ops.dgrad(rows, self.packed_t, self.meta_t, None, self.shape[0]))
         except UnsupportedError as error:
@@ -290,12 +281,12 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _own(packed: Tensor | None, meta: Tensor | None, shape: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Parts of a matrix of this shape, converted where they are CUTLASS's."""
+    """The canonical parts of a matrix of this shape, converted if they are CUTLASS's."""
     if packed is None or is_canonical(packed, meta):
         return packed, meta
     if meta is None:
         raise InvalidProblemError(
-            "meta: expected a tensor, got None; from_semi_structured reads cuSPARSELt's"
+            "meta: expected a tensor, got None; from_semi_structured converts cuSPARSELt's tensors"
         )
     m, k = shape
     values, words = _ops.from_cutlass(packed.detach(), meta, m, k)
@@ -306,7 +297,7 @@ def _own(packed: Tensor | None, meta: Tensor | None, shape: Any) -> tuple[Tensor
 
 
 def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **options: Any) -> Sparse24Tensor:
-    """The same tensor with every part changed."""
+    """A tensor of the same shape whose parts ``change`` makes."""
     parts = [None if (part := getattr(tensor, name)) is None else change(part) for name in _PARTS]
     kind: Any = type(tensor)
     made: Sparse24Tensor = kind(
@@ -321,7 +312,7 @@ def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """Metadata in PyTorch's layout, that of CUTLASS, which PyTorch's functions of values and indices read."""
+    """Metadata in CUTLASS's layout, which PyTorch's functions of values and indices read."""
     (tensor,) = args
     return _tensor(_ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
 
@@ -411,7 +402,7 @@ def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """To the CPU a dense tensor, as PyTorch does it; else the parts move, the values change their dtype."""
+    """A dense tensor on the CPU, as PyTorch's classes do it; on other devices a Sparse24Tensor."""
     tensor = args[0]
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is not None and torch.device(device).type == "cpu":
@@ -431,12 +422,12 @@ def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _narrow(*dtypes: torch.dtype) -> bool:
-    """Whether one has 8 bits: such values mean little without a scale."""
+    """Whether the dtypes differ and one has 8 bits: 8-bit values mean little without a scale."""
     return dtypes[0] != dtypes[1] and any(dtype.itemsize == 1 for dtype in dtypes)
 
 
 def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """aten.to as it comes in inference mode."""
+    """Serve aten.to, which arrives instead of aten._to_copy in inference mode."""
     tensor, *rest = args
     for given in rest:
         if isinstance(given, (str, torch.device)):
@@ -448,7 +439,7 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """``scale_a * scale_b * (a @ b)``, either operand sparse; scales in float32 of a tensor or of rows."""
+    """``scale_a * scale_b * (a @ b)``, one operand sparse. A float32 scale is for all rows or for each."""
     names = ("bias", "scale_result", "out_dtype", "use_fast_accum")
     a, b, scale_a, scale_b, *rest = args
     options = {**dict(zip(names, rest, strict=False)), **kwargs}
@@ -457,7 +448,7 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
         )
-    if out in (None, _FP8):  # which no kernel writes: the scaled sum in float32, rounded once
+    if out in (None, _FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
         wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
         most = torch.finfo(_FP8).max
         return wide.clamp(-most, most).to(_FP8)
@@ -470,8 +461,8 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         values, meta = _part(a, "packed"), _part(a, "meta")
         y = _ops.scaled_linear(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
         return _tensor(y.t().contiguous())
-    turned = b.t()
-    values, meta = _part(turned, "packed"), _part(turned, "meta")
+    sparse = b.t()
+    values, meta = _part(sparse, "packed"), _part(sparse, "meta")
     return _tensor(_ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
 
 

@@ -186,6 +186,14 @@ def test_what_conversions_refuse():
 # Pruning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("density", "blocks"), [(0.24, 2), (0.25, 2), (0.26, 3), (0.34, 3), (0.35, 4), (0.36, 4)]
+)
+def test_the_number_of_kept_blocks_is_rounded_half_to_even(density, blocks):
+    layout, _ = prune_blocks(np.ones((2, 320, 64), np.float16), 64, density, along="rows")
+    assert layout.shape.blocks == blocks
+
+
 @every_along
 @pytest.mark.parametrize("density", [0.0, 0.3, 0.5, 1.0, 1])
 def test_the_blocks_of_highest_energy_are_kept(along, density):

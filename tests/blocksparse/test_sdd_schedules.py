@@ -1,6 +1,9 @@
-"""How ``sdd`` is cut for the kernel that multiplies kept blocks: what every cluster gets, without a GPU."""
+"""Schedules of ``sdd``: the work that every cluster gets, without a GPU."""
 
 from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
+from sparse24_plans.blocksparse.kernel_problem import K_MAJOR
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
@@ -15,6 +20,8 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     sampled_schedules,
 )
 from sparse24_plans.plan.schedule_choice import constants
+
+from ..kernels.index_functions import Table, check_tables
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -24,35 +31,75 @@ def shape_of(block: int, rows: int = 4096, cols: int = 4096, density: float = 0.
     return BlockSparseShape(heads=1, rows=rows, cols=cols, block=block, blocks=blocks)
 
 
-def dealt_out(
-    one: BlocksWgmmaSchedule, columns: list[int], block: int, clusters: int
-) -> list[list[tuple[int, int]]]:
-    """Dealer and Item of blocksparse/blocks_wgmma.cu, written down again: of each cluster its items.
+class Deal(NamedTuple):
+    """How the work of ``sdd`` is divided: a piece is a block column of a row panel, or a part."""
 
-    An item is its strip, and what each block of threads has of the strip's columns of blocks, in parts.
-    """
-    parts_of_block = block // min(block, one.tokens)
-    most = max(one.tokens // block, 1) * one.share
-    found: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
-    group = index = 0
-    while having := sum(count * parts_of_block > group * most for count in columns):
-        for strip in range(having):
-            parts = columns[strip] * parts_of_block
-            each = -(-parts // (-(-parts // most) * one.share))
-            turn, at = divmod(index, clusters)
-            found[clusters - 1 - at if turn % 2 else at].append((strip, each))
-            index += 1
-        group += 1
-    return found
+    pieces_per_block: int
+    most: int
+    """Pieces of a work tile at most."""
+
+    ctas: int
+    """CTAs of a cluster."""
+
+    @classmethod
+    def of(cls, one: BlocksWgmmaSchedule, block: int) -> Deal:
+        return cls(block // min(block, one.tokens), max(one.tokens // block, 1) * one.share, one.share)
+
+    def each(self, columns: int) -> int:
+        """Return the pieces of each CTA of a row panel."""
+        pieces = columns * self.pieces_per_block
+        return -(-pieces // (-(-pieces // self.most) * self.ctas))
+
+    def clusters(self, columns: list[int], clusters: int) -> list[list[tuple[int, int]]]:
+        """Return the work tiles of each cluster: the row panel and the pieces of each CTA."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
+        order = (index for turn in itertools.count() for index in work_tiles(clusters, turn).argsort())
+        group = 0
+        while having := sum(count * self.pieces_per_block > group * self.most for count in columns):
+            for panel in range(having):
+                found[next(order)].append((panel, self.each(columns[panel])))
+            group += 1
+        return found
+
+
+def work_tiles(clusters: int, turn: int) -> np.ndarray:
+    """Return the work tile of each cluster in one round: rounds go through the clusters to and fro."""
+    order = np.arange(clusters)
+    return turn * clusters + (order[::-1] if turn % 2 else order)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("which", range(6))
+def test_the_kernel_divides_work_as_the_model_does(block, which):
+    one = sampled_schedules(shape_of(block))[which]
+    desc = BlockSparseMatmulDescriptor(op="sdd", layout=shape_of(block), n=64, element="bf16")
+    deal, most, ranks = Deal.of(one, block), 300, np.arange(one.share)
+    each = np.array([deal.each(columns) for columns in range(1, most)])
+    first = (np.arange(5)[:, None] * one.share + ranks) * each[:, None, None]
+    check_tables(
+        "blocksparse/blocks_wgmma/tile_scheduler.cuh",
+        defines(desc, one, (K_MAJOR, K_MAJOR)),
+        Table("i0 == 0 ? Config::kPiecesPerBlock : Config::kClusterN", [deal.pieces_per_block, deal.ctas]),
+        Table("TileScheduler::pieces_before(i0)", np.arange(9) * deal.most),
+        Table("TileScheduler::pieces_of_cta(1 + i0)", each),
+        Table("TileScheduler::first_piece(TileScheduler::pieces_of_cta(1 + i0), i1, i2)", first),
+    )
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 7, 132])
+def test_clusters_take_work_tiles_to_and_fro(clusters):
+    want = np.stack([work_tiles(clusters, turn) for turn in range(6)])
+    table = Table(f"work_tile_of(i0, i1, {clusters})", want)
+    check_tables("blocksparse/pipeline.cuh", {}, table)
 
 
 columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: sorted(one, reverse=True))
 
 
 @given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5), st.sampled_from([2, 7, 132]))
-def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
+def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
-    items = dealt_out(one, columns, block, one.resident_clusters(multiprocessors))
+    items = Deal.of(one, block).clusters(columns, one.resident_clusters(multiprocessors))
     fit = constants(f"blocks_wgmma_sdd_{block}")
     rows = one.rows * (fit["shared_rows"] if one.share == 2 else 1)
     slower = fit["few_stages"] if one.stages < 4 else 1
@@ -66,11 +113,11 @@ def test_the_busiest_block_is_known(columns, block, which, multiprocessors):
 
 
 @given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5))
-def test_every_column_of_a_strip_is_in_a_piece(columns, block, which):
+def test_every_block_column_of_a_panel_is_computed(columns, block, which):
     layout = shape_of(block, cols=40 * block)
     one = sampled_schedules(layout)[which]
     parts_of_block, seen = block // min(block, one.tokens), [0] * len(columns)
-    for cluster in dealt_out(one, columns, block, 3):
+    for cluster in Deal.of(one, block).clusters(columns, 3):
         for strip, each in cluster:
             assert each * min(block, one.tokens) <= one.tokens
             seen[strip] += each * one.share
@@ -82,8 +129,8 @@ def test_every_column_of_a_strip_is_in_a_piece(columns, block, which):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_columns_of_random_layouts(block):
-    """Their quantiles, beside layouts that were drawn."""
+def test_the_modelled_columns_are_those_of_random_layouts(block):
+    """The quantiles that the model assumes are close to those of random layouts."""
     layout = shape_of(block, rows=8192, density=0.07)
     rng, lines = np.random.default_rng(block), max(64 // block, 1)
     drawn = [
@@ -96,7 +143,7 @@ def test_the_columns_of_random_layouts(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_more_strips_than_are_looked_at(block, monkeypatch):
+def test_at_most_2048_panels_are_modelled(block, monkeypatch):
     original, looked_at = blocks_wgmma._kept_columns, []
 
     def met_columns(layout: BlockSparseShape, strips: int, share: float) -> blocks_wgmma.Columns:
@@ -112,7 +159,7 @@ def test_more_strips_than_are_looked_at(block, monkeypatch):
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-def test_hardly_anything_kept(blocks):
+def test_layouts_of_no_block_and_of_one(blocks):
     layout = BlockSparseShape(heads=1, rows=64, cols=64, block=32, blocks=blocks)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=64, element="bf16")
     found = best_schedule(desc, 132)

@@ -15,10 +15,10 @@ import safetensors
 import safetensors.numpy
 
 from sparse24_plans import ElementKind
-from sparse24_plans.checkpoints.convert import convert_checkpoint
+from sparse24_plans.checkpoints.conversion import convert_checkpoint
+from sparse24_plans.checkpoints.folder import DTYPES
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader
-from sparse24_plans.checkpoints.streaming import DTYPES
-from sparse24_plans.cli.inspection import packaged_checkpoint
+from sparse24_plans.cli.verifying import packaged_checkpoint
 
 ELEMENTS = ("f32", "f16", "bf16")
 

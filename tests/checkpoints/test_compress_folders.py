@@ -264,7 +264,7 @@ def test_a_layer_that_two_shards_describe_is_refused(pair):
     dense, out = pair
     note = library_load(out / SHARDS[0])[1]["sparse24.layer.0.weight"]
     rewrite(out / SHARDS[1], lambda arrays, metadata: metadata.update({"sparse24.layer.0.weight": note}))
-    with pytest.raises(FormatError, match=f"'layer.0.weight': {SHARDS[0]} describes it as well"):
+    with pytest.raises(FormatError, match=f"'layer.0.weight': expected one note, got another in {SHARDS[0]}"):
         verify_checkpoint(out, dense, device="host")
 
 

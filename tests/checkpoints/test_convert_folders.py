@@ -140,7 +140,7 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = 
     "a tensor elsewhere": (
         set_index(lambda index: index["weight_map"].update({"x": "model-00001-of-00002.safetensors"})),
         FormatError,
-        "the index looks for 'x'",
+        "expected 'x' in .*, where the index says it is, got none",
     ),
     "a truncated shard": (truncate, FormatError, "model-00002"),
     "two indexes": (

@@ -161,9 +161,10 @@ INDEXES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a lone surrogate in a tensor": (
         set_map(**{"\ud800": "model-00001-of-00002.safetensors"}),
         FormatError,
-        "the index looks for '.ud800'",
+        "expected '.*ud800' in .*, where the index says it is, got none",
     ),
     "an escape in a file": (set_map(x="\x1b[2J.safetensors"), FormatError, "files beside the index"),
+    "a backslash in a file": (set_map(x="a\\b.safetensors"), FormatError, "files beside the index"),
     "a NUL in a file": (set_map(x="a\0.safetensors"), FormatError, "files beside the index"),
     "a file of 300 bytes": (set_map(x="x" * 288 + ".safetensors"), StorageError, "File name too long"),
     "bytes that aren't text": (

@@ -88,7 +88,7 @@ def test_what_cant_be_saved_is_refused(tmp_path):
         save_run(tmp_path / "run", "plan", args)
     fast = GemmSparse24Plan.select(plan.descriptor, device="host")
     with pytest.raises(
-        UnsupportedError, match="one that names its arithmetic, got host_blas, which names none"
+        UnsupportedError, match="a kernel that names its arithmetic, got host_blas, which names none"
     ):
         save_run(tmp_path / "run", fast, args)
     with pytest.raises(InvalidProblemError, match="args: expected GemmSparse24Args, got int"):
@@ -128,9 +128,9 @@ def descriptor(**fields):
         (lambda tensors, metadata: metadata.update(arithmetic="fast"), "arithmetic: expected one of fma32"),
         (lambda tensors, metadata: metadata.update(arithmetic="exact_sum"), "no kernel can serve"),
         (lambda tensors, metadata: tensors.pop("y"), r"y: expected BF16\[5, 24\], .* got none"),
-        (descriptor(n=6), r"x: expected BF16\[6, 520\], as the descriptor has it, got BF16\[5, 520\]"),
+        (descriptor(n=6), r"x: expected BF16\[6, 520\], like the descriptor, got BF16\[5, 520\]"),
         (descriptor(element="f16", out_element="f16", bias_element="f16"), r"x: expected F16\[5, 520\]"),
-        (descriptor(epilogue="bias"), r"bias: expected BF16\[24\], as the descriptor has it, got none"),
+        (descriptor(epilogue="bias"), r"bias: expected BF16\[24\], like the descriptor, got none"),
         (descriptor(m=2**50), r"y: expected BF16\[5, 1125899906842624\]"),
         (
             lambda tensors, metadata: metadata.pop("sparse24.weight"),

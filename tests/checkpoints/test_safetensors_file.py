@@ -131,7 +131,7 @@ def test_a_header_whose_length_looks_like_another_kind(tmp_path, length):
 HOSTILE = {
     "empty file": (b"", "at least 8 bytes, got 0"),
     "cut in the length": (b"\x02\0\0", "at least 8 bytes, got 3"),
-    "header past the end": (struct.pack("<Q", 50) + b"{}", "header of 50 bytes, the file has 2"),
+    "header past the end": (struct.pack("<Q", 50) + b"{}", "header of 50 bytes, got a file with 2"),
     "giant header": (struct.pack("<Q", 2**64 - 1) + b"{}", f"at most {MAX_HEADER_BYTES}"),
     "no header": (encode(b""), "starts with"),
     "not JSON": (encode(b"{'a': 1}"), "expected a JSON header"),

@@ -33,7 +33,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.checkpoints import recorded_run
 from sparse24_plans.checkpoints.weights_file import load_weight
-from sparse24_plans.cli import inspection
+from sparse24_plans.cli import explaining
 from sparse24_plans.cli.app import app
 from sparse24_plans.weights import host_code
 
@@ -107,10 +107,10 @@ def _on(place: str) -> Iterator[None]:
             (_version, "__version__", "0.1.0"),
             (platform, "python_version", lambda: "3.12.8"),
             (np, "__version__", "2.3.5"),
-            (inspection, "import_cupy", lambda: SimpleNamespace(__version__="14.2.0")),
+            (explaining, "import_cupy", lambda: SimpleNamespace(__version__="14.2.0")),
             (host_code, "versions", lambda: {"numba": "0.63.1", "no_numba": None}),
-            (inspection, "cuda_device_count", lambda: len(gpus)),
-            (inspection, "cuda_properties", properties),
+            (explaining, "cuda_device_count", lambda: len(gpus)),
+            (explaining, "cuda_properties", properties),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

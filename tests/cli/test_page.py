@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sparse24_plans.cli import inspection
+from sparse24_plans.cli import verifying
 
 from . import page
 
 SHOWN = page.blocks(page.PAGE.read_text())
-MODEL = inspection.packaged_checkpoint()
+MODEL = verifying.packaged_checkpoint()
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,11 @@ def test_sums_of_float32_in_parts(name, k):
     assert got.tobytes() == np.array(want, np.float32).tobytes()
 
 
+def test_blocked_sums_of_float32_are_for_one_slice_alone():
+    """Two slices of more than 4096 columns, which is the length of a blocked sum of f32x6."""
+    test_sums_of_float32_in_parts("hopper_tc_f32x6/slices=2", 2 * 4096 + 200)
+
+
 def test_the_names_differ_in_bits():
     """So a kernel with another number of slices would be found."""
     rng, kind = np.random.default_rng(1), ElementKind.BF16

@@ -1,7 +1,4 @@
-"""X and Y in columns, the sparse operand on the left: both orders of both, of 16-bit elements.
-
-The bits are those of rows: an order is a way in which operands lie, not a way to add them up.
-"""
+"""Column-major X and Y of 16-bit elements. Their results have the bits of row-major ones."""
 
 from __future__ import annotations
 
@@ -24,9 +21,10 @@ from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
-from sparse24_plans.gemm.wgmma import result_box
+from sparse24_plans.gemm.wgmma import defines, result_box
 from sparse24_plans.plan.kernel import Choice
 
+from ..kernels.index_functions import Table, check_tables
 from ..kernels.requests import recorded_loads
 from ..sample_devices import gpu_of
 from ..support import EPILOGUES, Case, case_of, make_case, plan_of_row, random_data, same_bits
@@ -56,7 +54,7 @@ def test_sparse_tensor_cores_serve_both_orders(order, element, n):
 
 
 @pytest.mark.parametrize("n", [1, 17, 4095])
-def test_columns_of_x_that_begin_between_16_bytes_are_turned_or_left_to_the_library(n):
+def test_misaligned_column_major_x_is_transposed_or_inflated(n):
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", **BOTH)
     assert explain(desc, device=HOPPER).chosen == "wgmma_sp"
     for device in (HOPPER, AMPERE):
@@ -69,17 +67,17 @@ def test_columns_of_x_that_begin_between_16_bytes_are_turned_or_left_to_the_libr
 
 
 @pytest.mark.parametrize(
-    ("n", "turned"),
+    ("n", "transposed"),
     [(8, False), (17, True), (56, False), (72, True), (80, False), (1032, True), (4096, False)],
 )
-def test_x_is_turned_where_no_copy_reads_it_or_slowly(n, turned):
-    """And it is read as it lies where there is no workspace for more, of many tokens too."""
+def test_x_is_transposed_where_loads_would_be_slow(n, transposed):
+    """X is read as it lies if the workspace has no room for a transpose, also for many tokens."""
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", **BOTH)
     kernel = built(desc, PlanPreference())
-    assert (kernel.launches, "turned" in kernel.details) == (1 + turned, turned)
-    needed = 2 * n * 4096 if turned else 0
+    assert (kernel.launches, "transposed" in kernel.details) == (1 + transposed, transposed)
+    needed = 2 * n * 4096 if transposed else 0
     assert kernel.workspace_size == kernel._schedule.workspace_bytes() + needed
-    if turned and n % 8 == 0:
+    if transposed and n % 8 == 0:
         most = kernel.workspace_size - 1
         kernel = built(desc, PlanPreference(max_workspace_bytes=most))
         assert kernel.launches == 1
@@ -111,7 +109,7 @@ def test_8_bit_elements_lie_in_rows(order, element):
 @orders
 @pytest.mark.parametrize("n", [5, 64])
 def test_float32_in_columns_goes_to_the_library(order, n):
-    """Its parts are made and multiplied in rows. The fuzzer found that the rows said otherwise."""
+    """Kernels that split float32 read rows alone."""
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="f32", **order)
     answer = explain(desc, device=HOPPER)
     assert answer.chosen == "inflate_cublas"
@@ -135,7 +133,7 @@ def test_a_problem_is_summed_alike_in_every_order(n, m, k, row):
         assert found == rows
 
 
-# Shared memory, as the copy engine fills it and the tensor cores read it -----------------------------
+# Shared memory, as TMA fills it and the tensor cores read it -----------------------------------------
 
 CUTS = sorted(
     {(one.tokens, one.cluster_m) for n in (8, 300, 600, 8192) for one in schedules.schedules_for(n)}
@@ -145,7 +143,7 @@ CUTS += [(tokens, 1) for tokens in (16, 24, 32, 40, 48, 56, 64)]
 
 @pytest.mark.parametrize("ranges", [0, 132])
 @pytest.mark.parametrize(("tokens", "share"), CUTS)
-def test_x_in_columns_is_multiplied_as_it_lies(tokens, share, ranges):
+def test_column_major_x_reaches_wgmma(tokens, share, ranges):
     """A stage of whole blocks and of ragged ones, in the middle of K and at its end."""
     schedule = schedules.WgmmaSpSchedule(2, 1, tokens, share, stream_k=ranges)
     rng = np.random.default_rng(tokens)
@@ -166,35 +164,61 @@ def test_x_in_columns_is_multiplied_as_it_lies(tokens, share, ranges):
                 assert np.array_equal(model.read_b(shared, start, tokens)[:, :count], want)
 
 
+@pytest.mark.parametrize("stream_k", [0, 132])
+@pytest.mark.parametrize("tokens", sorted({tokens for tokens, _ in CUTS if tokens <= 64}))
+def test_producer_threads_copy_x_where_the_model_does(tokens, stream_k):
+    desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", x_order="column")
+    schedule = schedules.WgmmaSpSchedule(2, 1, tokens, stream_k=stream_k)
+    copy, pitch, threads = model.XCopy.of(schedule), 2 * schedule.group(2), np.arange(128)
+    assert schedule.copied_by_threads(desc.n)
+    check_tables(
+        "gemm/wgmma_sp/producer.cuh",
+        model.defines(desc, schedule),
+        Table("i0 == 0 ? XCopy::kStep : XCopy::kChunks", [copy.step, copy.chunks]),
+        Table("XCopy::line(i0)", threads % copy.threads // copy.lanes),
+        Table("XCopy::chunk(i0)", threads % copy.lanes),
+        Table("XCopy::address_of_pass(XCopy::offset(i0), i1)", copy.places(pitch)),
+    )
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64, 256])
+def test_wgmma_finds_a_column_major_x_where_the_model_does(tokens):
+    group = schedules.WgmmaSpSchedule(2, 1, tokens).group(2)
+    want = [model.descriptor(1024 * i, 2 * group, 128 * group) for i in range(300)]
+    function = f"matrix_descriptor_n_major<{2 * group}, {128 * group}>(1024 * i0)"
+    check_tables("ptx/wgmma.cuh", {}, Table(function, want))
+
+
 @pytest.mark.parametrize("out", ["bf16", "f32"])
 @pytest.mark.parametrize("tokens", sorted({tokens for tokens, _ in CUTS}))
-def test_y_in_columns_is_staged_as_the_copy_engine_reads_it(tokens, out):
-    """staged_at of kernels_cu/gemm/wgmma_sp/epilogue_store.cuh, written down again."""
+def test_column_major_y_is_staged_where_tma_reads_it(tokens, out):
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", out_element=out, y_order="column")
-    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
-    size, chunks = desc.out_element.itemsize, box.pitch // 16
+    schedule = schedules.WgmmaSpSchedule(1, 1, tokens)
+    box = result_box(desc, schedule)
     assert box.lines * box.pitch <= schedules._STEP_BYTES
     assert tokens % box.elements == 0
-    shared = np.zeros(box.lines * box.pitch, np.uint8)
-    results = np.arange(1, box.lines * box.elements + 1).reshape(box.lines, box.elements).astype(f"u{size}")
-    for row, token in np.ndindex(results.shape):
-        into = token * size
-        at = row * box.pitch + (into // 16 ^ row * chunks // 8 % chunks) * 16 + into % 16
-        shared[at : at + size] = np.frombuffer(results[row, token].tobytes(), np.uint8)
-    assert np.array_equal(model.copied_out(shared, 0, results.dtype, box), results)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 4, 8, 16])
-def test_lines_of_mma_sp_have_banks_of_their_own(chunks):
-    """line_offset of kernels_cu/gemm/mma_sp.cu: every place once, no two of eight lines in the same banks."""
-    swapped = min(chunks, 8)
-    at = np.array(
-        [[(c * chunks + (i ^ c // (8 // swapped) % swapped)) * 16 for i in range(chunks)] for c in range(128)]
+    want = model.addresses(box, desc.out_element.itemsize).T
+    check_tables(
+        "gemm/wgmma_sp/epilogue_store.cuh",
+        model.defines(desc, schedule),
+        Table("EpilogueStore<Config::Out>::staged_at(i0, i1)", want),
     )
-    assert sorted(at.ravel().tolist()) == list(range(0, 128 * chunks * 16, 16))
-    for first in range(0, 128, 8):
-        for chunk in range(chunks):
-            assert len({address // 16 % 8 for address in at[first : first + 8, chunk].tolist()}) == 8
+
+
+@pytest.mark.parametrize(
+    ("chunks", "shape"), [(chunks, shape) for chunks, (shape, *_) in mma_schedules._shapes_of(4).items()]
+)
+def test_mma_sp_reads_column_major_x_without_bank_conflicts(chunks, shape):
+    """Each chunk has a place of its own, and those of eight neighbouring columns lie in different banks."""
+    swapped = min(chunks, 8)
+    columns, into = np.indices((128, chunks))
+    places = columns * chunks + (into ^ columns // (8 // swapped) % swapped)
+    assert sorted(places.ravel().tolist()) == list(range(128 * chunks))
+    banks = np.sort(places.reshape(16, 8, chunks) % 8, axis=1)
+    assert (banks == np.arange(8)[:, None]).all()
+    desc = GemmSparse24Descriptor(n=8 * chunks, m=4096, k=4096, element="bf16", **BOTH)
+    schedule = mma_schedules._schedule(desc.n, 4096, 4, chunks, *shape)
+    check_tables("gemm/mma_sp.cu", mma_sp.defines(desc, schedule), Table("line_offset(i0, i1)", 16 * places))
 
 
 @pytest.mark.parametrize("slices", [4, 8])
@@ -213,7 +237,7 @@ def test_the_sums_of_mma_sp_fit_where_the_stages_were(slices):
 def cases_of(
     row: str, pads: tuple[int, int] = (0, 0), offsets: tuple[int, int] = (0, 0), **problem: object
 ) -> tuple[Case, Case]:
-    """The problem as it is, and with all in rows, of the same numbers."""
+    """Return the problem as it is, and the same numbers with all operands in rows."""
     desc = GemmSparse24Descriptor(**problem)
     rows = GemmSparse24Descriptor(**{**problem, "x_order": "row", "y_order": "row"})
     data = random_data(np.random.default_rng(desc.n + desc.m), desc)
@@ -237,7 +261,7 @@ WGMMA_CUTS = [
     *((n, cut) for n in (8, 24, 64, 136, 1032) for cut in schedules.schedules_for(n)),
     *((n, cut) for n in (40, 200) for cut in schedules.schedules_in(3, n)),
 ][::2]
-"""Every other one: tests/gemm/test_cuts.py has them all."""
+"""Every other schedule; test_tilings.py runs all of them."""
 WGMMA_CUTS += [
     (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7))
     for n, tokens in ((8, 8), (24, 24), (40, 48), (72, 80), (112, 112), (136, 144), (200, 208))
@@ -306,8 +330,8 @@ def test_the_library_serves_every_order(order, n, element, epilogue):
 @pytest.mark.parametrize("row", ["wgmma_sp", "wgmma_sp_invariant"])
 @pytest.mark.parametrize("n", [1, 5, 63, 65, 72, 129, 1001])
 @pytest.mark.parametrize("k", [16, 136, 1048])
-def test_x_that_is_turned_may_lie_anywhere(row, n, k):
-    """Columns that begin at any element, or where 16 bytes can be read, and others' memory between them."""
+def test_transposed_x_may_lie_anywhere(row, n, k):
+    """Columns begin at any element, or at a multiple of 16 bytes, with other memory between them."""
     fields = {"m": 1000, "k": k, "element": ("f16", "bf16")[n // 8 % 2], "epilogue": "bias"}
     for pads, offsets in (((0, 0), (0, 0)), ((3, 0), (1, 0)), ((-n % 8, 0), (8, 0)), ((8, 5), (4, 3))):
         check(row, pads, offsets, n=n, **fields, **(ORDERS[1], BOTH)[n % 2])
@@ -351,7 +375,7 @@ def test_the_macros_of_both_kernels_say_how_x_and_y_lie():
     for order in ORDERS:
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [
-            wgmma_sp.defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
+            defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
             mma_sp.defines(desc, mma_schedules.best_schedule(64, 4096, 132)),
         ]
         want = tuple(int(order[name] == "column") for name in ("x_order", "y_order"))

@@ -1,4 +1,4 @@
-"""Gated results on their way out, as the kernels stage them in shared memory: models, without a GPU."""
+"""Where kernels stage gated results in shared memory, compared with what TMA reads there, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,59 +11,43 @@ from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.gemm.wgmma import result_box
 
+from ..kernels.index_functions import Table, check_tables
 from . import column_major_model as model
-
-
-def _stored_by_warps(desc: GemmSparse24Descriptor, tokens: int, results: np.ndarray) -> np.ndarray:
-    """stage_gated and staged_at of kernels_cu/gemm/wgmma_sp/epilogue_store.cuh, written down again.
-
-    ``results`` [32 outputs, tokens] as bits; what shared memory holds of them.
-    """
-    size, columns = desc.out_element.itemsize, desc.y_order == "column"
-    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
-    shared = np.zeros(box.lines * box.pitch, np.uint8)
-    chunks = box.pitch // 16
-
-    def put(at: int, values: np.ndarray) -> None:
-        assert at + values.nbytes <= shared.size
-        shared[at : at + values.nbytes] = np.frombuffer(values.tobytes(), np.uint8)
-
-    def staged_at(token: int, output: int) -> int:
-        if columns:
-            into = token * size
-            return output * box.pitch + (into // 16 ^ output * chunks // 8 % chunks) * 16 + into % 16
-        into = output % box.elements * size
-        line = output // box.elements * box.lines + token
-        return line * box.pitch + (into // 16 ^ token // (8 // chunks) % chunks) * 16 + into % 16
-
-    for warp, first in itertools.product(range(4), range(0, results.shape[1], 8)):
-        for lane in range(32):
-            g, t = divmod(lane, 4)
-            if size == 2 and lane < 8:  # the lane's line of an 8x8 matrix, 16 bytes
-                if columns:
-                    put(staged_at(first, 8 * warp + lane), results[8 * warp + lane, first : first + 8])
-                else:
-                    put(staged_at(first + lane, 8 * warp), results[8 * warp : 8 * warp + 8, first + lane])
-            elif size != 2:
-                for i in range(2):
-                    token, output = first + 2 * t + i, 8 * warp + g
-                    put(staged_at(token, output), results[output : output + 1, token])
-    return shared
 
 
 @pytest.mark.parametrize(
     ("order", "out"), [("row", "s8"), *itertools.product(("row", "column"), ("bf16", "f32"))]
 )
 @pytest.mark.parametrize("tokens", [8, 16, 24, 32, 40, 64])
-def test_results_are_staged_as_the_copy_engine_reads_them(order, out, tokens):
+def test_gated_results_are_staged_where_tma_reads_them(order, out, tokens):
     element = "s8" if out == "s8" else "bf16"
     fields = {"element": element, "out_element": out, "y_order": order, "epilogue": "bias_swiglu"}
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, **fields)
-    box = result_box(desc, schedules.WgmmaSpSchedule(1, 1, tokens))
+    schedule = schedules.WgmmaSpSchedule(1, 1, tokens)
+    box, step = result_box(desc, schedule), schedule.step_tokens(desc.out_element.itemsize)
     assert box.lines * box.pitch <= schedules._STEP_BYTES // 2
-    step = schedules.WgmmaSpSchedule(1, 1, tokens).step_tokens(desc.out_element.itemsize)
-    results = np.random.default_rng(tokens).integers(1, 100, (32, step)).astype(desc.out_element.bits_dtype)
-    shared = _stored_by_warps(desc, tokens, results)
-    want = results if order == "column" else results.T
-    assert (box.lines, box.elements) == want.shape
-    assert np.array_equal(model.copied_out(shared, 0, results.dtype, box), want)
+    assert (box.lines, box.elements) == ((32, step) if order == "column" else (step, 32))
+    addresses = model.addresses(box, desc.out_element.itemsize)
+    of_token = addresses.T if order == "column" else addresses
+    check_tables(
+        "gemm/wgmma_sp/epilogue_store.cuh",
+        model.defines(desc, schedule),
+        Table("EpilogueStore<Config::Out>::staged_at(i0, i1)", of_token),
+        Table("EpilogueStore<Config::Out>::gated_at(i0, 8 * i1, i2)", _of_threads(desc, of_token)),
+    )
+
+
+def _of_threads(desc: GemmSparse24Descriptor, addresses: np.ndarray) -> np.ndarray:
+    """Return the addresses that threads use, from those of [tokens, outputs].
+
+    The result is [threads, groups of 8 tokens, stores]. A warp has 8 outputs: lane 4g + t has the sums of
+    output g and tokens 2t and 2t + 1. stmatrix takes from lane l the address of row l % 8 of the 8x8 matrix.
+    """
+    of_warp = addresses.reshape(-1, 8, 4, 8).transpose(2, 0, 1, 3)  # [warps, groups, tokens, outputs]
+    if desc.out_element.itemsize == 2:
+        of_row = of_warp[:, :, 0, :] if desc.y_order == "column" else of_warp[:, :, :, 0]
+        of_lane = np.tile(of_row, 4)[..., None]
+    else:
+        pairs = of_warp.reshape(4, -1, 4, 2, 8)  # [warps, groups, t, i, g]
+        of_lane = pairs.transpose(0, 1, 4, 2, 3).reshape(4, -1, 32, 2)
+    return of_lane.transpose(0, 2, 1, 3).reshape(128, -1, of_lane.shape[-1])

@@ -83,13 +83,20 @@ def test_a_single_wrong_bit_is_found(element, name, data):
     np.testing.assert_array_equal(first.recorded, float(args.y[token, output].astype(kind)))
 
 
-def test_of_several_differences_the_first_by_token_and_output_is_told():
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        ([(9, 3), (2, 150), (2, 149), (39, 0)], (2, 149)),  # in several blocks of results
+        ([(9, 3), (2, 5)], (2, 5)),  # in one block, whose results are ordered by output
+    ],
+)
+def test_the_first_difference_by_token_and_output_is_told(places, first):
     plan, args, bits = ran("hopper_tc/slices=4", element="bf16", n=40, m=200)
-    for at in ((9, 3), (2, 150), (2, 149), (39, 0)):
+    for at in places:
         bits[at] ^= 1
     found = plan.replay(args)
-    assert found.differing == 4
-    assert (found.first.token, found.first.output) == (2, 149)
+    assert found.differing == len(places)
+    assert (found.first.token, found.first.output) == first
 
 
 # Samples --------------------------------------------------------------------------------------------

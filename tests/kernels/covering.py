@@ -1,13 +1,13 @@
-"""Which of the compilations that plans can ask for are tested: a covering set of them, by one rule.
+"""A covering set of the compilations that plans can ask for, which are the ones that are tested.
 
-- All that the records' cells choose (``recorded``): what users run first, and what was measured.
-- Of each source, every two words that are asked for together: its function, architecture and macros, each
-  with each. What spills or warns does so for the sake of one macro or two: sums by their tokens, an epilogue
-  by its element.
-- Of kernels whose threads have no register left, every three.
-- What follows from a schedule's other words and only counts, such as the stages of a ring: every value.
+- Every two words of a source that are asked for together: its function and its macros, each with each. A
+  kernel that spills or warns does so because of one macro or two, such as a tile and an epilogue.
+- Every three words that decide how many registers a thread needs, for kernels that use all registers.
+- Every architecture with each function and element.
+- Every value of macros that only count, such as the stages of a pipeline.
 
-``--every-compilation`` compiles all that is asked for: for who changes a kernel.
+``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose: for changes
+of a kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 
 from sparse24_plans.device.jit import compiler
 
-from .recorded import RECORDED
 from .requests import ASKED, Request
 
 SOURCES = sorted(
@@ -33,29 +32,47 @@ FULL = (
     "blocksparse/blocks_wgmma.cu",
     "blocksparse/blocks_wgmma_sp.cu",
     "blocksparse/conv_wgmma.cu",
+    "gemm/wgmma_sp.cu",
 )
-"""Sources whose threads have no register left. Of ``gemm/wgmma_sp.cu`` the records' cells are a half."""
+"""Sources whose threads use all registers."""
 COUNTS = {"DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"}
 """Macros that follow from others, and take no registers."""
-KNOWN = list(dict.fromkeys((*ASKED, *RECORDED)))
+REGISTERS = {
+    *(
+        "function",
+        "OP",
+        "ELEMENT",
+        "EPILOGUE",
+        "SPLIT_TERMS",
+        "SAMPLED",
+        "PHASES",
+        "CAUSAL",
+        "LENGTHS",
+        "SIGN",
+    ),
+    *("BLOCK", "HEAD", "TILE", "TILE_M", "TILE_N", "M_TILES_PER_WARPGROUP", "STATIONARY_KV", "PING_PONG"),
+    *("SPARSE_MAJOR", "DENSE_MAJOR", "TOKENS_CONTIGUOUS"),
+}
+"""Words that decide how many registers a thread needs: its work, tile and order of operands."""
 
 
 def groups_of(request: Request) -> Iterator[tuple[Any, ...]]:
-    """Words that are compiled together: two at a time, or three; and those that count, by themselves."""
-    words = [("function", request.function), ("arch", request.arch)]
+    """Return the groups of words that are compiled together."""
+    words = [("function", request.function)]
     words += [one for one in request.defines if one[0] not in COUNTS]
-    yield from combinations(words, 3 if request.source in FULL else 2)
+    yield from combinations(words, 2)
+    if request.source in FULL:
+        yield from combinations([one for one in words if one[0] in REGISTERS], 3)
+    yield from ((("arch", request.arch), one) for one in words if one[0] in ("function", "ELEMENT"))
     yield from ((one,) for one in request.defines if one[0] in COUNTS)
 
 
-def covering(asked: Iterable[Request], chosen: Iterable[Request]) -> list[Request]:
-    """``chosen``, of ``asked``, and whatever adds the most, until no group is new."""
+def covering(asked: Iterable[Request]) -> list[Request]:
+    """Return requests that have all groups of ``asked``. Each adds the most groups that are still new."""
     bits: dict[tuple[Any, ...], int] = {}
-    added, found, have = {}, list(chosen), 0
+    added, found, have = {}, [], 0
     for request in asked:
         added[request] = sum(1 << bits.setdefault(group, len(bits)) for group in groups_of(request))
-    for request in found:
-        have |= added[request]
     while added := {request: new for request, one in added.items() if (new := one & ~have)}:
         best = max(added, key=lambda request: added[request].bit_count())
         found.append(best)
@@ -65,15 +82,21 @@ def covering(asked: Iterable[Request], chosen: Iterable[Request]) -> list[Reques
 
 @functools.cache
 def of_source(source: str) -> list[Request]:
-    """Those that are compiled."""
-    asked, chosen = ([one for one in requests if one.source == source] for requests in (KNOWN, RECORDED))
-    return covering(asked, chosen)
+    """Return the requests for the source that are compiled."""
+    return covering(one for one in ASKED if one.source == source)
+
+
+def everything() -> list[Request]:
+    """Return all that plans are known to ask for."""
+    from .recorded import RECORDED
+
+    return list(dict.fromkeys((*ASKED, *RECORDED)))
 
 
 REQUESTS = [
     request
     for source in SOURCES
-    # Functions of one compilation one after another.
+    # Functions of one compilation follow each other.
     for request in sorted(of_source(source), key=lambda request: (request.arch, request.defines))
 ]
 every_source = pytest.mark.parametrize("source", SOURCES)
@@ -81,12 +104,12 @@ every_source = pytest.mark.parametrize("source", SOURCES)
 
 @functools.cache
 def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tuple[bytes, str]:
-    """The cubin, and ptxas's report."""
+    """Return the cubin, and ptxas's report."""
     return compiler.compile_cubin(source, arch, dict(defines))
 
 
 def cheapest(source: str) -> Request:
-    """A request for the source, of few epilogues and for the oldest architecture: quick to compile."""
+    """Return a request for the source that compiles quickly: few epilogues, the oldest architecture."""
     return min(
         of_source(source),
         key=lambda request: (dict(request.defines).get("EPILOGUE", 0), request.arch != "sm_80"),

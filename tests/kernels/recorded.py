@@ -27,7 +27,7 @@ _KINDS = (
     {"element": "s8", "epilogue": "bias_gelu", "out_element": "s8"},
     {"element": "s8"},
 )
-"""Of products with 2:4 weights. f16 is cut as bf16; the epilogue is the one of most registers."""
+"""Products with 2:4 weights. f16 has the schedules of bf16; the epilogue is the one of most registers."""
 
 
 def _products() -> Iterator[GemmSparse24Descriptor]:
@@ -44,7 +44,7 @@ def _block_products() -> Iterator[BlockSparseMatmulDescriptor]:
 
 
 def _requests(rows: Sequence[KernelEntry], descriptors: Iterable[Descriptor]) -> list[Request]:
-    """Of every row that is for tensor cores: the other kernels of products are the same for every shape."""
+    """Return the requests of tensor-core kernels: other kernels are the same for every shape."""
     asked, device, preference = list(descriptors), device_of(HOPPER), PlanPreference()
     found: list[Request] = []
     for row in rows:

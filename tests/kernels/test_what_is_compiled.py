@@ -1,4 +1,4 @@
-"""The compilations under test stand for all that plans can ask for: every row, source and architecture."""
+"""The tested compilations stand for all that plans can ask for: every entry, source and architecture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import enum_codes
 from sparse24_plans.vocab import GemmOp
 
-from .covering import COUNTS, FULL, KNOWN, REQUESTS, SOURCES, covering, every_source, groups_of
-from .recorded import RECORDED
+from .covering import COUNTS, FULL, REGISTERS, REQUESTS, SOURCES, covering, every_source, everything
 from .requests import (
+    ASKED,
     ATTENTION_ENTRIES,
     BLOCKS_ENTRIES,
     CAPABILITIES,
@@ -22,6 +22,7 @@ from .requests import (
     HOPPER,
     PREPARE_ENTRIES,
     SOFTMAX_ENTRIES,
+    Request,
     attention_requests,
     blocks_requests,
     convolution_requests,
@@ -42,42 +43,48 @@ def test_every_device_row_and_every_source_is_covered():
     assert {request.source for request in REQUESTS} == set(SOURCES)
 
 
+def words_of(request: Request) -> set[tuple[str, object]]:
+    return {*request.defines, ("function", request.function)}
+
+
 @every_source
-def test_whatever_is_asked_for_together_is_compiled_together(source):
-    """Counted here without ``groups_of``."""
-
-    def words(request):
-        return {*request.defines, ("function", request.function), ("arch", request.arch)}
-
+def test_every_two_words_are_compiled_together(source):
     of_source = [request for request in REQUESTS if request.source == source]
-    each = set().union(*map(words, of_source))
-    together = {frozenset(group) for request in of_source for group in combinations(words(request), 2)}
-    for asked in (words(request) for request in KNOWN if request.source == source):
+    each = set().union(*map(words_of, of_source))
+    together = {frozenset(group) for request in of_source for group in combinations(words_of(request), 2)}
+    for asked in (words_of(request) for request in ASKED if request.source == source):
         assert asked <= each
         interacting = {word for word in asked if word[0] not in COUNTS}
         assert {frozenset(group) for group in combinations(interacting, 2)} <= together
 
 
 @pytest.mark.parametrize("source", FULL)
-def test_of_full_kernels_every_three_words_are_compiled_together(source):
-    assert source in SOURCES
-    groups = {group for request in REQUESTS if request.source == source for group in groups_of(request)}
-    for request in (one for one in KNOWN if one.source == source):
-        assert {len(group) for group in groups_of(request)} <= {1, 3}
-        assert groups.issuperset(groups_of(request))
+def test_every_three_words_that_decide_registers_are_compiled_together(source):
+    def threes(request: Request) -> set[frozenset[tuple[str, object]]]:
+        deciding = [word for word in words_of(request) if word[0] in REGISTERS]
+        assert len(deciding) >= 5
+        return {frozenset(group) for group in combinations(deciding, 3)}
+
+    together = set().union(*(threes(request) for request in REQUESTS if request.source == source))
+    assert all(threes(request) <= together for request in ASKED if request.source == source)
 
 
-def test_what_records_choose_is_compiled_whatever_else_is():
-    assert set(RECORDED) <= set(REQUESTS)
-    assert len(REQUESTS) == len(set(REQUESTS)) < len(KNOWN) == len(set(KNOWN))
+def test_words_that_decide_registers_are_macros():
+    macros = {name for request in ASKED if request.source in FULL for name, _ in request.defines}
+    assert REGISTERS - {"function"} <= macros
+    assert not REGISTERS & COUNTS
+
+
+def test_compilations_are_a_part_of_everything():
+    assert set(REQUESTS) < set(ASKED) < set(everything())
+    assert len(REQUESTS) == len(set(REQUESTS))
 
 
 def test_a_cover_leaves_out_what_adds_nothing():
-    one, *_ = asked = [request for request in KNOWN if request.source == "gemm/wgmma_sp.cu"][:50]
-    cover = covering([*asked, one], [])
+    one, *_ = asked = [request for request in ASKED if request.source == "gemm/wgmma_sp.cu"][:50]
+    cover = covering([*asked, one])
     assert len(cover) == len(set(cover))
-    assert covering(cover, cover) == cover
-    assert covering(asked, asked[:3])[:3] == asked[:3]
+    assert covering(cover) == cover
 
 
 @every_source

@@ -16,7 +16,7 @@ from torch._inductor import utils as inductor_utils
 
 import sparse24_plans.torch as door
 from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, library
-from sparse24_plans.torch.compiled import CallSite
+from sparse24_plans.torch.gemm_dispatch import CallSite
 
 from .cases import DEVICE, S, integers, randn, weight
 
@@ -151,7 +151,7 @@ def test_an_unaligned_x_is_copied(monkeypatch):
     )
     site = CallSite("x weight meta", False, None, None, False, "none", None, "", False)
     site(x, values, meta, out=out)
-    (form,) = site._forms.values()
+    (form,) = site._checked.values()
     monkeypatch.setattr(form, "alignment", 2 * (x.data_ptr() & -x.data_ptr()))
     wanted = S.linear(x.clone(), values, meta)
     out.zero_()

@@ -14,11 +14,11 @@ from sparse24_plans.torch import (
     Sparse24GatedMLP,
     Sparse24Linear,
     Sparse24Recipe,
-    functions,
     fuse_gated,
+    semi_structured,
     to_sparse24,
 )
-from sparse24_plans.torch.preparing import kept_values
+from sparse24_plans.torch.prepare_ops import kept_values
 
 from .cases import DEVICE, close, pruned, randn
 
@@ -288,7 +288,7 @@ def test_gates_are_refused_where_there_are_none():
     weight, meta = linear.canonical()
     x = randn(3, 64)
     with pytest.raises(InvalidProblemError, match=r"activation: expected one of none, relu.*, got 'swiglu'"):
-        functions.sparse_semi_structured_linear(x, weight, meta, activation="swiglu")
+        semi_structured.sparse_semi_structured_linear(x, weight, meta, activation="swiglu")
 
 
 def test_other_layers_are_swapped_afterwards():

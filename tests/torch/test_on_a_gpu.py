@@ -39,10 +39,10 @@ def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, 
     b = randn(64, n, dtype=torch.bfloat16)
     y = S.mm(values, meta, b)
     close(y, dense.double() @ b.double())
-    form = gemm_dispatch.form_of(gemm_dispatch.mm_call(values, meta, b, None, None, ""))
-    desc = form._plan.descriptor
+    form = gemm_dispatch.checked(gemm_dispatch.mm_call(values, meta, b, None, None, ""))
+    desc = form.plan.descriptor
     assert (desc.x_order, desc.y_order) == (order, "column")
-    assert form._plan.tier == "sparse_tensor_core"
+    assert form.plan.tier == "sparse_tensor_core"
 
 
 @pytest.mark.parametrize("n", [16, 17])

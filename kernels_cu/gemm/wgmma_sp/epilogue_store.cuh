@@ -23,7 +23,7 @@ template <class Result> struct EpilogueStore {
 
   // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
   // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
-  static __device__ __forceinline__ u32 staged_at(int token, int output) {
+  static __device__ __forceinline__ constexpr u32 staged_at(int token, int output) {
     if constexpr (Config::kYColumnMajor) {
       constexpr int kLine = Config::kLineBytes, kChunks = kLine / 16;
       const int in = token * kOutBytes;
@@ -34,6 +34,14 @@ template <class Result> struct EpilogueStore {
       return (output / kBoxOutputs * Config::kStepTokens + token) * kBoxBytes +
              (in / 16 ^ token / (8 / kChunks) % kChunks) * 16 + in % 16;
     }
+  }
+
+  // The offset at which a thread of the warpgroup stages gated results of eight tokens from `token` on. Its warp has
+  // eight outputs. Results of 2 bytes: the row of stmatrix. Others: the output of token 2t + i.
+  static __device__ __forceinline__ constexpr u32 gated_at(int thread, int token, int i = 0) {
+    const int lane = thread % 32, output = thread % 128 / 32 * 8;
+    if constexpr (kOutBytes != 2) return staged_at(token + lane % 4 * 2 + i, output + lane / 4);
+    else return Config::kYColumnMajor ? staged_at(token, output + lane % 8) : staged_at(token + lane % 8, output);
   }
 
   __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, i64 token0) {
@@ -95,18 +103,18 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-  // Stages gated results. A warp has eight outputs of eight tokens from `token` on, a thread one output of two tokens.
+  // Stages gated results: a thread has one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
-    const int lane = threadIdx.x % 32, output = threadIdx.x % 128 / 32 * 8, g = lane / 4, t = lane % 4;
+    const u32 to = buffer + gated_at(threadIdx.x, token);
     if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
-      stmatrix(buffer + staged_at(token, output + lane % 8), Result::pair(first, second));
+      stmatrix(to, Result::pair(first, second));
     } else if constexpr (kOutBytes == 2) {
-      stmatrix_transposed(buffer + staged_at(token + lane % 8, output), Result::pair(first, second));
+      stmatrix_transposed(to, Result::pair(first, second));
     } else if constexpr (Config::kYColumnMajor) {
-      store_shared_x2(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first), rounded<Result>(second));
+      store_shared_x2(to, rounded<Result>(first), rounded<Result>(second));
     } else {
-      store_shared(buffer + staged_at(token + 2 * t, output + g), rounded<Result>(first));
-      store_shared(buffer + staged_at(token + 2 * t + 1, output + g), rounded<Result>(second));
+      store_shared(to, rounded<Result>(first));
+      store_shared(buffer + gated_at(threadIdx.x, token, 1), rounded<Result>(second));
     }
   }
 

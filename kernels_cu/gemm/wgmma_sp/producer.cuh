@@ -42,34 +42,52 @@ __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 
   }
 }
 
-// Loads a column-major X of few tokens by cp.async. Its lines are short and may begin anywhere, where TMA is slow. A
-// thread copies 8 tokens of every kStep-th column.
+// How threads copy a stage of a column-major X of few tokens: each a chunk of 8 tokens of every kStep-th column.
+struct XCopy {
+  static constexpr int kChunks = Config::kTileN / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
+  static constexpr int kStep = Config::kXCopyThreads / kLanes, kPasses = 64 / kStep;
+  static constexpr int kSwapped = Config::kTokenGroup / 8, kLine = 2 * Config::kTokenGroup;
+  static_assert(!Config::kXCpAsync || kChunks <= 8, "a line holds one group of tokens");
+
+  static __device__ __forceinline__ constexpr int swizzle(int line) { return line * kSwapped / 8 % kSwapped * 16; }
+  // The column that a thread copies first, and its chunk, of which there may be none.
+  static __device__ __forceinline__ constexpr int line(u32 thread) {
+    return int(thread % Config::kXCopyThreads) / kLanes;
+  }
+  static __device__ __forceinline__ constexpr int chunk(u32 thread) {
+    return int(thread % Config::kXCopyThreads) % kLanes;
+  }
+  // The offset of the thread's chunk in a stage, and from there the address of the chunk of its pass-th column.
+  static __device__ __forceinline__ constexpr u32 offset(u32 thread) {
+    return line(thread) * kLine + (chunk(thread) * 16 ^ swizzle(line(thread)));
+  }
+  static __device__ __forceinline__ constexpr u32 address_of_pass(u32 to, int pass) {
+    return (to ^ swizzle(pass * kStep)) + pass * kStep * kLine;
+  }
+};
+
+// Loads a column-major X of few tokens by cp.async. Its lines are short and may begin anywhere, where TMA is slow.
 __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                 u32 slice) {
-  constexpr int kChunks = Config::kTileN / 8, kLanes = kChunks <= 2 ? kChunks : kChunks <= 4 ? 4 : 8;
-  constexpr int kStep = Config::kXCopyThreads / kLanes, kPasses = 64 / kStep;
-  constexpr int kSwapped = Config::kTokenGroup / 8, kLine = 2 * Config::kTokenGroup;
-  static_assert(!Config::kXCpAsync || kChunks <= 8, "a line holds one group of tokens");
-  const int thread = threadIdx.x % Config::kXCopyThreads, line = thread / kLanes, chunk = thread % kLanes;
-  const auto swizzle = [](int line) { return line * kSwapped / 8 % kSwapped * 16; };
-  const u32 into = base + Config::kXAt + line * kLine + (chunk * 16 ^ swizzle(line));
-  const i64 ahead = kStep * p.x_stride;
+  const int line = XCopy::line(threadIdx.x), chunk = XCopy::chunk(threadIdx.x);
+  const u32 into = base + Config::kXAt + XCopy::offset(threadIdx.x);
+  const i64 ahead = XCopy::kStep * p.x_stride;
   PipelineState<Config::kXStages> at;
   for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
     const WorkTile work(p, scheduler.index, m_rank);
     const i64 token = work.token + chunk * 8;
-    const bool has = chunk < kChunks && token < p.n;
+    const bool has = chunk < XCopy::kChunks && token < p.n;
     int column = (int)scheduler.first * Tile::kColumns + line;
     const int end = (int)scheduler.last * Tile::kColumns;
     const u16* source = (const u16*)p.x + token + column * p.x_stride;
-    for (; column < end; column += Config::kBoxColumns, source += kPasses * ahead, at.next()) {
+    for (; column < end; column += Config::kBoxColumns, source += XCopy::kPasses * ahead, at.next()) {
       barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
       const u32 to = into + at.stage * Config::kXStageBytes;
       const u16* from = source;
       if (has) {
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i, from += ahead)
-          cp_async_16_cached((to ^ swizzle(i * kStep)) + i * kStep * kLine, from, column + i * kStep < (int)p.k);
+        for (int i = 0; i < XCopy::kPasses; ++i, from += ahead)
+          cp_async_16_cached(XCopy::address_of_pass(to, i), from, column + i * XCopy::kStep < (int)p.k);
       }
       cp_async_mbarrier_arrive(barriers.x_copied(at.stage));
     }

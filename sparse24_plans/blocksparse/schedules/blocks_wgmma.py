@@ -231,8 +231,8 @@ def cluster_loads(one: BlocksWgmmaSchedule, columns: Columns, block: int, multip
     groups = -(-parts // (one.parts(block) * one.share))
     _, panel = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
-    turn, cluster = np.divmod(np.arange(len(panel)), clusters)
-    cluster = np.where(turn % 2, clusters - 1 - cluster, cluster)
+    round_, cluster = np.divmod(np.arange(len(panel)), clusters)
+    cluster = np.where(round_ % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
     loaded = np.bincount(cluster, mine[panel], minlength=clusters).astype(np.int64)
     return np.array([np.bincount(cluster, minlength=clusters), loaded])

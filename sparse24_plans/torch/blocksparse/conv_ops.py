@@ -1,14 +1,14 @@
-"""The ops ``torch.ops.sparse24.blocksparse_conv2d*``: convolution with a block-sparse filter, its gradients.
+"""The ops blocksparse_conv2d, blocksparse_conv2d_input and blocksparse_conv2d_filter.
 
-Images are [N, height, width, channels], contiguous: what ``channels_last`` tensors are in memory. ``layout``
-and ``shape`` are those of the filter's Layout, as of the other ops. Where the device has no kernel for a
-problem, and nothing is preferred, PyTorch convolves with the filter as a dense one.
+Images are [N, height, width, channels] and contiguous, which is how ``channels_last`` tensors lie in memory.
+``layout`` and ``shape`` are the ``tables`` and ``sizes`` of the filter's Layout. If the device has no kernel
+for a problem and the caller prefers nothing, PyTorch convolves with a dense filter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,68 +18,62 @@ from ...blocksparse.plan import BlockSparseConv2dPlan
 from ...errors import InvalidProblemError, UnsupportedError
 from ..activations import epilogue_of
 from ..elements import element_of
+from ..gemm_ops import autocast_rule
 from ..library import define
-from ..ops import autocast_tensor
-from .dense import kept_blocks, to_dense
-from .plan_dispatch import Operands, Problem, check_dims, fake_results, run
+from .layout_buffers import kept_blocks, to_dense
+from .plan_dispatch import Operands, Problem, check_dims, fake_of, run
 
 _ops: Any = torch.ops.sparse24
 _IMAGES = "N, height, width, channels"
-
-
-class Walk(NamedTuple):
-    """How a filter goes over images."""
-
-    kernel: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-
-    def fields(self) -> dict[str, tuple[int, ...]]:
-        """Raises InvalidProblemError."""
-        found = {name: tuple(map(int, pair)) for name, pair in self._asdict().items()}
-        for name, pair in found.items():
-            if len(pair) != 2:
-                raise InvalidProblemError(f"{name}: expected two integers, got {list(pair)}")
-        return found
+_WALK = ("kernel", "stride", "padding", "dilation")
 
 
 def _problem(
     op: str,
     operands: Operands,
     size: Sequence[Any],
+    layout: Tensor,
     shape: Sequence[int],
-    walk: Walk,
+    walk: Sequence[Sequence[int]],
     preference: str,
     **more: Any,
-) -> tuple[Problem, Operands]:
-    """``size``: N, height and width of the input. A graph is traced for its own height and width."""
-    first = next(iter(operands))
-    fields = {
-        "op": op,
-        "element": element_of(operands[first].dtype, first),
-        "height": int(size[1]),
-        "width": int(size[2]),
-        **walk.fields(),
-        **more,
-    }
-    return Problem(BlockSparseConv2dPlan, tuple(shape), {"batch": size[0]}, fields, preference), operands
+) -> Problem:
+    """``size`` is N, height and width of the input, ``walk`` the values of ``_WALK``.
+
+    A graph is traced for one height and width. Raises InvalidProblemError.
+    """
+    walks = {name: tuple(map(int, pair)) for name, pair in zip(_WALK, walk, strict=True)}
+    for name, pair in walks.items():
+        if len(pair) != 2:
+            raise InvalidProblemError(f"{name}: expected two integers, got {list(pair)}")
+    name, first = next(iter(operands.items()))
+    assert first is not None
+    about = {"op": op, "element": element_of(first.dtype, name)}
+    sides = {"height": int(size[1]), "width": int(size[2])}
+    sizes, fields = {"batch": size[0]}, {**about, **sides, **walks, **more}
+    return Problem(BlockSparseConv2dPlan, tuple(shape), sizes, fields, preference, operands, layout)
 
 
-def _run(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
-    try:
-        return run(problem, operands, layout)[0]
-    except UnsupportedError:
-        if problem.preference:  # which PyTorch's own wouldn't keep
-            raise
-        return _dense(problem, operands, layout)
+def _kernel_of(describe: Callable[..., Problem]) -> Callable[..., Tensor]:
+    """The kernel of an op whose arguments ``describe`` turns into a Problem."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        problem = describe(*args, **kwargs)
+        try:
+            return run(problem)[0]
+        except UnsupportedError:
+            if problem.preference:  # PyTorch's convolution wouldn't respect it
+                raise
+            return _dense(problem)
+
+    return kernel
 
 
 # Without a kernel -----------------------------------------------------------------------------------
 
 
 def filter_of(values: Tensor, layout: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """``values`` [1, blocks, block, block] as a dense filter [K, C, R, S], zero elsewhere; differentiable."""
+    """``values`` [1, blocks, block, block] as a dense filter [K, C, R, S] else zeros; differentiable."""
     block, (rows, columns) = shape[3], kernel
     tiles: Tensor = to_dense(values, layout, shape)[0, 0].unflatten(1, (-1, rows, columns, block))
     return tiles.permute(0, 1, 4, 2, 3).flatten(1, 2)
@@ -91,12 +85,11 @@ def values_of_filter(filter: Tensor, layout: Tensor, shape: Sequence[int]) -> Te
     return kept_blocks(tiles.flatten(1)[None, None], layout, shape)
 
 
-def _dense(problem: Problem, operands: Operands, layout: Tensor) -> Tensor:
-    """By PyTorch, with the filter as a dense one."""
-    fields, shape = problem.fields, problem.shape
-    images = {
-        name: one.permute(0, 3, 1, 2) for name, one in operands.items() if one.dim() == 4 and name != "filter"
-    }
+def _dense(problem: Problem) -> Tensor:
+    """The result by PyTorch's convolution with a dense filter."""
+    fields, shape, layout = problem.fields, problem.shape, problem.layout
+    operands = {name: one for name, one in problem.operands.items() if one is not None}
+    images = {name: operands[name].permute(0, 3, 1, 2) for name in ("x", "dy") if name in operands}
     walk = {name: fields[name] for name in ("stride", "padding", "dilation")}
     if fields["op"] == "wgrad":
         sides = shape[1], shape[2] // (fields["kernel"][0] * fields["kernel"][1]), *fields["kernel"]
@@ -128,15 +121,15 @@ def _forward(
     dilation: Sequence[int],
     bias: Tensor | None = None,
     preference: str = "",
-) -> tuple[Problem, Operands]:
+) -> Problem:
     check_dims(x, "x", _IMAGES)
-    operands = {"x": x, "filter": filter} | ({} if bias is None else {"bias": bias})
+    operands = {"x": x, "filter": filter, "bias": bias}
     more = {
         "epilogue": epilogue_of("none", bias is not None),
         "bias_element": None if bias is None else element_of(bias.dtype, "bias"),
     }
-    walk = Walk(kernel, stride, padding, dilation)
-    return _problem("forward", operands, x.shape[:3], shape, walk, preference, **more)
+    walk = kernel, stride, padding, dilation
+    return _problem("forward", operands, x.shape[:3], layout, shape, walk, preference, **more)
 
 
 def _input_gradient(
@@ -150,13 +143,12 @@ def _input_gradient(
     padding: Sequence[int],
     dilation: Sequence[int],
     preference: str = "",
-) -> tuple[Problem, Operands]:
+) -> Problem:
     check_dims(dy, "dy", _IMAGES)
     if len(size) != 2:
         raise InvalidProblemError(f"size: expected height and width, got {list(size)}")
-    walk = Walk(kernel, stride, padding, dilation)
-    whole = dy.shape[0], *size
-    return _problem("dgrad", {"dy": dy, "filter": filter}, whole, shape, walk, preference)
+    walk, whole = (kernel, stride, padding, dilation), (dy.shape[0], *size)
+    return _problem("dgrad", {"dy": dy, "filter": filter}, whole, layout, shape, walk, preference)
 
 
 def _filter_gradient(
@@ -169,29 +161,13 @@ def _filter_gradient(
     padding: Sequence[int],
     dilation: Sequence[int],
     preference: str = "",
-) -> tuple[Problem, Operands]:
+) -> Problem:
     check_dims(x, "x", _IMAGES)
-    walk = Walk(kernel, stride, padding, dilation)
-    return _problem("wgrad", {"x": x, "dy": dy}, x.shape[:3], shape, walk, preference)
+    walk = kernel, stride, padding, dilation
+    return _problem("wgrad", {"x": x, "dy": dy}, x.shape[:3], layout, shape, walk, preference)
 
 
-def _kernel_of(describe: Any) -> Any:
-    def kernel(first: Tensor, second: Tensor, layout: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        problem, operands = describe(first, second, layout, *args, **kwargs)
-        return _run(problem, operands, layout)
-
-    return kernel
-
-
-def _fake_of(describe: Any) -> Any:
-    def fake(first: Tensor, second: Tensor, layout: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        problem, operands = describe(first, second, layout, *args, **kwargs)
-        return fake_results(problem, operands, layout)[0]
-
-    return fake
-
-
-# Gradients: each op is linear in both operands, and the other two are its gradients ------------------
+# Gradients: each op is linear in both operands, so the other two ops are its gradients ---------------
 
 
 def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -257,41 +233,30 @@ def _filter_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
     return dx, ddy, *[None] * 7
 
 
-def _autocast(
-    wanted: torch.dtype, x: Tensor, filter: Tensor, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at = 6  # of the bias, behind x and filter
-    if len(args) > at:
-        args = (*args[:at], autocast_tensor(args[at], wanted), *args[at + 1 :])
-    elif "bias" in kwargs:
-        kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
-    return (autocast_tensor(x, wanted), autocast_tensor(filter, wanted), *args), kwargs
-
-
-_WALK = "int[] kernel, int[] stride, int[] padding, int[] dilation"
+_SCHEMA = ", ".join(f"int[] {name}" for name in _WALK)
 
 define(
-    f"blocksparse_conv2d(Tensor x, Tensor filter, Tensor layout, int[] shape, {_WALK}, Tensor? bias=None, "
+    f"blocksparse_conv2d(Tensor x, Tensor filter, Tensor layout, int[] shape, {_SCHEMA}, Tensor? bias=None, "
     'str preference="") -> Tensor',
     _kernel_of(_forward),
-    _fake_of(_forward),
+    fake_of(_forward),
     backward=_forward_backward,
     setup_context=_forward_context,
-    autocast=_autocast,
+    autocast=autocast_rule(8),
 )
 define(
-    f"blocksparse_conv2d_input(Tensor dy, Tensor filter, Tensor layout, int[] shape, int[] size, {_WALK}, "
+    f"blocksparse_conv2d_input(Tensor dy, Tensor filter, Tensor layout, int[] shape, int[] size, {_SCHEMA}, "
     'str preference="") -> Tensor',
     _kernel_of(_input_gradient),
-    _fake_of(_input_gradient),
+    fake_of(_input_gradient),
     backward=_input_backward,
     setup_context=_input_context,
 )
 define(
-    f"blocksparse_conv2d_filter(Tensor x, Tensor dy, Tensor layout, int[] shape, {_WALK}, "
+    f"blocksparse_conv2d_filter(Tensor x, Tensor dy, Tensor layout, int[] shape, {_SCHEMA}, "
     'str preference="") -> Tensor',
     _kernel_of(_filter_gradient),
-    _fake_of(_filter_gradient),
+    fake_of(_filter_gradient),
     backward=_filter_backward,
     setup_context=_filter_context,
 )

@@ -1,4 +1,4 @@
-"""Products, softmax and attention of block-sparse matrices as functions of tensors and a Layout."""
+"""Products, softmax, attention and convolution as functions of tensors and a Layout."""
 
 from __future__ import annotations
 
@@ -28,49 +28,39 @@ def matmul(
     preference: str = "",
     metadata: Tensor | None = None,
 ) -> Tensor:
-    """``activation(alpha * op(a) @ op(b) + bias)``, of which one matrix is block-sparse.
+    """``activation(alpha * op(a) @ op(b) + bias)``, in which one matrix is block-sparse.
 
     Parameters
     ----------
     a, b : Tensor
-        Dense ones [Z, H, rows, columns], the sparse one its values [Z, blocks, block, block], of one dtype:
-        float32, float16, bfloat16, int8 or float8_e4m3fn.
+        A dense operand [Z, H, rows, columns]; a sparse one as its values [Z, blocks, block, block]. Both have
+        one dtype: float32, float16, bfloat16, int8 or float8_e4m3fn.
     layout : Layout
-        Of the sparse matrix, as it is stored.
+        The layout of the sparse matrix as it is stored.
     mode : str
-        ``sdd``: the result is sparse, only its kept blocks are computed. ``dsd``: a is. ``dds``: b is.
+        The sparse matrix: the result for ``sdd``, whose kept blocks alone are computed, a for ``dsd``, b for
+        ``dds``.
     trans_a, trans_b : bool
         Whether the operand is stored transposed.
     bias : Tensor, optional
-        [H, rows] for ``dsd``, [H, columns] for ``dds``, of the result; of its dtype or float32.
+        [H, rows of the result] for ``dsd``, [H, columns of the result] for ``dds``, in the result's dtype or
+        float32.
     activation : str
         ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``; not for ``sdd``.
     out_dtype : torch.dtype, optional
-        That of a by default (int8: see docs/concepts.md), or float32.
+        The dtype of a by default (docs/concepts.md has int8's), or float32.
     preference : str
-        JSON of a PlanPreference, for the gradients too.
+        JSON of a PlanPreference, which holds for the gradients too.
     metadata : Tensor, optional
-        uint8 [Z, blocks, block, block/8]: of a sparse matrix whose blocks are 2:4 along the sums, beside its
-        values [Z, blocks, block, block/2]; both are what ``compress_blocks`` gives. Not for ``sdd``.
+        The metadata uint8 [Z, blocks, block, block/8] of a sparse matrix whose blocks are 2:4 along the sums.
+        Its values are [Z, blocks, block, block/2]; ``compress_blocks`` returns both. Not for ``sdd``.
 
-    The gradients of a and b are products of the other two modes, by the same tables; with metadata
-    there are none. Raises InvalidProblemError naming the argument, UnsupportedError where no kernel serves.
+    The gradients of a and b are products of the other two modes by the same tables. With metadata there are
+    no gradients. Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
-    return _ops.blocksparse_matmul(  # type: ignore[no-any-return]
-        a,
-        b,
-        layout.tables,
-        layout.sizes,
-        mode,
-        trans_a,
-        trans_b,
-        bias,
-        activation,
-        alpha,
-        out_dtype,
-        preference,
-        metadata,
-    )
+    options = bias, activation, alpha, out_dtype, preference, metadata
+    c: Tensor = _ops.blocksparse_matmul(a, b, layout.tables, layout.sizes, mode, trans_a, trans_b, *options)
+    return c
 
 
 def softmax(
@@ -93,42 +83,34 @@ def softmax(
     x : Tensor
         Values [Z, blocks, block, block] of float32, float16 or bfloat16.
     rpe : Tensor, optional
-        A relative position embedding [heads, rows, cols], or [1, heads, rows, cols]. Has a gradient.
+        A relative position embedding [heads, rows, cols] or [1, heads, rows, cols]. It has a gradient.
     key_padding_mask : Tensor, optional
-        [Z, cols]. Mode ``add``: added, and has a gradient; ``mul``: cells are dropped where it is 0.
+        [Z, cols]. In mode ``add`` it is added and has a gradient. In mode ``mul`` its zeros drop cells.
     attn_mask : Tensor, optional
-        [rows, cols], likewise.
+        [rows, cols], in the same two modes.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
 
-    Masks may be of another dtype, bools in mode ``mul`` alone. A row without a cell left is zeros. Raises
-    InvalidProblemError naming the argument, UnsupportedError where no kernel serves.
+    Masks may have another dtype than x, but bool in mode ``mul`` alone. A row without a cell left is zeros.
+    Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
     if rpe is not None and rpe.dim() == 4 and rpe.shape[0] == 1:
         rpe = rpe[0]
-    return _ops.blocksparse_softmax(  # type: ignore[no-any-return]
-        x,
-        layout.tables,
-        layout.sizes,
-        scale,
-        None if rpe is None else _added(rpe, "rpe", "add", x),
-        None
-        if key_padding_mask is None
-        else _added(key_padding_mask, "key_padding_mask", key_padding_mask_mode, x),
-        None if attn_mask is None else _added(attn_mask, "attn_mask", attn_mask_mode, x),
-        key_padding_mask_mode,
-        attn_mask_mode,
-        causal,
-        preference,
-    )
+    key_padding = _added(key_padding_mask, "key_padding_mask", key_padding_mask_mode, x)
+    added = _added(rpe, "rpe", "add", x), key_padding, _added(attn_mask, "attn_mask", attn_mask_mode, x)
+    options = scale, *added, key_padding_mask_mode, attn_mask_mode, causal, preference
+    y: Tensor = _ops.blocksparse_softmax(x, layout.tables, layout.sizes, *options)
+    return y
 
 
-def _added(mask: Tensor, argument: str, mode: str, x: Tensor) -> Tensor:
-    """In x's dtype. What a bool would add isn't what anyone means by one."""
+def _added(mask: Tensor | None, argument: str, mode: str, x: Tensor) -> Tensor | None:
+    """The mask in the dtype of x. Raises InvalidProblemError for a bool that would be added."""
+    if mask is None:
+        return None
     if mask.dtype == torch.bool and mode == "add":
-        raise InvalidProblemError(f"{argument}: expected numbers to add, got torch.bool; mode mul takes it")
+        raise InvalidProblemError(f"{argument}: expected numbers to add, got torch.bool; pass mode mul")
     if mode == "mul" and mask.dtype != torch.bool:
-        mask = mask != 0 if not mask.requires_grad else mask  # which a narrower dtype may round to 0
+        mask = mask != 0 if not mask.requires_grad else mask  # a narrower dtype may round it to 0
     return mask.to(x.dtype)
 
 
@@ -152,23 +134,79 @@ def attention(
     q : Tensor
         [Z, H, rows, head_size] of float32, float16 or bfloat16.
     k, v : Tensor
-        [Z, kv_heads, cols, head_size]; H / kv_heads neighbouring heads share theirs.
+        [Z, kv_heads, cols, head_size]. H / kv_heads neighbouring heads of q share one head of k and v.
     layout : Layout
-        Of the scores: H heads, [rows, cols].
+        The layout of the scores: H heads of [rows, cols].
     scale : float, optional
         1 / sqrt(head_size) by default.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
     q_lengths, kv_lengths : Tensor, optional
-        Int32 [Z], both or neither: tokens beyond them are dropped, and not read.
+        Int32 [Z], both or neither. Tokens beyond these lengths are dropped and not read.
     return_lse : bool
-        Whether to return the logarithm of the sum of each row's exponentials too, float32 [Z, H, rows],
-        which has no gradient.
+        Whether to return also the logarithm of the sum of each row's exponentials, float32 [Z, H, rows]. It
+        has no gradient.
 
-    By the device's fused kernel, or where it has none by products and softmax. Raises InvalidProblemError
-    naming the argument, UnsupportedError where neither can be had.
+    A fused kernel computes it, or products and softmax if the device has no such kernel. Raises
+    InvalidProblemError naming the argument, UnsupportedError if neither serves.
     """
     o, lse = _ops.blocksparse_attention(
         q, k, v, layout.tables, layout.sizes, scale, causal, q_lengths, kv_lengths, preference
     )
     return (o, lse) if return_lse else o
+
+
+def conv2d(
+    x: Tensor,
+    filter: Tensor,
+    layout: Layout,
+    kernel_size: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    *,
+    preference: str = "",
+) -> Tensor:
+    """The convolution of images with a block-sparse filter.
+
+    Parameters
+    ----------
+    x : Tensor
+        [N, C, height, width] of float32, float16 or bfloat16. A ``channels_last`` tensor is read as it is;
+        any other is copied.
+    filter : Tensor
+        The filter's values [blocks, block, block] or [1, blocks, block, block]. A block holds out by in
+        channels of one tap.
+    layout : Layout
+        The filter's layout: one head of [K, C * R * S]. A bitmap [K/block, C/block, R, S] is reshaped to
+        [1, K/block, C/block * R * S].
+    kernel_size, stride, padding, dilation : int or (int, int)
+        The arguments of ``torch.nn.functional.conv2d``. Padding is zeros.
+    bias : Tensor, optional
+        [K], in the dtype of x or float32.
+    preference : str
+        JSON of a PlanPreference, which holds for the gradients too.
+
+    The result [N, K, rows, columns] is ``channels_last``. x, filter and bias have gradients. If the device
+    has no kernel for the problem and nothing is preferred, PyTorch convolves with a dense filter. Raises
+    InvalidProblemError naming the argument.
+    """
+    if x.dim() != 4:
+        raise InvalidProblemError(f"x: expected [N, C, height, width], got {list(x.shape)}")
+    names = "kernel_size", "stride", "padding", "dilation"
+    pairs = map(pair_of, names, (kernel_size, stride, padding, dilation))
+    values = filter[None] if filter.dim() == 3 else filter
+    y = _ops.blocksparse_conv2d(
+        x.permute(0, 2, 3, 1), values, layout.tables, layout.sizes, *pairs, bias, preference
+    )
+    found: Tensor = y.permute(0, 3, 1, 2)
+    return found
+
+
+def pair_of(name: str, given: Any) -> tuple[int, int]:
+    """An integer or a pair as a pair. Raises InvalidProblemError naming the argument."""
+    pair = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    if len(pair) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) for one in pair):
+        raise InvalidProblemError(f"{name}: expected an integer or two, got {given!r}")
+    return pair

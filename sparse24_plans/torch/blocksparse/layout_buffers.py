@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,53 @@ from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import BlockSparseTables
 from ...blocksparse.shape import BlockSparseShape
 from ...errors import FormatError, InvalidProblemError, Sparse24Error
-from . import dense as conversions
-from .plan_dispatch import numbers_of
+from .plan_dispatch import check_dims, numbers_of, shape_of, table
+
+# Conversions by PyTorch's own operations, on any device ---------------------------------------------
+
+
+def _block_places(layout: Tensor, shape: Sequence[int]) -> Tensor:
+    """The index of each kept block among all blocks of all heads."""
+    across = shape_of(tuple(shape)).block_cols
+    return table(layout, shape, "rows").long() * across + table(layout, shape, "columns")
+
+
+def to_dense(values: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
+    """``values`` [Z, blocks, block, block] as [Z, heads, rows, cols] with zeros elsewhere; differentiable."""
+    one = shape_of(tuple(shape))
+    check_dims(values, "values", "Z, blocks, block, block")
+    if tuple(values.shape[1:]) != (one.blocks, one.block, one.block):
+        raise InvalidProblemError(
+            f"values: expected [Z, {one.blocks}, {one.block}, {one.block}], got {list(values.shape)}"
+        )
+    if values.element_size() == 1 and values.dtype != torch.uint8:  # no gradients, and no indexing of fp8
+        return to_dense(values.view(torch.uint8), layout, shape).view(values.dtype)
+    batch, block = values.shape[0], one.block
+    every = one.heads * one.block_rows * one.block_cols
+    blocks = values.new_zeros(batch, every, block, block)
+    blocks = blocks.index_copy(1, _block_places(layout, shape), values)
+    tiles = blocks.view(batch, one.heads, one.block_rows, one.block_cols, block, block)
+    return tiles.transpose(3, 4).reshape(batch, one.heads, one.rows, one.cols)
+
+
+def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
+    """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; differentiable."""
+    one = shape_of(tuple(shape))
+    check_dims(dense, "dense", "Z, heads, rows, cols")
+    if tuple(dense.shape[1:]) != (one.heads, one.rows, one.cols):
+        raise InvalidProblemError(
+            f"dense: expected [Z, {one.heads}, {one.rows}, {one.cols}], got {list(dense.shape)}"
+        )
+    if dense.element_size() == 1 and dense.dtype != torch.uint8:
+        return kept_blocks(dense.view(torch.uint8), layout, shape).view(dense.dtype)
+    batch, block = dense.shape[0], one.block
+    every = one.heads * one.block_rows * one.block_cols
+    tiles = dense.reshape(batch, one.heads, one.block_rows, block, one.block_cols, block)
+    blocks = tiles.transpose(3, 4).reshape(batch, every, block, block)
+    return blocks.index_select(1, _block_places(layout, shape))
+
+
+# The module -----------------------------------------------------------------------------------------
 
 
 class Layout(nn.Module):
@@ -22,16 +67,17 @@ class Layout(nn.Module):
     Parameters
     ----------
     layout : BlockSparseLayout, Tensor or array
-        The layout, or its bitmap [heads, rows/block, cols/block], or [rows/block, cols/block] of one head, of
-        0 and 1 on any device.
+        The layout, or its bitmap of 0 and 1 on any device: [heads, rows/block, cols/block], or
+        [rows/block, cols/block] for one head.
     block : int, optional
-        16, 32, 64 or 128; of a BlockSparseLayout it is its own.
+        16, 32, 64 or 128. A BlockSparseLayout needs none.
     persistent : bool
         Whether the bitmap is in the state_dict.
     device : optional
         Where the tables are.
 
-    A state_dict has ``bitmap``, bool. Loading one with another mask takes it, where it keeps as many blocks.
+    A state_dict has the bool tensor ``bitmap``. Loading another mask replaces the layout's; it must keep as
+    many blocks.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -39,11 +85,11 @@ class Layout(nn.Module):
     layout: BlockSparseLayout
     """Which blocks are kept."""
     sizes: tuple[int, ...]
-    """What the ops take as ``shape``: heads, rows, cols, block, blocks."""
+    """Heads, rows, cols, block and blocks: the argument ``shape`` of the ops."""
     bitmap: Tensor
     """Bool [heads, rows/block, cols/block]. Change the layout with :meth:`update`, not here."""
     tables: Tensor
-    """What the ops take as ``layout``: int32, as of BlockSparseTables."""
+    """The look-up tables of BlockSparseTables in one int32 tensor: the argument ``layout`` of the ops."""
 
     def __init__(
         self, layout: Any, block: int | None = None, *, persistent: bool = True, device: Any = None
@@ -73,7 +119,7 @@ class Layout(nn.Module):
         self._fill()
 
     def _fill(self) -> None:
-        """Write what the layout says; tensors on the meta device hold nothing."""
+        """Write the layout into the tensors, unless they are on the meta device."""
         if self.tables.is_meta:
             return
         bitmap, tables = _tensors(self.layout)
@@ -85,7 +131,7 @@ class Layout(nn.Module):
         before = self.tables
         super()._apply(fn, recurse)
         if self.tables is not before:
-            self._fill()  # to_empty gives memory that holds anything
+            self._fill()  # to_empty leaves the memory uninitialised
         return self
 
     def _load_from_state_dict(
@@ -121,23 +167,23 @@ class Layout(nn.Module):
 
         Raises InvalidProblemError for other sizes.
         """
-        return conversions.to_dense(values, self.tables, self.sizes)
+        return to_dense(values, self.tables, self.sizes)
 
     def kept_blocks(self, dense: Tensor) -> Tensor:
         """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; all else is dropped.
 
         Differentiable. Raises InvalidProblemError for other sizes.
         """
-        return conversions.kept_blocks(dense, self.tables, self.sizes)
+        return kept_blocks(dense, self.tables, self.sizes)
 
     def values_of(self, dense: Tensor) -> Tensor:
-        """As :meth:`kept_blocks`, of a matrix that is zero outside of them; waits for the device.
+        """The values of a matrix that is zero outside of the kept blocks. Waits for the device.
 
-        Raises FormatError where it isn't, naming the first such block.
+        Raises FormatError, naming the first block with other cells.
         """
         values = self.kept_blocks(dense)
         one, cells = self.shape, dense.detach()
-        cells = cells.float() if cells.element_size() == 1 else cells  # fp8 isn't compared
+        cells = cells.float() if cells.element_size() == 1 else cells  # PyTorch doesn't compare fp8
         tiles = (
             (cells != 0)
             .view(torch.uint8)
@@ -156,8 +202,8 @@ class Layout(nn.Module):
     def from_torch_bsr(cls, tensor: Tensor, **options: Any) -> tuple[Layout, Tensor]:
         """Layout and values of a ``torch.sparse_bsr`` tensor [rows, cols] or [heads, rows, cols].
 
-        The values [1, blocks, block, block] are the tensor's own memory, the layout's tables are made on its
-        device. ``options`` are those of the constructor. Raises InvalidProblemError.
+        The values [1, blocks, block, block] share the tensor's memory. The layout's tables are made on its
+        device. ``options`` go to the constructor. Raises InvalidProblemError.
         """
         found, values = BlockSparseLayout.from_torch_bsr(tensor)
         return cls(found, **{"device": values.device, **options}), values
@@ -165,8 +211,8 @@ class Layout(nn.Module):
     def to_torch_bsr(self, values: Tensor) -> Tensor:
         """``values`` [blocks, block, block], or [1, ...] of it, as a ``torch.sparse_bsr`` tensor.
 
-        [rows, cols] of one head, else [heads, rows, cols]: there PyTorch wants as many blocks in every head.
-        Raises InvalidProblemError where they differ, and for other sizes.
+        The result is [rows, cols] for one head, else [heads, rows, cols]. PyTorch wants the same number of
+        blocks in every head. Raises InvalidProblemError if the numbers differ, and for other sizes.
         """
         one, size = self.shape, tuple(values.shape)
         blocks = (one.blocks, one.block, one.block)
@@ -187,7 +233,7 @@ class Layout(nn.Module):
             each = one.blocks // max(one.heads, 1)
             columns = columns.view(one.heads, each)
             cells, sides = cells.view(one.heads, each, one.block, one.block), (one.heads, *sides)
-        # A layout keeps what PyTorch would check.
+        # A layout holds the invariants that PyTorch would check.
         return torch.sparse_bsr_tensor(pointers, columns, cells, sides, check_invariants=False)
 
     def extra_repr(self) -> str:
@@ -207,7 +253,7 @@ def _layout_of(given: Any, block: int | None) -> BlockSparseLayout:
 
 
 def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
-    """``given`` itself where it is a Layout, which modules may share; else one of it."""
+    """``given`` itself if it is a Layout, which modules may share; else a Layout made from it."""
     if isinstance(given, Layout):
         _layout_of(given, block)
         return given

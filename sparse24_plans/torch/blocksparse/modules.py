@@ -1,4 +1,4 @@
-"""``MatMul``, ``Softmax`` and ``Linear``: modules of Torch-Blocksparse's names, arguments and meaning."""
+"""``MatMul``, ``Softmax``, ``Linear`` and ``Conv2d``, with Torch-Blocksparse's names and arguments."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError
 from ..activations import check_activation
-from .functional import matmul, softmax
-from .layout_buffers import layout_of
+from . import conv_ops
+from .functional import conv2d, matmul, pair_of, softmax
+from .layout_buffers import Layout, layout_of
 
 MODES = ("sdd", "dsd", "dds")
 
 
 class MatMul(nn.Module):
-    """The product of two matrices of which one, or the result, is block-sparse.
+    """A product in which one operand, or the result, is block-sparse.
 
     Parameters
     ----------
     layout : Layout, BlockSparseLayout, Tensor or array
-        Of the sparse matrix as it is stored; a Layout is shared, else one is made.
+        The layout of the sparse matrix as it is stored. A Layout is shared; anything else makes a new one.
     block : int, optional
-        Its blocks' size; needed beside a bitmap.
+        The blocks' size; needed beside a bitmap.
     mode : str
-        ``sdd``, ``dsd`` or ``dds``: which of result, a and b is sparse.
+        The sparse matrix: the result for ``sdd``, a for ``dsd``, b for ``dds``.
     trans_a, trans_b : bool
         Whether the operand is stored transposed.
 
@@ -47,9 +49,10 @@ class MatMul(nn.Module):
         self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """``op(a) @ op(b)``: [Z, H, rows, columns], or of ``sdd`` values [Z, blocks, block, block].
+        """``op(a) @ op(b)``: [Z, H, rows, columns], or for ``sdd`` values [Z, blocks, block, block].
 
-        Dense operands are [Z, H, rows, columns], sparse ones values; leading dimensions of 1 may lack.
+        A dense operand is [Z, H, rows, columns], a sparse one its values. Leading dimensions of 1 may be
+        omitted.
         """
         a, b = _padded(a), _padded(b)
         return matmul(a, b, self.layout, self.mode, self.trans_a, self.trans_b)
@@ -59,14 +62,14 @@ class MatMul(nn.Module):
 
 
 class Softmax(nn.Module):
-    """The softmax over the kept cells of each row, with what is added to them before.
+    """The softmax over the kept cells of each row.
 
     Parameters
     ----------
     layout : Layout, BlockSparseLayout, Tensor or array
-        Of the scores; a Layout is shared, else one is made.
+        The layout of the scores. A Layout is shared; anything else makes a new one.
     block : int, optional
-        Its blocks' size; needed beside a bitmap.
+        The blocks' size; needed beside a bitmap.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
     """
@@ -86,21 +89,42 @@ class Softmax(nn.Module):
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "add",
     ) -> Tensor:
-        """As the function ``softmax``. Unlike the reference's it leaves x as it is."""
-        return softmax(
-            _padded(x),
-            self.layout,
-            scale,
-            rpe,
-            key_padding_mask,
-            attn_mask,
-            key_padding_mask_mode,
-            attn_mask_mode,
-            causal=self.causal,
-        )
+        """Call the function ``softmax``. Unlike Torch-Blocksparse's module it doesn't overwrite x."""
+        masks = rpe, key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode
+        return softmax(_padded(x), self.layout, scale, *masks, causal=self.causal)
 
 
-class Linear(nn.Module):
+class _Weighted(nn.Module):
+    """A module with the values of a block-sparse weight, and a bias or None."""
+
+    layout: Layout
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _make_parameters(self, outputs: int, bias: bool, about: dict[str, Any]) -> None:
+        one = self.layout.shape
+        self._outputs = outputs
+        self.weight = nn.Parameter(torch.empty(one.blocks, one.block, one.block, **about))
+        self.bias = nn.Parameter(torch.empty(outputs, **about)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw uniformly within PyTorch's bound for the number of inputs that an output has on average."""
+        inputs = self.weight.numel() / max(self._outputs, 1)
+        bound = inputs**-0.5 if inputs else 0.0
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def _copy(self, values: Tensor, bias: Tensor | None) -> None:
+        """Copy the values [1, blocks, block, block] and the bias of a dense layer."""
+        with torch.no_grad():
+            self.weight.copy_(values[0])
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+
+
+class Linear(_Weighted):
     """``activation(x S + bias)`` with S [in_features, out_features] block-sparse; x has any leading sizes.
 
     Parameters
@@ -110,19 +134,17 @@ class Linear(nn.Module):
     block : int, optional
         16, 32, 64 or 128; needed beside a bitmap.
     layout : Layout, BlockSparseLayout, Tensor or array
-        Of S, one head: a bitmap [in_features/block, out_features/block]. S is the transpose of what
-        ``nn.Linear`` has.
+        The layout of S: one head, or a bitmap [in_features/block, out_features/block]. S is the transpose of
+        the weight of ``nn.Linear``.
     bias : bool
-        Whether there is a bias [out_features]; none by default, as in the reference.
+        Whether there is a bias [out_features]. Torch-Blocksparse has none by default either.
     activation : str
         ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``, in the product's epilogue.
     device, dtype
-        As of torch.nn.Linear; float32, float16 or bfloat16.
+        The arguments of ``torch.nn.Linear``; float32, float16 or bfloat16.
 
-    ``weight`` is the values [blocks, block, block]. Raises InvalidProblemError naming the argument.
+    ``weight`` holds the values [blocks, block, block]. Raises InvalidProblemError naming the argument.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -147,40 +169,26 @@ class Linear(nn.Module):
         check_activation(activation, gates=False)
         self.in_features, self.out_features = in_features, out_features
         self.activation = activation
-        values = torch.empty(one.blocks, one.block, one.block, device=device, dtype=dtype)
-        self.weight = nn.Parameter(values)
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Uniform, with the bound of ``nn.Linear`` for as many inputs as an output has on average."""
-        inputs = self.weight.numel() / max(self.out_features, 1)
-        bound = inputs**-0.5 if inputs else 0.0
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                nn.init.uniform_(parameter, -bound, bound)
+        self._make_parameters(out_features, bias, {"device": device, "dtype": dtype})
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, layout: Any, block: int | None = None, **options: Any) -> Linear:
-        """Of a dense layer, which stays as it is: its kept blocks, the others dropped; the bias is copied."""
+        """A layer with copies of the kept blocks and the bias of ``linear``, which stays as it is."""
         if not isinstance(linear, nn.Linear):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
         weight, bias = linear.weight.detach(), linear.bias
         sides = linear.in_features, linear.out_features
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         found = cls(*sides, block, layout, bias is not None, **options)
-        with torch.no_grad():
-            found.weight.copy_(found.layout.kept_blocks(weight.t()[None, None])[0])
-            if found.bias is not None:
-                found.bias.copy_(bias)
+        found._copy(found.layout.kept_blocks(weight.t()[None, None]), bias)
         return found
 
     def dense_weight(self) -> Tensor:
-        """S^T [out_features, in_features], as ``nn.Linear`` has it; differentiable."""
+        """S^T [out_features, in_features], the weight of an ``nn.Linear``; differentiable."""
         return self.layout.to_dense(self.weight[None])[0, 0].t()
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise InvalidProblemError(f"input: expected [..., {self.in_features}], got {list(input.shape)}")
         rows = input.flatten(0, -2) if input.dim() > 1 else input[None]
@@ -201,6 +209,111 @@ class Linear(nn.Module):
         )
 
 
+class Conv2d(_Weighted):
+    """A 2-D convolution whose filter is block-sparse.
+
+    Parameters
+    ----------
+    in_channels, out_channels : int
+        C and K, multiples of the block.
+    kernel_size : int or (int, int)
+        R and S.
+    layout : Layout, BlockSparseLayout, Tensor or array
+        The filter's bitmap [K/block, C/block, R, S], or a layout of one head of [K, C * R * S] with the
+        columns in that order. A Layout is shared.
+    block : int, optional
+        16, 32, 64 or 128; needed beside a bitmap.
+    padding, stride, dilation : int or (int, int)
+        The order is Torch-Blocksparse's. Padding is zeros.
+    bias : bool
+        Whether there is a bias [K]. Torch-Blocksparse has none by default either.
+    device, dtype
+        The arguments of ``torch.nn.Conv2d``; float32, float16 or bfloat16.
+
+    ``weight`` holds the values [blocks, block, block], in the bitmap's order. Raises InvalidProblemError
+    naming the argument.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        layout: Any,
+        block: int | None = None,
+        padding: Any = 0,
+        stride: Any = 1,
+        dilation: Any = 1,
+        bias: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel_size = pair_of("kernel_size", kernel_size)
+        self.padding, self.stride = pair_of("padding", padding), pair_of("stride", stride)
+        self.dilation = pair_of("dilation", dilation)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.layout = self._layout(layout, block, device)
+        self._make_parameters(out_channels, bias, {"device": device, "dtype": dtype})
+
+    def _layout(self, given: Any, block: int | None, device: Any) -> Layout:
+        sides = getattr(given, "shape", None)
+        taps = self.kernel_size[0] * self.kernel_size[1]
+        if not isinstance(given, (Layout, BlockSparseLayout)) and sides is not None and len(sides) == 4:
+            if tuple(sides[2:]) != self.kernel_size:
+                raise InvalidProblemError(
+                    f"layout: expected [K/block, C/block, {self.kernel_size[0]}, {self.kernel_size[1]}], "
+                    f"got {list(sides)}"
+                )
+            given = given.reshape(1, sides[0], sides[1] * taps)
+        found = layout_of(given, block, device)
+        one = found.shape
+        if (one.heads, one.rows, one.cols) != (1, self.out_channels, self.in_channels * taps):
+            raise InvalidProblemError(
+                f"layout: expected 1 head of [{self.out_channels}, {self.in_channels} * {taps}], got "
+                f"{one.heads} of [{one.rows}, {one.cols}]"
+            )
+        return found
+
+    @classmethod
+    def from_conv2d(cls, conv: nn.Conv2d, layout: Any, block: int | None = None, **options: Any) -> Conv2d:
+        """A layer with copies of the kept blocks and the bias of ``conv``, which stays as it is.
+
+        Raises InvalidProblemError for groups, and for padding other than by a number of zeros.
+        """
+        if not isinstance(conv, nn.Conv2d):
+            raise InvalidProblemError(f"conv: expected an nn.Conv2d, got a {type(conv).__name__}")
+        if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise InvalidProblemError(
+                "conv: expected one group and padding by a number of zeros, got "
+                f"{conv.groups}, {conv.padding_mode}, {conv.padding!r}"
+            )
+        filter, bias = conv.weight.detach(), conv.bias
+        options = {"device": filter.device, "dtype": filter.dtype, **options}
+        channels, walk = (conv.in_channels, conv.out_channels), (conv.padding, conv.stride, conv.dilation)
+        found = cls(*channels, conv.kernel_size, layout, block, *walk, bias is not None, **options)
+        one = found.layout
+        found._copy(conv_ops.values_of_filter(filter, one.tables, one.sizes), bias)
+        return found
+
+    def dense_weight(self) -> Tensor:
+        """The filter [K, C, R, S], the weight of an ``nn.Conv2d``; differentiable."""
+        one = self.layout
+        return conv_ops.filter_of(self.weight[None], one.tables, one.sizes, self.kernel_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [N, C, height, width] to [N, K, rows, columns], which is ``channels_last``."""
+        walk = self.kernel_size, self.bias, self.stride, self.padding, self.dilation
+        return conv2d(input, self.weight, self.layout, *walk)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, bias={self.bias is not None}"
+        )
+
+
 def _padded(x: Tensor) -> Tensor:
-    """With leading dimensions of 1 for those that lack."""
+    """x with leading dimensions of 1, so that it has four."""
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x

@@ -1,4 +1,4 @@
-"""``MultiheadAttention`` over block-sparse scores, and the pattern that Torch-Blocksparse calls fixed."""
+"""``MultiheadAttention`` with block-sparse scores, and ``SparsityInfo``, a rule that makes layouts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ F = nn.functional
 
 @dataclass(frozen=True)
 class SparsityInfo:
-    """Which blocks of the scores are kept, for any number of tokens: a rule instead of a layout.
+    """A rule that says for any number of tokens which blocks of the scores are kept.
 
     Parameters
     ----------
     mode : str
-        ``dense``: all. ``fixed``: the blocks within each ``stride`` of tokens, and of every stride the
-        ``vertsize`` last columns of blocks, for all rows.
+        ``dense`` keeps all blocks. ``fixed`` keeps the blocks within each ``stride`` of tokens, and for all
+        rows the last ``vertsize`` columns of blocks of every stride.
     block : int
         16, 32, 64 or 128 tokens.
     stride : int
-        Tokens, a multiple of the block; of ``fixed``, the tokens are a multiple of it.
+        Tokens, a multiple of the block. With ``fixed``, the number of tokens must be a multiple of it.
     unidirectional : bool
-        Whether no block beyond a row's own is kept. Inside of a block, ``causal`` or a mask decides.
+        Whether no block beyond a row's own is kept. Inside a block, ``causal`` or a mask decides.
     numverts : int
-        Head h takes the ``1 + h % numverts``-th ``vertsize`` columns from a stride's end.
+        Head h keeps the ``1 + h % numverts``-th group of ``vertsize`` columns from a stride's end.
     vertsize : int
         Columns of blocks.
     """
@@ -64,7 +64,7 @@ class SparsityInfo:
         return self.stride // self.block
 
     def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
-        """Of ``heads`` [tokens, tokens]. Raises InvalidProblemError where the tokens don't fit."""
+        """The layout of ``heads`` heads of [tokens, tokens]. Raises InvalidProblemError if it has none."""
         unit = self.stride if self.mode == "fixed" else self.block
         if tokens % unit:
             raise InvalidProblemError(f"tokens: expected a multiple of {unit}, got {tokens}")
@@ -78,7 +78,7 @@ class SparsityInfo:
         head = np.arange(heads)[:, None, None]
         start = step - (1 + head % self.numverts) * self.vertsize
         summary = (column % step >= start) & (column % step < start + self.vertsize)
-        if self.unidirectional:  # columns that begin in front of the row's own
+        if self.unidirectional:  # only columns that begin before the row's own block
             summary = summary & (column - (column % step - start) < row)
         return BlockSparseLayout(local | summary, self.block)
 
@@ -90,18 +90,19 @@ class MultiheadAttention(nn.Module):
     ----------
     embed_dim, num_heads : int
     sparsity : SparsityInfo, Layout, BlockSparseLayout
-        A rule, whose layouts are made for each number of tokens once; or the layout of num_heads heads.
+        A rule, which makes one layout for each number of tokens; or a layout of num_heads heads.
     dropout, add_bias_kv, add_zero_attn
-        0 and False: what they add has no place in a layout.
+        Must be 0 and False: a layout has no place for what they add.
     bias, kdim, vdim, batch_first, device, dtype
-        As of ``torch.nn.MultiheadAttention``.
+        The arguments of ``torch.nn.MultiheadAttention``.
     key_padding_mask_mode, attn_mask_mode : str
-        ``add`` or ``mul``: what the masks of ``forward`` do; those of the reference by default.
+        Whether the masks of ``forward`` are added (``add``) or drop cells (``mul``). The defaults are
+        Torch-Blocksparse's.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
 
-    Without masks it is the op ``blocksparse_attention``, with them a product, a softmax and a product. Raises
-    InvalidProblemError naming the argument, UnsupportedError for what isn't served.
+    Without masks it calls the op ``blocksparse_attention``, with masks a product, a softmax and a product.
+    Raises InvalidProblemError naming the argument, UnsupportedError for arguments that must be 0 or False.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -111,7 +112,7 @@ class MultiheadAttention(nn.Module):
     in_proj_bias: nn.Parameter | None
 
     _qkv_same_embed_dim = False
-    """What nn.TransformerEncoderLayer asks before it takes the parameters past this module."""
+    """Tells nn.TransformerEncoderLayer to call this module instead of using its parameters directly."""
 
     def __init__(
         self,
@@ -133,19 +134,14 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, given, served in (
-            ("dropout", dropout, 0),
-            ("add_bias_kv", add_bias_kv, False),
-            ("add_zero_attn", add_zero_attn, False),
-        ):
+        absent = {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
+        for name, given in absent.items():
             if given:
-                raise UnsupportedError(f"{name}: expected {served}, got {given}")
+                raise UnsupportedError(f"{name}: expected 0 or False, got {given}")
         if num_heads < 1 or embed_dim % num_heads:
             raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
-        for name, mode in (
-            ("key_padding_mask_mode", key_padding_mask_mode),
-            ("attn_mask_mode", attn_mask_mode),
-        ):
+        modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
+        for name, mode in modes.items():
             if mode not in ("add", "mul"):
                 raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -184,7 +180,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.MultiheadAttention`` does."""
+        """Draw the parameters the way ``torch.nn.MultiheadAttention`` does."""
         for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             if (weight := getattr(self, name)) is not None:
                 nn.init.xavier_uniform_(weight)
@@ -193,10 +189,10 @@ class MultiheadAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def layout_for(self, tokens: int, kv_tokens: int | None = None) -> Layout:
-        """The layout of so many tokens, which is made where there is none yet.
+        """The layout for this number of tokens, made on the first call.
 
-        Call it before ``torch.compile`` traces the module: no graph can make one. Raises InvalidProblemError
-        where the tokens don't fit.
+        Call it before ``torch.compile`` traces the module, because no graph can make a layout. Raises
+        InvalidProblemError if the tokens don't fit.
         """
         kv_tokens = tokens if kv_tokens is None else kv_tokens
         name = "given" if self.sparsity is None else str(tokens)
@@ -227,12 +223,12 @@ class MultiheadAttention(nn.Module):
         rpe: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """[tokens, Z, embed_dim], with ``batch_first`` [Z, tokens, embed_dim], to the same; and None.
+        """Map [tokens, Z, embed_dim], with ``batch_first`` [Z, tokens, embed_dim], to the same shape.
 
         ``key`` and ``value`` have kdim and vdim columns, and as many tokens as the layout has columns.
         ``key_padding_mask`` [Z, kv_tokens], ``attn_mask`` [tokens, kv_tokens] and ``rpe`` [heads, tokens,
-        kv_tokens] as of ``softmax``. With ``is_causal``, ``attn_mask`` is taken for the causal one and not
-        read. There are no weights to return, whatever ``need_weights``.
+        kv_tokens] are arguments of ``softmax``. With ``is_causal``, ``attn_mask`` is taken for the causal
+        mask and not read. The second result is always None: no weights are returned.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 3:
@@ -244,17 +240,8 @@ class MultiheadAttention(nn.Module):
             o = attention(q, k, v, layout, causal=causal)
         else:
             scores = matmul(q, k, layout, "sdd", trans_b=True)
-            found = softmax(
-                scores,
-                layout,
-                self.head_dim**-0.5,
-                rpe,
-                key_padding_mask,
-                attn_mask,
-                self.key_padding_mask_mode,
-                self.attn_mask_mode,
-                causal=causal,
-            )
+            masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
+            found = softmax(scores, layout, self.head_dim**-0.5, *masks, causal=causal)
             o = matmul(found, v, layout, "dsd")
         batch, _, tokens, _ = o.shape
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
@@ -275,6 +262,6 @@ class MultiheadAttention(nn.Module):
         return tuple(F.linear(*one) for one in zip(inputs, weights, biases, strict=True))
 
     def _in_heads(self, x: Tensor) -> Tensor:
-        """[Z, heads, tokens, head_dim]"""
+        """x as [Z, heads, tokens, head_dim]."""
         split = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
         return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)

@@ -1,17 +1,17 @@
-"""What the ops of block-sparse matrices do on a device: one plan a form of operands, then addresses alone.
+"""Calls of block-sparse ops to plans, through the cache of all ops (plan_cache.py).
 
-A layout comes to an op as ``layout``, its look-up tables in one int32 tensor, and ``shape``, the five
-integers of its BlockSparseShape. The plan is selected for the shape; which blocks are kept is read later.
+An op takes a layout as ``layout``, the look-up tables in one int32 tensor, and ``shape``, the five integers
+of a BlockSparseShape. A plan is selected for the shape. The kernel reads from the tables which blocks are
+kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...blocksparse.layout import BlockSparseLayout
@@ -26,11 +26,11 @@ from ...blocksparse.shape import BlockSparseShape
 from ...errors import InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ...plan.operands import Role
 from ...vocab import ElementKind
-from ..elements import DTYPE_OF, allocation, current_stream, plan_device
-from ..gemm_dispatch import MOST_FORMS, preference_of
+from ..elements import DTYPE_OF, allocation, plan_device
+from ..plan_cache import MOST_FORMS, CheckedCall, Refusal, descriptor, plans, preference_of
 
 PlanType = Any  # a class of plans; mypy takes none for hashable
-Operands = dict[str, Tensor]
+Operands = Mapping[str, Tensor | None]
 
 _SIZES: dict[PlanType, tuple[str, ...]] = {
     BlockSparseMatmulPlan: ("batch", "n"),
@@ -38,16 +38,16 @@ _SIZES: dict[PlanType, tuple[str, ...]] = {
     BlockSparseAttentionPlan: ("batch",),
     BlockSparseConv2dPlan: ("batch",),
 }
-"""Fields of a descriptor that may be symbols while a graph is traced."""
+"""The fields of a descriptor that may be symbols while a graph is traced."""
 
 
 class Wanted(NamedTuple):
-    """An operand as a descriptor has it."""
+    """An operand that a descriptor asks for."""
 
     name: str
     role: Role
     shape: tuple[int | str, ...]
-    """Of the sizes that a graph may leave open, the names."""
+    """Integers, and the names of sizes that a graph may leave open."""
     element: ElementKind
 
     def sized(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -55,24 +55,28 @@ class Wanted(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is to be computed: a plan's class, and the fields of its descriptor."""
+    """A problem as an op states it, and its operands."""
 
     plan: PlanType
     shape: tuple[int, ...]
+    """The integers of the layout's shape."""
     sizes: dict[str, Any]
-    """Integers, or symbols for them."""
+    """The descriptor's fields in ``_SIZES``: integers, or symbols."""
     fields: dict[str, Any]
-    """All others."""
+    """The descriptor's other fields."""
     preference: str
+    operands: Operands
+    """The given tensors. None stands for an optional operand that is absent."""
+    layout: Tensor
 
     def wanted(self) -> tuple[Wanted, ...]:
-        """Raises InvalidProblemError naming the field that can't be."""
+        """All operands. Raises InvalidProblemError naming the field that is wrong."""
         return _wanted(self.plan, self.shape, **self.fields)
 
 
 @lru_cache(maxsize=MOST_FORMS)
 def shape_of(numbers: tuple[int, ...]) -> BlockSparseShape:
-    """Raises InvalidProblemError for what is no shape of a layout."""
+    """The shape of these integers. Raises InvalidProblemError if no layout can have it."""
     names = tuple(BlockSparseShape.model_fields)
     if len(numbers) != len(names):
         raise InvalidProblemError(f"shape: expected {', '.join(names)}, got {list(numbers)}")
@@ -80,23 +84,18 @@ def shape_of(numbers: tuple[int, ...]) -> BlockSparseShape:
 
 
 def numbers_of(shape: BlockSparseShape) -> tuple[int, ...]:
-    """A shape as the ops take it."""
+    """The integers of a shape, which ops take for it."""
     return tuple(getattr(shape, name) for name in BlockSparseShape.model_fields)
-
-
-def _descriptor(plan: PlanType, shape: tuple[int, ...], **fields: Any) -> Any:
-    given = {name: value for name, value in fields.items() if value is not None}
-    return plan.descriptor_type(layout=shape_of(shape), **given)
 
 
 @lru_cache(maxsize=MOST_FORMS)
 def _wanted(plan: PlanType, shape: tuple[int, ...], **fields: Any) -> tuple[Wanted, ...]:
-    """Where an open size stands in a shape is seen by changing it."""
+    """The operands of all sizes. A dimension that changes with an open size gets its name."""
     ones = dict.fromkeys(_SIZES[plan], 1)
-    base = _descriptor(plan, shape, **fields, **ones).operands()
+    base = descriptor(plan, layout=shape_of(shape), **fields, **ones).operands()
     open_: list[list[int | str]] = [list(one.shape) for one in base]
     for size in ones:
-        other = _descriptor(plan, shape, **fields, **(ones | {size: 2})).operands()
+        other = descriptor(plan, layout=shape_of(shape), **fields, **(ones | {size: 2})).operands()
         for at, operand in enumerate(other):
             for axis, count in enumerate(operand.shape):
                 if count != base[at].shape[axis]:
@@ -110,16 +109,17 @@ def _wanted(plan: PlanType, shape: tuple[int, ...], **fields: Any) -> tuple[Want
 
 
 def check_dims(tensor: Tensor, argument: str, dims: str) -> None:
-    """Raises InvalidProblemError where the tensor hasn't these dimensions, ``Z, H, rows, cols``, say."""
+    """Raise InvalidProblemError if the tensor has another number of dimensions than "Z, H, rows, cols"."""
     if tensor.dim() != dims.count(",") + 1:
         raise InvalidProblemError(f"{argument}: expected [{dims}], got {list(tensor.shape)}")
 
 
-def check(problem: Problem, operands: Operands, layout: Tensor) -> None:
-    """Raise InvalidProblemError naming the operand that isn't as the problem has it. Looks at no memory."""
+def check(problem: Problem) -> None:
+    """Raise InvalidProblemError naming an operand that the problem doesn't allow. Reads no memory."""
+    layout, operands = problem.layout, problem.operands
     known = {one.name for one in problem.wanted() if one.role is Role.IN}
-    for name in operands:
-        if name not in known:
+    for name, given in operands.items():
+        if name not in known and given is not None:
             raise InvalidProblemError(f"{name}: expected None, as the other arguments have it, got a tensor")
     for one in problem.wanted():
         if one.role is Role.OUT:
@@ -140,12 +140,12 @@ def check(problem: Problem, operands: Operands, layout: Tensor) -> None:
         raise InvalidProblemError(f"layout: expected a contiguous tensor, got strides {layout.stride()}")
 
 
-def fake_results(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
+def fake_results(problem: Problem) -> tuple[Tensor, ...]:
     """The results' shapes, dtypes and strides, without values; sizes may be symbols."""
     preference_of(problem.preference)
-    check(problem, operands, layout)
+    check(problem)
     return tuple(
-        layout.new_empty(one.sized(problem.sizes), dtype=DTYPE_OF[one.element])
+        problem.layout.new_empty(one.sized(problem.sizes), dtype=DTYPE_OF[one.element])
         for one in problem.wanted()
         if one.role is Role.OUT
     )
@@ -154,12 +154,13 @@ def fake_results(problem: Problem, operands: Operands, layout: Tensor) -> tuple[
 # Running ------------------------------------------------------------------------------------------
 
 
-class _Form:
-    """A checked form of operands, with the plan that serves it."""
+class _CheckedProblem(CheckedCall):
+    """The plan of one form of a problem's operands."""
 
-    def __init__(self, problem: Problem, operands: Operands, layout: Tensor) -> None:
-        check(problem, operands, layout)
-        desc = _descriptor(problem.plan, problem.shape, **problem.sizes, **problem.fields)
+    def __init__(self, problem: Problem, operands: dict[str, Tensor]) -> None:
+        check(problem)
+        layout = problem.layout
+        desc = descriptor(problem.plan, layout=shape_of(problem.shape), **problem.sizes, **problem.fields)
         plan: Any = problem.plan.select(
             desc, preference=preference_of(problem.preference), device=plan_device(layout)
         )
@@ -168,15 +169,14 @@ class _Form:
             for one in desc.operands()
             if one.role is Role.OUT
         }
-        self._caller = _caller(plan, operands | {name: make() for name, make in self._results.items()})
+        made = {name: make() for name, make in self._results.items()}
+        super().__init__(plan, _caller(plan, operands | made), layout.device)
         self._order = self._caller.operands
         self._alignments = {name: self._caller.alignment(name) for name in operands}
-        self._workspace, self._device = plan.workspace_size(), layout.device
-        self._ordinal = layout.device.index if layout.is_cuda else -1
 
-    def run(self, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
+    def run(self, operands: dict[str, Tensor], layout: Tensor) -> tuple[Tensor, ...]:
         at = {"layout": layout.data_ptr()}
-        kept = []  # alive until the launch
+        kept = []  # copies that must live until the launch
         for name, tensor in operands.items():
             if tensor.data_ptr() % self._alignments[name]:
                 tensor = tensor.clone()
@@ -185,17 +185,12 @@ class _Form:
         results = {name: make() for name, make in self._results.items()}
         for name, result in results.items():
             at[name] = result.data_ptr()
-        space = 0
-        if self._workspace:
-            scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
-            space = scratch.data_ptr()
-        places = tuple(at[name] for name in self._order)
-        self._caller.launch(places, space, current_stream(self._ordinal))
+        self._launch(tuple(at[name] for name in self._order))
         return tuple(results.values())
 
 
-def _caller(plan: Any, operands: Operands) -> Any:
-    """Everything but addresses is checked here, on the first call's operands."""
+def _caller(plan: Any, operands: dict[str, Tensor]) -> Any:
+    """The plan's caller, for which the first call's operands are checked in full."""
     kind, tables = plan.args_type(plan.descriptor), plan.pack(_any_layout(plan.descriptor.layout))
     try:
         return plan.caller(kind(layout=tables, **operands))
@@ -205,23 +200,20 @@ def _caller(plan: Any, operands: Operands) -> Any:
 
 
 def _any_layout(shape: BlockSparseShape) -> BlockSparseLayout:
-    """A layout of the shape. Callers read the tables that lie where they are told, not this one's."""
+    """Some layout of the shape. A launch gets the address of the real tables."""
     sides = shape.heads, shape.block_rows, shape.block_cols
     kept = np.arange(shape.heads * shape.block_rows * shape.block_cols) < shape.blocks
     return BlockSparseLayout(kept.reshape(sides), shape.block)
 
 
-_forms: dict[tuple[Any, ...], _Form | str] = {}
-"""Or why there is none."""
-
-
-def run(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, ...]:
-    """The results, on the device of the operands, which are copied where they aren't contiguous.
+def run(problem: Problem) -> tuple[Tensor, ...]:
+    """The results, on the device of the operands. Operands that aren't contiguous are copied.
 
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
-    operands = {name: tensor.contiguous() for name, tensor in operands.items()}
-    key = (
+    layout = problem.layout
+    operands = {name: tensor.contiguous() for name, tensor in problem.operands.items() if tensor is not None}
+    form = (
         *problem[:2],
         *problem.sizes.values(),
         *problem.fields.values(),
@@ -229,22 +221,33 @@ def run(problem: Problem, operands: Operands, layout: Tensor) -> tuple[Tensor, .
         *((name, t.shape, t.dtype, t.get_device()) for name, t in operands.items()),
         (layout.shape, layout.dtype, layout.stride(), layout.get_device()),
     )
-    form = _forms.get(key)
-    if form is None:
-        form = _form(problem, operands, layout)
-        if len(_forms) >= MOST_FORMS:
-            _forms.clear()
-        _forms[key] = form
-    if isinstance(form, str):
-        raise UnsupportedError(form)
-    return form.run(operands, layout)
+    found = plans.get(form)
+    if found is None:
+        try:
+            found = _CheckedProblem(problem, operands)
+        except UnsupportedError as error:  # kept, because other ops may stand in at every call
+            found = Refusal(error)
+        plans.keep(form, found)
+    results: tuple[Tensor, ...] = found.run(operands, layout)
+    return results
 
 
-def _form(problem: Problem, operands: Operands, layout: Tensor) -> _Form | str:
-    try:
-        return _Form(problem, operands, layout)
-    except UnsupportedError as error:  # kept, since another way may stand in for it at every call
-        return str(error)
+def kernel_of(describe: Callable[..., Problem]) -> Callable[..., Tensor]:
+    """The kernel of an op with one result, whose arguments ``describe`` turns into a Problem."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        return run(describe(*args, **kwargs))[0]
+
+    return kernel
+
+
+def fake_of(describe: Callable[..., Problem]) -> Callable[..., Tensor]:
+    """The fake kernel of such an op."""
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        return fake_results(describe(*args, **kwargs))[0]
+
+    return fake
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ def _form(problem: Problem, operands: Operands, layout: Tensor) -> _Form | str:
 
 @lru_cache(maxsize=1024)
 def _places(shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Where in the tables of such layouts each one begins and ends, by name."""
+    """Begin and end of each table, by its name, in the tables of such layouts."""
     lookup = BlockSparseTables(_any_layout(shape_of(shape))).lookup
     found, at = {}, 0
     for name, memory in lookup._asdict().items():
@@ -262,6 +265,6 @@ def _places(shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
 
 def table(layout: Tensor, shape: Sequence[int], name: str) -> Tensor:
-    """The part of the tables that has this name in BlockSparseTables' look-up."""
+    """The table that BlockSparseTables' look-up has under this name."""
     begin, end = _places(tuple(shape))[name]
     return layout[begin:end]

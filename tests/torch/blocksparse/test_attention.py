@@ -7,6 +7,7 @@ import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.blocksparse import attention, plan_dispatch
+from sparse24_plans.torch.plan_cache import PlanCache
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn
@@ -21,7 +22,7 @@ def form(request, monkeypatch):
             raise UnsupportedError("no kernel for attention here")
 
         monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
-    monkeypatch.setattr(plan_dispatch, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "plans", PlanCache())
     return request.param
 
 
@@ -127,7 +128,7 @@ def test_both_forms_agree(monkeypatch):
     def refuse(*_, **__):
         raise UnsupportedError("no kernel for attention here")
 
-    monkeypatch.setattr(plan_dispatch, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "plans", PlanCache())
     monkeypatch.setattr(BlockSparseAttentionPlan, "select", refuse)
     for ours, theirs in zip(attention(*operands, layout, return_lse=True), fused, strict=True):
         close(ours, theirs)

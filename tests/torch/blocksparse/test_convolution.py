@@ -112,10 +112,10 @@ def test_where_no_kernel_serves_pytorch_convolves_with_a_dense_filter(walk, op, 
     wanted = found()
     run = conv_ops.run
 
-    def refusing(problem, operands, layout):
+    def refusing(problem):
         if problem.fields["op"] == op:
             raise UnsupportedError("none")
-        return run(problem, operands, layout)
+        return run(problem)
 
     monkeypatch.setattr(conv_ops, "run", refusing)
     for ours, theirs in zip(found(), wanted, strict=True):
@@ -209,7 +209,9 @@ def test_wrong_arguments():
         Conv2d(32, 48, 3, bitmap)
     for options in ({"groups": 2}, {"padding_mode": "circular", "padding": 1}, {"padding": "same"}):
         dense = torch.nn.Conv2d(32, 48, 3, **options)
-        with pytest.raises(InvalidProblemError, match="conv: expected one group and padding of zeros"):
+        with pytest.raises(
+            InvalidProblemError, match="conv: expected one group and padding by a number of zeros"
+        ):
             Conv2d.from_conv2d(dense, bitmap, 16)
     with pytest.raises(InvalidProblemError, match=r"conv: expected an nn.Conv2d, got a Linear"):
         Conv2d.from_conv2d(torch.nn.Linear(2, 2), bitmap, 16)

@@ -18,6 +18,7 @@ from sparse24_plans.torch.blocksparse import (
     plan_dispatch,
     softmax,
 )
+from sparse24_plans.torch.plan_cache import PlanCache
 from tests.torch.cases import assert_on_the_current_stream, captured, wanting
 
 from .cases import FLOATS, close, layout_of, operands
@@ -143,7 +144,7 @@ def test_fused_gradients_are_the_unfused_ones(dtype, block, monkeypatch):
     def refuse(cls, desc, **options):
         raise UnsupportedError("no kernel for attention here")
 
-    monkeypatch.setattr(plan_dispatch, "_forms", {})
+    monkeypatch.setattr(plan_dispatch, "plans", PlanCache())
     monkeypatch.setattr(BlockSparseAttentionPlan, "select", classmethod(refuse))
     for ours, theirs in zip(fused, gradients(), strict=True):
         close(ours, theirs, dtype)

@@ -294,7 +294,7 @@ def test_blocks_that_are_2_4_have_no_gradient():
     _, values, metadata = two_of_four(layout, "columns", torch.float16)
     x = randn(2, 2, layout.shape.cols, 8, dtype=torch.float16)
     for a, b in ((values, wanting(x)), (wanting(values), x)):
-        with pytest.raises(UnsupportedError, match="metadata: expected operands without a gradient"):
+        with pytest.raises(UnsupportedError, match="metadata: expected operands that need no gradient"):
             matmul(a, b, layout, "dsd", metadata=metadata)
     with pytest.raises(InvalidProblemError, match=r"metadata: expected shape \[2, 7, 64, 8\]"):
         matmul(values, x, layout, "dsd", metadata=metadata[:, :, :32])

@@ -160,7 +160,9 @@ def test_what_has_no_gradient_says_so():
     layout = layout_of()
     x = wanting(scores(layout))
     keys = wanting(torch.ones(2, 48))
-    with pytest.raises(UnsupportedError, match="key_padding_mask: expected no gradient in mode mul"):
+    with pytest.raises(
+        UnsupportedError, match="key_padding_mask: expected a mask that needs no gradient in mode mul"
+    ):
         softmax(x, layout, key_padding_mask=keys, key_padding_mask_mode="mul")
     (dx,) = torch.autograd.grad(softmax(x, layout).sum(), x)
     with pytest.raises(UnsupportedError, match="blocksparse_softmax_backward has no gradient"):

@@ -1,7 +1,8 @@
-"""The ops ``torch.ops.sparse24.*``. docs/pytorch.md has what each takes and gives.
+"""The ops that multiply by a 2:4 weight: linear, linear_out, scaled_linear, dgrad and mm.
 
-Weights come canonical (``weight`` and ``meta``) or packed (``weight`` alone, with ``m``); see elements.py.
-Every result is contiguous. Errors are those of the package, raised before anything is written.
+docs/pytorch.md says what each takes and gives. A weight is canonical (``weight`` and ``meta``) or packed
+(``weight`` alone, with ``m``), as elements.py describes. Results are contiguous. Ops raise the package's
+errors before they write anything.
 """
 
 from __future__ import annotations
@@ -13,22 +14,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
-from ..prepare.descriptor import (
-    MaskSparse24Descriptor,
-    PruneCompressSparse24Descriptor,
-    PruneSparse24Descriptor,
-    TilePruneSparse24Descriptor,
-)
-from . import activations, gemm_dispatch, preparing
-from .elements import weight_sizes
+from . import activations, gemm_dispatch
 from .gemm_dispatch import Call, dgrad_call, fake_result, linear_call, mm_call, product_of, scaled_call
 from .library import define
-from .preparing import kept_values
+from .prepare_ops import kept_values
 
 _ops: Any = torch.ops.sparse24
 
 
-# Products: fakes ----------------------------------------------------------------------------------
+# Fakes --------------------------------------------------------------------------------------------
 
 
 def _fake_linear_out(
@@ -65,7 +59,7 @@ def _fake_mm(
     return fake_result(mm_call(weight, meta, b, m, out_dtype, preference))
 
 
-# Products: gradients ------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor, values: Tensor, meta: Tensor | None) -> Tensor | None:
-    """Of the kept values: the dense product dY^T X, at their positions. Pruned cells get none."""
+    """The gradient of the kept values: dY^T X at their positions."""
     if not ctx.needs_input_grad[ctx.weight_at]:
         return None
     if meta is None:
@@ -92,7 +86,7 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, meta, bias = ctx.saved_tensors
-    if ctx.activation != "none":  # its argument is computed again rather than kept
+    if ctx.activation != "none":  # the activation's argument is computed again rather than kept
         before = _ops.linear(x, weight, meta, bias, ctx.m, out_dtype=ctx.out_dtype, preference=ctx.preference)
         dy = activations.GRADIENTS[ctx.activation](dy, before)
     dx = None
@@ -141,15 +135,28 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
-    """What autocast moves: floating point of 16 bits and more."""
+    """The tensor as autocast converts it: only floating point of 16 bits or more changes."""
     is_float = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.to(dtype) if is_float else tensor
+
+
+def autocast_rule(bias_at: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """An autocast rule for two operands and a bias, the op's argument at ``bias_at``."""
+
+    def rule(wanted: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cast = (0, 1, bias_at)
+        args = tuple(autocast_tensor(one, wanted) if at in cast else one for at, one in enumerate(args))
+        if "bias" in kwargs:
+            kwargs = kwargs | {"bias": autocast_tensor(kwargs["bias"], wanted)}
+        return args, kwargs
+
+    return rule
 
 
 def _to_one_dtype(
     wanted: torch.dtype, x: Tensor, weight: Tensor, meta: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One dtype for both: a canonical float32 weight goes to autocast's, else x to the weight's."""
+    """x and weight in one dtype: autocast's for a canonical float32 weight, else the weight's."""
     if weight.dtype == torch.float32 and meta is not None:
         weight = weight.to(wanted)
     return (autocast_tensor(x, weight.dtype) if weight.element_size() > 1 else x), weight
@@ -180,104 +187,6 @@ def _mm_autocast(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     b, weight = _to_one_dtype(wanted, b, weight, meta)
     return (weight, meta, b, *args), kwargs
-
-
-# Preparing: fakes and gradients -------------------------------------------------------------------
-
-
-def _check(kind: Any, fields: dict[str, Any]) -> None:
-    """Raise what the real op would, where the sizes are known."""
-    if all(isinstance(value, (int, str)) for value in fields.values()):
-        preparing.describe(kind, **fields)
-
-
-def _fake_prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
-    fields = preparing.matrix_fields(dense) | preparing.scores_field(dense, scores)
-    _check(PruneSparse24Descriptor, fields)
-    return torch.empty_like(dense, memory_format=torch.contiguous_format)
-
-
-def _fake_compress(dense: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    fields = preparing.matrix_fields(dense) | preparing.scores_field(dense, scores)
-    _check(PruneCompressSparse24Descriptor, fields)
-    return preparing.empty_canonical(dense, *dense.shape)
-
-
-def _fake_decompress(values: Tensor, meta: Tensor) -> Tensor:
-    return values.new_empty(weight_sizes(values, meta, None, None))
-
-
-def _fake_pack(values: Tensor, meta: Tensor) -> Tensor:
-    m, k = weight_sizes(values, meta, None, None)
-    return values.new_empty(preparing.packed_shape(values, m, k))
-
-
-def _fake_unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
-    weight_sizes(packed, None, m, k)
-    return preparing.empty_canonical(packed, m, k)
-
-
-def _fake_tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Tensor, ...]:
-    _check(TilePruneSparse24Descriptor, preparing.tile_fields(dense, rule))
-    return preparing.empty_tiles(dense)
-
-
-def _fake_apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
-    _check(MaskSparse24Descriptor, preparing.mask_fields(dense, mask))
-    return torch.empty_like(dense, memory_format=torch.contiguous_format)
-
-
-def _prune_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    dense, scores = inputs
-    ctx.save_for_backward(dense, scores)
-
-
-def _prune_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dense, scores = ctx.saved_tensors
-    _, meta = _ops.prune_compress(dense.detach(), scores)
-    return _ops.decompress(kept_values(grad, meta), meta), None
-
-
-def _compress_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.inputs = len(inputs)
-    ctx.save_for_backward(output[1])
-
-
-def _compress_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    (meta,) = ctx.saved_tensors
-    return (_ops.decompress(grad.contiguous(), meta), *[None] * (ctx.inputs - 1))
-
-
-def _decompress_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _decompress_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (meta,) = ctx.saved_tensors
-    return kept_values(grad, meta), None
-
-
-def _tile_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[1], output[3], output[4])
-
-
-def _tile_backward(ctx: Any, grad: Any, _: Any, grad_t: Any, __: Any, ___: Any) -> tuple[Any, ...]:
-    meta, meta_t, mask = ctx.saved_tensors
-    parts = []
-    if grad is not None:
-        parts.append(_ops.decompress(grad.contiguous(), meta))
-    if grad_t is not None:
-        parts.append(_ops.decompress(grad_t.contiguous(), meta_t).t())
-    return (_ops.apply_mask(sum(parts), mask) if parts else None), None  # spare slots hold no cell
-
-
-def _mask_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (mask,) = ctx.saved_tensors
-    return _ops.apply_mask(grad.contiguous(), mask), None
 
 
 # The ops ------------------------------------------------------------------------------------------
@@ -325,48 +234,4 @@ define(
     backward=_mm_backward,
     setup_context=_mm_context,
     autocast=_mm_autocast,
-)
-define(
-    "prune(Tensor dense, Tensor? scores=None) -> Tensor",
-    preparing.prune,
-    _fake_prune,
-    backward=_prune_backward,
-    setup_context=_prune_context,
-)
-define(
-    "compress(Tensor dense) -> (Tensor, Tensor)",
-    preparing.compress,
-    _fake_compress,
-    backward=_compress_backward,
-    setup_context=_compress_context,
-)
-define(
-    "prune_compress(Tensor dense, Tensor? scores=None) -> (Tensor, Tensor)",
-    preparing.prune_compress,
-    _fake_compress,
-    backward=_compress_backward,
-    setup_context=_compress_context,
-)
-define(
-    "decompress(Tensor values, Tensor meta) -> Tensor",
-    preparing.decompress,
-    _fake_decompress,
-    backward=_decompress_backward,
-    setup_context=_decompress_context,
-)
-define("pack(Tensor values, Tensor meta) -> Tensor", preparing.pack, _fake_pack)
-define("unpack(Tensor packed, SymInt m, SymInt k) -> (Tensor, Tensor)", preparing.unpack, _fake_unpack)
-define(
-    'tile_prune(Tensor dense, str rule="greedy_magnitude") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-    preparing.tile_prune,
-    _fake_tile_prune,
-    backward=_tile_backward,
-    setup_context=_tile_context,
-)
-define(
-    "apply_mask(Tensor dense, Tensor mask) -> Tensor",
-    preparing.apply_mask,
-    _fake_apply_mask,
-    backward=_mask_backward,
-    setup_context=_mask_context,
 )

@@ -1,4 +1,4 @@
-"""Checkpoints from one 2:4 format to another: a safetensors file, or a folder of shards with its index."""
+"""``convert_checkpoint`` writes a safetensors file or a folder of shards in another 2:4 format."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any, Literal
 
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
-from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
+from .checkpoint_format import (
+    DENSE,
+    CheckpointFormat,
+    checkpoint_format,
+    checkpoint_formats,
+    without_sparsity,
+)
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
-from .model_config import without_sparsity
 from .rewrite import Rewrite
-from .safetensors_file import SafetensorsWriter, TensorInfo
+from .safetensors_file import SafetensorsWriter
 from .selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What :func:`convert_checkpoint` did with one weight or other tensor.
+    """The report of :func:`convert_checkpoint` on one weight or other tensor.
 
-    ``shape`` and ``element`` are those of the dense matrix, or of the tensor that was copied (the element is
-    the safetensors type in lower case). ``reason`` says why a tensor of a dense checkpoint was copied. Sizes
-    are in bytes.
+    ``shape`` is that of the dense matrix or the copied tensor, and ``element`` the safetensors type in lower
+    case. ``reason`` says why a tensor of a dense checkpoint was copied. Sizes are in bytes.
     """
 
     name: str
@@ -50,40 +54,40 @@ def convert_checkpoint(
 ) -> list[ConversionReport]:
     """Write the 2:4 weights of a checkpoint in another format; copy everything else unchanged.
 
-    Nothing is pruned: of a dense checkpoint, 2-D tensors that are 2:4 and fit the format are converted,
-    others copied with the reason. One weight at a time is in memory. A failed run leaves nothing behind.
+    Nothing is pruned. 2-D tensors of a dense checkpoint are converted if they are 2:4 and fit the format, and
+    copied otherwise. One weight at a time is in memory. A failed run leaves nothing behind.
 
     Parameters
     ----------
     source : path
         A safetensors file, a folder with one, a folder of shards with their index, or that index.
     destination : path
-        A file where the source is a file. Else a folder, new or empty: it gets shards of the same names,
-        the index, ``config.json`` (whose sparsity configuration is brought up to date) and copies of the
-        folder's other files.
+        A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
+        index, ``config.json`` with its sparsity entry brought up to date, and copies of other files.
     from_format, to_format : str
-        ``dense``, ``sparse24``, or a foreign format's (docs/formats.md), ``register_format``'s among them.
+        ``dense``, ``sparse24``, or the name of a foreign format (docs/formats.md) or a registered one.
     include, exclude : sequence of str
-        For dense sources, as in ``compress_checkpoint``. What ``include`` names must be 2:4 and fit.
+        The arguments of ``compress_checkpoint``, for dense sources. Tensors that ``include`` names must be
+        2:4 and fit the format.
     tile_k : int, optional
-        ``cutlass_sm90``: the tile K to write for, or to read where the file doesn't say; 128 by default.
+        The tile K of ``cutlass_sm90`` to write for, or to read with if the file doesn't tell; 128 by default.
     overwrite : bool
-        Whether a file that exists is replaced, or refused.
+        Whether an existing file is replaced. Otherwise it is an error.
     on_tensor : callable, optional
-        Called with each report when its tensor is done.
+        A function that is called with each report when its tensor is done.
 
     Returns
     -------
     list of ConversionReport
-        One for each weight and each copied tensor.
+        One report for each weight and each copied tensor.
 
     Raises
     ------
     InvalidProblemError
-        Formats, patterns or a destination that can't be meant; no weight of ``from_format`` in the source; a
-        weight whose shape ``to_format`` can't hold.
+        Formats, patterns or the destination are wrong; the source has no weight in ``from_format``; a
+        weight has a shape that ``to_format`` can't hold.
     UnsupportedError
-        A weight whose element ``to_format`` can't hold.
+        A weight has an element that ``to_format`` can't hold.
     FormatError
         The source breaks its format, or a weight can't be expressed in ``to_format``; with tensor, row and
         group.
@@ -99,7 +103,9 @@ def convert_checkpoint(
 
 
 class _Conversion(Rewrite[ConversionReport]):
-    """The weights of a model in the format ``source``, one at a time."""
+    """Converts the weights of a model in the format ``source``, one at a time."""
+
+    report_type, action = ConversionReport, "converted"
 
     def __init__(
         self,
@@ -108,37 +114,24 @@ class _Conversion(Rewrite[ConversionReport]):
         target: CheckpointFormat,
         on_tensor: Callable[[ConversionReport], None] | None,
     ) -> None:
-        layers, self._reasons = source.find(model, target)
+        layers, reasons = source.find(model, target)
+        if not layers and source.name == DENSE:
+            raise InvalidProblemError(
+                f"source: expected a 2:4 matrix in {model.path}, got none; run `sparse24 compress` first"
+            )
         if not layers:
-            raise InvalidProblemError(f"source: {model.path} holds no weight in the format {source.name}")
+            raise InvalidProblemError(
+                f"source: expected a weight in the format {source.name} in {model.path}, got none"
+            )
         self._source = source
-        super().__init__(model, target, layers, on_tensor)
+        super().__init__(model, target, layers, reasons, on_tensor)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> ConversionReport:
         try:
             self.target.write(layer, self._source.read(self.model, layer), writer)
         except (FormatError, InvalidProblemError, UnsupportedError) as error:
             raise located(self.model, layer, error) from error
-        return ConversionReport(
-            name=layer.name,
-            shape=(layer.m, layer.k),
-            element=layer.element.value,
-            action="converted",
-            reason=None,
-            bytes_before=sum(self.model.tensors[name].nbytes for name in layer.sources),
-            bytes_after=sum(info.nbytes for info in self.target.stored(layer)),
-        )
-
-    def report_copy(self, info: TensorInfo) -> ConversionReport:
-        return ConversionReport(
-            name=info.name,
-            shape=info.shape,
-            element=info.dtype.lower(),
-            action="copied",
-            reason=self._reasons.get(info.name),
-            bytes_before=info.nbytes,
-            bytes_after=info.nbytes,
-        )
+        return self.report_layer(layer)
 
     def new_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return self.target.configure(without_sparsity(config), list(self.layers.values()), self._sparsity())
@@ -146,7 +139,7 @@ class _Conversion(Rewrite[ConversionReport]):
     def _sparsity(self) -> float:
         """The share of the model's elements that compression leaves out."""
         cells = sum(layer.m * layer.k for layer in self.layers.values())
-        others = (info for name, info in self.model.tensors.items() if name in self._reasons)
+        others = (info for name, info in self.model.tensors.items() if name in self.reasons)
         total = cells + sum(math.prod(info.shape) for info in others)
         return round(cells / 2 / total, 4) if total else 0.0
 
@@ -157,6 +150,8 @@ def _check_formats(from_format: str, to_format: str, selection: Selection) -> No
         if not isinstance(name, str) or name not in known:
             raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {shown(name)}")
     if from_format == to_format:
-        raise InvalidProblemError(f"to_format: expected another format than {from_format}")
+        raise InvalidProblemError(f"to_format: expected another format than {from_format}, got the same")
     if selection and from_format != DENSE:
-        raise InvalidProblemError(f"include, exclude: apply to dense checkpoints, not to {from_format}")
+        raise InvalidProblemError(
+            f"include, exclude: expected no patterns for {from_format}, only dense checkpoints take them"
+        )

@@ -1,0 +1,98 @@
+"""The one cache of the plans that ops have selected, with all that was checked about their operands.
+
+A *form* is everything about a call except its addresses: shapes, strides, dtypes, devices and options. The
+first call of a form selects the plan and checks the operands. Later calls of this form look the result up,
+allocate with PyTorch's allocator and launch on PyTorch's current stream.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..plan.launches import Caller
+from ..plan.preference import PlanPreference
+from .elements import plan_device, stream_getter
+
+MOST_FORMS = 4096
+"""Forms that a cache keeps: a server's numbers of tokens, times the shapes of its model's layers."""
+
+
+class PlanCache(dict[Any, Any]):
+    """At most :data:`MOST_FORMS` entries by form; the oldest entry makes room for a new one.
+
+    Threads may share a cache. ``get`` is that of ``dict``, so finding an entry takes no lock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+
+    def keep(self, form: Any, entry: Any) -> Any:
+        """Store the entry and return it."""
+        with self._lock:
+            while len(self) >= MOST_FORMS:
+                del self[next(iter(self))]
+            self[form] = entry
+        return entry
+
+
+plans = PlanCache()
+"""The cache of every op. A key begins with the plan's class, or with the shape of a product's x."""
+
+
+class CheckedCall:
+    """The plan of one form of operands. It launches on any addresses, workspace and stream included."""
+
+    def __init__(self, plan: Any, caller: Caller, device: torch.device) -> None:
+        self._caller, self._device = caller, device
+        self._workspace = plan.workspace_size()
+        self._stream = stream_getter(device.index if device.type == "cuda" else -1)
+
+    def _launch(self, addresses: tuple[int, ...]) -> None:
+        """``addresses`` are in the order of the caller's operands."""
+        space = 0
+        if self._workspace:
+            scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
+            space = scratch.data_ptr()
+        self._caller.launch(addresses, space, self._stream())
+
+
+class Refusal:
+    """Stands in the cache for a form that no kernel serves."""
+
+    def __init__(self, error: Exception) -> None:
+        self._kind, self._message = type(error), str(error)
+
+    def run(self, *_: object) -> NoReturn:
+        """Raise the error that selection raised."""
+        raise self._kind(self._message)
+
+
+@lru_cache(maxsize=MOST_FORMS)
+def descriptor(plan: Any, **fields: Any) -> Any:
+    """The descriptor of the plan's class. A field that is None has its default.
+
+    Raises InvalidProblemError naming the field.
+    """
+    return plan.descriptor_type(**{name: value for name, value in fields.items() if value is not None})
+
+
+@lru_cache(maxsize=256)
+def preference_of(text: str) -> PlanPreference | None:
+    """The preference that the JSON ``text`` says; None for "". Raises InvalidProblemError."""
+    return PlanPreference.model_validate_json(text) if text else None
+
+
+def select(plan: Any, tensor: Tensor, **fields: Any) -> Any:
+    """The plan of a problem on the tensor's device."""
+    form = (plan, tensor.device, *fields.values())
+    found = plans.get(form)
+    if found is None:
+        chosen = plan.select(descriptor(plan, **fields), device=plan_device(tensor))
+        found = plans.keep(form, chosen)
+    return found

@@ -1,0 +1,313 @@
+"""The ops that prepare weights: prune, compress, decompress, pack, unpack, tile_prune and apply_mask.
+
+Each runs a plan of ``prepare`` on PyTorch's memory and current stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device.tensors import TensorView
+from ..errors import InvalidProblemError
+from ..prepare import args as prepare_args
+from ..prepare import plan as prepare_plans
+from ..vocab import MaskLayout
+from ..weights.packed_layouts import layout_of
+from .elements import canonical_weight, element_of, meta_view, packed_weight, stream_argument, weight_sizes
+from .library import define
+from .plan_cache import descriptor, select
+
+_ops: Any = torch.ops.sparse24
+
+
+# Problems -----------------------------------------------------------------------------------------
+
+
+def _matrix_fields(dense: Tensor, argument: str = "dense") -> dict[str, Any]:
+    """m, k and element of a matrix. Raises InvalidProblemError."""
+    if dense.dim() != 2:
+        raise InvalidProblemError(f"{argument}: expected a matrix [M, K], got {list(dense.shape)}")
+    m, k = dense.shape
+    return {"m": m, "k": k, "element": element_of(dense.dtype, argument)}
+
+
+def _ranked_fields(dense: Tensor, scores: Tensor | None) -> dict[str, Any]:
+    """The fields of a matrix with scores. Raises InvalidProblemError if their shapes or devices differ."""
+    fields = _matrix_fields(dense)
+    if scores is None:
+        return fields
+    if scores.shape != dense.shape or scores.device != dense.device:
+        raise InvalidProblemError(
+            f"scores: expected {list(dense.shape)} on {dense.device}, got {list(scores.shape)} "
+            f"on {scores.device}"
+        )
+    return {**fields, "scores": element_of(scores.dtype, "scores")}
+
+
+def _mask_fields(dense: Tensor, mask: Tensor) -> dict[str, Any]:
+    layout = MaskLayout.TILES if mask.dim() == 3 else MaskLayout.ROWS
+    return {**_matrix_fields(dense), "layout": layout}
+
+
+def _check(plan: Any, fields: dict[str, Any]) -> None:
+    """Raise what the op itself would raise, if all sizes are known."""
+    if all(isinstance(value, (int, str)) for value in fields.values()):
+        descriptor(plan, **fields)
+
+
+# Results without values ---------------------------------------------------------------------------
+
+
+def empty_canonical(like: Tensor, m: Any, k: Any) -> tuple[Tensor, Tensor]:
+    """Values and metadata of a weight [m, k], uninitialised."""
+    return like.new_empty((m, k // 2)), like.new_empty((m, k // 8), dtype=torch.int16)
+
+
+def _empty_packed(values: Tensor, m: Any, k: Any) -> Tensor:
+    """A packed weight [m, k], uninitialised. Raises UnsupportedError for elements that aren't packed."""
+    down, across, nbytes = layout_of(element_of(values.dtype, "values")).packed_shape(m, k)
+    return values.new_empty((down, across, nbytes // values.element_size()))
+
+
+def _empty_tiles(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of tile_prune, uninitialised."""
+    m, k = dense.shape
+    mask = dense.new_empty((m // 8, k // 8, 8), dtype=torch.uint8)
+    return (*empty_canonical(dense, m, k), *empty_canonical(dense, k, m), mask)
+
+
+def _empty_dense(dense: Tensor) -> Tensor:
+    return torch.empty_like(dense, memory_format=torch.contiguous_format)
+
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+def _run(plan: Any, args: Any, tensor: Tensor, *, check: bool = False) -> None:
+    """Run on PyTorch's current stream of the tensor's device. ``check`` waits and raises what was found."""
+    stream = stream_argument(tensor)
+    plan.run(args, stream=stream)
+    if check:
+        plan.check(args, stream=stream)
+
+
+def _prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
+    plan = select(prepare_plans.PruneSparse24Plan, dense, **_ranked_fields(dense, scores))
+    pruned = _empty_dense(dense)
+    ranks = None if scores is None else scores.contiguous()
+    _run(plan, prepare_args.PruneSparse24Args(dense.contiguous(), pruned, None, ranks), dense)
+    return pruned
+
+
+def _compress(dense: Tensor) -> tuple[Tensor, Tensor]:
+    plan = select(prepare_plans.CompressSparse24Plan, dense, **_matrix_fields(dense))
+    values, meta = empty_canonical(dense, *dense.shape)
+    status = torch.empty(8, dtype=torch.uint8, device=dense.device)
+    args = prepare_args.CompressSparse24Args(dense.contiguous(), values, meta_view(meta), status)
+    _run(plan, args, dense, check=True)
+    return values, meta
+
+
+def _prune_compress(dense: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    plan = select(prepare_plans.PruneCompressSparse24Plan, dense, **_ranked_fields(dense, scores))
+    values, meta = empty_canonical(dense, *dense.shape)
+    ranks = None if scores is None else scores.contiguous()
+    args = prepare_args.PruneCompressSparse24Args(dense.contiguous(), values, meta_view(meta), ranks)
+    _run(plan, args, dense)
+    return values, meta
+
+
+def _decompress(values: Tensor, meta: Tensor) -> Tensor:
+    m, k = weight_sizes(values, meta, None, None)
+    element = element_of(values.dtype, "values")
+    plan = select(prepare_plans.DecompressSparse24Plan, values, m=m, k=k, element=element)
+    dense = values.new_empty((m, k))
+    weight = canonical_weight(values.contiguous(), meta.contiguous())
+    _run(plan, prepare_args.DecompressSparse24Args(weight, dense), values)
+    return dense
+
+
+def _pack(values: Tensor, meta: Tensor) -> Tensor:
+    m, k = weight_sizes(values, meta, None, None)
+    packed = _empty_packed(values, m, k)
+    element = element_of(values.dtype, "values")
+    plan = select(prepare_plans.PackSparse24Plan, values, m=m, k=k, element=element)
+    weight = canonical_weight(values.contiguous(), meta.contiguous())
+    _run(plan, prepare_args.PackSparse24Args(weight, TensorView.of(packed.view(torch.uint8))), values)
+    return packed
+
+
+def _unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    weight_sizes(packed, None, m, k)
+    element = element_of(packed.dtype, "packed")
+    plan = select(prepare_plans.PackSparse24Plan, packed, m=m, k=k, element=element, direction="unpack")
+    values, meta = empty_canonical(packed, m, k)
+    status = torch.empty(8, dtype=torch.uint8, device=packed.device)
+    weight = packed_weight(packed.contiguous(), m, k)
+    _run(plan, prepare_args.UnpackSparse24Args(weight, values, meta_view(meta), status), packed, check=True)
+    return values, meta
+
+
+def _tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Tensor, ...]:
+    plan = select(prepare_plans.TilePruneSparse24Plan, dense, **_matrix_fields(dense), rule=rule)
+    results = _empty_tiles(dense)
+    values, meta, values_t, meta_t, mask = results
+    args = prepare_args.TilePruneSparse24Args(
+        dense.contiguous(), values, meta_view(meta), values_t, meta_view(meta_t), mask
+    )
+    _run(plan, args, dense)
+    return results
+
+
+def _apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
+    plan = select(prepare_plans.MaskSparse24Plan, dense, **_mask_fields(dense, mask))
+    masked = _empty_dense(dense)
+    _run(plan, prepare_args.MaskSparse24Args(dense.contiguous(), mask.contiguous(), masked), dense)
+    return masked
+
+
+def kept_values(dense: Tensor, meta: Tensor) -> Tensor:
+    """The values [M, K/2] of a dense matrix [M, K] at the positions that metadata names."""
+    m, k = dense.shape
+    codes = meta.contiguous().view(torch.uint8).to(torch.int64)
+    positions = torch.stack([codes & 3, codes >> 2 & 3], dim=-1)
+    return dense.reshape(m, k // 4, 4).gather(2, positions).reshape(m, k // 2)
+
+
+# Fakes --------------------------------------------------------------------------------------------
+
+
+def _fake_prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
+    _check(prepare_plans.PruneSparse24Plan, _ranked_fields(dense, scores))
+    return _empty_dense(dense)
+
+
+def _fake_compress(dense: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _check(prepare_plans.PruneCompressSparse24Plan, _ranked_fields(dense, scores))
+    return empty_canonical(dense, *dense.shape)
+
+
+def _fake_decompress(values: Tensor, meta: Tensor) -> Tensor:
+    return values.new_empty(weight_sizes(values, meta, None, None))
+
+
+def _fake_pack(values: Tensor, meta: Tensor) -> Tensor:
+    return _empty_packed(values, *weight_sizes(values, meta, None, None))
+
+
+def _fake_unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    weight_sizes(packed, None, m, k)
+    return empty_canonical(packed, m, k)
+
+
+def _fake_tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Tensor, ...]:
+    _check(prepare_plans.TilePruneSparse24Plan, {**_matrix_fields(dense), "rule": rule})
+    return _empty_tiles(dense)
+
+
+def _fake_apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
+    _check(prepare_plans.MaskSparse24Plan, _mask_fields(dense, mask))
+    return _empty_dense(dense)
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def _prune_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _prune_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dense, scores = ctx.saved_tensors
+    _, meta = _ops.prune_compress(dense.detach(), scores)
+    return _ops.decompress(kept_values(grad, meta), meta), None
+
+
+def _compress_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.inputs = len(inputs)
+    ctx.save_for_backward(output[1])
+
+
+def _compress_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    (meta,) = ctx.saved_tensors
+    return (_ops.decompress(grad.contiguous(), meta), *[None] * (ctx.inputs - 1))
+
+
+def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _decompress_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (meta,) = ctx.saved_tensors
+    return kept_values(grad, meta), None
+
+
+def _tile_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[1], output[3], output[4])
+
+
+def _tile_backward(ctx: Any, grad: Any, _: Any, grad_t: Any, __: Any, ___: Any) -> tuple[Any, ...]:
+    meta, meta_t, mask = ctx.saved_tensors
+    parts = []
+    if grad is not None:
+        parts.append(_ops.decompress(grad.contiguous(), meta))
+    if grad_t is not None:
+        parts.append(_ops.decompress(grad_t.contiguous(), meta_t).t())
+    # Metadata names two positions in every group. The mask drops those that hold no kept cell.
+    return (_ops.apply_mask(sum(parts), mask) if parts else None), None
+
+
+def _mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (mask,) = ctx.saved_tensors
+    return _ops.apply_mask(grad.contiguous(), mask), None
+
+
+# The ops ------------------------------------------------------------------------------------------
+
+define(
+    "prune(Tensor dense, Tensor? scores=None) -> Tensor",
+    _prune,
+    _fake_prune,
+    backward=_prune_backward,
+    setup_context=_prune_context,
+)
+define(
+    "compress(Tensor dense) -> (Tensor, Tensor)",
+    _compress,
+    _fake_compress,
+    backward=_compress_backward,
+    setup_context=_compress_context,
+)
+define(
+    "prune_compress(Tensor dense, Tensor? scores=None) -> (Tensor, Tensor)",
+    _prune_compress,
+    _fake_compress,
+    backward=_compress_backward,
+    setup_context=_compress_context,
+)
+define(
+    "decompress(Tensor values, Tensor meta) -> Tensor",
+    _decompress,
+    _fake_decompress,
+    backward=_decompress_backward,
+    setup_context=_save_second,
+)
+define("pack(Tensor values, Tensor meta) -> Tensor", _pack, _fake_pack)
+define("unpack(Tensor packed, SymInt m, SymInt k) -> (Tensor, Tensor)", _unpack, _fake_unpack)
+define(
+    'tile_prune(Tensor dense, str rule="greedy_magnitude") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    _tile_prune,
+    _fake_tile_prune,
+    backward=_tile_backward,
+    setup_context=_tile_context,
+)
+define(
+    "apply_mask(Tensor dense, Tensor mask) -> Tensor",
+    _apply_mask,
+    _fake_apply_mask,
+    backward=_mask_backward,
+    setup_context=_save_second,
+)

@@ -1,0 +1,54 @@
+"""The cache of plans that all ops share: it is bounded, and threads may fill it together."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sparse24_plans import UnsupportedError
+from sparse24_plans.torch import blocksparse, plan_cache
+from sparse24_plans.torch.plan_cache import PlanCache, Refusal
+
+from .cases import S, randn, weight
+
+
+def test_the_oldest_form_makes_room(monkeypatch):
+    monkeypatch.setattr(plan_cache, "MOST_FORMS", 3)
+    cache = PlanCache()
+    for form in range(5):
+        assert cache.keep(form, str(form)) == str(form)
+    assert cache == {2: "2", 3: "3", 4: "4"}
+    assert cache.get(0) is None
+
+
+def test_threads_never_exceed_the_bound(monkeypatch):
+    monkeypatch.setattr(plan_cache, "MOST_FORMS", 16)
+    cache = PlanCache()
+
+    def work(seed: int) -> int:
+        most = 0
+        for at in range(500):
+            cache.keep((seed, at), at)
+            most = max(most, len(cache))
+        return most
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, range(4))) <= 16
+    assert len(cache) == 16
+
+
+def test_a_refusal_raises_its_error_anew():
+    refusal = Refusal(UnsupportedError("no kernel"))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="no kernel"):
+            refusal.run(None, None)
+
+
+def test_all_ops_use_one_cache():
+    plan_cache.plans.clear()
+    values, meta, _ = weight()
+    S.linear(randn(3, 64), values, meta)
+    S.decompress(values, meta)
+    layout = blocksparse.Layout([[1]], 16)
+    blocksparse.matmul(randn(1, 1, 16, 16), randn(1, 1, 16, 8), layout, "dsd")
+    kinds = [type(entry).__name__ for entry in plan_cache.plans.values()]
+    assert {"CheckedProduct", "DecompressSparse24Plan", "_CheckedProblem"} <= set(kinds)
