@@ -3,7 +3,7 @@
 ``python -m benchmarks.fit [--gpu NAME] [--only MODEL ...] [--check]``. Reads ``benchmarks/schedules/`` and
 writes ``sparse24_plans/tuning/models/<gpu>.json``: for each model its constants, the measured problems, and
 how much longer the schedule that it chooses takes than the best measured one. ``--check`` writes nothing and
-fails where the file differs. All models take about 6 minutes on two cores; a run is deterministic.
+fails where the file differs. All models take about 3 minutes on two quiet cores.
 
 The loss of a fit is what its choices lose, softened: every candidate is chosen a little, the less the longer
 it is predicted to take. Predicted times far from the measured ones count too, by less. A random descent makes
