@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -39,12 +38,10 @@ from sparse24_plans import (
 )
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
-from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.device.jit.cache import cubin
-from sparse24_plans.gemm.backends import f32_split, wgmma_sp
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
@@ -160,9 +157,9 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
     return GemmSparse24Plan(choice, ())
 
 
-def choosing(module: ModuleType, schedule: object) -> AbstractContextManager[object]:
-    """Kernels of the module that are made meanwhile take this schedule."""
-    return mock.patch.object(module, "best_schedule", return_value=schedule)
+def choosing(backend: str, schedule: object) -> AbstractContextManager[object]:
+    """The backend's kernels that are made meanwhile take this schedule."""
+    return mock.patch(f"sparse24_plans.{backend}.best_schedule", return_value=schedule)
 
 
 def name_of(schedule: WgmmaSpSchedule) -> str:
@@ -173,16 +170,16 @@ def gemm_rows(cell: Cell) -> Iterator[Row]:
     entry = next(one for one in ENTRIES if one.backend == "wgmma_sp" and cell.desc.element in one.elements)
     plans = {}
     for schedule in tried(cell.desc):
-        with choosing(wgmma_sp, schedule):
+        with choosing("gemm.backends.wgmma_sp", schedule):
             plans[name_of(schedule)] = plan_of(cell, entry)
     yield timed(cell, plans)
 
 
 def f32_rows(cell: Cell) -> Iterator[Row]:
-    for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.parts):
+    for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.split_terms):
         plans = {}
         for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.split_terms):
-            with choosing(f32_split, schedule):
+            with choosing("gemm.backends.f32_split", schedule):
                 plans[name_of(schedule)] = plan_of(cell, entry)
         yield {"terms": entry.split_terms, **timed(cell, plans)}
 
@@ -231,7 +228,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-            with choosing(blocks_wgmma, schedule):
+            with choosing("blocksparse.backends.blocks_wgmma", schedule):
                 plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
             ours = problem.ours(plan)
             problem.check(ours)
