@@ -1,1 +1,1 @@
-"""What only maintainers run, from a checkout: records, and what is written from them and checked of them."""
+"""Maintainers' tools, run from a checkout: they take records, check them, and write figures from them."""

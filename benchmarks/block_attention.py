@@ -103,7 +103,7 @@ class _Problem:
         } | {"lse": torch.empty(shape[:3], device="cuda")}
 
     def launch(self, op: BlockSparsePass, sources: set[str]) -> Callable[[], object]:
-        """What select chooses, bound. ``backward`` reads what ``forward`` made."""
+        """The plan that select chooses, bound. ``backward`` reads what ``forward`` made."""
         desc = BlockSparseAttentionDescriptor(
             layout=self.layout, head_size=self.cell.head_size, element=ELEMENT, op=op
         )
@@ -136,7 +136,7 @@ class _Problem:
             check(f"{self.cell}, {name}", self.made[name][0, -1].float(), wanted)
 
     def fastest_dense(self, *, backward: bool) -> Steady:
-        """What the fastest of PyTorch's kernels takes alone."""
+        """Time of the fastest of PyTorch's kernels alone."""
         times = (_alone(partial(self.dense, name, backward=backward)) for name in _PEERS)
         return min(times, key=lambda one: one.us)
 
@@ -157,6 +157,6 @@ class _Problem:
 
 
 def _alone(make: Callable[[], Callable[[], object]]) -> Steady:
-    """What a call of ``make()`` takes alone. Calls run for so long that launches hide behind them."""
+    """Time of a call of ``make()`` alone. Calls run for so long that launches hide behind them."""
     with torch_ruler() as ruler:
         return steady({"call": Work(make())}, ruler)["call"]

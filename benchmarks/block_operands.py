@@ -1,4 +1,4 @@
-"""What measurements of block-sparse matrices share: element, random operands, checks, dense products."""
+"""Shared parts of the measurements of block-sparse matrices: element, random operands, checks, dense products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What records are asked for: bounds on means, and on the worst cell, of what they say.
+"""The bounds that records are held against: on means, and on the worst cell.
 
 ``python -m benchmarks.check`` prints which of them a record misses. A value is a ratio of microseconds, a
 share, or a figure of a record by itself; means are geometric.
@@ -27,7 +27,7 @@ _PRODUCTS = ("dsd", "dds")
 
 @dataclass(frozen=True)
 class Bound:
-    """What a kind of record is asked for. A bound without a limit is only shown."""
+    """A bound on a kind of record. A bound without a limit is only shown."""
 
     about: str
     values: Callable[[Record], Values]

@@ -40,7 +40,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def compiled(tree: Path, arch: str, *, known: Iterable[str] = (), texts: bool = False) -> Rows:
-    """What the tested compilations of a tree become; of those whose source text is known, the text alone."""
+    """Machine code of a tree's tested compilations; where the source text is known, the text alone."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(sorted(known), file)
         file.flush()

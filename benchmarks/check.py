@@ -118,7 +118,7 @@ _TEST_COUNTS = "passed failed skipped fuzz_cases fuzz_seed fuzz_failures replaye
 
 
 def faults(kind: str, record: Any) -> list[str]:
-    """What is malformed in a record; nothing of what its figures say."""
+    """Faults of a record's form; its figures are not judged."""
     if kind not in FIELDS:
         return [f"expected a kind of {', '.join(FIELDS)}, got {kind}"]
     if not isinstance(record, dict):
@@ -158,7 +158,7 @@ def _wrong(row: Mapping[str, Any], fields: Mapping[str, _Test], where: str) -> I
             yield f"{where}: {name} is {row[name]!r}"
 
 
-# What they say ------------------------------------------------------------------------------------
+# Verdicts ------------------------------------------------------------------------------------
 
 
 def verdicts(kind: str, record: Record) -> list[Verdict]:
@@ -173,7 +173,7 @@ def changed_files(record: Record) -> list[str]:
 
 
 def report(path: Path) -> dict[str, Any]:
-    """What there is to say of a record file."""
+    """The report on a record file."""
     kind = kind_of(path.name)
     try:
         record = json.loads(path.read_text())

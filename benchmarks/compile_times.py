@@ -1,4 +1,4 @@
-"""What compiling takes: ``python -m benchmarks.compile_times OUT.json``.
+"""Compile times of the kernels: ``python -m benchmarks.compile_times OUT.json``.
 
 Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
 for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
@@ -54,7 +54,7 @@ _TOKENS, _TURNED = (16, 4096), 17
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _KEPT = 2
-"""Of so many blocks one is kept: few enough to prefer kernels of kept blocks of 64, but not of 16."""
+"""One of so many blocks is kept: few enough to prefer kernels of kept blocks of 64, but not of 16."""
 _BLOCK_TABLES = (
     blocks_table.MATMUL_ENTRIES,
     blocks_table.SOFTMAX_ENTRIES,
@@ -74,7 +74,7 @@ _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 def problems(row: KernelEntry) -> Iterator[Descriptor]:
-    """What a row is compiled for here, whether it serves it or not."""
+    """Problems that a kernel entry is compiled for here, whether it serves them or not."""
     if isinstance(row, prepare_table.PrepareEntry):
         for element, (descriptor, options) in product(row.elements, _PREPARED):
             try:
@@ -93,7 +93,7 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
 
 
 def block_problems(row: KernelEntry) -> Iterator[Descriptor]:
-    """Those of a row of block-sparse matrices."""
+    """Problems of a kernel entry for block-sparse matrices."""
     if isinstance(row, blocks_table.MatmulEntry):
         blocks = [block for block in _BLOCKS if block in row.blocks]
         for block, element, n, epilogue in product(blocks, row.elements, _TOKENS, _EPILOGUES):
@@ -174,7 +174,7 @@ def measured(device: DeviceProperties) -> list[Record]:
 
 
 def _about(problem: Descriptor) -> Mapping[str, Any]:
-    """What tells the problems of a row apart."""
+    """The fields that tell the problems of an entry apart."""
     names = ("m", "k", "n", "element", "epilogue", "rule")
     fields = problem.model_dump(mode="json")
     return {"op": problem.op_name, **{name: fields[name] for name in names if name in fields}}

@@ -31,7 +31,7 @@ _CALLS, _ROUNDS = 10, 7
 
 
 class Cell(NamedTuple):
-    """What is measured."""
+    """The measured problem."""
 
     op: str
     images: int
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     stride: int
 
     def layout(self) -> BlockSparseLayout:
-        """As many blocks as the density says, anywhere."""
+        """A random choice of as many blocks as the density says."""
         across = self.channels // self.block
         kept = np.zeros(across * across * 9, bool)
         kept[np.random.default_rng(1).permutation(kept.size)[: max(1, round(self.density * kept.size))]] = (

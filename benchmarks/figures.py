@@ -66,7 +66,7 @@ def times(record: Record, element: str, backend: str, key: str = "us") -> dict[t
 def ratios(
     record: Record, element: str, n: int, *, peer: str = "", backend: str = "", ours: str = "auto"
 ) -> list[float]:
-    """Of the peer's or another backend's time over ours, for each shape: what select chose, or a backend."""
+    """Ratio of the peer's or another backend's time to ours, for each shape; ours is select's choice or a backend."""
     own = times(record, element, ours)
     others = times(record, element, backend or ours, peer or "us")
     return [us / own[cell] for cell, us in others.items() if cell[2] == n and cell in own]
@@ -173,7 +173,7 @@ _MACHINE = {
 
 
 def _systems(record: Record) -> list[str]:
-    """What each record was taken on."""
+    """The system that each record was taken on."""
     records: dict[str, Record] = record.get("records", {})
     rows = [
         (label, *({**found, **found.get("versions", {})}.get(name) or "-" for found in records.values()))
@@ -354,7 +354,7 @@ def rendered(text: str, record: Record) -> str:
 
 
 def documents(root: Path) -> list[Path]:
-    """Those that have tables."""
+    """The documents that have tables."""
     paths = (root / "README.md", *sorted((root / "docs").glob("*.md")), *root.glob("benchmarks/results/*.md"))
     return [path for path in paths if _BLOCK.search(path.read_text())]
 

@@ -345,7 +345,7 @@ FITTED = [STREAM_K, *GEMM_MODELS, *SMALL_MODELS, *SDD_MODELS]
 
 
 def entry(model: str, gpu: str) -> Constants:
-    """What the data file says of a fitted model."""
+    """The data file's entry of a fitted model."""
     if model == STREAM_K:
         return stream_k_entry(gpu)
     gemm = model in GEMM_MODELS
@@ -367,7 +367,7 @@ def entry(model: str, gpu: str) -> Constants:
 
 
 def summary(ratios: Array) -> dict[str, float]:
-    """What choices lose: the geometric mean and the worst, as fractions of the best measured time."""
+    """Loss of the choices: the geometric mean and the worst, as fractions of the best measured time."""
     return {
         "mean": round(float(np.exp(np.log(ratios).mean()) - 1), 4),
         "worst": round(float(ratios.max() - 1), 3),

@@ -1,4 +1,4 @@
-"""What select chooses for problems that nobody tuned for: ``python -m benchmarks.measure random``.
+"""Times of select's choices for problems that nobody tuned for: ``python -m benchmarks.measure random``.
 
 Matrices of published models that the record of the grid doesn't have, and ragged ones; n log-uniform, not
 rounded. A fifth of bf16's matrices is measured with every schedule that a kernel may be given, and with every

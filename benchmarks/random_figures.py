@@ -1,4 +1,4 @@
-"""What the record of random problems comes to, by element and number of tokens."""
+"""Summary of the record of random problems, by element and number of tokens."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
-    """Those of all tests that use it, since it takes long to collect the others; none if some are named."""
+    """The test files that use the marker, since it takes long to collect the others; none if some are named."""
     if any(Path(one.split("::")[0]).exists() for one in arguments):
         return []
     return sorted(str(path) for path in Path("tests").rglob("test_*.py") if marker in path.read_text())
@@ -116,7 +116,7 @@ def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
 
 
 def _name(test: ElementTree.Element) -> str:
-    """As pytest takes it."""
+    """The test's name as pytest takes it."""
     return f"{test.get('classname', '').replace('.', '/')}.py::{test.get('name')}"
 
 

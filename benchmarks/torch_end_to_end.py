@@ -1,4 +1,4 @@
-"""What a user of PyTorch gets: host time a call, and a decoder of Llama-3.1-8B's shapes, dense and sparse.
+"""End to end in PyTorch: host time a call, and a decoder of Llama-3.1-8B's shapes, dense and sparse.
 
 The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
 
 
 def through(layers: Iterable[Callable[..., Tensor]], x: Tensor, cache: Cache) -> Tensor:
-    """What the layers make of x, one after another."""
+    """The result of applying the layers to x, one after another."""
     for index, layer in enumerate(layers):
         x = layer(x, *(cache[index] if cache else (None, None)))
     return x
@@ -215,7 +215,7 @@ def _agreed(device: torch.device) -> Callable[[int], int]:
 
 
 def _alone(calls: Calls, device: torch.device, block_us: float) -> dict[str, Steady]:
-    """What each call takes alone."""
+    """Time of each call alone."""
     works, agree = {name: Work(call) for name, call in calls.items()}, _agreed(device)
     if device.type != "cuda":
         return steady(works, HostRuler(), agree, block_us=block_us)

@@ -164,7 +164,7 @@ def swizzled_groups_map(
     """
     rows, columns, pitch, groups = box
     sizes = groups, shape[0], max(1, shape[1] - (groups - 1) * columns)
-    # What the engine would fetch beside a line is of another group: it comes by itself.
+    # TMA would fetch bytes of another group beside a line, so each line is fetched by itself.
     return _swizzled_map(
         address,
         sizes,

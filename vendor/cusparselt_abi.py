@@ -104,7 +104,7 @@ class Library:
 
 
 def candidates() -> list[str]:
-    """Where the library may lie: NVIDIA's wheels, then what the system's loader finds."""
+    """Places where the library may lie: NVIDIA's wheels, then the system's loader."""
     found = []
     spec = find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -46,11 +46,11 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 class CapsuleError(Exception):
-    """What came is no capsule, a consumed or broken one, or of another version."""
+    """The object is no capsule, or a consumed or broken one, or one of another version."""
 
 
 class Tensor(NamedTuple):
-    """What a capsule says. ``strides`` in elements, None where the tensor is compact and row-major."""
+    """The contents of a capsule. ``strides`` in elements, None where the tensor is compact and row-major."""
 
     address: int
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
 
 
 def read(capsule: Any) -> Tensor:
-    """What an unconsumed ``capsule`` of either form says; it stays unconsumed. Raises CapsuleError."""
+    """Read an unconsumed ``capsule`` of either form, which stays unconsumed. Raises CapsuleError."""
     tensor, readonly = _tensor_in(capsule)
     if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or (tensor.ndim and not tensor.shape):
         raise CapsuleError(

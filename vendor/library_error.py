@@ -1,4 +1,4 @@
-"""What the ABIs of CUDA's libraries and driver raise."""
+"""Errors that the ABIs of CUDA's libraries and driver raise."""
 
 from __future__ import annotations
 

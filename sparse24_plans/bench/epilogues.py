@@ -35,7 +35,7 @@ _CHECKED = 4
 
 
 def _contender(matrix: Matrix, n: int, epilogue: EpilogueKind, sources: set[str]) -> Contender:
-    """What select chooses, its result checked. Raises UnsupportedError for a wrong result."""
+    """The contender that select chooses, its result checked. Raises UnsupportedError for a wrong result."""
     desc = GemmSparse24Descriptor(n=n, m=matrix.m, k=matrix.k, element=matrix.element, epilogue=epilogue)
     problem, plan = Problem(desc, matrix), GemmSparse24Plan.select(desc, device=0)
     bits = random_bits((1, matrix.m), desc.bias_element, seed=n)[0] if epilogue.has_bias else None

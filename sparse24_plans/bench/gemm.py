@@ -30,7 +30,7 @@ Row = dict[str, Any]
 _INVARIANT = GuaranteeRequirement(batch_invariant=True)
 FORCED = {name: PlanPreference(prefer_backend=name) for name in BACKENDS}
 SELECTED = {"auto": PlanPreference(), "invariant": PlanPreference(require=_INVARIANT)}
-"""What selection chose, and what it chose where batch invariance was required."""
+"""Selection's choice, and its choice where batch invariance is required."""
 _ALONE = SELECTED | {name: FORCED[name] for name in ("cusparselt", "f32_split6", "f32_split3")}
 """Contenders that are timed alone, as dense cuBLAS is. float32 has two kernels that users pick by name."""
 _IN_BURSTS = {
@@ -120,7 +120,7 @@ class Cell(Problem):
         return [found] if found else []
 
     def times_alone(self, *others: Contender) -> dict[str, Steady]:
-        """What each name takes alone, and so ``dense`` and ``others`` by their own names."""
+        """Time of each name alone; ``dense`` and ``others`` appear under their own names."""
         distinct = {one.name: one for one in (*self.dense(), *self.contenders.values(), *others)}
         times = time_alone(list(distinct.values()))
         return times | {name: times[one.name] for name, one in self.contenders.items()}
@@ -132,7 +132,7 @@ class Cell(Problem):
         return {one.name: auto.us * found[one.name] / found[beside.name] for one in others}
 
     def row(self, name: str, time: Steady) -> Row:
-        """What the record says of a name, its peers left out."""
+        """The record's row of a name, without its peers."""
         about = {
             "m": self.desc.m,
             "k": self.desc.k,

@@ -36,7 +36,7 @@ class _FieldValue(ctypes.Structure):
 
 
 def sample() -> Sample:
-    """What the sensors say at this moment."""
+    """Readings of the sensors at this moment."""
     device = _device()
     if device is None:
         return Sample()

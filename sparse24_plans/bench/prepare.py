@@ -97,7 +97,7 @@ def _on_host(args: Any, plan: Any) -> Any:
 
 
 class _Operands:
-    """What the jobs of one shape read, and fresh buffers for what they write."""
+    """Inputs of the jobs of one shape, and fresh buffers for their results."""
 
     def __init__(self, m: int, k: int, element: ElementKind) -> None:
         self.m, self.element = m, element

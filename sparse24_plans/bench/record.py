@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 SCHEMA = 1
 Record = dict[str, Any]
 _PREFIX = "kernels_cu/"
-"""Of paths in a record: relative to the repository."""
+"""Prefix of the paths in a record, which are relative to the repository."""
 _MAX_BYTES = 100_000_000
 _MACHINE = ("schema", "gpu", "driver", "cuda", "versions", "seed")
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -59,7 +59,7 @@ def files_of(sources: Iterable[str]) -> list[str]:
 
 
 def sources_of(plan: Plan) -> tuple[str, ...]:
-    """What the plan's kernel is compiled from."""
+    """The source files that the plan's kernel is compiled from."""
     chosen = plan.explain().chosen
     return next(row.kernel.sources for row in plan.table if row.name == chosen)
 
@@ -80,7 +80,7 @@ def kernels_sha256(files: Iterable[str]) -> str:
 
 
 def stamp(files: Iterable[str]) -> Record:
-    """What ties a record to the kernels that it measured."""
+    """The fields that tie a record to the kernels that it measured."""
     names = sorted(files)
     return {"kernel_files": names, "kernels_sha256": kernels_sha256(names)}
 
@@ -89,7 +89,7 @@ def stamp(files: Iterable[str]) -> Record:
 
 
 def machine() -> Record:
-    """What a record says of GPU 0 and of the libraries. Raises BackendUnavailableError without a GPU."""
+    """A record's fields about GPU 0 and the libraries. Raises BackendUnavailableError without a GPU."""
     about = cuda_properties(0)
     runtime = import_cupy().cuda.runtime.runtimeGetVersion()
     return {
@@ -212,7 +212,7 @@ class Step:
     part: str
     """The list that the rows belong to, or ``host``."""
     fields: Mapping[str, Any]
-    """What only rows of this step have: such a row in a record says that the step is done."""
+    """Fields that only this step's rows have: such a row in a record shows that the step is done."""
     measure: Callable[[set[str]], Record]
     """Gives rows by list, or the host's figures; adds the kernel sources that it launched to the set."""
 

@@ -1,4 +1,4 @@
-"""What a record holds, and the part of it that a run measures. Imports nothing that needs a GPU."""
+"""A record's contents, and the part of them that a run measures. Imports nothing that needs a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES if not row.on_host
 
 @dataclass(frozen=True)
 class Scope:
-    """What is measured. Raises InvalidProblemError for what no record has.
+    """The part of a record that is measured. Raises InvalidProblemError for what no record has.
 
     ``backends``: the backends that are forced beside what selection chooses; none names all of them.
     """

@@ -35,7 +35,7 @@ _SAMPLE_S = 0.005
 
 @dataclass(frozen=True)
 class Steady:
-    """What a contender takes alone; clock and power are None where NVML doesn't say them."""
+    """Time of a contender alone; clock and power are None where NVML doesn't report them."""
 
     us: float
     sm_mhz: float | None = None
@@ -53,7 +53,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What is enqueued again and again."""
+    """Work that is enqueued again and again."""
 
     enqueue: Callable[[], object]
     launches: int = 1
@@ -100,7 +100,7 @@ class StreamRuler:
 def time_alone(
     contenders: Sequence[Contender], *, short_block_us: float = SHORT_BLOCK_US
 ) -> dict[str, Steady]:
-    """What one launch of each contender takes alone, from CUDA graphs over its operand copies."""
+    """Time of one launch of each contender alone, from CUDA graphs over its operand copies."""
     stream = import_cupy().cuda.Stream(non_blocking=True)
     graphs = {one.name: capture_for(one, stream, _GRAPH_US) for one in contenders}
     works = {name: Work(lambda graph=graph: graph.launch(stream), n) for name, (graph, n) in graphs.items()}  # type: ignore[misc]
@@ -115,7 +115,7 @@ def steady(
     block_us: float = BLOCK_US,
     short_block_us: float = SHORT_BLOCK_US,
 ) -> dict[str, Steady]:
-    """What one launch of each work takes alone, from blocks of so many microseconds.
+    """Time of one launch of each work alone, from blocks of so many microseconds.
 
     ``agree`` gives all of several processes that run together the same number from their own ones.
     """

@@ -44,14 +44,14 @@ Configuration = dict[str, int]
 
 @dataclass
 class Trials:
-    """What became of the configurations of one kernel for one problem."""
+    """The fate of the configurations of one kernel for one problem."""
 
     problem: GemmSparse24Descriptor
     kernel: str
     right: int = 0
     refused_or_wrong: int = 0
     fatal: list[Configuration] = field(default_factory=list)
-    """Those that ended the CUDA context, here or for an earlier problem of the same types."""
+    """The configurations that ended the CUDA context, here or for an earlier problem of the same types."""
     chosen: TunedKernel | None = None
     """None where no configuration was right."""
 
