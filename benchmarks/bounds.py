@@ -237,7 +237,7 @@ def _inflated_share(record: Record) -> Values:
 
 
 def _shares_of_bounds(record: Record) -> Values:
-    """By kernel: the largest error that tests saw, as a share of what the kernel allows."""
+    """The largest error that tests saw for each kernel, as a share of what the kernel allows."""
     return list(record.get("bounds", {}).items())
 
 

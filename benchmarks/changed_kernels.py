@@ -1,4 +1,4 @@
-"""Which kernels' machine code differs from another commit's, and the GPU tests of what uses them.
+"""The kernels whose machine code differs from another commit's, and the GPU tests of what uses them.
 
 Both trees compile what their own tests compile for an architecture. Code is compared by kernel file, as the
 set of its compilations' machine code. So macros, functions, headers and files can be renamed.

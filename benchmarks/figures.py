@@ -66,7 +66,7 @@ def times(record: Record, element: str, backend: str, key: str = "us") -> dict[t
 def ratios(
     record: Record, element: str, n: int, *, peer: str = "", backend: str = "", ours: str = "auto"
 ) -> list[float]:
-    """Ratio of the peer's or another backend's time to ours, for each shape; ours is select's choice or a backend."""
+    """Ratio of the peer's or another backend's time to ours for each shape; ours is ``auto`` or a backend."""
     own = times(record, element, ours)
     others = times(record, element, backend or ours, peer or "us")
     return [us / own[cell] for cell, us in others.items() if cell[2] == n and cell in own]
@@ -183,7 +183,7 @@ def _systems(record: Record) -> list[str]:
 
 
 def _compilation(record: Record) -> list[str]:
-    """By row of the tables: what the compiler takes for one of its kernels. Nothing where no record says."""
+    """The compile time of one kernel for each row of the tables; empty without a record of compile times."""
     found = record.get("records", {}).get(COMPILE_RECORD)
     if found is None:
         return []
@@ -237,7 +237,7 @@ def _blocks(record: Record) -> list[str]:
 
 
 def _torch_record(record: Record) -> Record:
-    """That of PyTorch's door; where there is none, one without rows."""
+    """The record of PyTorch measurements, or one without rows if there is none."""
     found: Record = record.get("records", {}).get(TORCH_RECORD, {"host": {}, "decoder": []})
     return found
 

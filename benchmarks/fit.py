@@ -115,7 +115,7 @@ class Choices(NamedTuple):
         return self.taken[chosen] / self.best
 
     def free(self, constants: Array) -> Array:
-        """The same of the choices that count in full."""
+        """The losses of the choices that count in full."""
         return self.lost(constants)[self.weights == 1]
 
     def loss(self) -> Callable[[Array], float]:

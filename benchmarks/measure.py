@@ -25,7 +25,7 @@ from . import check, kinds
 
 _SAY_EVERY_S = 15.0
 _MOST_FAILURES = 3
-"""So many steps that fail one after another end a run: the device has probably gone."""
+"""Consecutive failed steps that end a run: the device has probably gone."""
 
 
 def measure(

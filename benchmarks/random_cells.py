@@ -29,14 +29,14 @@ from .models import MODELS
 
 LISTS: Lists = {"gemm": ("shape", "m", "k", "n", "element", "weight_element", "group", "backend")}
 MATRICES = {ElementKind.BF16: 63, ElementKind.F16: 18, ElementKind.S8: 18, ElementKind.FP8_E4M3: 18}
-"""By element, in the order of the record."""
+"""Number of random matrices of each element, in the order of the record."""
 _TOKENS = 5
 """Values of n for a matrix."""
 _MOST_TOKENS_LOG2 = 13.0
 _RAGGED, _WITH_ALL = 4, 5
 """One of so many matrices is ragged, or measured with all schedules."""
 _FASTEST = 3
-"""So many of all schedules are timed once more, in longer bursts beside what select chose."""
+"""Fastest schedules that are timed once more, in longer bursts beside what ``select`` chose."""
 _RIGHT = 0.02
 """Relative error up to which an algorithm of cuSPARSELt counts: some are wrong for some sizes."""
 

@@ -41,14 +41,14 @@ from . import changed_kernels
 _PROCESSES = 16
 """Processes of each GPU."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""So many processes would start as many threads each for what they compare with."""
+"""Environment of each process. Its reference products use one thread, since processes use all cores."""
 _FUZZ_SECONDS = 120
 _COUNTED = ("replayed", "replay_mismatches")
 """Properties of tests: results of the GPU that were computed again on the host, and those that differed."""
 _FAILED, _AGAIN = "failed_tests", "run_again"
 """Names of tests, and how many were run once more."""
 _SHARES, _SHARE = "shares", "--share="
-"""In a record: share of the suite -> its summary, until all have run."""
+"""Key of a record that holds the summary of each share of the suite until all have run, and its option."""
 _BOUND = "bound of "
 """How the properties' names begin that are a row's largest error, as a share of what it allows."""
 
@@ -85,7 +85,7 @@ def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
-    """The test files that use the marker, since it takes long to collect the others; none if some are named."""
+    """The test files that use the marker, since collecting the others is slow; none if some are named."""
     if any(Path(one.split("::")[0]).exists() for one in arguments):
         return []
     return sorted(str(path) for path in Path("tests").rglob("test_*.py") if marker in path.read_text())

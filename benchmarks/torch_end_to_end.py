@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         return through(self.layers, x, cache)
 
     def sparse(self, **require: bool) -> Decoder:
-        """The same decoder with sparse layers."""
+        """A copy of the decoder with sparse layers."""
         other = copy.deepcopy(self)
         recipes = {
             "*.gate_up": Sparse24Recipe("compress", activation="swiglu", require=require or None),

@@ -35,7 +35,7 @@ class RankedDecoder(Decoder):
     """One rank's part of a decoder."""
 
     def sparse(self, **require: bool) -> RankedDecoder:
-        """The same decoder with sparse layers."""
+        """A copy of the decoder with sparse layers."""
         ranks = self.shape.ranks
         mesh = init_device_mesh(next(self.parameters()).device.type, (ranks,))
         other = copy.deepcopy(self)

@@ -37,7 +37,7 @@ FORMATS = {
     "cusparselt_sm90": shape,
     "compressed_tensors": None,
 }
-"""With the shape where the way back has to be told."""
+"""The shape of each format whose packed form does not give it; None for the others."""
 for name, told in FORMATS.items():
     try:
         parts = to_foreign(name, weight)

@@ -17,7 +17,7 @@ from typing import Any
 FORMAT = "sparse-24-bitmask"
 WEIGHT_SUFFIX = ".weight"
 CONFIG_KEYS = ("quantization_config", "compression_config")
-"""Where ``config.json`` may hold the configuration: the name of today, and the first one."""
+"""Keys under which ``config.json`` may hold the configuration: the present name, and the first one."""
 METHOD = "compressed-tensors"
 
 _FLAGS = {0x4: 0b0011, 0x8: 0b0101, 0x9: 0b0110, 0xC: 0b1001, 0xD: 0b1010, 0xE: 0b1100}

@@ -129,9 +129,9 @@ def swizzled_matrix_map(
 def swizzled_matrices_map(
     address: int, shape: tuple[int, int, int], itemsize: int, box: tuple[int, int]
 ) -> bytes:
-    """The same of contiguous matrices (matrices, rows, columns), of which a box is part of one.
+    """A CUtensorMap, as :func:`swizzled_map` makes it, of contiguous matrices (matrices, rows, columns).
 
-    What lies outside of that one reads as zero bits and isn't written.
+    A box is part of one matrix. Elements outside of that matrix read as zero bits and aren't written.
     """
     row_bytes = shape[2] * itemsize
     return _swizzled_map(address, shape, (shape[1] * row_bytes, row_bytes), itemsize, (1, *box))
@@ -141,9 +141,10 @@ def swizzled_matrices_map(
 def grouped_matrices_map(
     address: int, shape: tuple[int, int, int], itemsize: int, group: int, box: tuple[int, int, int]
 ) -> bytes:
-    """The same with the columns in groups of so many, a divisor of them; a box is (groups, rows, columns).
+    """A CUtensorMap of contiguous matrices whose columns form groups of ``group``, a divisor of them.
 
-    Its coordinates are, from the innermost: a column in a group, row, group, matrix.
+    A box is (groups, rows, columns). Its coordinates, from the innermost: a column in a group, row, group,
+    matrix.
     """
     matrices, rows, columns = shape
     row_bytes, group_bytes = columns * itemsize, group * itemsize
@@ -180,7 +181,7 @@ class PixelBox(NamedTuple):
     """The pixels that a map walks, row by row: from ``lower``, ``steps`` of them ``stride`` apart."""
 
     lower: tuple[int, int]
-    """In rows and columns of the image; below 0 outside of it."""
+    """Row and column of the first pixel; below 0 it is outside of the image."""
     steps: tuple[int, int]
     stride: tuple[int, int]
 

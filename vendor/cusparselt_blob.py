@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 PADDED_SM90 = 64
-"""On sm_90 rows and dense columns of the metadata are padded to a multiple of this."""
+"""Rows and dense columns of the metadata are padded to a multiple of this on sm_90."""
 
 # sm_80: axes of a row are (128s, 32s, 16s, 8s, 8), of a word column (64s, 32s, 2).
 _SM80 = (5, 0, 6, 1, 4, 2, 7, 3)

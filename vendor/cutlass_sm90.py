@@ -30,12 +30,12 @@ def dense_columns_per_byte(itemsize: int) -> int:
 
 
 def tile_multiple(itemsize: int) -> int:
-    """What T must be a multiple of."""
+    """The number that T must be a multiple of."""
     return {1: 8, 2: 32, 4: 16}[itemsize]
 
 
 def values_multiple(itemsize: int) -> int:
-    """What K must be a multiple of, so that rows of values [M, K/2] are multiples of 16 bytes: TMA's rule."""
+    """The number that K must be a multiple of, so that rows of values are multiples of 16 bytes for TMA."""
     return 32 // itemsize
 
 

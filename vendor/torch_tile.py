@@ -1,6 +1,6 @@
-"""What ``torch._sparse_semi_structured_tile`` returns: both compressed forms of a transposable 2:4 matrix.
+"""The results of ``torch._sparse_semi_structured_tile``: both forms of a transposable 2:4 matrix.
 
-Of a matrix [R, C] it gives ``packed`` [Rp, Cp/2] and ``meta`` for W, ``packed_t`` and ``meta_t`` for W^T,
+For a matrix [R, C] they are ``packed`` [Rp, Cp/2] and ``meta`` for W, ``packed_t`` and ``meta_t`` for W^T,
 and a bitmask. xFormers' ``sparse24_sparsify_both_ways`` writes the same. Rp is R rounded up to 32, Cp is C
 rounded up to 64 (for W^T the other way round). The padding is not initialised; nor are, in metadata, the
 positions of values that are absent because pruning kept fewer than two of a group.

@@ -4,7 +4,7 @@
 // Y's lines are its rows, or its columns, which have one bias each; acc lies as Y does.
 //
 //   role        who            what
-//   every warp  256 threads    4 results of a line a thread, 256 apart; blocks take chunks of 1024 in turn
+//   every warp  256 threads    4 results of a line a thread, 256 apart; CTAs take chunks of 1024 one by one
 //
 //   no barriers, no shared memory; few registers
 //

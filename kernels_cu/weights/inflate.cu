@@ -2,8 +2,8 @@
 // elements). K is a multiple of 8, so rows never split a unit and the matrix is one flat array.
 //
 //   role        who            what
-//   every warp  256 threads    4 vectors of 16 dense bytes a thread, 256 apart; a block 16384 bytes
-//   last block  thread 0       8-bit elements: the half vector that may be left
+//   every warp  256 threads    4 vectors of 16 dense bytes a thread, 256 apart; a CTA 16384 bytes
+//   last CTA    thread 0       8-bit elements: the half vector that may be left
 //
 //   no barriers, no shared memory; few registers
 //

@@ -1,4 +1,4 @@
-"""What PyTorch does with the same operands: dense cuBLAS, and its own 2:4 calls. All None without PyTorch."""
+"""PyTorch as a peer: dense cuBLAS and its own 2:4 calls. All peers are None without PyTorch."""
 
 from __future__ import annotations
 

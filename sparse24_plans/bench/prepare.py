@@ -51,7 +51,7 @@ class Job:
     make: Callable[[], tuple[Any, list[Any]]]
 
     def check(self, args: Any) -> None:
-        """The same bits as the host's plan gives for the first rows; and sound, where the plan can say."""
+        """Raise UnsupportedError unless the first rows have the bits of the host's plan."""
         cupy = import_cupy()
         self.plan.run(args)
         cupy.cuda.Device().synchronize()
@@ -78,7 +78,7 @@ def _bits(operand: Any) -> list[Any]:
 
 
 def _on_host(args: Any, plan: Any) -> Any:
-    """The same arguments in host memory, cut down to what the host's plan is for."""
+    """Copies of the arguments in host memory, cut down to what the host's plan is for."""
     cut: dict[str, Any] = {}
     asnumpy = import_cupy().asnumpy
     for operand in plan.descriptor.operands():

@@ -31,7 +31,7 @@ class BlockSparseLayout:
     bitmap: np.ndarray[Any, np.dtype[np.bool_]]
     """Bool [heads, rows/block, cols/block], read-only."""
     shape: BlockSparseShape
-    """Its sizes."""
+    """Sizes of the matrix: heads, rows, columns and block."""
     _bits: bytes
 
     def __init__(self, bitmap: Any, block: int) -> None:

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 _GAP = "  "
 _INDENT = 2
 _LEAST_PROSE = 16
-"""With fewer columns than this, prose is put below a table's other columns."""
+"""Characters that prose needs beside a table's other columns; with fewer it is put below them."""
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -18,7 +18,7 @@ class TransposeParams(KernelParams):
     """Parameters of ``common/transpose.cu``."""
 
     matrices = field("const void*", "Matrices [batch, rows, columns], one behind the other.")
-    out = field("void*", "Their transposes [batch, columns, rows], contiguous.")
+    out = field("void*", "Transposed matrices [batch, columns, rows], contiguous.")
     rows = field("i64", "Rows of a matrix.")
     columns = field("i64", "Columns of a matrix.")
     row_stride = field("i64", "Elements from one row of a matrix to the next.")

@@ -63,7 +63,7 @@ _ONE_A_PAIR = np.array(
     ],
     np.uint8,
 )
-"""By a group's occupied positions, the code with one position in each pair."""
+"""The code with one position in each pair, indexed by the mask of a group's occupied positions."""
 
 
 def nibbles_out(out: Outgoing) -> tuple[Any, Any]:

@@ -41,9 +41,9 @@ class Explanation(Model):
     chosen: str | None
     """Name of the chosen kernel; None if no kernel can serve."""
     details: str
-    """For a plan, how its kernel cuts the problem; empty without a plan."""
+    """Description of how the plan's kernel cuts the problem; empty without a plan."""
     workspace_size: Size | None
-    """For a plan, the bytes of workspace that it needs; None without a plan."""
+    """Bytes of workspace that the plan needs; None without a plan."""
     rows: Annotated[tuple[tuple[str, str, str | None], ...], Listed]
     """(kernel, backend, reason why it can't serve or None) for every kernel, in order of preference."""
 

@@ -295,7 +295,7 @@ def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
-    """On rank r, the sum over ranks of part r of their tensors [ranks, ...]."""
+    """The sum over ranks of part r of each rank's tensor [ranks, ...], on rank r."""
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts.contiguous(), group=mesh.get_group())
     return summed_in_pairs(list(found.unbind()))

@@ -32,6 +32,6 @@ def best(cells: int) -> HostCode:
 
 
 def versions() -> dict[str, str | None]:
-    """For reports: numba's version, or None and the reason why it isn't used."""
+    """Numba's version for reports, or None and the reason why numba isn't used."""
     obstacle = compiled.obstacle()
     return {"numba": None if obstacle else compiled.version(), "no_numba": obstacle}

@@ -14,7 +14,7 @@ struct BlocksWgmmaSpParams {
   const u8* metadata;
   // Row panels, longest first: [panels].
   const int* panel_order;
-  // Number of block columns that each panel meets: [panels].
+  // Number of block columns that each panel keeps: [panels].
   const int* panel_columns;
   // Bit c % 32 of word c / 32 is set where the block row keeps column c.
   const u32* kept;

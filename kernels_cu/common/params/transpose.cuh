@@ -6,7 +6,7 @@
 struct TransposeParams {
   // Matrices [batch, rows, columns], one behind the other.
   const void* matrices;
-  // Their transposes [batch, columns, rows], contiguous.
+  // Transposed matrices [batch, columns, rows], contiguous.
   void* out;
   // Rows of a matrix.
   i64 rows;

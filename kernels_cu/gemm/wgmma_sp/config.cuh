@@ -69,7 +69,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
       !kSplitTerms && !kXCpAsync && !kXFromPrepass && kTileN <= (kMTiles == 1 ? 128 : 64);
   // Two warpgroups of three split terms alternate at the tensor cores: wgmma runs for one while the other adds.
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
-  // Producers hand registers over to consumers. Small tiles need no more than an equal share.
+  // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
   static constexpr bool kReallocRegisters = kCtasPerSm == 1 && kWarpgroups == 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 

@@ -33,7 +33,7 @@ class BlocksWgmmaParams(KernelParams):
     right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
     out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
+    panel_columns = field("const int*", "Number of block columns that each panel keeps: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
     columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")

@@ -30,7 +30,7 @@ class BlocksWgmmaSpParams(KernelParams):
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
     metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field("const int*", "Number of block columns that each panel meets: [panels].")
+    panel_columns = field("const int*", "Number of block columns that each panel keeps: [panels].")
     kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     value_index = field("const int*", "Index of each block in the values, or null if they are in order.")

@@ -106,7 +106,7 @@ class _Matmul(_Work):
         bias = views["bias"].array()[:, :, None] if "bias" in views else None
         transposed = desc.trans_sparse != on_the_right
         patterned = desc.inner is InnerPattern.SPARSE24
-        transpose = transposed and not patterned  # whose lines are those of what enters the product
+        transpose = transposed and not patterned
         multiply = partial(products.sparse_times_dense, multiply=self._multiply, transposed=transpose)
         if patterned:
             codes = pattern24.codes_of(views["metadata"].bits())

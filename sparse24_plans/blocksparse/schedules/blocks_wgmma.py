@@ -43,14 +43,14 @@ _MAX_PANELS = 2048
 _RELATIVE_MEANS = (0.97, 1.0, 1.03)
 """Relative means of the layouts that a schedule of ``sdd`` is judged by."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
-"""With fewer stages than the first ``sdd`` isn't tried; with fewer than the second its model adds a cost."""
+"""Fewest stages that are tried for ``sdd``, and fewest for which its model adds no cost."""
 
 
 class BlocksWgmmaSchedule(NamedTuple):
     """Everything that the kernel is compiled with beyond the problem's types, and how it is launched."""
 
     rows: int
-    """Rows of a CTA's tile: those of a row panel, and for ``sdd`` with large blocks of a block row."""
+    """Rows of a CTA's tile: a row panel, or for ``sdd`` with large blocks a block row."""
     tokens: int
     """Tokens of a CTA's tile; for ``sdd`` columns."""
     warpgroups: int
@@ -80,11 +80,11 @@ class BlocksWgmmaSchedule(NamedTuple):
         return -(-desc.n // (self.tokens * self.share))
 
     def groups(self, layout: BlockSparseShape) -> int:
-        """For ``sdd``: the most work tiles that the columns of a row panel can become."""
+        """The most work tiles that the columns of a row panel can become, for ``sdd``."""
         return -(-layout.cols // (self.tokens * self.share))
 
     def parts(self, block: int) -> int:
-        """For ``sdd``: the most columns of blocks in a CTA's tile; wider blocks are split."""
+        """The most block columns in a CTA's tile, for ``sdd``; wider blocks are split."""
         return max(self.tokens // block, 1)
 
     def items(self, desc: BlockSparseMatmulDescriptor) -> int:
@@ -193,7 +193,7 @@ def sdd_time(
 def sdd_loads(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int
 ) -> list[Columns]:
-    """For each schedule ``cluster_loads`` in the layouts that its time is summed over, on a middle axis."""
+    """Return ``cluster_loads`` for each schedule. The middle axis has the layouts whose times are summed."""
     block = desc.layout.block
     panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
     layouts = [_kept_columns(desc.layout, panels, share) for share in _RELATIVE_MEANS]

@@ -50,7 +50,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         self._fused = not desc.epilogue.has_bias
         self._trivial = desc.n * desc.outputs == 0
         self._in_columns = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
-        # Of X and Y: elements of a row, or of a column.
+        # elements of a row or column of X and of Y
         self._widths = tuple(
             desc.n if columns else width
             for columns, width in zip(self._in_columns, (desc.reduction, desc.outputs), strict=True)

@@ -32,7 +32,7 @@ _OF_FEW = (
 )
 _OF_MANY = ((2, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 3), (2, 1, 1, 4), (2, 1, 1, 8))
 RANGE_TILES = {2: SPLIT_SUM[2] // SPLIT_TILE, 3: 2}
-"""By the number of terms, the unit of stream-K in tiles of K: whole sums of the tensor cores."""
+"""The unit of stream-K in K tiles for each number of terms. A unit is a whole number of tensor-core sums."""
 
 
 def predicted(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: int) -> float:
@@ -69,7 +69,7 @@ def _tried(n: int, m: int, parts: int) -> tuple[WgmmaSpSchedule, ...]:
 
 
 def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int) -> WgmmaSpSchedule | None:
-    """The same schedule with stream-K, where there is a work tile for every cluster and a part of a wave."""
+    """The schedule with stream-K; None unless there is more than one wave and the last is partial."""
     ranges, items = H200_MULTIPROCESSORS // one.cluster_m, one.items(n, m)
     if n <= MAX_MEMORY_BOUND_N or one.split_k > 1 or items <= ranges or items % ranges == 0:
         return None

@@ -1,4 +1,4 @@
-"""Which schedules a kernel of ``wgmma_sp`` may take, and the one that its cost model ranks first."""
+"""The schedules that a kernel of ``wgmma_sp`` may take, and the one that its cost model ranks first."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ _LINE_BYTES = 128
 MAX_MEMORY_BOUND_N, WIDEST = 64, 256
 """One CTA takes up to so many tokens, and memory sets the pace; and the maximum tokens of a tile."""
 _MORE_TILES = 5
-"""So many token tiles more than the fewest are tried."""
+"""Number of token tiles beyond the fewest that are tried."""
 _FEW_OUTPUTS = 2048
-"""For fewer outputs any number of token tiles is tried: there are hardly as many work tiles as clusters."""
+"""Outputs below which any number of token tiles is tried: there are hardly as many work tiles as clusters."""
 
 # Accumulators for which a thread has registers: facts of the compiled kernel.
 _SUMS, _SUMS_OF_THREE, _SUMS_OF_FOUR = 128, 80, 24

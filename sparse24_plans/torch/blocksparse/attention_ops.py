@@ -119,7 +119,7 @@ class _Unfused:
         return scores, found
 
     def _logsumexp(self, scores: Tensor, found: Tensor) -> Tensor:
-        """For each row its largest score minus the logarithm of its largest probability."""
+        """Each row's largest score minus the logarithm of its largest probability."""
         seen = (scores * self._scale).masked_fill(found == 0, -torch.inf)
         most = self._largest(found)
         return torch.where(most == 0, -torch.inf, self._largest(seen) - most.log())

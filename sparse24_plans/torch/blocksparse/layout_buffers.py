@@ -83,7 +83,7 @@ class Layout(nn.Module):
     """
 
     layout: BlockSparseLayout
-    """Which blocks are kept."""
+    """The layout that says which blocks are kept."""
     sizes: tuple[int, ...]
     """Heads, rows, cols, block and blocks: the argument ``shape`` of the ops."""
     bitmap: Tensor
