@@ -37,18 +37,12 @@ from sparse24_plans.cli import explaining
 from sparse24_plans.cli.app import app
 from sparse24_plans.weights import host_code
 
+from ..sample_devices import H200
+
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 COLUMNS = 80
 _NO_GPU = "no usable CUDA device: cudaErrorNoDevice: no CUDA-capable device is detected"
-_H200 = DeviceProperties(
-    kind="cuda",
-    name="NVIDIA H200",
-    compute_capability=(9, 0),
-    multiprocessors=132,
-    driver="580.159.04",
-    cublaslt="130100",
-    cusparselt="0.8.0",
-)
+_H200 = H200.model_copy(update={"driver": "580.159.04", "cublaslt": "130100"})
 _BLOCK = re.compile(r"(?ms)^```console\n\$ sparse24 (?P<words>[^\n]*)\n(?P<text>.*?)^```$")
 
 

@@ -24,6 +24,8 @@ from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.gemm import kernel_table
 from sparse24_plans.plan.kernel_table import choose, consider
 
+from ..sample_devices import H200
+
 PREFIX = "cusparseLt"
 
 
@@ -136,14 +138,7 @@ def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch, folder):
 
 
 def hopper(cusparselt: str | None) -> DeviceProperties:
-    return DeviceProperties(
-        kind="cuda",
-        name="invented",
-        compute_capability=(9, 0),
-        multiprocessors=132,
-        cublaslt="120900",
-        cusparselt=cusparselt,
-    )
+    return H200.model_copy(update={"name": "invented", "cusparselt": cusparselt})
 
 
 DESC = GemmSparse24Descriptor(n=16, m=256, k=256, element="bf16")

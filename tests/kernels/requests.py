@@ -39,6 +39,7 @@ from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
 
 from ..prepare.prepare_cases import kernel_descriptors
+from ..sample_devices import gpu_of
 
 CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 """Of the devices -> their multiprocessors."""
@@ -124,12 +125,7 @@ class Request(NamedTuple):
 
 
 def device_of(capability: tuple[int, int]) -> DeviceProperties:
-    return DeviceProperties(
-        kind="cuda",
-        compute_capability=capability,
-        multiprocessors=CAPABILITIES[capability],
-        cublaslt="120900",
-    )
+    return gpu_of(*capability, multiprocessors=CAPABILITIES[capability], cusparselt=None)
 
 
 @contextmanager
