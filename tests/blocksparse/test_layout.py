@@ -107,7 +107,7 @@ def test_a_dense_matrix_gives_the_blocks_that_hold_something():
 
 
 class TorchBsr(SimpleNamespace):
-    """What is read of a torch.sparse_bsr tensor."""
+    """The attributes that are read from a torch.sparse_bsr tensor."""
 
     layout = "torch.sparse_bsr"
 

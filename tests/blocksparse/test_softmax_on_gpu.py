@@ -79,7 +79,7 @@ def test_more_rows_than_the_kernel_counts():
         BlockSparseSoftmaxPlan.compile(desc, device=H200)
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @gpu
@@ -261,7 +261,7 @@ def test_another_mask_reaches_what_was_captured(op):
 @gpu
 @pytest.mark.parametrize("op", OPS)
 def test_places_beyond_2_to_the_32_bytes(op):
-    """Of values; the last batches are checked, in place."""
+    """The values exceed 2^32 bytes; the last batches are checked, in place."""
     import cupy
 
     layout = uneven(128, (20, 45), 64)

@@ -1,4 +1,4 @@
-"""What docs/command-line.md shows: the very output of commands in a terminal of 80 columns.
+"""Output of commands in a terminal of 80 columns, as docs/command-line.md shows it.
 
 ``python -m tests.cli.page`` writes it anew; test_page.py holds the page to it.
 """
@@ -57,7 +57,7 @@ def blocks(page: str) -> dict[str, str]:
 
 
 def output(words: str, folder: Path) -> str:
-    """What the command shows in a terminal, run in the folder. A comment names the machine of ``info``."""
+    """Return what the command, run in the folder, prints. A comment names the machine of ``info``."""
     command, _, place = words.partition("  # ")
     terminal, errors = _Terminal(), io.StringIO()
     with (

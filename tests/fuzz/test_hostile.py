@@ -118,7 +118,7 @@ def test_an_attack_follows_from_seed_and_number():
     assert len({value for attack in attacks for _, value in attack.wrong}) > 100
 
 
-# What is wrong is found ---------------------------------------------------------------------------
+# Detection of errors ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_the_systems_loader_is_asked_last():
 
 @pytest.mark.parametrize("folder", ["cusparselt", "cu12", "cu13"])
 def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch, folder):
-    """Of version 0.8, and of 0.9 and later."""
+    """The wheels of version 0.8, and of 0.9 and later, have different folders."""
     library = tmp_path / "nvidia" / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"no library")

@@ -72,7 +72,7 @@ def test_one_token_of_any_k(element, k):
 def test_the_columns_between_a_row_of_y_and_the_next_stay_as_they_are(
     n, m, groups, types, epilogue, invariant
 ):
-    """Of results whose rows lie multiples of 16 bytes apart, as slices of a wider matrix do."""
+    """Rows of the result lie multiples of 16 bytes apart, as in slices of a wider matrix."""
     element, out = types
     desc = GemmSparse24Descriptor(
         n=n, m=m, k=16 * groups, element=element, out_element=out, bias_element="f32", epilogue=epilogue

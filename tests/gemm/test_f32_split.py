@@ -81,7 +81,7 @@ def test_the_small_products_come_first(parts, products):
 
 
 def sums_of(parts: int, slices: int, x: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    """Of the arithmetic, on the host."""
+    """Return the sums that the arithmetic gives on the host."""
     desc = GemmSparse24Descriptor(n=x.shape[0], m=dense.shape[0], k=x.shape[1], element="f32")
     require = {"arithmetic": str(Arithmetic.split(parts, slices))}
     plan = GemmSparse24Plan.select(desc, preference={"require": require}, device="host")
@@ -169,7 +169,7 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_terms_of_a_weight(m,
     k=st.integers(1, 2000).map(lambda units: 8 * units),
 )
 def test_the_least_workspace_is_enough(name, n, m, k):
-    """What a row says that it can't do without serves some schedule, and holds the parts of X."""
+    """The workspace that a kernel asks for suffices for some schedule, and holds the terms of X."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
     least = row.min_workspace(desc)
     assert least >= row.split_terms * n * k * 2

@@ -49,7 +49,7 @@ def chosen(
 
 
 def choose(device: DeviceProperties, **preference: object) -> kernel_table.GemmEntry:
-    """What ``select`` does before it compiles."""
+    """Return the kernel that ``select`` chooses before it compiles."""
     wanted = PlanPreference(**preference)
     return plan_table.choose(plan_table.consider(kernel_table.ENTRIES, PROBLEM, wanted, device))
 
@@ -142,7 +142,7 @@ def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
 @pytest.mark.parametrize("element", ["f32", "bf16"])
 @pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=str)
 def test_no_batch_has_other_bits_for_want_of_workspace(device, element, order, allowed):
-    """Where batch invariance is required: it may have none."""
+    """With batch invariance required, too little workspace may leave an n without a kernel."""
     wanted = PlanPreference(max_workspace_bytes=allowed, require={"batch_invariant": True})
     found = set()
     for n in (1, 2, 7, 16, 100, 1913, 4250):

@@ -1,4 +1,4 @@
-"""What the cache of compiled kernels is keyed on, and what the compiler's failures say."""
+"""Keys of the cache of compiled kernels, and messages of failed compilations."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_without_that_the_bound_of_fp8_would_be_false():
 
 @pytest.mark.parametrize("out", ["f32", "f16", "bf16"])
 def test_a_tolerance_covers_the_rounding_of_the_result_and_little_more(out):
-    """Where nothing accumulates: the exact value, rounded to the type, and nothing two places off."""
+    """Without accumulation the exact value may be rounded to the type, and nothing is two places off."""
     kind = ElementKind(out)
     exact = np.array([0.0, 1.0, -3.14159, 65000.0, 1 + 2.0**-12])
     allowed = promise().tolerance(0, exact, np.zeros(5), kind)

@@ -1,4 +1,4 @@
-"""What the plans compute, against slow models written from docs/formats.md; what they say of bad weights."""
+"""Results of the plans, against slow models written from docs/formats.md, and errors about bad weights."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ every_op = pytest.mark.parametrize("name", SAMPLES)
 
 
 def test_every_op_has_a_sample():
-    """Those of block-sparse matrices have theirs in blocksparse/test_dispatch.py."""
+    """Samples of ops of block-sparse matrices are in blocksparse/test_dispatch.py."""
     names = defined_ops()
     ours = {name for name in names if not name.startswith("blocksparse_")}
     assert names_of(SAMPLES) == ours
@@ -110,7 +110,7 @@ def test_fakes_refuse_what_the_ops_refuse():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_those_of_the_dense_layer(name, dtype):
-    """Of x, bias and the kept values; pruned cells have none."""
+    """Gradients of x, bias and the kept values are compared; pruned cells have none."""
     values, meta, dense = weight(dtype=dtype)
     x, values, bias = wanting(randn(2, 5, 64, dtype=dtype)), wanting(values), wanting(randn(96, dtype=dtype))
     dy = randn(2, 5, 96, dtype=dtype, seed=5)

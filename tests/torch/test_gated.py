@@ -116,7 +116,7 @@ def test_rows_must_come_in_whole_groups():
 
 
 class Block(nn.Module):
-    """As transformers has it for Llama."""
+    """An MLP like that of transformers for Llama."""
 
     def __init__(self, act: nn.Module | str, features: int = 48, extra: float = 0.0) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """As transformers has it for Phi-3."""
+    """An MLP like that of transformers for Phi-3."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, captures, memory, devices. CPU tensors beside them."""
+"""Streams, captures, memory and devices of a GPU, with CPU tensors beside them."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_row_parallel_layer_is_packed_part_by_part_and_captured(alone, parts):
 
 
 def test_the_rows_of_a_column_parallel_layer_have_the_bits_of_the_whole():
-    """As its plans ask for them on any number of ranks."""
+    """Plans require these bits on any number of ranks."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(4096, 28672, bias=False, device="cuda", dtype=torch.bfloat16)
     require = {"batch_invariant": True}

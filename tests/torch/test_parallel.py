@@ -28,7 +28,7 @@ K, M = 128, 192
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
-    """Of four ranks, which most checks use as two pairs."""
+    """Yield four ranks, which most checks use as two pairs."""
     world = World(4, tmp_path_factory.mktemp("world"))
     yield world
     world.close()
@@ -168,7 +168,7 @@ def test_without_parts_each_rank_is_one_part(world):
 
 
 def rows_in_shares(ranks: int, options: dict) -> None:
-    """Of results that are taken for large."""
+    """Check results that count as large."""
     mesh = mesh_of(ranks)
     cut = parallelize_module(layer(torch.bfloat16, **options), mesh, RowwiseSparse24())
     for shape in ((8, K), (2, 4, K), (7, K), (0, K)):
@@ -218,7 +218,7 @@ def test_rows_are_batch_invariant_where_it_is_required(world):
 
 
 def pack(one: Sparse24Linear) -> Sparse24Linear:
-    """As a frozen layer of 16 bits is held on a GPU."""
+    """Pack the layer as a GPU holds a frozen 16-bit layer."""
     values, meta = one._held()
     one.packed = torch.ops.sparse24.pack(values.detach(), meta)
     one.values = one.metadata = None
@@ -357,7 +357,7 @@ def parallel_model(ranks: int, seed: int = 1) -> nn.Module:
 
 
 def equal_states(cut: nn.Module, whole: nn.Module) -> bool:
-    """Of whole tensors, not gathered: no backend of PyTorch's exchanges uint16."""
+    """Compare whole tensors without gathering them: no backend of PyTorch exchanges uint16."""
     own, pairs = cut.state_dict(), []
     assert own.keys() == whole.state_dict().keys()
     for name, tensor in whole.state_dict().items():
@@ -510,7 +510,7 @@ def data_parallel() -> None:
 
 
 def test_layers_train_under_ddp_and_fsdp(world):
-    """What the ranks exchange there are the layer's own tensors, of dtypes that every backend knows."""
+    """The ranks exchange the layer's own tensors, whose dtypes every backend knows."""
     world.run(data_parallel)
 
 
