@@ -209,7 +209,7 @@ def test_a_field_that_is_none_is_answered_with_those_that_are():
         GuaranteeRequirement(batchinvariant=True)
 
 
-def test_an_error_names_the_model_once_and_the_whole_way_to_the_field():
+def test_an_error_names_the_model_and_the_path_of_the_field():
     with pytest.raises(InvalidProblemError) as caught:
         PlanPreference(require={"typo\x1b[31m": 1, "deterministic": "no"})
     message = str(caught.value)

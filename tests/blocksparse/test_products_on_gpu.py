@@ -318,7 +318,7 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
 
 @gpu
 @pytest.mark.parametrize("turned", TURNS)
-def test_bits_of_an_sdd_of_many_strips_do_not_depend_on_its_schedule(turned, monkeypatch):
+def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(turned, monkeypatch):
     """More strips than a warp has lanes, which search them for those with another item; many are as long."""
     rng, strips, lines = np.random.default_rng(8), 41, 161
     kept = np.zeros((2, lines, 65), bool)  # of the last strip one line

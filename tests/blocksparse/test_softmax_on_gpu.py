@@ -206,7 +206,7 @@ def test_subnormals_are_preserved(op):
 
 
 @gpu
-def test_a_row_of_nan_alone_is_not_taken_for_one_that_is_masked():
+def test_a_row_of_nan_is_not_treated_as_masked():
     layout = uneven(16, (2,))
     plan = plan_of(layout, element="f32", batch=1)
     got = case_of(plan, Operands(layout, {"x": np.full((1, 2, 16, 16), np.nan, np.float32)})).run()["y"]

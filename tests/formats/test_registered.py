@@ -139,7 +139,7 @@ def test_metadata_of_any_shape_is_read_as_it_lies():
         assert same_bits(from_foreign("mine", {**parts, "meta": meta}).metadata, weight.metadata)
 
 
-def test_positions_that_come_in_are_normalised():
+def test_read_positions_are_normalised():
     register_format("mine", encode=reversed_words, decode=reversed_words)
     packed = np.array([[0, 3, 0, 0, 5, 0, 0, 0]], np.float16)
     meta = np.array([[0xE10F]], np.uint16)  # the zeros' positions are anything; 5 stands at 1, in front of 0

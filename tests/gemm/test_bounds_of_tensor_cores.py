@@ -87,6 +87,6 @@ def test_no_sum_is_beyond_the_bound(row, element, name, kind, sizes):
 
 
 @every_arithmetic
-def test_some_sums_come_near_the_bound(row, element, name):
+def test_some_sums_are_close_to_the_bound(row, element, name):
     found = [worst(row, element, name, kind, sizes, 0) for kind in KINDS for sizes in SIZES]
     assert 0.05 < max(found) <= 1

@@ -184,7 +184,7 @@ def test_fp8_needs_ada():
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_our_own_kernels_come_first_and_say_so(element):
+def test_our_own_kernels_precede_cusparselt(element):
     desc = DESC.model_copy(update={"element": element, "out_element": element, "bias_element": element})
     answer = explain(desc, device=hopper("0.8.0"))
     assert answer.chosen != "cusparselt"

@@ -149,7 +149,7 @@ def test_a_tolerance_covers_a_sum_in_float32_whatever_the_terms(terms, alpha):
 
 
 @given(bound=st.floats(1e-9, 1.0), k=st.integers(0, 2**20))
-def test_a_requirement_is_met_by_bounds_up_to_it(bound, k):
+def test_bounds_up_to_the_requirement_satisfy_it(bound, k):
     exact = gamma(Fraction(k, 2), U32)
     assume(exact is None or abs(float(exact) / bound - 1) > 1e-9)
     unmet = GuaranteeRequirement(max_error_bound=bound).unmet(promise(), k)

@@ -214,7 +214,7 @@ def test_autocast_moves_x_and_float32_weights(form):
     assert torch.equal(dx, S.dgrad(randn(5, 96).bfloat16(), halves, meta))
 
 
-def test_autocast_gradients_come_back_in_the_operands_dtypes():
+def test_autocast_gradients_have_the_operands_dtypes():
     values, meta, dense = weight()
     x, v = wanting(randn(5, 64)), wanting(values)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):

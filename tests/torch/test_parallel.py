@@ -98,7 +98,7 @@ def columns_ask_for_the_whole() -> int | None:
     return parallelize_module(layer(require=INVARIANT), mesh, ColwiseSparse24()).plan().preference.whole_m
 
 
-def test_plans_of_columns_sum_as_the_whole_weights_where_batch_invariance_is_required(world):
+def test_batch_invariant_column_plans_sum_as_the_whole_weight(world):
     """On a GPU the slices of K depend on M: the rank's plans are told that of the whole."""
     assert world.run(columns_ask_for_the_whole) == [M] * 4
 
@@ -156,7 +156,7 @@ def one_after_the_other(parts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("parts", [4, 8])
 @pytest.mark.parametrize("out", [Replicate(), Shard(0), Shard(-1)], ids=str)
-def test_with_parts_the_bits_are_those_of_any_number_of_ranks_and_the_stated_order(world, parts, out):
+def test_row_parallel_bits_do_not_depend_on_rank_count(world, parts, out):
     wanted = one_after_the_other(parts)
     for ranks in (1, 2, 4):
         assert all(torch.equal(y, wanted) for y in world.run(rows_in_parts, ranks, parts, out))

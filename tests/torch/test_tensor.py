@@ -287,7 +287,7 @@ def test_gradients_of_inputs_bias_and_weight():
     close(db, w.detach().t() @ randn(64, 5).double())
 
 
-def test_products_of_sizes_that_do_not_fit_are_what_pytorchs_raise_and_what_ours_are():
+def test_mismatched_sizes_raise_pytorchs_and_our_error():
     with pytest.raises(NotImplementedError, match="`SparseSemiStructuredTensor` matmul: operation") as caught:
         torch.mm(randn(1, 128), sparse())
     assert isinstance(caught.value, SemiStructuredError)

@@ -307,7 +307,7 @@ def test_kernels_run_on_parts_of_packed_weights(element, axis):
 
 
 @pytest.mark.gpu
-def test_parts_on_a_gpu_are_views_there_and_copies_are_on_the_stream():
+def test_slices_on_a_gpu_are_views_or_copies_on_the_stream():
     import cupy
 
     packed = pack(weight_of(256, 512, "f16", 0))

@@ -134,7 +134,7 @@ def test_both_forms_agree(monkeypatch):
         close(ours, theirs)
 
 
-def test_where_nothing_serves_the_error_comes_through():
+def test_the_error_without_a_kernel_is_raised_unchanged():
     layout = layout_of()
     with pytest.raises(UnsupportedError, match="cusparselt"):
         attention(*tokens(layout), layout, preference='{"prefer_backend": "cusparselt"}')
