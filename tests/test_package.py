@@ -285,7 +285,7 @@ y = np.full((2, 8), np.nan, np.float32)
 plan.run(s.GemmSparse24Args(plan.pack(weight), np.ones((2, 16), np.float32), y, np.zeros(8, np.float32)))
 folder = compiler.KERNEL_FOLDER
 sources = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.cu"))
-defines = {"ELEMENT": 0, "OUT": 0, "BIAS": 0, "EPILOGUE": 0}
+defines = {"WIDTH": 4}
 cubin, _ = compiler.compile_cubin("weights/inflate.cu", "sm_80", defines)
 print(json.dumps({
     "file": s.__file__,

@@ -107,7 +107,8 @@ def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
         sum((rows + each * min(block, one.tokens)) * slower + fit["tile"] for _, each in cluster)
         for cluster in items
     )
-    found = blocks_wgmma._busiest(one, np.array(columns, np.int64), block, multiprocessors, fit)
+    loads = blocks_wgmma.cluster_loads(one, np.array(columns, np.int64), block, multiprocessors)
+    found = blocks_wgmma.busiest(one, loads, fit)
     assert found == pytest.approx(wanted)
 
 

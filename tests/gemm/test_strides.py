@@ -57,7 +57,9 @@ class Library:
             monkeypatch.setattr(inflate_cublas, "Inflate", lambda element, device: bound)
             monkeypatch.setattr(inflate_cublas, "load", lambda *args, **more: bound)
             monkeypatch.setattr(
-                inflate_cublas.Kernel, "_find_matmul", lambda kernel, *strides: self.make(strides)
+                inflate_cublas.Kernel,
+                "_find_matmul",
+                lambda kernel, w, x, y_stride, element: self.make((x.leading, y_stride)),
             )
         else:
             monkeypatch.setattr(cusparselt, "_make", lambda desc, ordinal, conf, *strides: self.make(strides))

@@ -34,12 +34,14 @@ _BARRIER_BYTES = 256
 _MAX_STAGES = 8
 """The kernel's producer has a bit of 64 for each of 8 stages and 8 pieces."""
 _TOKENS = (256, 128, 64)
-_SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
+SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
 """Rows and tokens of the tiles that are tried for ``dsd`` and ``dds`` with blocks below 64."""
 _SDD_COLUMNS = (64, 128, 192, 256)
 """Columns of a warpgroup that are tried for ``sdd``."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
+_RELATIVE_MEANS = (0.97, 1.0, 1.03)
+"""Relative means of the layouts that a schedule of ``sdd`` is judged by."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
 """With fewer stages than the first ``sdd`` isn't tried; with fewer than the second its model adds a cost."""
 
@@ -99,8 +101,9 @@ class BlocksWgmmaSchedule(NamedTuple):
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
         tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
-        small = desc.layout.block < NARROW_PANEL_ROWS
-        most: int = constants("blocks_tiles")["band_bytes_small" if small else "band_bytes"]
+        most: int = constants("blocks_tiles")[
+            "band_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "band_bytes_small"
+        ]
         bands = -(-tiles * tile_bytes // most)
         return -(-tiles // max(bands, 1))
 
@@ -142,17 +145,14 @@ def small_time(
     """Time of ``dsd`` or ``dds`` with blocks below 64 kept at random, in no unit.
 
     A narrow panel has fewer columns with blocks, and wide ones are fewer work tiles. A wave that is begun
-    takes a constant part of a whole one.
+    takes ``partial_wave`` of a whole one, and a full tile ``step`` for each column with blocks.
     """
     found = []
     for one in tried:
-        waves = one.items(desc) / multiprocessors
-        waves = fit["partial_wave"] * math.ceil(waves) + (1 - fit["partial_wave"]) * max(waves, 1.0)
-        steps = (
-            expected_occupancy(desc.layout, one.rows // desc.layout.block)
-            * fit["step"][f"{one.rows}x{one.tokens}"]
-        )
-        found.append(waves * steps)
+        waves, part = one.items(desc) / multiprocessors, fit["partial_wave"]
+        waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
+        step = fit["step"][f"{one.rows}x{one.tokens}"]
+        found.append(waves * expected_occupancy(desc.layout, one.rows // desc.layout.block) * step)
     return found
 
 
@@ -160,7 +160,7 @@ def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaS
     """The candidates where the density decides: for ``sdd``, and for the other ops with small blocks."""
     if desc.op is BlockSparseOp.SDD:
         return sampled_schedules(desc.layout)
-    return [fitting(*sizes, 2, 1) for sizes in _SIZES] if desc.layout.block < NARROW_PANEL_ROWS else []
+    return [fitting(*sizes, 2, 1) for sizes in SIZES] if desc.layout.block < NARROW_PANEL_ROWS else []
 
 
 def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
@@ -181,15 +181,26 @@ def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:
 def sdd_time(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
 ) -> list[float]:
-    """The work of the busiest cluster of ``sdd``, in rows of a step, were the kept blocks random.
+    """The work of the busiest cluster of ``sdd`` with blocks kept at random, in rows that a step loads.
 
     It is summed over layouts that keep a little less, as much and a little more: layouts differ, and the sum
     blurs whether a wave is just full.
     """
+    loads = sdd_loads(tried, desc, multiprocessors)
+    return [float(busiest(one, load, fit).sum()) for one, load in zip(tried, loads, strict=True)]
+
+
+def sdd_loads(
+    tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int
+) -> list[Columns]:
+    """For each schedule ``cluster_loads`` in the layouts that its time is summed over, on a middle axis."""
     block = desc.layout.block
     panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
-    layouts = [_kept_columns(desc.layout, panels, 1 + shift * fit["spread"]) for shift in (-1, 0, 1)]
-    return [sum(_busiest(one, columns, block, multiprocessors, fit) for columns in layouts) for one in tried]
+    layouts = [_kept_columns(desc.layout, panels, share) for share in _RELATIVE_MEANS]
+    return [
+        np.stack([cluster_loads(one, columns, block, multiprocessors) for columns in layouts], axis=1)
+        for one in tried
+    ]
 
 
 def _kept_columns(layout: BlockSparseShape, panels: int, share: float = 1.0) -> Columns:
@@ -210,8 +221,11 @@ def _normal_quantiles(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([NormalDist().inv_cdf(1 - (part + 0.5) / count) for part in range(count)])
 
 
-def _busiest(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiprocessors: int, fit: Any) -> float:
-    """Rows that the busiest CTA loads in a step of each of its work tiles, dealt out as the kernel does."""
+def cluster_loads(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiprocessors: int) -> Columns:
+    """Work tiles of each cluster, and the columns that a CTA of it loads for all of them: two rows.
+
+    ``columns`` are the columns of blocks of each row panel. Work tiles are dealt out as the kernel does.
+    """
     part = min(block, one.tokens)
     parts = columns * (block // part)
     groups = -(-parts // (one.parts(block) * one.share))
@@ -220,6 +234,16 @@ def _busiest(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiproces
     round_, cluster = np.divmod(np.arange(len(panel)), clusters)
     cluster = np.where(round_ % 2, clusters - 1 - cluster, cluster)
     mine = -(-parts // np.maximum(groups * one.share, 1)) * part
+    loaded = np.bincount(cluster, mine[panel], minlength=clusters).astype(np.int64)
+    return np.array([np.bincount(cluster, minlength=clusters), loaded])
+
+
+def busiest(one: BlocksWgmmaSchedule, loads: Columns, fit: Any) -> Any:
+    """The most rows that a CTA loads in a step of each of its work tiles, with the tiles' own cost.
+
+    ``loads`` is what ``cluster_loads`` gives, or many of one schedule along a middle axis.
+    """
+    tiles, columns = loads
     rows = one.rows * (fit["shared_rows"] if one.share > 1 else 1.0)
-    items = (rows + mine[panel]) * (fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0)
-    return float(np.bincount(cluster, items + fit["tile"], minlength=1).max())
+    slower = fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0
+    return (slower * (tiles * rows + columns) + tiles * fit["tile"]).max(axis=-1)

@@ -1,4 +1,4 @@
-"""How ``mma_sp`` cuts a problem into blocks, and the slices of K that fix the bits of the 16-bit kernels."""
+"""How ``mma_sp`` cuts a problem into CTAs, and the split-K that fixes the bits of its 16-bit kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from ...weights.packed_layouts import TILE_M, TILES_16BIT
 from ..descriptor import GemmSparse24Descriptor
 
 H200_MULTIPROCESSORS = 132
-WARP_PAIRS = 4  # tiles of W that a block works on side by side
-_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}  # of a block, by how many share a multiprocessor
-_FOLDING = ((9, 0), (12, 0))
-"""Compute capabilities, from and below, whose blocks can fold through clusters and have that much memory."""
+WARP_PAIRS = 4
+"""Tiles of W that a CTA multiplies side by side."""
+_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}
+"""Maximum shared memory of a CTA, by how many CTAs share an SM."""
+_WITH_CLUSTERS = ((9, 0), (12, 0))
+"""Compute capabilities, from and below, whose CTAs can reduce in clusters and have that much memory."""
 _MIDDLE_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10}
 _LEAST_BYTES = 99 << 10
-"""Shared memory of a block elsewhere."""
+"""Maximum shared memory of a CTA elsewhere."""
 
 
 class MmaSpSchedule(NamedTuple):
-    """How a problem is cut into blocks. ``slices`` alone fixes the bits."""
+    """How a problem is cut into CTAs. ``split_k`` alone fixes the bits."""
 
     split_k: int
     n8_tiles: int
@@ -38,18 +40,18 @@ class MmaSpSchedule(NamedTuple):
 
 
 def split_k_of(m: int) -> int:
-    """Slices of K: 8 where four a row tile would leave half of an H200 without a block, else 4.
+    """Split-K: 8 where 4 would leave half of an H200 without a CTA, else 4.
 
-    A function of the shape alone: another number of multiprocessors must not mean other bits.
+    It is a function of the shape alone: another number of SMs must not mean other bits.
     """
     return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
 
 
 def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = None) -> MmaSpSchedule:
-    """The schedule for n tokens and m out features (of ``whole_m``), as measured on an H200.
+    """The schedule for n tokens and m out features (of ``whole_m``).
 
-    The first shape of the list that runs in one wave, with its multiprocessors to itself and so with the
-    deepest pipeline; else the last, two blocks sharing a multiprocessor where they fit.
+    It is the first shape of the list that runs in one wave with an SM to each CTA, and so with the deepest
+    pipeline; else the last shape, with two CTAs an SM where they fit.
     """
     slices = split_k_of(whole_m or m)
     shapes = _shapes_of(slices)
@@ -62,7 +64,7 @@ def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = No
 
 
 def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Token tiles of a block -> (block tiles, blocks per multiprocessor) that there are."""
+    """The compiled shapes: n8 tiles of a CTA -> (warp pairs along M, CTAs per SM)."""
     few = {1: ((1, 1), (1, 2)), 2: ((1, 1), (1, 2)), 4: ((1, 1), (2, 2))}
     return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
 
@@ -78,9 +80,9 @@ def _schedule(
 
 
 def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> MmaSpSchedule:
-    """The schedule where blocks can't fold through clusters: a row tile's slices all in one block.
+    """The schedule without clusters, where one CTA has all of a tile's split-K.
 
-    As many tokens a block as leave two stages.
+    A CTA takes as many tokens as leave two stages.
     """
     room = _MIDDLE_BYTES.get(compute_capability, _LEAST_BYTES)
     wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
@@ -94,9 +96,9 @@ def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Mm
 
 
 def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-    """The schedules of the default's slices, so of the same bits, with blocks of at most twice n tokens.
+    """The schedules with the default's split-K, so with the same bits, and tiles of at most twice n tokens.
 
-    None where blocks don't fold through clusters: there is one schedule there.
+    There are none without clusters, where a problem has one schedule.
     """
     if not can_reduce_in_cluster(device):
         return []
@@ -118,7 +120,7 @@ def schedule_of(
 ) -> MmaSpSchedule:
     """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate.
 
-    Configurations know nothing of ``whole_m``, M of the weight that this one is a part of: none is applied.
+    With ``whole_m``, M of the weight that this one is a part of, no configuration is applied.
     """
     if configuration and whole_m is None:
         if dict(configuration) not in candidates(desc, device):
@@ -132,5 +134,5 @@ def schedule_of(
 
 
 def can_reduce_in_cluster(device: DeviceProperties) -> bool:
-    """Whether blocks fold their sums through clusters."""
-    return _FOLDING[0] <= device.compute_capability < _FOLDING[1]
+    """Whether CTAs reduce their sums in clusters."""
+    return _WITH_CLUSTERS[0] <= device.compute_capability < _WITH_CLUSTERS[1]

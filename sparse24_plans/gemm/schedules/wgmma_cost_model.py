@@ -159,14 +159,16 @@ def _facts_of_problem(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
 
-def predicted(schedules: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
+def predicted(
+    schedules: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor, family: str = "wgmma_sp"
+) -> Array:
     """Microseconds of one launch with each schedule, weights coming from memory."""
-    return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc)))
+    return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc, family)))
 
 
-def model_of(desc: GemmSparse24Descriptor) -> str:
-    """The name of the model whose constants serve such a problem."""
-    return f"wgmma_sp_{8 * desc.element.itemsize}bit_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
+def model_of(desc: GemmSparse24Descriptor, family: str = "wgmma_sp") -> str:
+    """The name of the model of a family whose constants serve such a problem."""
+    return f"{family}_{8 * desc.element.itemsize}bit_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
 
 
 @cache

@@ -61,13 +61,19 @@ def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
 
 @lru_cache(4096)
 def invariant_split_k(m: int, k: int, element: ElementKind) -> int:
-    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone."""
+    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
+
+    It fixes bits, so its constants are those of their first fit, and no refit moves them.
+    """
+    family = "wgmma_sp_split_k"
+    given = constants(f"{family}_{8 * element.itemsize}bit")
+    min_idle = given["min_idle"]
 
     def times(n: int) -> tuple[float, list[float]]:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
-        free, split = schedules_for(n, m), [schedules_in(one, n, m) for one in _SPLITS]
+        free, split = schedules_for(n, m, min_idle), [schedules_in(one, n, m, min_idle) for one in _SPLITS]
         every = tuple(dict.fromkeys(chain(free, *split)))
-        us = dict(zip(every, predicted(every, desc).tolist(), strict=True))
+        us = dict(zip(every, predicted(every, desc, family).tolist(), strict=True))
         return min(us[one] for one in free), [min(us[one] for one in tried) for tried in split]
 
-    return invariant_split(_SPLITS, times, **constants(f"wgmma_sp_split_k_{8 * element.itemsize}bit"))
+    return invariant_split(_SPLITS, times, judged=given["judged"], power=given["power"])

@@ -250,7 +250,7 @@ def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
 
 
 # The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs along M, split-K, CTAs per SM).
-# Of all that were measured on random shapes these were the fastest somewhere by more than a few percent.
+# They were the fastest somewhere by more than a few percent, among all that were measured on random shapes.
 _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
@@ -288,9 +288,13 @@ _MANY = 2048
 _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
-def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[WgmmaSpSchedule, ...]:
+def _schedules_of_ranges(
+    n: int, m: int, parts: int = 1, min_idle: float | None = None
+) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
-    found, least = [], constants("wgmma_sp_stream_k")["min_idle"] if parts == 1 else 0.0
+    least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
+    least = least if parts == 1 else 0.0
+    found = []
     for tokens in widths(n, m=m):
         for warpgroups, row_blocks, share in _OF_RANGES:
             ranges = H200_MULTIPROCESSORS // share
@@ -302,17 +306,22 @@ def _schedules_of_ranges(n: int, m: int, parts: int = 1) -> tuple[WgmmaSpSchedul
 
 
 @lru_cache(1024)
-def schedules_for(n: int, m: int = 0) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules that are tried for n tokens; with m, also those that depend on the outputs."""
+def schedules_for(n: int, m: int = 0, min_idle: float | None = None) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that are tried for n tokens; with m, also those that depend on the outputs.
+
+    ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
+    """
     shapes = _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
-    return fitting + _schedules_of_ranges(n, m)
+    return fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
 
 
-def schedules_in(slices: int, n: int, m: int = 0) -> tuple[WgmmaSpSchedule, ...]:
+def schedules_in(
+    slices: int, n: int, m: int = 0, min_idle: float | None = None
+) -> tuple[WgmmaSpSchedule, ...]:
     """Schedules that sum K in so many slices, along a cluster or in chunks: the bits are the same."""
-    tried = [one for one in schedules_for(n, m) if one.split_k == slices]
+    tried = [one for one in schedules_for(n, m, min_idle) if one.split_k == slices]
     if slices > 1:
         wide = [
             WgmmaSpSchedule(w, r, tokens, share, k_chunks=slices)

@@ -1,0 +1,267 @@
+"""Times every schedule that a kernel might take on random problems: what ``benchmarks.fit`` fits models to.
+
+``python -m benchmarks.measure_schedules FAMILY --seconds S --seed R``, on the GPU to be measured; an hour a
+family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and the files of
+``benchmarks/schedules/`` that they append to, a line a problem:
+
+- ``gemm``: wgmma_sp with elements of 16 and 8 bits, in ``<gpu>-times.jsonl``;
+- ``f32``: float32 in bf16 terms, in ``<gpu>-f32-times.jsonl``, whose lines also name the ``terms``;
+- ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``.
+
+A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
+Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix, for the density limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from sparse24_plans import (
+    BlockSparseOp,
+    ElementKind,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    PlanPreference,
+    Sparse24Error,
+)
+from sparse24_plans.bench.gemm import Cell
+from sparse24_plans.bench.scope import SHAPES
+from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.device.devices import cuda_properties
+from sparse24_plans.device.jit.cache import cubin
+from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
+from sparse24_plans.gemm.schedules import f32_split_heuristics
+from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
+from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.wgmma_sp import (
+    MAX_MEMORY_BOUND_N,
+    OperandLayouts,
+    WgmmaSpSchedule,
+    schedules_for,
+    schedules_in,
+    widths,
+)
+from sparse24_plans.gemm.wgmma import SOURCE, defines
+from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.tuning.data import Matrix, free_memory
+from sparse24_plans.tuning.timing import time_contenders
+
+from . import blocks
+
+FOLDER = Path(__file__).parent / "schedules"
+Row = dict[str, Any]
+# (M, K) of models: Qwen2.5, Gemma 2, Phi-3, Llama 2 and 3.2.
+MODELS = """
+4608,3584 3584,3584 37888,3584 3584,18944 3072,2048 2048,2048 16384,2048 2048,8192 7168,5120 5120,5120
+27648,5120 5120,13824 3584,4096 28672,3584 3584,14336 9216,3072 3072,3072 16384,3072 3072,8192 55296,5120
+5120,27648 15360,5120 12288,4096 4096,11008 22016,4096 1536,1536 2560,6912 13824,2560 5376,21504 768,3072
+"""
+# Shapes that are tried here beside those of the kernel's schedules: (warpgroups, m64 tiles of a warpgroup,
+# CTAs along M, split-K, CTAs per SM).
+MORE_OF_FEW = (
+    (1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (1, 1, 1, 2, 4), (1, 1, 1, 3, 1), (1, 1, 1, 3, 2), (1, 1, 1, 3, 4),
+    (1, 1, 1, 6, 1), (1, 1, 1, 6, 2), (2, 1, 1, 1, 2), (2, 1, 1, 2, 2), (2, 1, 1, 3, 1), (3, 1, 1, 3, 1),
+    (2, 2, 1, 4, 1), (3, 2, 1, 1, 1), (3, 2, 1, 2, 1),
+)  # fmt: skip
+MORE_OF_MANY = ((2, 2, 1, 2, 1), (1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (2, 2, 2, 1, 1))
+PROBLEMS_OF_A_MATRIX = 3
+HOPELESS = 1.5
+"""A schedule that is predicted to take so many times the least is not timed."""
+
+
+class Drawn(NamedTuple):
+    """A random matrix, and the n that it is measured with."""
+
+    m: int
+    k: int
+    element: str
+    ns: list[int]
+
+    def problems(self) -> list[GemmSparse24Descriptor]:
+        return [GemmSparse24Descriptor(n=n, m=self.m, k=self.k, element=self.element) for n in self.ns]
+
+
+def drawn(rng: random.Random, elements: Sequence[str]) -> Drawn:
+    """A shape of the record, of another model, or ragged."""
+    which = rng.random()
+    if which < 0.4:
+        m, k = rng.choice(SHAPES)
+    elif which < 0.7:
+        m, k = map(int, rng.choice(MODELS.split()).split(","))
+    else:
+        m, k = int(2 ** rng.uniform(9, 15.5)), 16 * int(2 ** rng.uniform(5, 10))
+    return Drawn(m, k, rng.choice(elements), [tokens(rng) for _ in range(PROBLEMS_OF_A_MATRIX)])
+
+
+def tokens(rng: random.Random) -> int:
+    """Log-uniform, a power of two, or just past a tile width."""
+    which = rng.random()
+    if which < 0.3:
+        return 1 << rng.randrange(14)
+    return rng.choice((17, 33, 65, 129, 257, 513, 1025)) if which < 0.4 else int(2 ** rng.uniform(0, 13))
+
+
+def tried(desc: GemmSparse24Descriptor) -> list[WgmmaSpSchedule]:
+    """Schedules of wgmma_sp that are timed. Stream-K is timed wherever it has work for all clusters."""
+    more = MORE_OF_FEW if desc.n <= MAX_MEMORY_BOUND_N else MORE_OF_MANY if desc.n <= 2048 else ()
+    wide = [WgmmaSpSchedule(w, r, width, *rest) for width in widths(desc.n) for w, r, *rest in more]
+    split = invariant_split_k(desc.m, desc.k, desc.element)
+    known = (*schedules_for(desc.n, desc.m, 0.0), *schedules_in(split, desc.n, desc.m, 0.0))
+    found = [one for one in dict.fromkeys((*known, *wide)) if one.fits()]
+    guessed = predicted(found, desc)
+    return [one for one, us in zip(found, guessed, strict=True) if us < HOPELESS * guessed.min()]
+
+
+def compile_kernel(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> None:
+    cubin(SOURCE, "sm_90a", defines(desc, schedule, OperandLayouts.of(desc), False))
+
+
+def compile_all(matrices: Sequence[Drawn]) -> None:
+    """Compile side by side what will be timed."""
+    kernels = {
+        (desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (desc, one)
+        for matrix in matrices
+        for desc in matrix.problems()
+        for one in tried(desc)
+    }
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        list(pool.map(compile_kernel, *zip(*kernels.values(), strict=True), chunksize=8))
+    print(f"{len(kernels)} kernels compiled", flush=True)
+
+
+def timed(cell: Cell, plans: dict[str, GemmSparse24Plan]) -> Row:
+    """A line of the file: times of the plans, by name, beside the dense product."""
+    desc = cell.desc
+    contenders = [cell.contender(name, plan) for name, plan in plans.items()]
+    times = time_contenders([*cell.dense(), *contenders], rounds=7, round_ms=1.0)
+    us = {name: round(one, 2) for name, one in times.items()}
+    about = {"m": desc.m, "k": desc.k, "n": desc.n, "element": desc.element.value}
+    return {**about, "dense_us": us.pop("dense", None), "us": us}
+
+
+def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
+    choice = Choice(cell.desc, cuda_properties(0), entry, PlanPreference(), {})
+    return GemmSparse24Plan(choice, ())
+
+
+def choosing(backend: str, schedule: object) -> AbstractContextManager[object]:
+    """The backend's kernels that are made meanwhile take this schedule."""
+    return mock.patch(f"sparse24_plans.{backend}.best_schedule", return_value=schedule)
+
+
+def name_of(schedule: WgmmaSpSchedule) -> str:
+    return ",".join(map(str, schedule))
+
+
+def gemm_rows(cell: Cell) -> Iterator[Row]:
+    entry = next(one for one in ENTRIES if one.backend == "wgmma_sp" and cell.desc.element in one.elements)
+    plans = {}
+    for schedule in tried(cell.desc):
+        with choosing("gemm.backends.wgmma_sp", schedule):
+            plans[name_of(schedule)] = plan_of(cell, entry)
+    yield timed(cell, plans)
+
+
+def f32_rows(cell: Cell) -> Iterator[Row]:
+    for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.split_terms):
+        plans = {}
+        for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.split_terms):
+            with choosing("gemm.backends.f32_split", schedule):
+                plans[name_of(schedule)] = plan_of(cell, entry)
+        yield {"terms": entry.split_terms, **timed(cell, plans)}
+
+
+def measure_gemm(family: str, rng: random.Random, elements: Sequence[str], end: float) -> Iterator[Row]:
+    matrices = [drawn(rng, elements) for _ in range(int(end - time.monotonic()))]
+    rows = f32_rows if family == "f32" else gemm_rows
+    if family == "gemm":
+        compile_all(matrices)
+    for one in matrices:
+        matrix = Matrix(one.m, one.k, ElementKind(one.element))
+        for n in one.ns:
+            if time.monotonic() > end:
+                return
+            yield from rows(Cell(matrix, n))
+        del matrix
+        free_memory()
+
+
+def block_cells(rng: random.Random) -> Iterator[blocks.Cell]:
+    """Cells of the record's shapes at first, then any. For dsd and dds the density decides below 64 alone."""
+    yield from (cell for cell in blocks.cells() if cell.op is BlockSparseOp.SDD or cell.block < 64)
+    while True:
+        op = rng.choice(list(BlockSparseOp))
+        block = rng.choice((16, 32, 64, 128) if op is BlockSparseOp.SDD else (16, 32))
+        pattern = "random" if op is BlockSparseOp.SDD else rng.choice(blocks.PATTERNS)
+        m, k = (128 * int(2 ** rng.uniform(2, 6.5)) for _ in range(2))
+        yield blocks.Cell(op, m, k, 8 * int(2 ** rng.uniform(2, 10)), block, rng.uniform(0.02, 0.6), pattern)
+
+
+def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
+    spare = 1 << 30  # bytes of workspace that no other problem is allowed, since plans are cached
+    for cell in block_cells(rng):
+        if time.monotonic() > end:
+            return
+        problem = blocks.Problem(cell)
+        contenders = [problem.dense()]
+        try:
+            wanted = {"prefer_backend": "inflate_cublas"}
+            contenders.append(
+                problem.ours(BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted))
+            )
+            contenders[-1].name = "inflate"
+        except Sparse24Error:
+            pass  # a library that isn't there
+        for schedule in schedules_by_density(problem.desc):
+            spare += 1
+            preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+            with choosing("blocksparse.backends.blocks_wgmma", schedule):
+                plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
+            ours = problem.ours(plan)
+            problem.check(ours)
+            ours.name = f"{schedule.rows},{schedule.tokens},{schedule.share}"
+            contenders.append(ours)
+        times = time_contenders(contenders, rounds=5, round_ms=0.7)
+        us = {name: round(one, 1) for name, one in times.items()}
+        dense, inflate = us.pop("dense"), us.pop("inflate", None)
+        yield {**asdict(cell), "dense_us": dense, "inflate_us": inflate, "us": us}
+        free_memory()
+
+
+FILES = {"gemm": "times", "f32": "f32-times", "blocks": "block-times"}
+ELEMENTS = {"gemm": ["bf16", "s8", "fp8_e4m3"], "f32": ["f32"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times every schedule of a family on random problems.")
+    parser.add_argument("family", choices=list(FILES))
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other problems")
+    wish = parser.parse_args()
+    gpu = (cuda_properties(0).name or "gpu").lower().removeprefix("nvidia ").replace(" ", "_")
+    rng, end = random.Random(wish.seed), time.monotonic() + wish.seconds
+    if wish.family == "blocks":
+        rows = measure_blocks(rng, end)
+    else:
+        rows = measure_gemm(wish.family, rng, ELEMENTS[wish.family], end)
+    with (FOLDER / f"{gpu}-{FILES[wish.family]}.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

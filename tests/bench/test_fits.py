@@ -1,0 +1,96 @@
+"""The constants of the models that choose schedules: their script, their file, and what choices lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import fit
+from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
+from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
+from sparse24_plans.plan.schedule_choice import FOLDER, constants, fastest, invariant_split
+
+GPU = "nvidia_h200"
+FILE = json.loads((FOLDER / f"{GPU}.json").read_text())["models"]
+GIVEN = json.loads((fit.SCHEDULES / "given.json").read_text())
+
+
+def test_every_model_is_fitted_or_says_why_not():
+    assert set(FILE) == {*fit.FITTED, *GIVEN}
+    for name, one in FILE.items():
+        assert (one["measured"] is None) == (name in GIVEN)
+        if name in GIVEN:
+            assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
+
+
+@pytest.mark.parametrize("model", [fit.STREAM_K, *fit.SMALL_MODELS[:1]])
+def test_the_script_writes_what_is_committed(model):
+    """``python -m benchmarks.fit --check`` does it for all models, in minutes."""
+    assert fit.entry(model, GPU) == FILE[model]
+
+
+@pytest.mark.parametrize("model", fit.GEMM_MODELS)
+def test_choices_among_schedules_of_wgmma_sp_lose_what_the_file_says(model):
+    lost = []
+    for desc, times in fit.gemm_fit(model, GPU).problems:
+        tried = [one for one in schedules_for(desc.n, desc.m) if one in times]
+        chosen = fastest(tried, lambda some, desc=desc: predicted(some, desc))
+        lost.append(times[chosen] / min(times[one] for one in tried))
+    assert fit.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
+
+
+@pytest.mark.parametrize("model", [*fit.SMALL_MODELS, *fit.SDD_MODELS])
+def test_choices_among_schedules_of_blocks_wgmma_lose_what_the_file_says(model):
+    lost = []
+    for problem in fit.block_fit(model, GPU).problems:
+        tried, times = fit.measured_of(problem)
+        lost.append(times[tried.index(blocks_wgmma.best_schedule(problem[0], fit.SMS))] / min(times))
+    assert fit.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
+
+
+WORST = {
+    "wgmma_sp_16bit_few": (0.0118, 0.170), "wgmma_sp_16bit_some": (0.0052, 0.101),
+    "wgmma_sp_16bit_many": (0.0081, 0.108), "wgmma_sp_8bit_few": (0.0178, 0.197),
+    "wgmma_sp_8bit_some": (0.0059, 0.097), "wgmma_sp_8bit_many": (0.0062, 0.088),
+    "blocks_wgmma_dsd_16": (0.0105, 0.225), "blocks_wgmma_dsd_32": (0.0230, 0.225),
+    "blocks_wgmma_dds_16": (0.0301, 0.274), "blocks_wgmma_dds_32": (0.0244, 0.292),
+    "blocks_wgmma_sdd_16": (0.0249, 0.211), "blocks_wgmma_sdd_32": (0.0160, 0.219),
+    "blocks_wgmma_sdd_64": (0.0192, 0.242), "blocks_wgmma_sdd_128": (0.0227, 0.228),
+}  # fmt: skip
+"""Mean and worst loss of the constants that people found before there was a script."""
+
+
+@pytest.mark.parametrize("model", WORST)
+def test_fitted_choices_lose_no_more_than_those_found_by_hand(model):
+    loss = FILE[model]["measured"]["loss"]
+    assert (loss["mean"], loss["worst"]) <= WORST[model]
+    assert loss["worst"] <= WORST[model][1]
+
+
+# The chooser ---------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_the_first_of_the_quickest_that_fit():
+    times = {"a": 3.0, "b": 1.0, "c": 1.0, "d": 2.0}
+
+    def predict(names):
+        return [times[one] for one in names]
+
+    assert fastest("abcd", predict) == "b"
+    assert fastest("abcd", predict, lambda one: 8 if one in "bc" else 4, 4) == "d"
+
+
+def test_the_invariant_split_weighs_every_n_and_rewards_nothing_faster():
+    times = {1: (1.0, [1.0, 1.2]), 100: (1.0, [1.3, 0.5])}
+    for weight, wanted in ((0.1, 1), (1.0, 2)):
+        assert invariant_split((1, 2), times.__getitem__, judged={"1": 1.0, "100": weight}, power=2) == wanted
+
+
+def test_no_model_is_without_constants():
+    for name in FILE:
+        assert constants(name)
+    assert Path(fit.SCHEDULES / fit.file_of(GPU, "times")).exists()
