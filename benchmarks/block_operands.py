@@ -1,4 +1,4 @@
-"""Shared parts of the measurements of block-sparse matrices: element, random operands, checks, dense products."""
+"""Shared by the measurements of block-sparse matrices: element, operands, checks, dense products."""
 
 from __future__ import annotations
 
