@@ -40,10 +40,8 @@ def import_cupy() -> Any:
     return cupy
 
 
-_MOST = 1 << 63
-_MOST_ADDRESS = 1 << 64
-_MOST_DEVICES = 64
-MOST_DIMENSIONS = 64
+_MOST, _MOST_ADDRESS = 1 << 63, 1 << 64
+MOST_DIMENSIONS = _MOST_DEVICES = 64
 
 
 def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
