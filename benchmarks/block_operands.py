@@ -1,4 +1,4 @@
-"""Helpers of the block-sparse measurements: element, random operands, checks, dense products."""
+"""Shared by the measurements of block-sparse matrices: element, operands, checks, dense products."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def times(record: Record, element: str, backend: str, key: str = "us") -> dict[t
 def ratios(
     record: Record, element: str, n: int, *, peer: str = "", backend: str = "", ours: str = "auto"
 ) -> list[float]:
-    """Ratio of the peer's or another backend's time to ours for each shape; ours is ``auto`` or a backend."""
+    """Ratio of the peer's time to ours for each shape; ours is select's choice or a backend."""
     own = times(record, element, ours)
     others = times(record, element, backend or ours, peer or "us")
     return [us / own[cell] for cell, us in others.items() if cell[2] == n and cell in own]

@@ -85,7 +85,7 @@ def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
-    """The test files that use the marker, since collecting the others is slow; none if some are named."""
+    """The test files that use the marker, as collecting the others takes long; none if some are named."""
     if any(Path(one.split("::")[0]).exists() for one in arguments):
         return []
     return sorted(str(path) for path in Path("tests").rglob("test_*.py") if marker in path.read_text())

@@ -1,4 +1,4 @@
-"""Devices that needn't be here."""
+"""Invented devices, for tests that need none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ HOST = DeviceProperties(kind="host")
 
 
 def gpu_of(major: int, minor: int, *, libraries: bool = True, **more: Any) -> DeviceProperties:
-    return DeviceProperties(
-        kind="cuda",
-        compute_capability=(major, minor),
-        cublaslt="120900" if libraries else None,
-        cusparselt="0.8.0" if libraries else None,
-        **{"name": f"invented sm_{major}{minor}", "multiprocessors": 100, **more},
-    )
+    """Return a GPU of the compute capability, with properties ``more``."""
+    fields = {
+        "name": f"invented sm_{major}{minor}",
+        "multiprocessors": 100,
+        "cublaslt": "120900" if libraries else None,
+        "cusparselt": "0.8.0" if libraries else None,
+    }
+    return DeviceProperties(kind="cuda", compute_capability=(major, minor), **{**fields, **more})
 
 
 H200 = gpu_of(9, 0, name="NVIDIA H200", multiprocessors=132)

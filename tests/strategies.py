@@ -40,7 +40,7 @@ from sparse24_plans.plan.families import backends
 
 UNGATED = st.sampled_from([kind for kind in EpilogueKind if not kind.is_gated])
 RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
-"""Of the 8-bit elements; the default first. The others' are the element itself, and f32."""
+"""Results of 8-bit elements, the default first. Other elements have themselves and f32."""
 
 
 def results_of(element: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the tests share: places to run on, guarded buffers, an independent float64 reference."""
+"""Devices to run on, guarded buffers and an independent float64 reference, for all tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GUARD_BYTES, GUARD, POISON = 256, 0xA5, 0xFF  # 0xFF.. is a NaN in every float t
 HAS_GPU = cuda_device_count() > 0
 ELEMENTS = ("f32", "f16", "bf16")
 EPILOGUES = ("identity", "bias", "bias_relu", "bias_gelu", "bias_silu")
-"""Those that every kernel of the package's own serves."""
+"""Epilogues that every kernel of the package serves."""
 
 
 def place_of(device: int | str) -> Device:
@@ -179,7 +179,7 @@ def synchronize(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class Data:
-    """What a product reads. ``dense`` is W before it is pruned."""
+    """Operands of a product. ``dense`` is W before it is pruned."""
 
     dense: np.ndarray
     x: np.ndarray
@@ -269,7 +269,7 @@ def case_of(
 
 
 def place_name(plan: Plan) -> int | str:
-    """What ``select`` calls the plan's device."""
+    """Return the plan's device as ``select`` takes it."""
     return "host" if plan.device.kind == "host" else plan.device.ordinal
 
 
@@ -324,7 +324,7 @@ def activate(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
 
 
 def product64(plan: Plan, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of float64 matrices. Large ones are multiplied where the plan runs."""
+    """Return the product of float64 matrices. Large ones are multiplied on the plan's device."""
     if plan.device.cublaslt is None or a.size * b.shape[1] < 1 << 28:
         return a @ b
     import cupy
@@ -389,14 +389,14 @@ def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.
 
 
 def rows_of_gates(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of columns in the order of W's rows [N, M]: those of gates, and of what they let through."""
+    """Split columns in the order of W's rows [N, M] into gates and the values that they scale."""
     n, m = values.shape
     pairs = values.reshape(n, m // 16, 2, 8)
     return pairs[:, :, 0].reshape(n, m // 2), pairs[:, :, 1].reshape(n, m // 2)
 
 
 def saturated(value: np.ndarray, out: ElementKind) -> np.ndarray:
-    """What an integer result can hold of ``value``."""
+    """Return ``value`` clipped to the range of an integer result."""
     return np.clip(value, np.iinfo(out.dtype).min, np.iinfo(out.dtype).max) if out.is_integer else value
 
 

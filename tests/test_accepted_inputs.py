@@ -1,6 +1,6 @@
-"""What callers have is taken for what it is: sizes, elements, devices, flags and numbers of any library.
+"""Sizes, elements, devices, flags and numbers of any library are accepted.
 
-And nothing is taken for what it isn't: True is no size, "yes" no flag, "8" no number.
+Nothing is taken for what it isn't: True is no size, "yes" no flag, "8" no number.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_what_bounds_no_error(value):
 
 
 def test_numbers_and_flags_of_models_from_strings():
-    """As a command line has them."""
+    """Options arrive as text from a command line."""
     found = GuaranteeRequirement.model_validate_strings({"deterministic": "true", "max_error_bound": "0.5"})
     assert found == GuaranteeRequirement(deterministic=True, max_error_bound=0.5)
     for wrong in ({"deterministic": "perhaps"}, {"max_error_bound": "[" * 100_000}, {"typo": "1"}, "text"):
@@ -209,7 +209,7 @@ def test_a_field_that_is_none_is_answered_with_those_that_are():
         GuaranteeRequirement(batchinvariant=True)
 
 
-def test_an_error_names_the_model_once_and_the_whole_way_to_the_field():
+def test_an_error_names_the_model_and_the_path_of_the_field():
     with pytest.raises(InvalidProblemError) as caught:
         PlanPreference(require={"typo\x1b[31m": 1, "deterministic": "no"})
     message = str(caught.value)
@@ -302,7 +302,7 @@ def torchs(text: str) -> object:
 
 
 class Named:
-    """As little of a ``torch.device`` as can be."""
+    """A ``torch.device`` with the two attributes that are read."""
 
     def __init__(self, kind: object, index: object) -> None:
         self.type, self.index = kind, index

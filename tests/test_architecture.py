@@ -1,4 +1,4 @@
-"""What the import contracts in pyproject.toml can't hold: privacy, sizes, and what an import may touch."""
+"""Privacy, sizes and side effects of imports, which the import contracts in pyproject.toml can't check."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_importing_the_package_touches_no_cuda_and_no_framework():
     assert done.stdout.strip() == "[]"
 
 
-# What users copy ----------------------------------------------------------------------------------
+# Documents and examples ---------------------------------------------------------------------------
 
 
 def python_blocks(document: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is built is whole and the same everywhere, works away from the repository, shows documented names."""
+"""Built packages are complete and reproducible, work away from the repository and show documented names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unzipped(clone, tmp_path_factory) -> Path:
-    """What a download unpacks to where links aren't kept: text files in their place, no git."""
+    """Unpack a download without links, which become text files, and without git."""
     folder = tmp_path_factory.mktemp("unzipped") / "tree"
     shutil.copytree(clone, folder, symlinks=True)
     for link, target in LINKS.items():
@@ -186,7 +186,7 @@ assert compiler.closure("gemm/mma_sp.cu")
 
 
 def dependencies(folder: Path) -> Path:
-    """What is installed here, without the package itself: pip takes that away before it installs another."""
+    """Link what is installed here but the package itself, which pip removes before it installs another."""
     folder.mkdir()
     for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(installed).iterdir():

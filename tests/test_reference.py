@@ -50,7 +50,7 @@ def is_internal(member: str) -> bool:
 
 
 def named_in(doc: str) -> set[str]:
-    """What stands in double backquotes, or as a parameter: ``n, m, k : int``."""
+    """Return the names in double backquotes, or before the types of parameters: ``n, m, k : int``."""
     quoted = re.findall(r"``([^`]+)``", doc)
     parameters = re.findall(r"^ *(\w+(?:, \w+)*) : ", doc, re.MULTILINE)
     return set(re.findall(r"\w+", " ".join(quoted + parameters)))

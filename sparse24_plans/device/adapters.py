@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from .tensors import (
     ELEMENT_NAMES,
     HOST,
     LOCATION_OF_TYPE,
+    MOST_DIMENSIONS,
     READ_OF_TYPE,
     Adapter,
     Device,
@@ -245,8 +247,11 @@ def _location_of_torch(tensor: Any) -> object:
 
 def _location_of_data_ptr(tensor: Any) -> object:
     home = tensor.device
-    form = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), home.type, home.index
-    return tensor.data_ptr(), form
+    shape, strides = (
+        tuple(islice(sizes, MOST_DIMENSIONS + 1))  # a hostile object may give sizes without an end
+        for sizes in (tensor.shape, tensor.stride())
+    )
+    return tensor.data_ptr(), shape, strides, str(tensor.dtype), home.type, home.index
 
 
 class Unmoving:

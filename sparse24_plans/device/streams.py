@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from .._vendor.library_error import LibraryError
-from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error
+from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error, shown
 from .tensors import HOST, Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
@@ -104,7 +104,7 @@ def stream_handle(stream: Any, device: Device) -> int:
     if type(handle) is not int or not 0 <= handle < _MOST_HANDLE:
         raise wrong("stream", f"an open CUDA stream ({type(stream).__name__})", handle)
     if home is not None and home not in (-1, device.ordinal):
-        raise InvalidProblemError(f"stream: expected a stream of {device}, got one of cuda:{home}")
+        raise InvalidProblemError(f"stream: expected a stream of {device}, got one of cuda:{shown(home)}")
     return handle
 
 

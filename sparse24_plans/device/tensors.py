@@ -40,10 +40,8 @@ def import_cupy() -> Any:
     return cupy
 
 
-_MOST = 1 << 63
-_MOST_ADDRESS = 1 << 64
-_MOST_DEVICES = 64
-_MOST_DIMENSIONS = 64
+_MOST, _MOST_ADDRESS = 1 << 63, 1 << 64
+MOST_DIMENSIONS = _MOST_DEVICES = 64
 
 
 def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
@@ -59,8 +57,8 @@ def _no_copy(kind: str, remedy: str) -> InvalidProblemError:
 
 def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ...]:
     """A tuple of plain integers from ``least`` to 2^63 - 1; NumPy's become Python's."""
-    if not isinstance(found, (tuple, list)) or len(found) > _MOST_DIMENSIONS:
-        raise wrong(argument, f"{what} of at most {_MOST_DIMENSIONS} integers", found)
+    if not isinstance(found, (tuple, list)) or len(found) > MOST_DIMENSIONS:
+        raise wrong(argument, f"{what} of at most {MOST_DIMENSIONS} integers", found)
     for one in found:
         if type(one) is not int or not least <= one < _MOST:
             break
@@ -199,15 +197,7 @@ class TensorView:
             raise BackendUnavailableError(f"no copy on {self.device}: {error}") from error
 
     def __copy__(self) -> TensorView:
-        return self.at(self.address, self.owner)
-
-    def at(self, address: int, owner: object) -> TensorView:
-        """A view of other memory with the same shape, strides, element and device."""
-        view = _new(TensorView)
-        view.address, view.owner, view._end = address, owner, -1
-        view.shape, view.strides, view.element = self.shape, self.strides, self.element
-        view.device, view.readonly = self.device, self.readonly
-        return view
+        return view_at(self, self.address, self.owner)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise _no_copy("TensorView", "copy the tensor that it views, or call view.owned_copy()")
@@ -362,6 +352,15 @@ Read = Callable[[Any, "ElementKind | None", str], TensorView]
 """(tensor, element to reinterpret as, name of the argument) -> view."""
 Location = Callable[[Any], object]
 """Gives an operand's address and all else that checks look at, as a hashable value that holds no memory."""
+
+
+def view_at(like: TensorView, address: int, owner: object) -> TensorView:
+    """A view of other memory with the shape, strides, element and device of ``like``."""
+    view = _new(TensorView)
+    view.address, view.owner, view._end = address, owner, -1
+    view.shape, view.strides, view.element = like.shape, like.strides, like.element
+    view.device, view.readonly = like.device, like.readonly
+    return view
 
 
 class Adapter(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..device.streams import Launch, launch_on
-from ..device.tensors import LOCATION_OF_TYPE, Device
+from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
 from ..errors import InvalidProblemError
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
@@ -43,7 +43,7 @@ class LaunchCache:
         """Make the launch of checked operands, and keep it. Without a key it is made for one use."""
         if key is None:
             return self._kernel.launcher(views, workspace)
-        views = {name: view.at(view.address, None) for name, view in views.items()}
+        views = {name: view_at(view, view.address, None) for name, view in views.items()}
         launch = self._kernel.launcher(views, workspace)
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
@@ -73,7 +73,7 @@ class Caller:
 
     def __init__(self, launches: LaunchCache, checks: OperandChecks, home: Device, views: Views) -> None:
         self._launches, self._checks, self._home = launches, checks, home
-        self._views = {name: view.at(view.address, None) for name, view in views.items()}
+        self._views = {name: view_at(view, view.address, None) for name, view in views.items()}
         self.operands: tuple[str, ...] = tuple(views)
         """The names of the addresses that :meth:`launch` takes, in its order. A weight has several: its
         buffers."""
@@ -103,7 +103,7 @@ class Caller:
                 if address == 0:
                     raise InvalidProblemError(f"{name}: expected memory, got a null address: was it freed?")
                 check_alignment(name, address, self.alignment(name))
-            views[name] = view.at(address, None)
+            views[name] = view_at(view, address, None)
         self._checks.check_apart(views)
         self._launches.check_workspace(workspace, views)
         return views

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.check`` says of made-up records."""
+"""Messages of ``python -m benchmarks.check`` about invented records."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ HOST = {
 
 
 def torch_tables(**parts: object) -> dict[str, list[str]]:
-    """Of a record of PyTorch's door with these parts."""
+    """Return the tables of an end-to-end record of PyTorch with these parts."""
     found = {"records": {figures.TORCH_RECORD: {"host": {}, "decoder": [], **parts}}}
     return {name: figures.TABLES[name](found) for name in ("torch_host", "decoder")}
 

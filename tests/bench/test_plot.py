@@ -47,7 +47,7 @@ def test_dense_and_the_limit_by_bandwidth_are_marked(axes):
 
 
 def test_the_committed_plot_is_of_the_record(tmp_path):
-    """Where its marks lie among each other; fonts and versions of matplotlib may differ."""
+    """The marks have the same places; fonts and versions of matplotlib may differ."""
     plot.main(str(RESULTS / "h200.json"), str(tmp_path / "h200.svg"))
     made, committed = ((folder / "h200.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
     assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m benchmarks.plot"

@@ -10,7 +10,7 @@ from benchmarks.random_figures import random_summary
 from sparse24_plans import ElementKind
 from sparse24_plans.bench.scope import SHAPES
 
-# What is drawn ------------------------------------------------------------------------------------
+# Drawing ------------------------------------------------------------------------------------------
 
 
 def test_a_seed_draws_the_same_problems_and_another_draws_others():
@@ -37,7 +37,7 @@ def test_shapes_are_of_many_models_and_ragged_and_n_is_anything(seed):
     assert sum(n % 8 != 0 for n in tokens) > 0.7 * len(tokens)
 
 
-# What is said of a record -------------------------------------------------------------------------
+# Summaries of records -----------------------------------------------------------------------------
 
 
 def test_each_range_of_n_has_its_means_and_its_worst_cells():

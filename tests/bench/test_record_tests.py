@@ -165,7 +165,7 @@ def test_a_part_that_there_is_not(parts):
         record_tests.main(str(parts[1]), "--only=all")
 
 
-# What changed -------------------------------------------------------------------------------------
+# Changed kernels ----------------------------------------------------------------------------------
 
 
 def compilation(source: str, code: str | None, text: str = "") -> dict:
@@ -204,7 +204,7 @@ def test_tests_are_left_out_only_where_no_changed_kernel_runs_in_them():
 
 
 def test_macros_and_comments_leave_machine_code_alone_and_instructions_do_not():
-    """Of a small kernel, compiled for itself."""
+    """A small kernel is compiled with other macros, comments and instructions."""
     source = """extern "C" __global__ void NAME(float* p) { p[threadIdx.x] = CODE; }"""
     codes = {
         (name, code): compiled_code.machine_code(

@@ -1,4 +1,4 @@
-"""What block-sparse plans compute by its definition, in float64 on dense matrices, and its allowed error."""
+"""Block-sparse results by their definition, in float64 on dense matrices, and their allowed errors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from ..support import activate, random_values, saturated
 
 Array = np.ndarray
 Expected = dict[str, tuple[Array, Array]]
-"""Of each result its exact values and their allowed error, float64."""
+"""Exact values and allowed errors of each result, in float64."""
 F32 = ElementKind.F32
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a plan reads, by name; sparse matrices as their values."""
+    """Operands of a plan, by name; sparse matrices as their values."""
 
     layout: BlockSparseLayout
     arrays: dict[str, Array]
 
     def inputs(self) -> dict[str, Any]:
-        """What a PlanCase takes: bits."""
+        """Return the operands as bits, which a PlanCase takes."""
         bits = {name: one.view(f"u{one.itemsize}") for name, one in self.arrays.items()}
         return {"layout": self.layout, **bits}
 
@@ -91,7 +91,7 @@ def random_metadata(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 
 def along_of(desc: BlockSparseMatmulDescriptor) -> str:
-    """What the product sums over, of the sparse matrix as it is stored."""
+    """Return the axis of the stored sparse matrix over which the product sums."""
     return "columns" if (desc.op == "dsd") != desc.trans_sparse else "rows"
 
 
@@ -135,7 +135,7 @@ def captured_launches_follow_the_mask(plan: Any, first: BlockSparseLayout) -> No
 
 
 def reference(plan: Any, operands: Operands) -> Expected:
-    """Of any plan of the family."""
+    """Return the exact results of any plan of the family."""
     desc = plan.descriptor
     if isinstance(desc, BlockSparseMatmulDescriptor):
         return _matmul(plan, operands)
@@ -193,7 +193,7 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
 
 
 def _activated(v: Array, before: Array, desc: Any) -> tuple[Array, Array]:
-    """What an activation makes of values, and of their error."""
+    """Apply an activation to values and to their errors."""
     value = activate(v, desc.epilogue)
     # Activations have slopes below 1.13, and add a few units in float32's last place.
     after = 1.13 * before + (np.abs(value) + before) * (8 * F32.unit_roundoff)
@@ -209,7 +209,7 @@ def _rounding(value: Array, error: Array, out: ElementKind) -> Array:
 
 
 def scores(desc: BlockSparseSoftmaxDescriptor, operands: Operands, x: Array) -> tuple[Array, Array]:
-    """What is exponentiated, dense, -Inf where nothing is kept; and a sum of magnitudes that bounds it."""
+    """Return the dense exponents, -Inf where nothing is kept, and a sum of magnitudes that bounds them."""
     v = desc.scale * x
     size = np.abs(v)
     for name, shape in (
@@ -269,7 +269,7 @@ def _softmax_backward(plan: BlockSparseSoftmaxPlan, operands: Operands) -> Expec
 
 
 def heads_of(desc: BlockSparseAttentionDescriptor) -> Array:
-    """Of every head of Q that of K and V."""
+    """Return the head of K and V that each head of Q reads."""
     return np.arange(desc.layout.heads) // max(desc.group, 1)
 
 
@@ -396,7 +396,7 @@ def filter_of(desc: BlockSparseConv2dDescriptor, layout: BlockSparseLayout, valu
 
 
 def _each_tap(desc: BlockSparseConv2dDescriptor, images: Array) -> Any:
-    """Of zero-padded ``images`` [N, H, W, C] what results meet at every tap: (r, s), a view [N, P, Q, C]."""
+    """Yield each tap (r, s) with its view [N, P, Q, C] of zero-padded ``images`` [N, H, W, C]."""
     top, left = desc.padding
     (rows, columns), (down, across) = desc.stride, desc.dilation
     high = (desc.height + 2 * top - down * (desc.kernel[0] - 1) - 1) // rows + 1

@@ -1,4 +1,4 @@
-"""What every kernel of products on a GPU is held to, whether its blocks are dense inside or 2:4.
+"""Checks for every GPU kernel of products, whether its blocks are dense inside or 2:4.
 
 ``plan_of`` makes the plan under test of a descriptor's fields; what isn't given has its defaults.
 """
@@ -58,7 +58,7 @@ def random_check(plan_of: PlanOf, layout: BlockSparseLayout, **fields: Any) -> n
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def layouts_and_sizes_at_their_edges(
@@ -100,7 +100,7 @@ def epilogues(plan_of: PlanOf, op: str, epilogue: str, element: str) -> None:
 def what_meets_nothing_is_not_read(
     plan_of: PlanOf, op: str, block: int, worst: Sequence[tuple[slice, float]]
 ) -> None:
-    """Of two blocks in a line the first is kept. ``worst``: which dense terms meet nothing, and have what."""
+    """Keep the first of two blocks in a row. ``worst``: values of dense terms that meet no block."""
     layout = BlockSparseLayout([[[1, 0], [1, 0]]], block)
     layout = layout if op == "dsd" else layout.transposed()
     plan = plan_of(layout=layout, op=op, batch=1, n=16)
@@ -114,7 +114,7 @@ def what_meets_nothing_is_not_read(
 
 
 def a_line_without_a_block_beside_one_with_infinities(plan_of: PlanOf, block: int) -> None:
-    """What one line keeps must not reach another that lacks it."""
+    """Check that a block of one row does not reach another row that lacks it."""
     kept = np.zeros((1, 128 // block + 1, 3), bool)
     kept[0, 0, :2] = True
     layout = BlockSparseLayout(kept, block)

@@ -34,7 +34,7 @@ def _edges() -> dict[str, np.ndarray]:
 
 
 EDGES = {name: BlockSparseLayout(bitmap, 16) for name, bitmap in _edges().items()}
-"""What layouts are at their edges."""
+"""Edge cases of layouts."""
 
 
 @st.composite

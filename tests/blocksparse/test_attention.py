@@ -56,7 +56,7 @@ def random_check(row: str, layout: BlockSparseLayout, **fields) -> dict[str, np.
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(4)))
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @every_row
@@ -222,7 +222,7 @@ def test_another_mask_of_the_same_shape_takes_an_update_of_the_tables():
     assert all(np.array_equal(got[name], want[name]) for name in want)
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

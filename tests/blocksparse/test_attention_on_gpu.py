@@ -109,7 +109,7 @@ def test_the_other_side_is_limited_too():
     assert "2147483648 block columns exceed the kernel's limit" in reasons[ROWS["backward"]]
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @gpu

@@ -87,7 +87,7 @@ def random_check(plan: BlockSparseConv2dPlan, layout: BlockSparseLayout, seed: i
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(seed)))
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @every_row
@@ -212,7 +212,7 @@ def test_strict_results_depend_on_their_own_image_alone(op):
     assert np.array_equal(alone.run()[RESULT[op]][0], whole[1])
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 LAYOUT = random_layout(heads=1, rows=2, cols=18)
 GOOD = {"layout": LAYOUT, "height": 8, "width": 8, "kernel": 3, "element": "bf16"}

@@ -58,7 +58,7 @@ def test_the_shape_says_what_there_is():
 
 
 @given(layouts())
-def test_every_form_comes_back(layout):
+def test_every_form_makes_a_round_trip(layout):
     one = layout.shape
     assert BlockSparseLayout.from_json(layout.to_json()) == layout
     assert BlockSparseLayout.from_bsr(*layout.to_bsr(), one.cols, one.block) == layout
@@ -107,7 +107,7 @@ def test_a_dense_matrix_gives_the_blocks_that_hold_something():
 
 
 class TorchBsr(SimpleNamespace):
-    """What is read of a torch.sparse_bsr tensor."""
+    """The attributes that are read from a torch.sparse_bsr tensor."""
 
     layout = "torch.sparse_bsr"
 

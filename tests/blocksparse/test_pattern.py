@@ -333,7 +333,7 @@ def test_strict_skips_what_meets_no_kept_cell():
         assert np.isfinite(got).all() == skips
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

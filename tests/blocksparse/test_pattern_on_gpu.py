@@ -60,7 +60,7 @@ def test_why_not():
 
 @pytest.mark.parametrize(("rows", "cols", "batch"), [(4096, 4096, 1), (8192, 8192, 1), (4096, 14336, 3)])
 def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
-    """Of X, what the items of a band read."""
+    """The X that the work tiles of a raster group read fits the L2 cache."""
     shape = BlockSparseShape(heads=1, rows=rows, cols=cols, block=128, blocks=200)
     desc = BlockSparseMatmulDescriptor(
         op="dsd", layout=shape, n=4096, batch=batch, element="bf16", inner="sparse24"
@@ -72,7 +72,7 @@ def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
     assert band * schedule.tokens * schedule.share * cols * 2 <= (20 << 20 if cols < 10000 else 30 << 20)
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @gpu

@@ -54,7 +54,7 @@ def random_check(row: str, layout: BlockSparseLayout, **fields) -> np.ndarray:
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @every_row
@@ -209,7 +209,7 @@ def test_strict_results_depend_on_their_own_operands_alone(op):
         assert np.array_equal(part, np.take(whole, [20, 3], axis))
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 GOOD = {"op": "dsd", "layout": random_layout(), "n": 8, "element": "bf16"}
 

@@ -143,7 +143,7 @@ def test_why_not():
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @gpu
@@ -224,7 +224,7 @@ def test_8_bits_on_tensor_cores(element, block, op):
 @pytest.mark.parametrize("element", ROWS["blocks_strict"])
 @pytest.mark.parametrize("op", OPS)
 def test_the_strict_kernel_has_the_bits_of_the_oracle(op, element):
-    """Of any size, subnormals, signed zeros, Inf and NaN among the operands; s8 on tensor cores too."""
+    """Operands of any size hold subnormals, signed zeros, Inf and NaN; s8 on tensor cores too."""
     rng = np.random.default_rng(7)
     endings = itertools.cycle([(37, "identity"), (160, "bias_silu"), (7, "bias_gelu")])
     for (block, turned), (n, epilogue) in zip(itertools.product(BLOCKS, TURNS), endings, strict=False):
@@ -318,7 +318,7 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
 
 @gpu
 @pytest.mark.parametrize("turned", TURNS)
-def test_bits_of_an_sdd_of_many_strips_do_not_depend_on_its_schedule(turned, monkeypatch):
+def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(turned, monkeypatch):
     """More strips than a warp has lanes, which search them for those with another item; many are as long."""
     rng, strips, lines = np.random.default_rng(8), 41, 161
     kept = np.zeros((2, lines, 65), bool)  # of the last strip one line
@@ -433,7 +433,7 @@ def test_tables_are_of_their_device():
 @gpu
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 def test_places_beyond_2_to_the_32_bytes(op):
-    """Of C and of the dense operand; the last rows of a product with few blocks are checked."""
+    """C and the dense operand exceed 2^32 bytes; the last rows are checked, of few blocks."""
     import cupy
 
     blocks, n = 520, 33_000 // 8 * 8

@@ -52,7 +52,7 @@ multiprocessors = st.sampled_from([1, 66, 114, 132])
 @every_op
 @every_block
 @pytest.mark.parametrize("n", [1, 40, 64, 256])
-def test_of_few_tokens_and_blocks_strips_are_narrow(op, block, n):
+def test_row_panels_are_narrow_for_few_tokens_and_blocks(op, block, n):
     """They meet fewer columns, and there are multiprocessors for twice as many."""
     assert best_schedule(square(op, block, n, density=0.05), 132).rows == 64
 

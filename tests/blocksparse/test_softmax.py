@@ -50,7 +50,7 @@ def random_check(layout: BlockSparseLayout, **fields) -> np.ndarray:
     return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(4)))
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("element", FLOATS)
@@ -193,7 +193,7 @@ def test_in_place_and_alone_give_the_same_bits(op):
     assert np.array_equal(case_of(alone, operands.batch(plan.descriptor)).run()[result][0], want[-1])
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_more_rows_than_the_kernel_counts():
         BlockSparseSoftmaxPlan.compile(desc, device=H200)
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 @gpu
@@ -206,7 +206,7 @@ def test_subnormals_are_preserved(op):
 
 
 @gpu
-def test_a_row_of_nan_alone_is_not_taken_for_one_that_is_masked():
+def test_a_row_of_nan_is_not_treated_as_masked():
     layout = uneven(16, (2,))
     plan = plan_of(layout, element="f32", batch=1)
     got = case_of(plan, Operands(layout, {"x": np.full((1, 2, 16, 16), np.nan, np.float32)})).run()["y"]
@@ -261,7 +261,7 @@ def test_another_mask_reaches_what_was_captured(op):
 @gpu
 @pytest.mark.parametrize("op", OPS)
 def test_places_beyond_2_to_the_32_bytes(op):
-    """Of values; the last batches are checked, in place."""
+    """The values exceed 2^32 bytes; the last batches are checked, in place."""
     import cupy
 
     layout = uneven(128, (20, 45), 64)

@@ -69,7 +69,7 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
 def check_strips(
     kept: np.ndarray, size: int, places: list[tuple[int, int, int]], found: tuple[np.ndarray, ...]
 ) -> None:
-    """Of each strip the columns that it meets, and of these every line's block among the values."""
+    """Check the block columns of each row panel, and where the values of their blocks lie."""
     heads, lines, across = kept.shape
     pointers, met, of_lines = found
     strips = [(head, line) for head in range(heads) for line in range(0, lines, size)]
@@ -85,7 +85,7 @@ def check_strips(
 
 
 def check_bits(kept: np.ndarray, bits: np.ndarray) -> None:
-    """Of each line."""
+    """Check the bits of the kept columns of each block row."""
     heads, lines, across = kept.shape
     words = -(-across // 32)
     found = bits.view(np.uint32).reshape(heads, lines, words)
@@ -104,7 +104,7 @@ def check_order(kept: np.ndarray, size: int, order: np.ndarray, counts: np.ndarr
 
 
 def check_groups(layout: BlockSparseLayout, found: LookUp) -> None:
-    """Of 256 columns of cells at most, in turn all blocks, none with blocks of two rows."""
+    """Check that groups of at most 256 columns of cells hold all blocks in order, each of one block row."""
     size, seen = 256 // layout.shape.block, []
     for row, first in zip(found.group_rows.tolist(), found.group_firsts.tolist(), strict=True):
         if row >= 0:

@@ -87,7 +87,7 @@ def convert(source: Path, out: Path, from_format: str, to_format: str, **options
 
 
 def stored_in(path: Path) -> dict[str, np.ndarray]:
-    """As ``library_load``, whose library has no fp8 in NumPy."""
+    """Load like ``library_load``, whose library has no fp8 in NumPy."""
     types = {dtype: kind.dtype for kind, dtype in DTYPES.items()} | {
         "U8": np.dtype("u1"),
         "I64": np.dtype("i8"),

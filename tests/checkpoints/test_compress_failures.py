@@ -1,4 +1,4 @@
-"""What compression refuses, and what it leaves behind when it fails: nothing. Its memory is bounded."""
+"""Compressions that fail leave nothing behind, and their memory is bounded."""
 
 from __future__ import annotations
 

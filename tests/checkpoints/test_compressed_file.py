@@ -57,7 +57,7 @@ def test_the_library_reads_the_documented_format(files, element):
     element=st.sampled_from(ELEMENTS),
     seed=st.integers(0, 99),
 )
-def test_a_layer_comes_back_as_the_pruned_dense_tensor(tmp_path, m, groups, element, seed):
+def test_a_layer_is_restored_as_its_pruned_dense_tensor(tmp_path, m, groups, element, seed):
     source, out = tmp_path / "dense", tmp_path / "sparse"
     dense = random_array((m, 8 * groups), element, seed)
     dense_file(source, {"w": dense})

@@ -1,4 +1,4 @@
-"""What conversion refuses: a typed error, and nothing written."""
+"""Conversions that are refused raise a typed error and write nothing."""
 
 from __future__ import annotations
 

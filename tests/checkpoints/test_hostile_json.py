@@ -39,7 +39,7 @@ VALUES = st.recursive(
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something else may be put."""
+    """Return the places where another value may be put."""
     yield path
     items = (
         document.items()

@@ -79,7 +79,7 @@ def test_a_wrong_bit_in_a_record_is_found(tmp_path):
     assert (found.differing, found.first.token, found.first.output) == (1, 4, 20)
 
 
-# What is refused ------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------
 
 
 def test_what_cant_be_saved_is_refused(tmp_path):

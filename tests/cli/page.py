@@ -1,4 +1,4 @@
-"""What docs/command-line.md shows: the very output of commands in a terminal of 80 columns.
+"""Output of commands in a terminal of 80 columns, as docs/command-line.md shows it.
 
 ``python -m tests.cli.page`` writes it anew; test_page.py holds the page to it.
 """
@@ -37,18 +37,12 @@ from sparse24_plans.cli import explaining
 from sparse24_plans.cli.app import app
 from sparse24_plans.weights import host_code
 
+from ..sample_devices import H200
+
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 COLUMNS = 80
 _NO_GPU = "no usable CUDA device: cudaErrorNoDevice: no CUDA-capable device is detected"
-_H200 = DeviceProperties(
-    kind="cuda",
-    name="NVIDIA H200",
-    compute_capability=(9, 0),
-    multiprocessors=132,
-    driver="580.159.04",
-    cublaslt="130100",
-    cusparselt="0.8.0",
-)
+_H200 = H200.model_copy(update={"driver": "580.159.04", "cublaslt": "130100"})
 _BLOCK = re.compile(r"(?ms)^```console\n\$ sparse24 (?P<words>[^\n]*)\n(?P<text>.*?)^```$")
 
 
@@ -63,7 +57,7 @@ def blocks(page: str) -> dict[str, str]:
 
 
 def output(words: str, folder: Path) -> str:
-    """What the command shows in a terminal, run in the folder. A comment names the machine of ``info``."""
+    """Return what the command, run in the folder, prints. A comment names the machine of ``info``."""
     command, _, place = words.partition("  # ")
     terminal, errors = _Terminal(), io.StringIO()
     with (

@@ -1,4 +1,4 @@
-"""What the command line says to what people type: it names the option, what it takes and what was meant."""
+"""Messages about mistyped commands name the option, its values and what was probably meant."""
 
 from __future__ import annotations
 

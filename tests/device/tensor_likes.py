@@ -42,7 +42,7 @@ def assert_views(view: TensorView, array: np.ndarray, element: ElementKind) -> N
 
 
 class Torchlike:
-    """As little of a torch.Tensor as can be."""
+    """A torch.Tensor with only the attributes that are read."""
 
     def __init__(self, array: np.ndarray, dtype: str, kind: str = "cpu", index: int | None = None) -> None:
         self.array, self.dtype, self.shape = array, dtype, array.shape

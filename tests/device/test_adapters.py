@@ -279,7 +279,7 @@ def test_what_is_no_tensor(thing):
 
 
 def test_a_type_that_failed_once_may_come_back():
-    """What is remembered of a type is how to read it, not what came of it."""
+    """The cache of a type keeps how to read it, and not what an attempt gave."""
     for wrap in (OnlyArrayInterface, OnlyDlpack):
         with pytest.raises(InvalidProblemError):
             TensorView.of(wrap(np.zeros(4, "?")))

@@ -195,7 +195,7 @@ def test_a_name_that_is_too_long_is_typed(monkeypatch, compilations, variable, t
 
 @pytest.mark.parametrize("call", ["stat", "mkdir"])
 def test_a_folder_without_permission_is_typed(monkeypatch, folder, compilations, call):
-    """As for a user; root may do all."""
+    """Permissions are tested as for a user: root may do everything."""
 
     original = getattr(os, call)
 

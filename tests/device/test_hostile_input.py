@@ -48,7 +48,7 @@ anything = st.one_of(
 
 
 def refused(read: Callable[[], object], argument: str) -> object | None:
-    """What ``read`` gives, or None where it raises an error that names the argument."""
+    """Return what ``read`` gives, or None if it raises an error that names the argument."""
     try:
         return read()
     except InvalidProblemError as error:
@@ -60,7 +60,7 @@ def refused(read: Callable[[], object], argument: str) -> object | None:
 
 
 def view_or_refusal(thing: object, element: ElementKind | None = None) -> None:
-    """What every tensor leads to: a view of plain integers, or an error that names the argument."""
+    """Check that every tensor gives a view of plain integers, or an error that names the argument."""
     view = refused(lambda: TensorView.of(thing, element=element, argument="operand"), "operand")
     if view is None:
         return
@@ -185,7 +185,7 @@ def test_masked_arrays_are_refused():
 
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 3)], ids=["whole", "at an offset"])
 def test_a_torch_tensor_whose_storage_was_freed(rows):
-    """As FSDP does it. A tensor at an offset then shows the offset for an address."""
+    """FSDP frees storage in this way. A tensor at an offset then shows the offset for an address."""
     torch = pytest.importorskip("torch")
     whole = torch.zeros(4, 8)
     part = whole[rows]
@@ -219,7 +219,7 @@ def test_null_memory_of_other_protocols():
         assert TensorView.of(tensor).nbytes_spanned == 0
 
 
-# Where operands lie -------------------------------------------------------------------------------
+# Addresses and strides ----------------------------------------------------------------------------
 
 
 def test_operands_that_cannot_say_where_they_lie_are_left_to_the_checks():

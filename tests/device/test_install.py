@@ -1,4 +1,4 @@
-"""What errors say to install: the libraries, as the installed package's metadata names them."""
+"""Errors say which libraries to install, as the installed package's metadata names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the logger ``sparse24_plans`` says, and where nothing is logged."""
+"""Messages of the logger ``sparse24_plans``, and calls that log nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_host_in_place_of_a_gpu_is_said_once(monkeypatch, said):
     ]
 
 
-# Where nothing is said ----------------------------------------------------------------------------
+# Silence ------------------------------------------------------------------------------------------
 
 
 def test_running_launching_and_a_cached_select_say_nothing(said, caplog):

@@ -1,4 +1,4 @@
-"""What the tests of formats share: every format with its elements, and weights that it can hold."""
+"""Every format with its elements, and weights that it can hold."""
 
 from __future__ import annotations
 

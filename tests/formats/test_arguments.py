@@ -77,7 +77,7 @@ def test_parts_that_arent_a_mapping(parts):
 @pytest.mark.parametrize("key", [1, None, b"packed", ("packed",), HUGE, 2.5, "extra"], ids=kind)
 @pytest.mark.parametrize("other", ["another", 7])
 def test_part_names(key, other):
-    """Of whatever types, which needn't have an order."""
+    """Names may have any types, which need no order."""
     parts = PARTS["torch_cutlass"]
     with refused("parts: expected packed, meta, got"):
         from_foreign("torch_cutlass", {**parts, key: parts["meta"], other: parts["meta"]})
@@ -264,7 +264,7 @@ ANYTHING = st.recursive(
 
 
 def outcome(call: Any) -> Any:
-    """What a call returns, or the error of ours that it raises."""
+    """Return what a call returns, or the package's error that it raises."""
     try:
         return call()
     except Sparse24Error as error:

@@ -67,7 +67,7 @@ def test_we_write_what_pytorch_wrote():
         assert same_bits(written[name], part)
 
 
-def test_negative_zeros_that_pytorch_stored_come_through():
+def test_negative_zeros_that_pytorch_stored_are_kept():
     """A fixture holds some among its kept values; they are bits of the dense matrix like any other."""
     parts = dict(TORCH_CUTLASS["f16"])
     dense = parts.pop("dense")

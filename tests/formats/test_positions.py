@@ -86,7 +86,7 @@ def test_of_a_zero_and_a_value_at_one_position_the_value_stays():
 @quick
 @given(seed=st.integers(0, 2**32))
 def test_uninitialised_positions_of_absent_values(seed):
-    """What the tile packers leave: garbage where pruning kept fewer than two."""
+    """Tile packers leave garbage in groups where pruning kept fewer than two."""
     rng = np.random.default_rng(seed)
     weight = weight_of(random_bits(rng, 32, 64, "tilelang", ElementKind.BF16), ElementKind.BF16)
     values = weight.values.view(np.uint16).reshape(-1, 2)

@@ -61,7 +61,7 @@ def test_what_isnt_a_weight():
         to_foreign("baracuda", np.zeros((8, 8)))  # type: ignore[arg-type]
 
 
-def test_two_in_a_pair_of_float32_have_no_place_in_a_one_of_two_format():
+def test_one_of_two_formats_refuse_two_values_in_a_pair():
     dense = np.zeros((32, 32), np.float32)
     dense[5, 14:16] = 1, 2
     weight = Sparse24Weight.compress(dense)

@@ -64,7 +64,7 @@ def nibbles_of(weight: Sparse24Weight) -> np.ndarray:
 
 
 def test_a_permutation_says_which_word_is_stored_where():
-    """Of every two rows the words go down the columns, the second column first."""
+    """Words of every two rows go down the columns, the second column first."""
     register_format("mine", permutation=[1, 3, 0, 2], tile=(2, 2), word_bits=8)
     weight = f16_weight(4, 32)
     codes = nibbles_of(weight)
@@ -139,7 +139,7 @@ def test_metadata_of_any_shape_is_read_as_it_lies():
         assert same_bits(from_foreign("mine", {**parts, "meta": meta}).metadata, weight.metadata)
 
 
-def test_positions_that_come_in_are_normalised():
+def test_read_positions_are_normalised():
     register_format("mine", encode=reversed_words, decode=reversed_words)
     packed = np.array([[0, 3, 0, 0, 5, 0, 0, 0]], np.float16)
     meta = np.array([[0xE10F]], np.uint16)  # the zeros' positions are anything; 5 stands at 1, in front of 0
@@ -405,7 +405,7 @@ def test_shapes_and_elements_that_it_doesnt_hold():
 
 
 def test_a_registered_format_behaves_as_the_others():
-    """What every row of the table promises."""
+    """A registered format passes the test of the built-in ones."""
     from .test_table import test_a_format_says_what_it_is
 
     register_format("mine", permutation=[1, 0, 2, 3], tile=(2, 2), elements=["f16", "s8", "f32"], origin="me")

@@ -76,7 +76,7 @@ def _check_product(problem: Product, device: int | str) -> bool:
 
 
 def _check_refusal(problem: Product, case: Case, error: Sparse24Error | None) -> None:
-    """Of operands that lie where the kernel can't read them: as announced, and with nothing written."""
+    """Check that misaligned operands are refused as announced, and that nothing is written."""
     assert isinstance(error, (UnsupportedError, MisalignedOperandError)), repr(error)
     assert any((*problem.pads, *problem.offsets)), f"refused although packed and aligned: {error}"
     with pytest.raises(type(error)):
@@ -241,7 +241,7 @@ def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
 def _model(
     problem: Preparation, inputs: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """What every result must be, and the bad (row, group)s that the status must tell of, if it tells."""
+    """Return the expected results, and the bad (row, group)s that the status must name, if it names any."""
     desc = problem.desc
     if isinstance(desc, DecompressSparse24Descriptor):
         weight = Sparse24Weight(inputs["values"], inputs["metadata"], element=desc.element)

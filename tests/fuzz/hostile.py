@@ -59,7 +59,7 @@ def _pick(rng: np.random.Generator, options: Any) -> str:
 
 
 class CallersError(Exception):
-    """What a function of the caller's raised: it passes through as it is."""
+    """An error that the caller's function raised, which passes through unchanged."""
 
 
 def _marked(function: Callable[..., object]) -> Callable[..., object]:

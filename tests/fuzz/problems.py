@@ -51,7 +51,7 @@ class Limits(NamedTuple):
 HOST = Limits(side=768, products=1 << 22, results=1 << 18, cells=1 << 12)
 GPU = Limits(side=8192, products=1 << 34, results=1 << 24, cells=1 << 21)
 _SLOW_RESULTS = 1 << 19
-"""Of activations whose reference goes cell by cell."""
+"""Maximum results with an activation whose reference is computed cell by cell."""
 _RESULTS = {
     "f32": ("f32",),
     "f16": ("f16", "f32"),
@@ -75,9 +75,9 @@ class Product:
     mood: str
     pads: tuple[int, int]
     offsets: tuple[int, int]
-    """Of x (dy) and of y (dx), in elements."""
+    """Offsets of x (dy) and of y (dx), in elements, as are the pads of their rows."""
     rows: tuple[int, ...] = field(repr=False)
-    """Those that batch invariance is tried with."""
+    """Rows with which batch invariance is tried."""
     data_seed: tuple[int, ...] = field(repr=False)
 
     def data(self) -> Data:
@@ -262,7 +262,7 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
 
 
 def _layout(rng: np.random.Generator, cells: int) -> BlockSparseLayout:
-    """Of at most so many cells, unless that is less than a block."""
+    """Return a layout of at most so many cells, but at least one block."""
     block = int(_pick(rng, (16, 16, 32, 64, 128)))
     heads = int(rng.integers(1, 4)) if rng.random() < 0.95 else 0
     most = max(1, cells // (max(heads, 1) * block * block))
@@ -295,7 +295,7 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
 
 
 def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) -> BlockProblem:
-    """Of what the kernels of a GPU serve: some row does, where nothing is preferred."""
+    """Draw a problem that some kernel of the GPU serves without a preference."""
     layout, preference = _layout(rng, 1 << 19), _preference(rng, host=False)
     if rng.random() < 0.25:
         desc, layout = _convolution(rng, int(_pick(rng, (1, 2, 9, 0))), ("f16", "bf16"), (16, 32, 64, 128))

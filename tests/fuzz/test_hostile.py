@@ -118,7 +118,7 @@ def test_an_attack_follows_from_seed_and_number():
     assert len({value for attack in attacks for _, value in attack.wrong}) > 100
 
 
-# What is wrong is found ---------------------------------------------------------------------------
+# Detection of errors ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_an_untyped_error_is_found(played):
         check_attack(played(lambda it: 1 / 0))
 
 
-def test_an_untyped_typeerror_behind_the_call_is_found_and_one_at_it_is_pythons(played):
+def test_a_typeerror_is_allowed_at_the_call_alone(played):
     def pythons() -> None: ...
 
     assert not check_attack(played(lambda it: pythons(it)))

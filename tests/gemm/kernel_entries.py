@@ -17,7 +17,7 @@ OWN = tuple(row.name for row in ENTRIES if row.backend != "cusparselt" and not r
 """The package's own kernels. The library's have sizes of their own: test_cusparselt.py; what runs on
 request has test_named_arithmetics.py."""
 MOST_TOKENS = {"mma_sp": 128}
-"""Of the rows that leave more of them to others."""
+"""The largest n of kernels that leave larger ones to others."""
 BOTH_OPS = ("forward", "dgrad")
 ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "fp8_e4m3"))
 FLOATS = tuple(element for element in ELEMENTS if element.unit_roundoff)

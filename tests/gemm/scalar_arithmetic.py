@@ -17,12 +17,12 @@ PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32}
 ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13}
 RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13}
 PARTS = {"hopper_tc_f32x3": (2, 256, None), "hopper_tc_f32x6": (3, 64, 4096)}
-"""Of a float32; columns whose products are one sum; with one slice, columns whose sums are a group."""
+"""Terms of a float32; columns of one tensor-core sum; columns of a blocked sum, which needs one slice."""
 TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256}
 
 
 def floor_log2(value: Fraction) -> int:
-    """Of a positive rational."""
+    """Return the binary exponent of a positive rational."""
     guess = value.numerator.bit_length() - value.denominator.bit_length()
     return guess if value >= Fraction(2) ** guess else guess - 1
 
@@ -101,7 +101,7 @@ def tensor_core_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name:
 
 
 def parts_of(values: Sequence[float], count: int) -> list[list[float]]:
-    """Of finite float32: by part, the high one first."""
+    """Return the bf16 terms of finite float32 values, the high term first."""
     found, left = [], np.array(values, np.float32)
     for _ in range(count):
         found.append(left.astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -110,7 +110,7 @@ def parts_of(values: Sequence[float], count: int) -> list[list[float]]:
 
 
 def sum_in_parts(w: list[float], x: list[float], count: int) -> np.float32:
-    """Of kept products that are one sum of the tensor cores: tile by tile, the small ones first."""
+    """Return one tensor-core sum of kept products: tile by tile, the small products first."""
     acc, ws, xs = 0.0, parts_of(w, count), parts_of(x, count)
     for tile in range(0, len(w), 32):
         for i in reversed(range(count)):

@@ -155,7 +155,7 @@ def test_any_problem(shape, pair, orders, scales, strict, seed):
     case.check(case.run())
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 def arguments(**change):

@@ -1,4 +1,4 @@
-"""What rows of the GPU name as their arithmetic is what they compute: millions of results, bit for bit.
+"""Kernels of the GPU compute the arithmetic that they name: millions of results, bit for bit.
 
 Every replay counts into the record of GPU tests, through the test's properties ``replayed`` and
 ``replay_mismatches`` (bench/record_tests.py). The host's row runs the same tests in small.
@@ -106,7 +106,7 @@ def replays(row: str, record_property, samples: int, x=None, dense=None, seed: i
 
 
 def sizes(row: str, element: str, n: int, m: int, k: int) -> dict[str, int]:
-    """Those that the row serves: of 8-bit elements K in whole 16."""
+    """Return sizes that the kernel serves: 8-bit elements need a K in multiples of 16."""
     if on_host(row):
         n, m, k = min(n, 3), min(m, 16), min(k, 4112) // 16 * 8
     unit = 16 if ElementKind(element).itemsize == 1 else 8

@@ -82,11 +82,11 @@ def worst(row: str, element: str, name: str, kind: str, sizes: tuple[int, int, i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_no_sum_is_beyond_the_bound(row, element, name, kind, sizes):
-    for seed in range(3):
+    for seed in range(3 if sizes[-1] < 8192 else 1):  # a long sum has many roundings
         assert worst(row, element, name, kind, sizes, seed) <= 1
 
 
 @every_arithmetic
-def test_some_sums_come_near_the_bound(row, element, name):
+def test_some_sums_are_close_to_the_bound(row, element, name):
     found = [worst(row, element, name, kind, sizes, 0) for kind in KINDS for sizes in SIZES]
     assert 0.05 < max(found) <= 1

@@ -132,7 +132,7 @@ def test_any_problem(pair, units, epilogue, y_order, pad, seed):
     case.check(case.run())
 
 
-# What a row promises ------------------------------------------------------------------------------
+# Guarantees ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", RESULTS["s8"])

@@ -65,7 +65,7 @@ def test_a_self_tested_configuration_promises_what_it_passed():
 
 
 def shipped_entries(count: int) -> list[TunedKernel]:
-    """Of the table for this GPU: a spread of those that apply here and are quick to check."""
+    """Return some entries of the table for this GPU that apply here and are quick to check."""
     device = cuda_properties(0)
     table = shipped(device.name)
     small = [
@@ -95,7 +95,7 @@ def test_the_shipped_configurations_are_right_and_keep_their_promises():
 
 
 def digests() -> list[int]:
-    """Of the results of some shipped configurations."""
+    """Return hashes of the results of some shipped configurations."""
     found = []
     for entry in shipped_entries(8):
         problem = tuning_worker.Experiment(entry.problem, 0)

@@ -24,6 +24,8 @@ from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.gemm import kernel_table
 from sparse24_plans.plan.kernel_table import choose, consider
 
+from ..sample_devices import H200
+
 PREFIX = "cusparseLt"
 
 
@@ -126,7 +128,7 @@ def test_the_systems_loader_is_asked_last():
 
 @pytest.mark.parametrize("folder", ["cusparselt", "cu12", "cu13"])
 def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch, folder):
-    """Of version 0.8, and of 0.9 and later."""
+    """The wheels of version 0.8, and of 0.9 and later, have different folders."""
     library = tmp_path / "nvidia" / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"no library")
@@ -136,14 +138,7 @@ def test_a_wheel_is_found_without_importing_it(tmp_path, monkeypatch, folder):
 
 
 def hopper(cusparselt: str | None) -> DeviceProperties:
-    return DeviceProperties(
-        kind="cuda",
-        name="invented",
-        compute_capability=(9, 0),
-        multiprocessors=132,
-        cublaslt="120900",
-        cusparselt=cusparselt,
-    )
+    return H200.model_copy(update={"name": "invented", "cusparselt": cusparselt})
 
 
 DESC = GemmSparse24Descriptor(n=16, m=256, k=256, element="bf16")
@@ -189,7 +184,7 @@ def test_fp8_needs_ada():
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_our_own_kernels_come_first_and_say_so(element):
+def test_our_own_kernels_precede_cusparselt(element):
     desc = DESC.model_copy(update={"element": element, "out_element": element, "bias_element": element})
     answer = explain(desc, device=hopper("0.8.0"))
     assert answer.chosen != "cusparselt"

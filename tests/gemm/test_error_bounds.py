@@ -15,7 +15,7 @@ from sparse24_plans import ElementKind
 from .kernel_entries import FLOATS, case_of, on_host, promising, tokens
 
 Terms = tuple[np.ndarray, np.ndarray]
-"""Of the source [n, r] and of the weight [outputs, r]: products of columns are summed over r."""
+"""The source [n, r] and the weight [outputs, r]: products of their columns are summed over r."""
 
 HALF_RANGE = {"f16": 12, "fp8_e4m3": 8, "bf16": 40, "f32": 40}
 """Products of 2^this twice over are far from overflow."""
@@ -50,7 +50,7 @@ def one_large(rng, n, outputs, r, element) -> Terms:
 
 
 def two_large_that_cancel(rng, n, outputs, r, element) -> Terms:
-    """What is added between the two is rounded to the first's precision, and is all that stays."""
+    """Summands between the two large ones are rounded to the precision of the first, and alone remain."""
     a, b = normal(rng, n, outputs, r, element)
     a[:, 0] = a[:, -1] = b[:, 0] = 2.0 ** HALF_RANGE[element] / 4
     b[:, -1] = -b[:, 0]
@@ -114,7 +114,7 @@ def subnormal_first(rng, n, outputs, r, element) -> Terms:
 
 
 def subnormal(rng, n, outputs, r, element) -> Terms:
-    """Of a weight that is subnormal but for a few."""
+    """Nearly all of the weight is subnormal."""
     kind = ElementKind(element)
     a, b = mixed(rng, n, outputs, r, element)
     small = rng.integers(-8, 9, (outputs, r)) * kind.smallest_subnormal
@@ -138,7 +138,7 @@ KINDS: dict[str, Callable[..., Terms]] = {
     "subnormal": subnormal,
 }
 KEPT = np.array([0, 1])
-"""Of every group of four."""
+"""Kept positions of every group of four."""
 
 
 def operands(kind: str, op: str, n: int, outputs: int, reduction: int, element: str, seed: int = 7) -> Terms:

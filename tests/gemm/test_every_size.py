@@ -36,7 +36,7 @@ def refusals(desc: GemmSparse24Descriptor) -> dict[str, str | None]:
 
 
 @given(k=st.integers(1, 4096).map(lambda groups: 8 * groups), n=st.integers(1, 300))
-def test_rows_of_8_bit_elements_that_are_no_16_bytes_are_refused_at_select(k, n):
+def test_select_refuses_8_bit_rows_that_are_not_16_byte_multiples(k, n):
     for element, row in (("s8", "wgmma_sp_s8"), ("fp8_e4m3", "wgmma_sp_fp8")):
         desc = GemmSparse24Descriptor(n=n, m=256, k=k, element=element)
         reason = refusals(desc)[row]
@@ -69,10 +69,8 @@ def test_one_token_of_any_k(element, k):
     epilogue=st.sampled_from(["identity", "bias_relu"]),
     invariant=st.booleans(),
 )
-def test_the_columns_between_a_row_of_y_and_the_next_stay_as_they_are(
-    n, m, groups, types, epilogue, invariant
-):
-    """Of results whose rows lie multiples of 16 bytes apart, as slices of a wider matrix do."""
+def test_the_padding_between_rows_of_y_is_not_written(n, m, groups, types, epilogue, invariant):
+    """Rows of the result lie multiples of 16 bytes apart, as in slices of a wider matrix."""
     element, out = types
     desc = GemmSparse24Descriptor(
         n=n, m=m, k=16 * groups, element=element, out_element=out, bias_element="f32", epilogue=epilogue

@@ -69,7 +69,7 @@ def test_what_has_no_finite_parts_shows_in_every_product(x):
 
 
 @pytest.mark.parametrize(("parts", "products"), [(2, 3), (3, 6)])
-def test_the_small_products_come_first(parts, products):
+def test_small_products_are_added_first(parts, products):
     order = term_pairs(parts)
     assert len(set(order)) == products
     assert all(i + j < parts for i, j in order)
@@ -81,7 +81,7 @@ def test_the_small_products_come_first(parts, products):
 
 
 def sums_of(parts: int, slices: int, x: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    """Of the arithmetic, on the host."""
+    """Return the sums that the arithmetic gives on the host."""
     desc = GemmSparse24Descriptor(n=x.shape[0], m=dense.shape[0], k=x.shape[1], element="f32")
     require = {"arithmetic": str(Arithmetic.split(parts, slices))}
     plan = GemmSparse24Plan.select(desc, preference={"require": require}, device="host")
@@ -146,7 +146,7 @@ def test_inf_and_nan_are_where_float32_has_them():
     tokens=st.lists(st.integers(1, 9000) | st.sampled_from([64, 128, 8192]), min_size=2, max_size=4),
     shards=st.integers(1, 8),
 )
-def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_terms_of_a_weight(m, k, tokens, shards):
+def test_invariant_kernels_split_k_independently_of_n_and_slices_of_w(m, k, tokens, shards):
     for name in ("f32_split3_invariant", "f32_split6_invariant"):
         row, part = row_of(name), -(-m // shards)
         named = set()
@@ -169,7 +169,7 @@ def test_the_invariant_rows_cut_k_alike_for_every_n_and_for_terms_of_a_weight(m,
     k=st.integers(1, 2000).map(lambda units: 8 * units),
 )
 def test_the_least_workspace_is_enough(name, n, m, k):
-    """What a row says that it can't do without serves some schedule, and holds the parts of X."""
+    """The workspace that a kernel asks for suffices for some schedule, and holds the terms of X."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
     least = row.min_workspace(desc)
     assert least >= row.split_terms * n * k * 2

@@ -251,7 +251,7 @@ def _scale(data, part):
 
 
 def composed(row: str, epilogue: str, case: Case, data, **fields) -> np.ndarray:
-    """What ungated plans of the row give: act(gate) and up in float32, multiplied, then rounded."""
+    """Return the gated result from ungated plans of the kernel: act(gate) times up in float32, rounded."""
     found = {}
     for kind in (PLAIN[epilogue], "bias"):
         desc = GemmSparse24Descriptor(**{**fields, "out_element": "f32", "epilogue": kind})

@@ -1,4 +1,4 @@
-"""Where kernels stage gated results in shared memory, compared with what TMA reads there, without a GPU."""
+"""Kernels stage gated results where TMA reads them in shared memory; no GPU is needed."""
 
 from __future__ import annotations
 

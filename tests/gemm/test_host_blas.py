@@ -151,7 +151,7 @@ def test_sums_of_s8_are_exact_however_long(op, m, k, packed):
 
 
 def test_scratch_memory_is_bounded():
-    """Of many tokens, and of a canonical weight, which packed would take 32 MiB."""
+    """The product has many tokens and a canonical weight, which would take 32 MiB when packed."""
     m, k = 2048, 4096
     weight = weight_of("bf16", m, k)
     x, y = np.ones((1, k), ml_dtypes.bfloat16), np.empty((1, m), ml_dtypes.bfloat16)

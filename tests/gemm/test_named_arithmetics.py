@@ -37,7 +37,7 @@ def requiring(arithmetic: str, **more: object) -> PlanPreference:
     return PlanPreference(require={"arithmetic": arithmetic}, **more)
 
 
-# What rows name -------------------------------------------------------------------------------------
+# Named arithmetics of kernels -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_strict_rows_define_all_epilogues(epilogue):
         assert named(row, device, element="bf16", epilogue=epilogue) == "fma32_in_order"
 
 
-# Where one is required ------------------------------------------------------------------------------
+# Requirements ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("element", SLICED)

@@ -17,12 +17,12 @@ from ..support import ELEMENTS, EPILOGUES, device_of_row, plan_of_row, same_bits
 from .kernel_entries import OWN, case_of, gpu, marked, on_host, row_of, serves, tokens
 
 ROWS = [name for name in OWN if "bf16" in row_of(name).elements]
-"""Those of elements of 16 and 32 bits; of 8: test_wgmma_8bit.py."""
+"""Kernels for elements of 16 and 32 bits; test_wgmma_8bit.py has those for 8 bits."""
 kernels = pytest.mark.parametrize("row", [marked(name) for name in ROWS])
 
 
 def refusal_of(row: str, desc: GemmSparse24Descriptor) -> str | None:
-    """What the row says where it doesn't serve: by what the documents say of it, not by its own table."""
+    """Return the expected refusal of the kernel, by the documents and not by its own table."""
     tensor_cores = row_of(row).tier == "sparse_tensor_core"
     if tensor_cores and desc.element == "f32":
         return "serves elements f16, bf16, not f32"

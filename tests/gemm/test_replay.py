@@ -168,11 +168,11 @@ def test_progress_counts_every_result():
     assert len(seen) > 1
 
 
-# Where they part ------------------------------------------------------------------------------------
+# The first difference -------------------------------------------------------------------------------
 
 
 def parted(monkeypatch, wrong_step, **problem: object) -> str | None:
-    """What a replay says of a run in which one step of the tensor cores went otherwise."""
+    """Return the replay of a run in which one step of the tensor cores was changed."""
     right, calls = tensor_core.add_products, []
 
     def faulty(products, exponents, accumulator, step):

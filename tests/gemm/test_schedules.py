@@ -32,7 +32,7 @@ from sparse24_plans.weights.packed_layouts import TILES_16BIT
 from .kernel_entries import OWN, row_of
 
 MULTIPROCESSORS = (66, 78, 114, 132, 144)
-"""Of a half H100, an H20, H100s, an H200 and a chip without a flaw."""
+"""SMs of half an H100, an H20, an H100 PCIe, an H200 and a complete chip."""
 WGMMA_ENTRIES = [name for name in OWN if row_of(name).backend == "wgmma_sp"]
 MMA_ENTRIES = [name for name in OWN if row_of(name).backend == "mma_sp"]
 shapes = st.builds(
@@ -174,7 +174,7 @@ def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
     assert free.split_k == mma_schedules.split_k_of(28672)
 
 
-# What a schedule must be ----------------------------------------------------------------------------
+# Valid schedules ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -224,7 +224,7 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
 
 
 def every_width(n: int, widest: int, m: int) -> tuple[int, ...]:
-    """What ``widths`` answers for more than 64 tokens, from every number of blocks."""
+    """Return the tile widths of more than 64 tokens, from every number of token tiles."""
     fewest, most = -(-n // widest), -(-n // 64)
     most = most if 0 < m < 2048 else min(most, fewest + 5)
     tokens = (-(-n // blocks) for blocks in range(fewest, most + 1))
@@ -248,7 +248,7 @@ def test_the_widths_of_many_tokens_are_found_at_once():
 
 
 def pieces(cut: WgmmaSpSchedule, items: int, tiles: int) -> list[list[tuple[int, int, int]]]:
-    """Of every cluster: (item, first tile of K, the one after the last), as the kernel takes them."""
+    """Return (work tile, first K tile, end) for every cluster, in the order of the kernel."""
     whole = items - items % cut.stream_k - cut.stream_k
     size, longer = divmod((items - whole) * tiles, cut.stream_k)
     begins = [size * one + min(one, longer) for one in range(cut.stream_k + 1)]

@@ -49,7 +49,7 @@ def chosen(
 
 
 def choose(device: DeviceProperties, **preference: object) -> kernel_table.GemmEntry:
-    """What ``select`` does before it compiles."""
+    """Return the kernel that ``select`` chooses before it compiles."""
     wanted = PlanPreference(**preference)
     return plan_table.choose(plan_table.consider(kernel_table.ENTRIES, PROBLEM, wanted, device))
 
@@ -142,7 +142,7 @@ def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
 @pytest.mark.parametrize("element", ["f32", "bf16"])
 @pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=str)
 def test_no_batch_has_other_bits_for_want_of_workspace(device, element, order, allowed):
-    """Where batch invariance is required: it may have none."""
+    """With batch invariance required, too little workspace may leave an n without a kernel."""
     wanted = PlanPreference(max_workspace_bytes=allowed, require={"batch_invariant": True})
     found = set()
     for n in (1, 2, 7, 16, 100, 1913, 4250):
@@ -168,7 +168,7 @@ def test_select_says_which_kernel_it_has_too_little_workspace_for():
     + [(alpha, False) for alpha in (2.34e37, -1e7, 1e-40, 9e-7)],
 )
 @pytest.mark.parametrize("op", list(GemmOp))
-def test_cublas_is_given_no_alpha_that_it_may_scale_operands_out_of_range_with(alpha, serves, op):
+def test_cublas_gets_no_alpha_that_scales_operands_out_of_range(alpha, serves, op):
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element="bf16", op=op, alpha=alpha)
     assert (chosen(HOPPER, desc, prefer_backend="inflate_cublas") is not None) == serves
     assert chosen(HOPPER, desc) is not None
@@ -211,7 +211,7 @@ def test_which_tensor_core_kernel_takes_few_tokens(m, n, require, row):
     ],
     ids=str,
 )
-def test_a_part_of_a_weight_is_served_by_what_serves_the_whole_batch_invariantly(device, element, row):
+def test_a_slice_of_a_weight_keeps_its_batch_invariant_kernel(device, element, row):
     part = GemmSparse24Descriptor(n=16, m=512, k=4096, element=element)
     whole = part.model_copy(update={"m": 4096})
     assert chosen(device, part, whole_m=4096) == row
@@ -287,7 +287,7 @@ def test_what_can_be_installed_is_unavailable_and_not_unsupported():
     assert "inflate_strict: prefer_backend is inflate_cublas" in str(caught.value)
 
 
-def test_what_can_be_installed_is_not_named_where_it_would_not_be_enough():
+def test_libraries_that_would_not_help_are_not_named():
     with pytest.raises(UnsupportedError, match="max_workspace_bytes is 5") as caught:
         choose(HOPPER_BARE, prefer_backend="inflate_cublas", max_workspace_bytes=5)
     assert type(caught.value) is UnsupportedError

@@ -14,7 +14,7 @@ SCALES = {
     "fp8_e4m3": (2.0**-6, 2.0**-120),
     ("inflate_cublas", "f16"): (1e-5, 2.0**-20),  # the least alpha that it serves
 }
-"""Of the operands, and alpha."""
+"""Scales of the operands, and alpha."""
 
 
 @promising("subnormals", "preserved", elements=FLOATS)

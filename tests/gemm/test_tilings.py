@@ -99,7 +99,7 @@ def test_ranges_of_every_kind_are_under_test():
 
 
 def plan_with(monkeypatch, n: int, cut: schedules.WgmmaSpSchedule, element: str, m: int) -> Case:
-    """Of a plan of its own: plans are cached by their problem and preference."""
+    """Return a case with a plan of its own: plans are cached by their problem and preference."""
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
     at = RANGED.index((n, cut._replace(stream_k=schedules.H200_MULTIPROCESSORS // cut.cluster_m)))
     desc = GemmSparse24Descriptor(n=n, m=m, k=392, element=element, epilogue="bias_silu", alpha=1 + at / 64)

@@ -112,7 +112,7 @@ def test_few_tokens_of_a_short_k_are_not_sliced():
 
 
 def invariant_costs(few: bool) -> Iterator[float]:
-    """What a batch-invariant choice of 16 bits took over the free one, where both were measured."""
+    """Yield the time of batch-invariant 16-bit choices over the free ones, if both were measured."""
     for cell in cells():
         desc, times = problem_of(cell), times_of(cell)
         if desc.element in EIGHT_BITS or (desc.n <= MAX_MEMORY_BOUND_N) != few:
@@ -160,14 +160,14 @@ def test_ranges_are_tried_where_they_win():
     assert np.exp(np.log(found).mean()) <= 1.006
 
 
-# What is stored ------------------------------------------------------------------------------------
+# Stores --------------------------------------------------------------------------------------------
 
 SIZES = [(n, m) for n in (8, 64, 300, 512, 4096) for m in (4096, 8192)]
-"""Of each class of tokens; rows of Y are whole 16 bytes, of a gated product too."""
+"""Sizes of each class of tokens; rows of Y are multiples of 16 bytes, also for gated products."""
 
 
 def time_of(n: int, m: int, element: str, **fields: str) -> np.ndarray:
-    """Of each schedule, for few k: what is stored matters."""
+    """Return the time of each schedule. K is small, so that stores matter."""
     desc = GemmSparse24Descriptor(n=n, m=m, k=128, element=element, **fields)
     return predicted(schedules_for(n, m), desc)
 
@@ -201,7 +201,7 @@ def test_with_a_gate_results_of_twice_the_bytes_take_as_long(n, m):
 
 
 def one_warpgroup_over_two(desc: GemmSparse24Descriptor) -> float:
-    """Of blocks with as many rows and tokens."""
+    """Return the ratio for CTA tiles of the same rows and tokens."""
     tokens = min(desc.n, MAX_MEMORY_BOUND_N)
     one, two = predicted([WgmmaSpSchedule(1, 2, tokens), WgmmaSpSchedule(2, 1, tokens)], desc)
     return one / two
@@ -225,6 +225,6 @@ def test_other_rows_take_one_warpgroup_as_long_as_two(element, n):
 
 @pytest.mark.parametrize(("epilogue", "ragged"), [("bias", False), ("bias_swiglu", True)])
 def test_with_a_gate_ragged_rows_are_those_of_the_results(epilogue, ragged):
-    """Of 8208 rows of both matrices there are 4104 results, which end within 16 bytes."""
+    """The 8208 rows of both matrices give 4104 results, which are no multiple of 16 bytes."""
     desc = GemmSparse24Descriptor(n=300, m=8208, k=128, element="s8", out_element="s8", epilogue=epilogue)
     assert (one_warpgroup_over_two(desc) > 1.01) == ragged

@@ -1,4 +1,4 @@
-"""What the tested compilations of this tree become: ``python -m tests.kernels.compiled_code``.
+"""Machine code of the tested compilations of this tree: ``python -m tests.kernels.compiled_code``.
 
 Prints a JSON document: for each compilation its kernel file, a hash of its source text, and, unless the
 source text stands in the file after ``--known``, a hash of the machine code. Comments and layout leave both

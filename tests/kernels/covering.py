@@ -4,7 +4,7 @@
   kernel that spills or warns does so because of one macro or two, such as a tile and an epilogue.
 - Every three words that decide how many registers a thread needs, for kernels that use all registers.
 - Every architecture with each function and element.
-- Every value of macros that only count, such as the stages of a pipeline.
+- Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
 ``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose: for changes
 of a kernel.
@@ -35,8 +35,11 @@ FULL = (
     "gemm/wgmma_sp.cu",
 )
 """Sources whose threads use all registers."""
-COUNTS = {"DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"}
-"""Macros that follow from others, and take no registers."""
+COUNTS = {
+    *("DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"),
+    *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS"),
+}
+"""Macros that follow from others and are only numbers in the code: they take no registers."""
 REGISTERS = {
     *(
         "function",

@@ -1,4 +1,4 @@
-"""What the cells of the benchmarks' records ask the compiler for: what models of time really choose."""
+"""Compilations for the cells of the benchmarks, by the schedules that cost models choose."""
 
 from __future__ import annotations
 

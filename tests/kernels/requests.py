@@ -1,4 +1,4 @@
-"""What plans ask the compiler for, taken from the backends themselves on invented devices."""
+"""Compilations that plans ask for, recorded from the backends on invented devices."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
 
 from ..prepare.prepare_cases import kernel_descriptors
+from ..sample_devices import gpu_of
 
 CAPABILITIES = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
-"""Of the devices -> their multiprocessors."""
+"""SMs of the invented devices, by compute capability."""
 HOPPER = (9, 0)
 
 KINDS = (
@@ -96,7 +97,7 @@ COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_o
 WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
 """And of these, with X and Y in columns."""
 GEMM_ENTRIES = [row for row in gemm_table.ENTRIES if not row.on_host and row.backend != "cusparselt"]
-"""Those of our own kernels: the library brings its own."""
+"""Entries of the package's own kernels; cuSPARSELt brings compiled ones."""
 PREPARE_ENTRIES = [row for row in prepare_table.ENTRIES if not row.on_host]
 BLOCK_KINDS_OF_8_BITS = (
     {"element": "s8"},
@@ -124,17 +125,12 @@ class Request(NamedTuple):
 
 
 def device_of(capability: tuple[int, int]) -> DeviceProperties:
-    return DeviceProperties(
-        kind="cuda",
-        compute_capability=capability,
-        multiprocessors=CAPABILITIES[capability],
-        cublaslt="120900",
-    )
+    return gpu_of(*capability, multiprocessors=CAPABILITIES[capability], cusparselt=None)
 
 
 @contextmanager
 def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
-    """What the backend would compile and load in the block."""
+    """Record what the backend would compile and load in the block."""
     found: list[Request] = []
 
     def record(source, name, threads, device, defines, shared_bytes=0):
@@ -183,7 +179,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
 
 
 def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
-    """Those that the row serves."""
+    """Return the gated kinds that the kernel serves."""
     kinds = [(EpilogueKind(kind.get("epilogue", "identity")), kind) for kind in KINDS]
     found = [kind for epilogue, kind in kinds if epilogue.is_gated and epilogue in row.epilogues]
     return [kind for kind in found if kind["element"] in row.elements]
@@ -262,7 +258,7 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
-    """Of every kind: of each op, element, block, head size and mask; of a negative scale a few."""
+    """Problems of each op, element, block, head size and mask, and a few with a negative scale."""
     for block, head_size, element in itertools.product((64, 128), (64, 128), ("f16", "bf16")):
         shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)
         fields = {"layout": shape, "head_size": head_size, "element": element}
@@ -284,7 +280,7 @@ def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> li
 
 
 def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
-    """Of every op, size of block, element, result, number of phases and schedule."""
+    """Convolutions of every op, block size, element, result, number of phases and schedule."""
     for block, op in itertools.product((16, 32, 64, 128), ("forward", "dgrad", "wgrad")):
         shape = BlockSparseShape(heads=1, rows=512, cols=9 * 512, block=block, blocks=512 // block)
         for kind, batch in itertools.product(KINDS[:4], (1, 8, 64)):

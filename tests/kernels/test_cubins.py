@@ -1,4 +1,4 @@
-"""What the cache of compiled kernels is keyed on, and what the compiler's failures say."""
+"""Keys of the cache of compiled kernels, and messages of failed compilations."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
     assert list(cache.iterdir()) == []
 
 
-def test_a_syntax_error_comes_with_the_compilers_log(cache, kernels):
+def test_a_syntax_error_shows_the_compilers_log(cache, kernels):
     (kernels / "weights/inflate.cu").write_text('#include "common/types.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
         cubins.cubin_path(*INFLATE)

@@ -1,4 +1,4 @@
-"""What follows the tensor cores rounds step by step: the compiler contracts nothing and flushes nothing.
+"""Epilogues of the tensor cores round step by step: the compiler contracts nothing and flushes nothing.
 
 In PTX, since that is where contraction is decided: a ``mul.rn`` is never part of an fma.
 """

@@ -1,4 +1,4 @@
-"""What the kernels' sources share with each other and with the host, and how they are written."""
+"""Kernel sources agree with each other and with the host, and keep to the rules of style."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def code_of(path: Path) -> str:
 
 
 def words_of(header: str, name: str) -> dict[str, int]:
-    """Of an enum."""
+    """Return the members of an enum and their values."""
     text = (compiler.KERNEL_FOLDER / header).read_text()
     (body,) = re.findall(rf"^enum class {name} {{(.*?)}};", text, re.MULTILINE | re.DOTALL)
     return {word: int(code) for word, code in re.findall(r"(\w+) = (\d+)", body)}

@@ -87,9 +87,9 @@ PREPARE = (
 )
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
 LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
-"""Of blocks that kernels of the tensor cores take alone."""
+"""Blocks of a size that all kernels for tensor cores serve."""
 FILTER = BlockSparseShape(heads=1, rows=128, cols=4 * 64, block=64, blocks=5)
-"""Of a kernel of 2 x 2."""
+"""Blocks of a filter of 2 x 2."""
 CONVOLUTION = {"layout": FILTER, "batch": 2, "height": 5, "width": 6, "kernel": 2, "padding": 1}
 BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=5, batch=2, element="f32", alpha=0.5),
@@ -128,7 +128,7 @@ def is_on_host_alone(desc: Any) -> bool:
 
 ON_HOST_ALONE = tuple(desc for desc in BLOCKSPARSE if is_on_host_alone(desc))
 PROBLEMS: tuple[Any, ...] = (*GEMM, *PREPARE, *BLOCKSPARSE)
-"""Of every family, with every kind of operand; all are served on the host, and all but the last on Hopper."""
+"""Problems of every family and kind of operand. The host serves all, Hopper all but the last."""
 
 
 def name_of(desc: Any) -> str:
@@ -250,7 +250,7 @@ class PlanCase:
         return TensorView(view.address, part.shape, view.element, view.device, owner=view.owner)
 
     def _whole(self, name: str, views: list[Any]) -> Any:
-        """What the arguments take: a weight is one object of several buffers."""
+        """Return the operands as arguments take them: a weight is one object of several buffers."""
         (operand,) = (one for one in self.desc.operands() if one.argument == name)
         if operand.role is not Role.WEIGHT or operand.layout is None:
             return views[0]
@@ -332,7 +332,7 @@ class _Medium(NamedTuple):
 
     desc: Any
     row: str | None = None
-    """Of products: the row of the table."""
+    """Name of the kernel entry, for products."""
 
 
 def _gemm(row: str, **change: Any) -> _Medium:

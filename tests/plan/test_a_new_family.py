@@ -1,4 +1,4 @@
-"""What a family costs: a descriptor, arguments, a table and its kernels. The base gives everything else.
+"""A new family needs a descriptor, arguments, a table and kernels. The base gives everything else.
 
 The toy: ``out[n] = factor * x[n]``, on the host, by two kernels of which one promises more.
 """
@@ -74,7 +74,7 @@ class ScalePlan(Plan):
         return ScaleArgs
 
 
-# What it gets -------------------------------------------------------------------------------------
+# Behaviour from the base --------------------------------------------------------------------------
 
 DESC = ScaleDescriptor(n=3, element="f32", factor=2.0)
 SURE = s.PlanPreference(require={"batch_invariant": True})

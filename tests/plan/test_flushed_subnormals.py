@@ -27,7 +27,7 @@ def set_bits(bits: int) -> None:
 
 
 def in_a_thread_with(bits: int, run) -> BaseException | None:
-    """What ``run`` raised there."""
+    """Return what ``run`` raised in the thread."""
     raised: list[BaseException] = []
 
     def body() -> None:

@@ -109,7 +109,7 @@ def test_without_that_the_bound_of_fp8_would_be_false():
 
 @pytest.mark.parametrize("out", ["f32", "f16", "bf16"])
 def test_a_tolerance_covers_the_rounding_of_the_result_and_little_more(out):
-    """Where nothing accumulates: the exact value, rounded to the type, and nothing two places off."""
+    """Without accumulation the exact value may be rounded to the type, and nothing is two places off."""
     kind = ElementKind(out)
     exact = np.array([0.0, 1.0, -3.14159, 65000.0, 1 + 2.0**-12])
     allowed = promise().tolerance(0, exact, np.zeros(5), kind)
@@ -149,7 +149,7 @@ def test_a_tolerance_covers_a_sum_in_float32_whatever_the_terms(terms, alpha):
 
 
 @given(bound=st.floats(1e-9, 1.0), k=st.integers(0, 2**20))
-def test_a_requirement_is_met_by_bounds_up_to_it(bound, k):
+def test_bounds_up_to_the_requirement_satisfy_it(bound, k):
     exact = gamma(Fraction(k, 2), U32)
     assume(exact is None or abs(float(exact) / bound - 1) > 1e-9)
     unmet = GuaranteeRequirement(max_error_bound=bound).unmet(promise(), k)

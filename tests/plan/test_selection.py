@@ -77,9 +77,7 @@ def reasons(desc: Any, preference: PlanPreference, device: DeviceProperties) -> 
 @every_family
 @settings(max_examples=200)
 @given(data=st.data(), preference=preferences, device=places)
-def test_every_row_can_serve_or_says_why_not_and_the_first_that_can_is_chosen(
-    family, data, preference, device
-):
+def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, device):
     desc = data.draw(family.problems)
     answer = explain(desc, preference=preference, device=device)
     assert [(name, backend) for name, backend, _ in answer.rows] == [

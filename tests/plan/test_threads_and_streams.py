@@ -51,7 +51,7 @@ def test_threads_share_a_host_plan(desc):
 
 
 def test_threads_share_arguments():
-    """What is remembered of them is read and replaced as one."""
+    """A cached launch is read and replaced as one object."""
     other = select(PROBLEMS[0], "host", preference={"require": {"batch_invariant": True}})
     case = PlanCase(other, random_inputs(PROBLEMS[0]))  # with a canonical weight, which both plans read
     fast = select(PROBLEMS[0], "host")

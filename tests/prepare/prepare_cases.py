@@ -1,4 +1,4 @@
-"""What the tests of preparing weights share: hostile matrices, and plans with operands in guarded memory."""
+"""Hostile matrices, and plans of preparing weights with operands in guarded memory."""
 
 from __future__ import annotations
 

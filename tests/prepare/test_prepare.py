@@ -1,4 +1,4 @@
-"""What the plans compute, against slow models written from docs/formats.md; what they say of bad weights."""
+"""Results of the plans, against slow models written from docs/formats.md, and errors about bad weights."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_compress_covers_the_nonzeros_and_reports_the_first_group_of_too_many(el
 
 
 @every_element
-def test_what_was_pruned_compresses_and_comes_back(element, device):
+def test_pruned_matrices_survive_compression(element, device):
     rng = np.random.default_rng(3)
     dense = matrix(rng, (M, K), element, "any_bits")
     fields = {"m": M, "k": K, "element": element}

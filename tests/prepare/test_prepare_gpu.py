@@ -165,7 +165,7 @@ def test_a_matrix_beyond_2_to_the_32_cells():
     ],
 )
 def test_the_mask_is_pytorchs(rule, algorithm):
-    """Where a tile holds no two equal keys: PyTorch's order of ties is its sorting network's."""
+    """Tiles hold no two equal keys, because PyTorch orders ties by its sorting network."""
     torch = pytest.importorskip("torch")
     if not hasattr(torch, "_sparse_semi_structured_tile"):
         pytest.skip("this PyTorch has no tile packer")

@@ -1,4 +1,4 @@
-"""What every row of this family promises: bits that depend on the weight alone."""
+"""Every kernel of the family promises bits that depend on the weight alone."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_plans_give_the_bits_of_the_array_code(element, shape, mood):
         assert same_bits(made.buffers[0].bits(), right.buffers[0].bits())
 
 
-def test_a_matrix_that_is_not_2_4_is_refused_with_row_and_group():
+def test_a_matrix_that_breaks_2_4_is_refused_with_its_place():
     dense = np.zeros((9, 32), np.float16)
     dense[7, 12:15] = 1
     for compress in (short_forms.compress, Sparse24Weight.compress):

@@ -1,4 +1,4 @@
-"""What every op must do in PyTorch's dispatcher, for the tests of all of them.
+"""Checks that every op does what PyTorch's dispatcher requires.
 
 A sample is an op and arguments.
 """

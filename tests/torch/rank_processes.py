@@ -37,7 +37,7 @@ class World:
             self._processes.append(process)
 
     def run(self, check: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``check(*args)`` gives on each rank; AssertionError with the traceback of one that failed."""
+        """Return ``check(*args)`` of each rank. AssertionError has the traceback of a rank that failed."""
         for end in self._ends:
             end.send((check, args))
         waiting, found = dict(enumerate(self._ends)), {}

@@ -223,7 +223,7 @@ def test_threads_share_compiled_code():
         assert all(pool.map(work, range(4)))
 
 
-# Where the op stays -------------------------------------------------------------------------------
+# Ops that stay opaque -----------------------------------------------------------------------------
 
 
 def test_a_weight_of_varying_size_goes_through_the_op():

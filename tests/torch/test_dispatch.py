@@ -75,7 +75,7 @@ every_op = pytest.mark.parametrize("name", SAMPLES)
 
 
 def test_every_op_has_a_sample():
-    """Those of block-sparse matrices have theirs in blocksparse/test_dispatch.py."""
+    """Samples of ops of block-sparse matrices are in blocksparse/test_dispatch.py."""
     names = defined_ops()
     ours = {name for name in names if not name.startswith("blocksparse_")}
     assert names_of(SAMPLES) == ours
@@ -110,7 +110,7 @@ def test_fakes_refuse_what_the_ops_refuse():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_those_of_the_dense_layer(name, dtype):
-    """Of x, bias and the kept values; pruned cells have none."""
+    """Gradients of x, bias and the kept values are compared; pruned cells have none."""
     values, meta, dense = weight(dtype=dtype)
     x, values, bias = wanting(randn(2, 5, 64, dtype=dtype)), wanting(values), wanting(randn(96, dtype=dtype))
     dy = randn(2, 5, 96, dtype=dtype, seed=5)
@@ -214,7 +214,7 @@ def test_autocast_moves_x_and_float32_weights(form):
     assert torch.equal(dx, S.dgrad(randn(5, 96).bfloat16(), halves, meta))
 
 
-def test_autocast_gradients_come_back_in_the_operands_dtypes():
+def test_autocast_gradients_have_the_operands_dtypes():
     values, meta, dense = weight()
     x, v = wanting(randn(5, 64)), wanting(values)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):

@@ -52,7 +52,7 @@ def test_values_and_indices_are_what_pytorchs_cutlass_functions_take(dtype):
 
 @served
 def test_groups_of_fewer_non_zeros_are_read_back_by_pytorch_too(dtype):
-    """Where spare values stand is each one's own choice."""
+    """Implementations put spare values in different places, so that dense matrices are compared."""
     dense = matrix(dtype)
     dense[:, ::3] = 0
     tensor = Sparse24Tensor.from_dense(dense)

@@ -56,7 +56,7 @@ def test_a_layer_multiplies_what_its_rows_gate(word, dtype, bias, k):
 
 
 @words
-def test_the_op_takes_rows_in_turn_and_has_its_gradients(word):
+def test_the_op_takes_interleaved_rows_and_has_gradients(word):
     torch.manual_seed(2)
     order = torch.from_numpy(gated_rows(96))
     dense = pruned(randn(96, 64)).double().requires_grad_()
@@ -103,7 +103,7 @@ def test_a_state_dict_loads_into_another_layer(word):
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
-def test_rows_must_come_in_whole_groups():
+def test_rows_must_be_whole_groups():
     with pytest.raises(
         InvalidProblemError, match="out_features: expected a multiple of 16 for swiglu, got 24"
     ):
@@ -116,7 +116,7 @@ def test_rows_must_come_in_whole_groups():
 
 
 class Block(nn.Module):
-    """As transformers has it for Llama."""
+    """An MLP like that of transformers for Llama."""
 
     def __init__(self, act: nn.Module | str, features: int = 48, extra: float = 0.0) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """As transformers has it for Phi-3."""
+    """An MLP like that of transformers for Phi-3."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, captures, memory, devices. CPU tensors beside them."""
+"""Streams, captures, memory and devices of a GPU, with CPU tensors beside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer(k: int = 256, m: int = 512) -> Sparse24Linear:
     return Sparse24Linear.from_linear(torch.nn.Linear(k, m, device="cuda", dtype=torch.bfloat16))
 
 
-def test_the_weight_of_a_layer_is_read_by_a_kernel_on_sparse_tensor_cores():
+def test_layers_run_on_sparse_tensor_cores():
     one = layer()
     assert one.packed is not None
     assert one.plan(16).tier == "sparse_tensor_core"
@@ -64,7 +64,7 @@ def test_a_captured_step_is_replayed_with_new_inputs():
     assert_replays(one, x)
 
 
-def test_a_layout_that_is_not_there_yet_cannot_be_made_in_a_capture():
+def test_no_new_layout_is_made_during_a_capture():
     values, meta, _ = weight(64, 64, torch.bfloat16)
     x = randn(16, 64, dtype=torch.bfloat16)
     S.linear(x, values.clone(), meta)  # the plan is there, another weight's tiles aren't
@@ -188,8 +188,8 @@ def test_a_row_parallel_layer_is_packed_part_by_part_and_captured(alone, parts):
     assert_replays(one, x)
 
 
-def test_the_rows_of_a_column_parallel_layer_have_the_bits_of_the_whole():
-    """As its plans ask for them on any number of ranks."""
+def test_column_parallel_layers_have_the_bits_of_the_whole():
+    """Plans require these bits on any number of ranks."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(4096, 28672, bias=False, device="cuda", dtype=torch.bfloat16)
     require = {"batch_invariant": True}

@@ -1,4 +1,4 @@
-"""What the ops of ``torch.ops.sparse24`` compute, and what they refuse."""
+"""Results and refusals of the ops of ``torch.ops.sparse24``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ K, M = 128, 192
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
-    """Of four ranks, which most checks use as two pairs."""
+    """Yield four ranks, which most checks use as two pairs."""
     world = World(4, tmp_path_factory.mktemp("world"))
     yield world
     world.close()
@@ -98,7 +98,7 @@ def columns_ask_for_the_whole() -> int | None:
     return parallelize_module(layer(require=INVARIANT), mesh, ColwiseSparse24()).plan().preference.whole_m
 
 
-def test_plans_of_columns_sum_as_the_whole_weights_where_batch_invariance_is_required(world):
+def test_batch_invariant_column_plans_sum_as_the_whole_weight(world):
     """On a GPU the slices of K depend on M: the rank's plans are told that of the whole."""
     assert world.run(columns_ask_for_the_whole) == [M] * 4
 
@@ -156,7 +156,7 @@ def one_after_the_other(parts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("parts", [4, 8])
 @pytest.mark.parametrize("out", [Replicate(), Shard(0), Shard(-1)], ids=str)
-def test_with_parts_the_bits_are_those_of_any_number_of_ranks_and_the_stated_order(world, parts, out):
+def test_row_parallel_bits_do_not_depend_on_rank_count(world, parts, out):
     wanted = one_after_the_other(parts)
     for ranks in (1, 2, 4):
         assert all(torch.equal(y, wanted) for y in world.run(rows_in_parts, ranks, parts, out))
@@ -168,7 +168,7 @@ def test_without_parts_each_rank_is_one_part(world):
 
 
 def rows_in_shares(ranks: int, options: dict) -> None:
-    """Of results that are taken for large."""
+    """Check results that count as large."""
     mesh = mesh_of(ranks)
     cut = parallelize_module(layer(torch.bfloat16, **options), mesh, RowwiseSparse24())
     for shape in ((8, K), (2, 4, K), (7, K), (0, K)):
@@ -218,7 +218,7 @@ def test_rows_are_batch_invariant_where_it_is_required(world):
 
 
 def pack(one: Sparse24Linear) -> Sparse24Linear:
-    """As a frozen layer of 16 bits is held on a GPU."""
+    """Pack the layer as a GPU holds a frozen 16-bit layer."""
     values, meta = one._held()
     one.packed = torch.ops.sparse24.pack(values.detach(), meta)
     one.values = one.metadata = None
@@ -357,7 +357,7 @@ def parallel_model(ranks: int, seed: int = 1) -> nn.Module:
 
 
 def equal_states(cut: nn.Module, whole: nn.Module) -> bool:
-    """Of whole tensors, not gathered: no backend of PyTorch's exchanges uint16."""
+    """Compare whole tensors without gathering them: no backend of PyTorch exchanges uint16."""
     own, pairs = cut.state_dict(), []
     assert own.keys() == whole.state_dict().keys()
     for name, tensor in whole.state_dict().items():
@@ -510,7 +510,7 @@ def data_parallel() -> None:
 
 
 def test_layers_train_under_ddp_and_fsdp(world):
-    """What the ranks exchange there are the layer's own tensors, of dtypes that every backend knows."""
+    """The ranks exchange the layer's own tensors, whose dtypes every backend knows."""
     world.run(data_parallel)
 
 

@@ -39,7 +39,7 @@ def model() -> Model:
     return Model().to(DEVICE)
 
 
-def test_linear_layers_are_swapped_in_place_and_the_rest_is_skipped_with_a_reason():
+def test_linear_layers_are_swapped_and_others_skipped_with_a_reason():
     m = model()
     m.eval()
     report = to_sparse24(m)

@@ -120,7 +120,7 @@ def test_parts_must_be_there():
 @pytest.mark.parametrize("other_turned", [False, True])
 @pytest.mark.parametrize("made", ["from_dense", "tiles"])
 def test_mm_on_either_side(dtype, turned, other_turned, made):
-    """Of the tensor and of its transpose, with a dense operand in rows or in columns."""
+    """Products of the tensor and of its transpose, with a row-major or column-major dense operand."""
     a = (
         sparse(dtype=dtype)
         if made == "from_dense"
@@ -167,7 +167,7 @@ def test_addmm():
 
 @pytest.mark.parametrize("most", [2, 9])
 def test_int8_products_are_exact_and_clamped_to_int8(most):
-    """As PyTorch's, in the operands' dtype; small ones fit, large ones are at the limits."""
+    """Results are int8 as in PyTorch: small sums fit, large ones are clamped."""
     matrix = pruned(integers(64, 128, most=most))
     a, b = Sparse24Tensor.from_dense(matrix), integers(128, 16, most=most)
     exact = matrix.cpu().long() @ b.cpu().long()
@@ -233,7 +233,7 @@ def test_what_is_not_served_says_so_with_pytorchs_kind_of_error(message):
         UNSERVED[message](sparse())
 
 
-# What else a tensor does ----------------------------------------------------------------------------
+# Other operations of a tensor -----------------------------------------------------------------------
 
 
 def test_detach_clone_view_t_and_sizes():
@@ -272,7 +272,7 @@ def test_to_the_cpu_it_becomes_dense_as_pytorchs_does():
 
 
 def test_gradients_of_inputs_bias_and_weight():
-    """Of the weight the gradient is dense, as PyTorch's is."""
+    """The weight's gradient is dense, as in PyTorch."""
     a, x, bias = sparse().requires_grad_(), randn(5, 128).requires_grad_(), randn(64).requires_grad_()
     dy = randn(5, 64, seed=6)
     found = torch.autograd.grad(nn.functional.linear(x, a, bias), (x, a, bias), dy)
@@ -287,7 +287,7 @@ def test_gradients_of_inputs_bias_and_weight():
     close(db, w.detach().t() @ randn(64, 5).double())
 
 
-def test_products_of_sizes_that_do_not_fit_are_what_pytorchs_raise_and_what_ours_are():
+def test_mismatched_sizes_raise_pytorchs_and_our_error():
     with pytest.raises(NotImplementedError, match="`SparseSemiStructuredTensor` matmul: operation") as caught:
         torch.mm(randn(1, 128), sparse())
     assert isinstance(caught.value, SemiStructuredError)

@@ -29,7 +29,7 @@ from sparse24_plans.tuning.search import LEAST_GAIN
 
 from .cases import CSLT, DESC, H200, MMA, SCHEDULE, entry, table
 
-# What one holds -----------------------------------------------------------------------------------
+# Entries ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schema", ["\ud800", 2, None, [1]])
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_there(tmp_path):
         EMPTY.save(tmp_path / "none" / "table.json")
 
 
-# What select does with them ------------------------------------------------------------------------
+# Selection by a table ------------------------------------------------------------------------------
 
 
 @pytest.fixture

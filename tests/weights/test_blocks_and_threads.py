@@ -185,7 +185,7 @@ def test_scratch_that_is_in_use_is_not_handed_out_again():
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """Of all threads: what else runs on the machine counts little."""
+    """Return the CPU seconds of all threads, on which other processes have little influence."""
     begin = time.process_time()
     call()
     return time.process_time() - begin

@@ -111,7 +111,7 @@ def test_metadata_holds_the_low_byte_first():
 
 
 @float_elements
-def test_the_sign_of_a_stored_zero_is_kept_and_of_another_is_not(element):
+def test_only_stored_zeros_keep_their_sign(element):
     dense = np.array([[-0.0, 1, -0.0, 0, -0.0, 1, 1, -0.0]], element.dtype)
     weight = Sparse24Weight.compress(dense)
     assert np.signbit(weight.values.astype(float)).tolist() == [[True, False, False, False]]

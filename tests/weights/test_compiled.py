@@ -1,4 +1,4 @@
-"""What numba compiles gives NumPy's bits, is used where it says so, and is never needed."""
+"""Code that numba compiles gives NumPy's bits, is used where it says so, and is never needed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def assert_the_same(bits: np.ndarray, keys: np.ndarray) -> None:
 
 @every_element
 def test_the_loops_give_what_numpy_gives_for_every_small_group(element, monkeypatch):
-    """As Python, so wherever numba isn't."""
+    """The loops run as Python, as they do without numba."""
     monkeypatch.setattr(compiled, "_compiled", as_python)
     bits = every_group(element).view(element.bits_dtype)
     assert_the_same(bits, canonical.magnitude_keys(bits, element))

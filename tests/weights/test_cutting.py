@@ -39,7 +39,7 @@ TILED = {"f16": 128, "bf16": 128, "s8": 256, "fp8_e4m3": 256}
 
 
 def weight_of(m: int, k: int, element: str, device: int | str = "host", seed: int = 0) -> Sparse24Weight:
-    """Of any bits, without NaN: they are moved, never computed with."""
+    """Return a weight of random bits, which are moved and never computed with."""
     kind = ElementKind(element)
     bits = np.random.default_rng(seed).integers(0, 2 ** (8 * kind.itemsize), (m, k), np.uint64)
     return Sparse24Weight.prune_compress(bits.astype(kind.bits_dtype), element=kind).to(device)
@@ -166,7 +166,7 @@ def test_columns_of_several_rows_are_a_copy():
 
 
 def test_memory_without_an_owner_is_cut_as_well():
-    """As of a runtime that has nothing but addresses."""
+    """The views have bare addresses, as in a runtime without tensors."""
     values, metadata = np.arange(64, dtype=np.float32).reshape(8, 8), np.full((8, 2), 0x0404, np.uint16)
     views = [
         TensorView(array.ctypes.data, array.shape, element, TensorView.of(array).device)
@@ -307,7 +307,7 @@ def test_kernels_run_on_parts_of_packed_weights(element, axis):
 
 
 @pytest.mark.gpu
-def test_parts_on_a_gpu_are_views_there_and_copies_are_on_the_stream():
+def test_slices_on_a_gpu_are_views_or_copies_on_the_stream():
     import cupy
 
     packed = pack(weight_of(256, 512, "f16", 0))

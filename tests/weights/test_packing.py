@@ -176,7 +176,7 @@ def test_constants():
 
 
 def cell_bytes(row: int, column: int) -> int:
-    """Where compressed column ``column`` of a tile's row begins, by the layout's description."""
+    """Return the offset of a compressed column of a tile's row, by the layout's description."""
     return 128 * row + 16 * ((column // 8) ^ (row % 8)) + 2 * (column % 8)
 
 

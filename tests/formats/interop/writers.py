@@ -94,7 +94,7 @@ def compressed_tensors_model(state: Parts, targets: set[str]) -> Parts:
 
 
 def compressed_tensors_to_dense(path: Path) -> Parts:
-    """What compressed-tensors reads from a model's file or folder."""
+    """Return the dense tensors that compressed-tensors reads from a model's file or folder."""
     return dict(_bitmask_compressor().decompress(str(path)))
 
 

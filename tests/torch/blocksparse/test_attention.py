@@ -15,7 +15,7 @@ from .cases import BITMAPS, FLOATS, close, layout_of, mask_of, randn
 
 @pytest.fixture(params=["fused", "unfused"])
 def form(request, monkeypatch):
-    """As on a device with a kernel for attention, and on one without."""
+    """Run as on a device with a kernel for attention, and as on one without."""
     if request.param == "unfused":
 
         def refuse(*_, **__):
@@ -83,7 +83,7 @@ def test_heads_that_share_keys(form):
 
 
 def test_lengths(form):
-    """What lies beyond them is not read: it may be NaN."""
+    """Cells beyond the lengths are not read: they may be NaN."""
     layout = layout_of()
     q, k, v = tokens(layout, batch=3)
     of_q, of_kv = (torch.tensor(t, dtype=torch.int32) for t in ([32, 5, 0], [17, 48, 3]))
@@ -134,7 +134,7 @@ def test_both_forms_agree(monkeypatch):
         close(ours, theirs)
 
 
-def test_where_nothing_serves_the_error_comes_through():
+def test_the_error_without_a_kernel_is_raised_unchanged():
     layout = layout_of()
     with pytest.raises(UnsupportedError, match="cusparselt"):
         attention(*tokens(layout), layout, preference='{"prefer_backend": "cusparselt"}')

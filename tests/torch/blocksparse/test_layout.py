@@ -17,7 +17,7 @@ from tests.torch.cases import wanting
 from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn
 
 OTHER = [[[0, 1, 1], [0, 0, 1]], [[1, 1, 1], [1, 0, 0]]]
-"""As many blocks as "two heads"."""
+"""A layout with as many blocks as "two heads"."""
 
 
 def test_it_is_made_of_what_says_which_blocks_are_kept():

@@ -1,4 +1,4 @@
-"""What only a GPU shows of block-sparse matrices: its kernels, streams and captures behind the ops."""
+"""Kernels, streams and captures of a GPU behind the ops of block-sparse matrices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .cases import FLOATS, close, layout_of, operands
 
 
 def needs_a_kernel(rows):
-    """Of a GPU's, in that table."""
+    """Return a mark that skips tests if the table has no kernel of a GPU."""
     there = any(row.backend != "host" for row in rows)
     return pytest.mark.skipif(not there, reason="no kernel of a GPU is in the table yet")
 

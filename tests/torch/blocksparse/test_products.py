@@ -204,7 +204,7 @@ def test_the_module_pads_leading_dimensions():
     assert torch.equal(turned(a.mT[0, 0], b[0]), matmul(a, b, layout, "dds"))
 
 
-# What doesn't fit ---------------------------------------------------------------------------------
+# Mismatches ---------------------------------------------------------------------------------------
 
 
 def mistakes():

@@ -21,7 +21,7 @@ def scores(layout, batch=2, dtype=torch.float32):
 
 
 def added(layout, batch=2, dtype=torch.float32):
-    """What each operand adds."""
+    """Return what is added to the scores, by operand."""
     one = layout.shape
     shapes = ((one.heads, one.rows, one.cols), (batch, one.cols), (one.rows, one.cols))
     return {
