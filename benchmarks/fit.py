@@ -206,7 +206,7 @@ def stream_k_entry(gpu: str) -> Constants:
         for one, us in times.items():
             whole = times.get(one._replace(stream_k=0))
             if one.stream_k and one.k_chunks == 1 and whole is not None:
-                idle = -one.items(desc.n, desc.m) % one.stream_k / one.stream_k
+                idle = -one.work_tiles(desc.n, desc.m) % one.stream_k / one.stream_k
                 pairs.append((idle, np.log(whole / us)))
     idle, gain = np.array(pairs).T
     lost = {
@@ -259,7 +259,7 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
     desc, times = problem
     tried = blocks_wgmma.schedules_by_density(desc)
-    return tried, [times[f"{one.rows},{one.tokens},{one.share}"] for one in tried]
+    return tried, [times[f"{one.rows},{one.tokens},{one.cluster_n}"] for one in tried]
 
 
 def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:

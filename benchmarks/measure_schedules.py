@@ -232,7 +232,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
                 plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
             ours = problem.ours(plan)
             problem.check(ours)
-            ours.name = f"{schedule.rows},{schedule.tokens},{schedule.share}"
+            ours.name = f"{schedule.rows},{schedule.tokens},{schedule.cluster_n}"
             contenders.append(ours)
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}

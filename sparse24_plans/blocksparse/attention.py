@@ -24,7 +24,7 @@ MAX_STAGES = 8
 """Most pipeline stages of a pipeline group."""
 _SIDE = 128
 """Rows of a CTA: one block of 128, or two of 64 with a pipeline group each."""
-_BAND_BYTES = 16 << 20
+_RASTER_BYTES = 16 << 20
 """Most bytes that the work tiles of a raster group share, so that L2 holds two raster groups."""
 _OF_COLUMNS = {"order": "columns_by_length", "pointers": "column_pointers", "entries": "column_rows"}
 _OF_ROWS = {"order": "rows_by_length", "pointers": "row_pointers", "entries": "columns"}
@@ -56,29 +56,31 @@ class Walk(NamedTuple):
         return self.problem.batch * heads
 
     @property
-    def lines(self) -> int:
+    def block_lines(self) -> int:
         """Work tiles of a matrix."""
         one = self.problem.layout
         return one.block_cols if self.columns else one.block_rows
 
     @property
-    def band(self) -> int:
+    def raster_matrices(self) -> int:
         """Matrices of a raster group: their work tiles run together, because they share the streamed
         operands."""
         desc, one = self.problem, self.problem.layout
         streamed = desc.group * one.rows if self.columns else one.cols / max(desc.group, 1)
         nbytes = self.matrices * (2 * streamed * desc.head_size * desc.element.itemsize)
-        bands = math.ceil(nbytes / _BAND_BYTES)
-        return max(1, -(-self.matrices // max(bands, 1)))
+        groups = math.ceil(nbytes / _RASTER_BYTES)
+        return max(1, -(-self.matrices // max(groups, 1)))
 
     def blocks(self, device: DeviceProperties) -> int:
         """CTAs of the launch."""
-        return min(-(-self.matrices * self.lines // pipeline_groups(self.problem)), device.multiprocessors)
+        return min(
+            -(-self.matrices * self.block_lines // pipeline_groups(self.problem)), device.multiprocessors
+        )
 
     def details(self, device: DeviceProperties, stages: str) -> str:
         """Line for ``explain``; ``stages`` describes the pipeline stages of a CTA."""
         return (
-            f"{self.matrices * self.lines} {'columns' if self.columns else 'rows'} of blocks on "
+            f"{self.matrices * self.block_lines} {'columns' if self.columns else 'rows'} of blocks on "
             f"{self.blocks(device)} CTAs of 2 x 64 rows, {stages}"
         )
 
@@ -91,8 +93,8 @@ class Walk(NamedTuple):
             "heads_per_kv": self.problem.group,
             "queries": one.rows,
             "keys": one.cols,
-            "matrix_tiles": self.lines,
-            "raster_matrices": self.band,
+            "matrix_tiles": self.block_lines,
+            "raster_matrices": self.raster_matrices,
         }
 
     def fill(self, parameters: KernelParams, views: Views, boxes: dict[str, int], taken: int) -> None:

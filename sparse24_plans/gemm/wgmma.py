@@ -107,7 +107,7 @@ class WgmmaKernel(GemmKernel):
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
-            f"{schedule.items(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
+            f"{schedule.work_tiles(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
             f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
             f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
             f"{weight_stages} + {x_stages} stages"
@@ -183,12 +183,12 @@ def defines(
 
 def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
     """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
-    items = schedule.items(n, m)
+    work_tiles = schedule.work_tiles(n, m)
     # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
     resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
-    persistent = resident if schedule.stream_k else min(items, resident)
-    return (persistent if schedule.split_k == 1 else items) * schedule.cluster
+    persistent = resident if schedule.stream_k else min(work_tiles, resident)
+    return (persistent if schedule.split_k == 1 else work_tiles) * schedule.cluster
 
 
 def fixed_parameters(
@@ -205,7 +205,7 @@ def fixed_parameters(
         k_tiles=k_tiles,
         alpha=desc.alpha,
         n_tiles=-(-desc.n // schedule.tokens),
-        work_tiles=schedule.items(desc.n, desc.m),
+        work_tiles=schedule.work_tiles(desc.n, desc.m),
         x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,

@@ -66,10 +66,10 @@ def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
         op="dsd", layout=shape, n=4096, batch=batch, element="bf16", inner="sparse24"
     )
     schedule = best_schedule(desc, 132)
-    band, bands = schedule.bands(desc, 66)
+    band, bands = schedule.raster_groups(desc, 66)
     assert band * bands == batch * schedule.cluster_tiles(desc)
     assert band * (rows // 128) >= 60  # items, for 66 clusters
-    assert band * schedule.tokens * schedule.share * cols * 2 <= (20 << 20 if cols < 10000 else 30 << 20)
+    assert band * schedule.tokens * schedule.cluster_n * cols * 2 <= (20 << 20 if cols < 10000 else 30 << 20)
 
 
 # Results ------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def results_by_schedule(
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
         assert plan.explain().details.startswith("up to ") == (op == "sdd")
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
-        assert f"clusters of {one.share}, {one.stages} stages" in plan.explain().details
+        assert f"clusters of {one.cluster_n}, {one.stages} stages" in plan.explain().details
         operands = random_operands(plan.descriptor, layout, np.random.default_rng(layout.shape.block))
         results.append(check(plan, operands))
     return results

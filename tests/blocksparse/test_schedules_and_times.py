@@ -39,7 +39,7 @@ def problems(op: str, block: int) -> list[Any]:
 
 
 def name_of(one: BlocksWgmmaSchedule) -> str:
-    return f"{one.rows},{one.tokens},{one.share}"
+    return f"{one.rows},{one.tokens},{one.cluster_n}"
 
 
 @pytest.mark.parametrize(("op", "block", "mean", "most"), KINDS)

@@ -43,7 +43,9 @@ class Deal(NamedTuple):
 
     @classmethod
     def of(cls, one: BlocksWgmmaSchedule, block: int) -> Deal:
-        return cls(block // min(block, one.tokens), max(one.tokens // block, 1) * one.share, one.share)
+        return cls(
+            block // min(block, one.tokens), max(one.tokens // block, 1) * one.cluster_n, one.cluster_n
+        )
 
     def each(self, columns: int) -> int:
         """Return the pieces of each CTA of a row panel."""
@@ -73,9 +75,9 @@ def work_tiles(clusters: int, turn: int) -> np.ndarray:
 def test_the_kernel_divides_work_as_the_model_does(block, which):
     one = sampled_schedules(shape_of(block))[which]
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=shape_of(block), n=64, element="bf16")
-    deal, most, ranks = Deal.of(one, block), 300, np.arange(one.share)
+    deal, most, ranks = Deal.of(one, block), 300, np.arange(one.cluster_n)
     each = np.array([deal.each(columns) for columns in range(1, most)])
-    first = (np.arange(5)[:, None] * one.share + ranks) * each[:, None, None]
+    first = (np.arange(5)[:, None] * one.cluster_n + ranks) * each[:, None, None]
     check_tables(
         "blocksparse/blocks_wgmma/tile_scheduler.cuh",
         defines(desc, one, (K_MAJOR, K_MAJOR)),
@@ -101,7 +103,7 @@ def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = Deal.of(one, block).clusters(columns, one.resident_clusters(multiprocessors))
     fit = constants(f"blocks_wgmma_sdd_{block}")
-    rows = one.rows * (fit["shared_rows"] if one.share == 2 else 1)
+    rows = one.rows * (fit["shared_rows"] if one.cluster_n == 2 else 1)
     slower = fit["few_stages"] if one.stages < 4 else 1
     wanted = max(
         sum((rows + each * min(block, one.tokens)) * slower + fit["tile"] for _, each in cluster)
@@ -120,11 +122,11 @@ def test_every_block_column_of_a_panel_is_computed(columns, block, which):
     for cluster in Deal.of(one, block).clusters(columns, 3):
         for strip, each in cluster:
             assert each * min(block, one.tokens) <= one.tokens
-            seen[strip] += each * one.share
+            seen[strip] += each * one.cluster_n
     for all_pieces, kept in zip(seen, columns, strict=True):
         assert all_pieces >= kept * parts_of_block
-    assert one.parts(block) * min(block, one.tokens) == one.tokens
-    most = one.parts(block) * one.share
+    assert one.block_columns(block) * min(block, one.tokens) == one.tokens
+    most = one.block_columns(block) * one.cluster_n
     assert all(-(-kept * parts_of_block // most) <= one.groups(layout) for kept in columns)
 
 
@@ -163,4 +165,4 @@ def test_layouts_of_no_block_and_of_one(blocks):
     layout = BlockSparseShape(heads=1, rows=64, cols=64, block=32, blocks=blocks)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=64, element="bf16")
     found = best_schedule(desc, 132)
-    assert (found.items(desc) == 0) == (blocks == 0)
+    assert (found.work_tiles(desc) == 0) == (blocks == 0)

@@ -97,4 +97,4 @@ def test_there_is_work_exactly_where_there_is_a_result(op, block, sizes):
     """Sums over nothing are zeros, which have to be written."""
     desc = problem(op, block, **{"n": 64, "rows": 20, "cols": 20, **sizes})
     result = next(one for one in desc.operands() if one.name == "c")
-    assert (best_schedule(desc, 132).items(desc) > 0) == all(result.shape)
+    assert (best_schedule(desc, 132).work_tiles(desc) > 0) == all(result.shape)

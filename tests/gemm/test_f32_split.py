@@ -199,9 +199,9 @@ def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
         if not one.stream_k:
             continue
         units = -(-tiles // unit)
-        found = pieces(one, one.items(n, m), units)
+        found = pieces(one, one.work_tiles(n, m), units)
         work = [sum(last - first for _, first, last in its) for its in found]
-        assert (sum(work), max(work) - min(work) <= 1) == (one.items(n, m) * units, True)
+        assert (sum(work), max(work) - min(work) <= 1) == (one.work_tiles(n, m) * units, True)
         assert min(work) >= units
 
 

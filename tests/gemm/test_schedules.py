@@ -216,7 +216,7 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
         lines = lines._replace(x_columns=columns[0], y_columns=columns[1])
     for cut in wgmma_heuristics.allowed_schedules(desc, row_of(row)):
         token_blocks = -(-desc.n // cut.tokens)
-        assert cut.items(desc.n, desc.m) * cut.rows * cut.cluster_m >= desc.m * token_blocks
+        assert cut.work_tiles(desc.n, desc.m) * cut.rows * cut.cluster_m >= desc.m * token_blocks
         assert cut.shared_bytes(lines) * cut.ctas_per_sm <= 227 << 10
         weights, sources = cut.stages(lines)
         assert (weights >= 2, sources >= 2) == (True, True)
@@ -270,7 +270,7 @@ def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
     for cut in wgmma_schedules.schedules_for(desc.n, desc.m):
         if not cut.stream_k:
             continue
-        items = cut.items(desc.n, desc.m)
+        items = cut.work_tiles(desc.n, desc.m)
         found = pieces(cut, items, tiles)
         whole = cut.stream_k_split(desc.n, desc.m, tiles)[0]
         assert whole == items - items % cut.stream_k - cut.stream_k
@@ -314,7 +314,7 @@ CROWDED_SIZES = [
 def test_blocks_share_multiprocessors_only_where_some_clusters_would_wait(n, m):
     """One to itself takes as long or less: what is shared is the way to memory."""
     shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.ctas_per_sm > 1]
-    assert all(cut.items(n, m) > resident(cut._replace(ctas_per_sm=1)) for cut in shared)
+    assert all(cut.work_tiles(n, m) > resident(cut._replace(ctas_per_sm=1)) for cut in shared)
 
 
 @pytest.mark.parametrize("n", [1, 8, 24, 64])

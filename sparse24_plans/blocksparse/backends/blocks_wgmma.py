@@ -76,12 +76,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._majors = problem.majors(self._transposed)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
-        work_tiles = schedule.items(desc)
-        self._ctas = min(work_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.share
+        work_tiles = schedule.work_tiles(desc)
+        self._ctas = min(work_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
         self.details = (
             ("up to " if problem.sampled else "")
-            + f"{work_tiles * schedule.share} tiles of {schedule.rows} rows x {schedule.tokens} tokens on "
-            f"{self._ctas} CTAs, clusters of {schedule.share}, {schedule.stages} stages"
+            + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
+            f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
             + "".join(f"; {one.name} is transposed first" for one in self._transposed)
         )
         self._function = load(
@@ -104,7 +104,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             batch=desc.batch,
             tokens=desc.n,
             cluster_tiles=schedule.cluster_tiles(desc),
-            raster_tiles=schedule.band(desc),
+            raster_tiles=schedule.raster_tiles(desc),
             panel_groups=schedule.groups(desc.layout),
             k_steps=-(-desc.n // _depth(desc)),
             full_boxes=int(desc.n % _TILE == 0),
@@ -147,12 +147,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if problem.sampled:
-                found = _dense_map(views["a"], left_major, one.rows, depth, one.share)
+                found = _dense_map(views["a"], left_major, one.rows, depth, one.cluster_n)
                 found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
-                found = rows_map(views[problem.left], (lines // one.share, step))
+                found = rows_map(views[problem.left], (lines // one.cluster_n, step))
                 if problem.small and right_major != K_MAJOR:
                     found += _grouped_map(views[problem.right], one.tokens, step)
                 else:
@@ -170,9 +170,9 @@ def _depth(desc: BlockSparseMatmulDescriptor) -> int:
     return _LINE_BYTES // desc.element.itemsize
 
 
-def _dense_map(view: TensorView, major: int, lines: int, step: int, share: int = 1) -> bytes:
+def _dense_map(view: TensorView, major: int, lines: int, step: int, cluster_n: int = 1) -> bytes:
     """Tensor map with boxes of ``step`` k of some rows or tokens, divided among the CTAs of a cluster."""
-    box = (lines // share, step) if major == K_MAJOR else (step // share, min(lines, _TILE))
+    box = (lines // cluster_n, step) if major == K_MAJOR else (step // cluster_n, min(lines, _TILE))
     return matrices_map(view, box)
 
 
@@ -198,7 +198,7 @@ def defines(
         "TILE_M": schedule.rows,
         "TILE_N": schedule.tokens,
         "WARPGROUPS": schedule.warpgroups,
-        "CLUSTER_N": schedule.share,
+        "CLUSTER_N": schedule.cluster_n,
         "STAGES": schedule.stages,
         "BUFFERS": schedule.buffers,
         "SPARSE_MAJOR": majors[0],

@@ -59,13 +59,13 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._problem = problem = KernelProblem(desc)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
-        work_tiles = schedule.items(desc)
+        work_tiles = schedule.work_tiles(desc)
         clusters = min(work_tiles, schedule.resident_clusters(device.multiprocessors))
-        self._ctas = clusters * schedule.share
-        band, bands = schedule.bands(desc, clusters)
+        self._ctas = clusters * schedule.cluster_n
+        raster_tiles, raster_groups = schedule.raster_groups(desc, clusters)
         self.details = (
-            f"{work_tiles * schedule.share} tiles of 128 rows x {schedule.tokens} tokens on {self._ctas} "
-            f"CTAs, clusters of {schedule.share}, {schedule.dense_stages} stages"
+            f"{work_tiles * schedule.cluster_n} tiles of 128 rows x {schedule.tokens} tokens on {self._ctas} "
+            f"CTAs, clusters of {schedule.cluster_n}, {schedule.dense_stages} stages"
         )
         self._function = load(
             _SOURCE,
@@ -87,8 +87,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             batch=desc.batch,
             tokens=desc.n,
             cluster_tiles=schedule.cluster_tiles(desc),
-            raster_tiles=band,
-            raster_groups=bands,
+            raster_tiles=raster_tiles,
+            raster_groups=raster_groups,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -110,7 +110,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._reads:
             values = views[problem.left]
             rows, width = values.shape[-2:]
-            found = rows_map(values, (rows // schedule.share, width))
+            found = rows_map(values, (rows // schedule.cluster_n, width))
             lines = schedule.tokens if problem.right_major == K_MAJOR else _STEP
             found += matrices_map(views[problem.right], (lines, _STEP))
         out = views["c"]
@@ -125,7 +125,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) 
         **type_defines(desc),
         "BLOCK": desc.layout.block,
         "TILE_N": schedule.tokens,
-        "CLUSTER_N": schedule.share,
+        "CLUSTER_N": schedule.cluster_n,
         "SPARSE_STAGES": schedule.sparse_stages,
         "DENSE_STAGES": schedule.dense_stages,
         "BUFFERS": schedule.buffers,

@@ -119,9 +119,9 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         self.workspace_size = conv_workspace(desc)
         self.launches = 2 if self.workspace_size else 1
         self.details = (
-            f"{found.items * found.cut.share} tiles of {found.cut.rows} rows x {found.cut.tokens} "
+            f"{found.work_tiles * found.cut.cluster_n} tiles of {found.cut.rows} rows x {found.cut.tokens} "
             f"{'columns' if desc.op is BlockSparseConvOp.WGRAD else 'pixels'} on {self._ctas} CTAs, "
-            f"clusters of {found.cut.share}, {found.cut.stages} stages, split-K {found.parts}"
+            f"clusters of {found.cut.cluster_n}, {found.cut.stages} stages, split-K {found.split_k}"
         )
         self._multiply = self._load("conv_wgmma", found.cut.threads, device, found.cut.shared_bytes())
         self._add = self._load("reduce_split_k", _THREADS, device) if self.workspace_size else None
@@ -162,7 +162,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         if desc.op is BlockSparseConvOp.WGRAD:
             if one.blocks and desc.reduction:  # else nothing is read
                 read = rows_map(views["dy"], (_STEP, _STEP)) + self._pixels_map(views["x"], (_STEP, _STEP))
-            out, rows = views["dfilter"], self._schedule.parts * one.blocks * one.block
+            out, rows = views["dfilter"], self._schedule.split_k * one.blocks * one.block
             address, itemsize = (workspace, 4) if self.workspace_size else (out.address, out.element.itemsize)
             box = _STEP, _LINE_BYTES // itemsize
             return read + cuda_driver_abi.swizzled_matrix_map(
@@ -170,7 +170,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
             )
         forward = desc.op is BlockSparseConvOp.FORWARD
         if one.blocks:
-            lines = (one.block if forward else step) // cut.share
+            lines = (one.block if forward else step) // cut.cluster_n
             read = rows_map(views["filter"], (lines, step))
             read += self._pixels_map(views["x" if forward else "dy"], (cut.tokens, step))
         if desc.geometry.phases > 1:
@@ -213,9 +213,9 @@ def _of_shape(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> ConvWgm
         images=desc.batch,
         pixels=desc.batch * desc.geometry.pixels,
         cluster_tiles=found.pixel_clusters,
-        raster_tiles=found.band,
+        raster_tiles=found.raster_tiles,
         groups=groups(one),
-        split_k=found.parts,
+        split_k=found.split_k,
         k_steps=found.steps,
     )
 
@@ -226,11 +226,11 @@ def defines(desc: BlockSparseConv2dDescriptor, found: ConvSchedule) -> dict[str,
         **type_defines(desc),
         "OP": _OPS[desc.op],
         "PHASES": int(desc.geometry.phases > 1),
-        "SPLIT_K": int(found.parts > 1),
+        "SPLIT_K": int(found.split_k > 1),
         "BLOCK": desc.layout.block,
         "TILE_N": found.cut.tokens,
         "WARPGROUPS": found.cut.warpgroups,
-        "CLUSTER_N": found.cut.share,
+        "CLUSTER_N": found.cut.cluster_n,
         "STAGES": found.cut.stages,
         "BUFFERS": found.cut.buffers,
     }

@@ -55,7 +55,7 @@ class BlocksWgmmaSchedule(NamedTuple):
     """Tokens of a CTA's tile; for ``sdd`` columns."""
     warpgroups: int
     """Consumer warpgroups of a CTA."""
-    share: int
+    cluster_n: int
     """CTAs of a cluster, which have tokens of their own and share the rows of a panel by multicast."""
     stages: int
     """Pipeline stages."""
@@ -77,17 +77,17 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def cluster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of clusters that cover all columns of a result; not for ``sdd``."""
-        return -(-desc.n // (self.tokens * self.share))
+        return -(-desc.n // (self.tokens * self.cluster_n))
 
     def groups(self, layout: BlockSparseShape) -> int:
         """The most work tiles that the columns of a row panel can become, for ``sdd``."""
-        return -(-layout.cols // (self.tokens * self.share))
+        return -(-layout.cols // (self.tokens * self.cluster_n))
 
-    def parts(self, block: int) -> int:
+    def block_columns(self, block: int) -> int:
         """The most block columns in a CTA's tile, for ``sdd``; wider blocks are split."""
         return max(self.tokens // block, 1)
 
-    def items(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def work_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles, one a cluster; for ``sdd`` the most there can be."""
         if desc.op is BlockSparseOp.SDD:
             return panel_count(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
@@ -95,22 +95,22 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
-        return max(1, multiprocessors // self.share)
+        return max(1, multiprocessors // self.cluster_n)
 
-    def band(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def raster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
         tiles = desc.batch * self.cluster_tiles(desc)
-        tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
+        tile_bytes = desc.reduction * self.tokens * self.cluster_n * desc.element.itemsize * desc.layout.heads
         most: int = constants("blocks_tiles")[
             "band_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "band_bytes_small"
         ]
-        bands = -(-tiles * tile_bytes // most)
-        return -(-tiles // max(bands, 1))
+        raster_groups = -(-tiles * tile_bytes // most)
+        return -(-tiles // max(raster_groups, 1))
 
 
-def fitting(rows: int, tokens: int, warpgroups: int, share: int) -> BlocksWgmmaSchedule:
+def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWgmmaSchedule:
     """The schedule with as many stages as shared memory has room for."""
-    one = BlocksWgmmaSchedule(rows, tokens, warpgroups, share, stages=0, buffers=2)
+    one = BlocksWgmmaSchedule(rows, tokens, warpgroups, cluster_n, stages=0, buffers=2)
     return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MAX_STAGES))
 
 
@@ -149,7 +149,7 @@ def small_time(
     """
     found = []
     for one in tried:
-        waves, part = one.items(desc) / multiprocessors, fit["partial_wave"]
+        waves, part = one.work_tiles(desc) / multiprocessors, fit["partial_wave"]
         waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
         step = fit["step"][f"{one.rows}x{one.tokens}"]
         found.append(waves * expected_occupancy(desc.layout, one.rows // desc.layout.block) * step)
@@ -174,7 +174,7 @@ def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:
     rows, block = narrow_panel_rows(layout.block), layout.block
     tokens = [2 * one * NARROW_PANEL_ROWS // rows for one in _SDD_COLUMNS]
     fit = [one for one in tokens if one % block == 0 or block % one == 0]
-    found = [fitting(rows, one, 2, share) for one in fit for share in (1, 2)]
+    found = [fitting(rows, one, 2, cluster_n) for one in fit for cluster_n in (1, 2)]
     return [one for one in found if one.stages >= _MIN_SDD_STAGES]
 
 
@@ -228,12 +228,12 @@ def cluster_loads(one: BlocksWgmmaSchedule, columns: Columns, block: int, multip
     """
     part = min(block, one.tokens)
     parts = columns * (block // part)
-    groups = -(-parts // (one.parts(block) * one.share))
+    groups = -(-parts // (one.block_columns(block) * one.cluster_n))
     _, panel = np.nonzero(np.arange(groups.max(initial=0))[:, None] < groups)
     clusters = one.resident_clusters(multiprocessors)
     round_, cluster = np.divmod(np.arange(len(panel)), clusters)
     cluster = np.where(round_ % 2, clusters - 1 - cluster, cluster)
-    mine = -(-parts // np.maximum(groups * one.share, 1)) * part
+    mine = -(-parts // np.maximum(groups * one.cluster_n, 1)) * part
     loaded = np.bincount(cluster, mine[panel], minlength=clusters).astype(np.int64)
     return np.array([np.bincount(cluster, minlength=clusters), loaded])
 
@@ -244,6 +244,6 @@ def busiest(one: BlocksWgmmaSchedule, loads: Columns, fit: Any) -> Any:
     ``loads`` is what ``cluster_loads`` gives, or many of one schedule along a middle axis.
     """
     tiles, columns = loads
-    rows = one.rows * (fit["shared_rows"] if one.share > 1 else 1.0)
+    rows = one.rows * (fit["shared_rows"] if one.cluster_n > 1 else 1.0)
     slower = fit["few_stages"] if one.stages < _ENOUGH_SDD_STAGES else 1.0
     return (slower * (tiles * rows + columns) + tiles * fit["tile"]).max(axis=-1)

@@ -26,7 +26,7 @@ class BlocksWgmmaSpSchedule(NamedTuple):
 
     tokens: int
     """Tokens of a CTA's tile."""
-    share: int
+    cluster_n: int
     """CTAs of a cluster, which have tokens of their own and share the values of a panel by multicast."""
     sparse_stages: int
     dense_stages: int
@@ -44,33 +44,34 @@ class BlocksWgmmaSpSchedule(NamedTuple):
 
     def cluster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of clusters that cover all columns of a result."""
-        return -(-desc.n // (self.tokens * self.share))
+        return -(-desc.n // (self.tokens * self.cluster_n))
 
-    def items(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def work_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles, one a cluster."""
         return panel_count(desc) * self.cluster_tiles(desc)
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
-        return max(1, multiprocessors // self.share)
+        return max(1, multiprocessors // self.cluster_n)
 
-    def bands(self, desc: BlockSparseMatmulDescriptor, clusters: int) -> tuple[int, int]:
-        """Token tiles of a band, which are taken with every panel before the next ones; and how many bands.
+    def raster_groups(self, desc: BlockSparseMatmulDescriptor, clusters: int) -> tuple[int, int]:
+        """Return the token tiles of a raster group, and how many groups there are.
 
-        Bands stay in half of L2 but leave each of so many clusters a work tile. They are equal if possible.
+        A group's token tiles are computed with every panel before the next group. Groups stay in half of L2
+        but leave each of so many clusters a work tile. They are equal if possible.
         """
         fit = constants("blocks_tiles")
         tiles = desc.batch * self.cluster_tiles(desc)
-        tile_bytes = desc.reduction * self.tokens * self.share * desc.element.itemsize * desc.layout.heads
+        tile_bytes = desc.reduction * self.tokens * self.cluster_n * desc.element.itemsize * desc.layout.heads
         panels = max(panel_count(desc) // max(desc.batch, 1), 1)
         least = max(-(-clusters * fit["busy_percent"] // 100 // panels), 1)
-        # If a row of X is read hardly more than once, bands gain less than they cost: half as many do then.
+        # If a row of X is read hardly more than once, groups gain less than they cost, so half as many serve.
         once = desc.layout.density * panels < fit["sparse24_min_reads"]
         most = max(fit["sparse24_band_bytes"] * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)
-        bands = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
-        band = -(-tiles // bands)
-        return band, -(-tiles // max(band, 1))
+        raster_groups = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
+        raster_tiles = -(-tiles // raster_groups)
+        return raster_tiles, -(-tiles // max(raster_tiles, 1))
 
 
 def _sparse_bytes(block: int) -> int:
@@ -78,9 +79,9 @@ def _sparse_bytes(block: int) -> int:
     return PANEL_ROWS // block * (block * block + block * block // 8)
 
 
-def fitting(block: int, tokens: int, share: int) -> BlocksWgmmaSpSchedule:
+def fitting(block: int, tokens: int, cluster_n: int) -> BlocksWgmmaSpSchedule:
     """The schedule with as many stages of X as shared memory has room for."""
-    one = BlocksWgmmaSpSchedule(tokens, share, PANEL_ROWS // block * _SPARSE_STAGES, 0, _BUFFERS)
+    one = BlocksWgmmaSpSchedule(tokens, cluster_n, PANEL_ROWS // block * _SPARSE_STAGES, 0, _BUFFERS)
     stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MAX_STAGES)
     return one._replace(dense_stages=stages)
 

@@ -29,18 +29,18 @@ class ConvSchedule(NamedTuple):
     """Row panels of a phase; 0 for ``wgrad``."""
     pixel_clusters: int
     """Tiles of clusters that cover the pixels of a phase."""
-    band: int
+    raster_tiles: int
     """Pixel tiles of a raster group: every panel takes them before the next ones, so that they stay in L2."""
-    parts: int
+    split_k: int
     """Split-K of ``wgrad``, which sums over pixels."""
     steps: int
     """Steps of 64 pixels in each part of the split."""
-    items: int
+    work_tiles: int
     """Work tiles, one a cluster."""
 
     def blocks(self, multiprocessors: int) -> int:
         """CTAs of the launch."""
-        return min(self.items, self.cut.resident_clusters(multiprocessors)) * self.cut.share
+        return min(self.work_tiles, self.cut.resident_clusters(multiprocessors)) * self.cut.cluster_n
 
 
 def filter_split_k(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
@@ -70,11 +70,11 @@ def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
 
 
 def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> ConvSchedule:
-    """The kernel's own choice. Bits depend on parts and steps alone, which the sizes give."""
+    """The kernel's own choice. Bits depend on split-K and its steps alone, which the sizes give."""
     if desc.op is BlockSparseConvOp.WGRAD:
-        parts, steps = filter_split_k(desc)
+        split_k, steps = filter_split_k(desc)
         cut = fitting(desc.layout.block, _WIDEST, _WARPGROUPS, 1)
-        return ConvSchedule(cut, 0, 1, 1, parts, steps, parts * groups(desc.layout))
+        return ConvSchedule(cut, 0, 1, 1, split_k, steps, split_k * groups(desc.layout))
     found = desc.geometry
     rows, read = desc.layout.rows, desc.channels
     if desc.op is BlockSparseConvOp.DGRAD:
@@ -86,8 +86,10 @@ def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> Conv
     even = tiles % 2 == 0 or tiles >= _MANY_TILES
     sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even
     cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
-    clusters = -(-tiles // cut.share)
+    clusters = -(-tiles // cut.cluster_n)
     nbytes = desc.batch * found.h.size * found.w.size * read * desc.element.itemsize
-    bands = -(-nbytes // constants("blocks_tiles")["band_bytes"])
-    items = clusters * panels * found.phases
-    return ConvSchedule(cut, panels, clusters, max(1, -(-clusters // max(bands, 1))), 1, 0, items)
+    raster_groups = -(-nbytes // constants("blocks_tiles")["band_bytes"])
+    work_tiles = clusters * panels * found.phases
+    return ConvSchedule(
+        cut, panels, clusters, max(1, -(-clusters // max(raster_groups, 1))), 1, 0, work_tiles
+    )

@@ -39,10 +39,10 @@ def predicted(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: in
     """Microseconds of one run, weights coming from memory."""
     fit, few = constants("f32_split"), desc.n <= MAX_MEMORY_BOUND_N
     tile, token = (fit[name][str(parts)]["few" if few else "many"] for name in ("tile", "token"))
-    items = schedule.items(desc.n, desc.m)
+    work_tiles = schedule.work_tiles(desc.n, desc.m)
     resident = schedule.stream_k or schedule.resident_clusters(H200_MULTIPROCESSORS)
-    waves = items / resident if schedule.stream_k else -(-items // resident)
-    busy = min(items, resident) * schedule.cluster
+    waves = work_tiles / resident if schedule.stream_k else -(-work_tiles // resident)
+    busy = min(work_tiles, resident) * schedule.cluster
     tiles = -(-desc.k // SPLIT_TILE) / schedule.split_k
     rows = schedule.rows // TILE_M
     multiply = (tile + token * schedule.tokens) * (0.5 + 0.25 * rows)
@@ -58,20 +58,22 @@ def predicted(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: in
 @lru_cache(1024)
 def _tried(n: int, m: int, parts: int) -> tuple[WgmmaSpSchedule, ...]:
     found = []
-    for warpgroups, row_tiles, share, slices in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
-        most = _WIDEST_SPLIT_K if slices > 1 else _WIDEST
-        most = _WIDEST_OF_MANY_ROWS if warpgroups * row_tiles > 2 else most
-        if (warpgroups, slices, parts) == (3, 2, 3):
+    for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
+        most = _WIDEST_SPLIT_K if split_k > 1 else _WIDEST
+        most = _WIDEST_OF_MANY_ROWS if warpgroups * m_tiles > 2 else most
+        if (warpgroups, split_k, parts) == (3, 2, 3):
             continue  # registers don't suffice
-        shape = [WgmmaSpSchedule(warpgroups, row_tiles, tokens, share, slices) for tokens in widths(n, most)]
+        shape = [
+            WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, split_k) for tokens in widths(n, most)
+        ]
         found += [one for one in shape if one.fits() and one.tokens <= most]
     return (*found, *(ranged for one in found if (ranged := _with_stream_k(one, n, m)) is not None))
 
 
 def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int) -> WgmmaSpSchedule | None:
     """The schedule with stream-K; None unless there is more than one wave and the last is partial."""
-    ranges, items = H200_MULTIPROCESSORS // one.cluster_m, one.items(n, m)
-    if n <= MAX_MEMORY_BOUND_N or one.split_k > 1 or items <= ranges or items % ranges == 0:
+    ranges, work_tiles = H200_MULTIPROCESSORS // one.cluster_m, one.work_tiles(n, m)
+    if n <= MAX_MEMORY_BOUND_N or one.split_k > 1 or work_tiles <= ranges or work_tiles % ranges == 0:
         return None
     return one._replace(stream_k=ranges)
 
@@ -111,7 +113,9 @@ def best_schedule(
 
 
 def _workspace(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: int) -> int:
-    clusters = one.stream_k or min(one.items(desc.n, desc.m), one.resident_clusters(H200_MULTIPROCESSORS))
+    clusters = one.stream_k or min(
+        one.work_tiles(desc.n, desc.m), one.resident_clusters(H200_MULTIPROCESSORS)
+    )
     return Regions.of(one, desc, parts, clusters * one.cluster).end
 
 

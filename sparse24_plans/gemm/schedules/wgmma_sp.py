@@ -185,13 +185,13 @@ class WgmmaSpSchedule(NamedTuple):
         used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
-    def items(self, n: int, m: int) -> int:
+    def work_tiles(self, n: int, m: int) -> int:
         """Work tiles; a cluster takes one at a time."""
         return -(-m // (self.rows * self.cluster_m)) * -(-n // self.tokens)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
-        return self.ctas_per_sm > 1 and self.items(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
+        return self.ctas_per_sm > 1 and self.work_tiles(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
 
     def stream_k_split(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
         """The work tiles that stay whole; the tiles of K of each range; and the ranges that have one more.
@@ -199,11 +199,11 @@ class WgmmaSpSchedule(NamedTuple):
         As few work tiles are cut as give each range the tiles of one work tile, so at most two clusters
         share a work tile: it is the first of the one and the last of the other.
         """
-        items = self.items(n, m)
-        if not self.stream_k or items < self.stream_k or items % self.stream_k == 0:
-            return items, 0, 0
-        cut = self.stream_k + items % self.stream_k
-        return items - cut, *divmod(cut * k_tiles, self.stream_k)
+        work_tiles = self.work_tiles(n, m)
+        if not self.stream_k or work_tiles < self.stream_k or work_tiles % self.stream_k == 0:
+            return work_tiles, 0, 0
+        cut = self.stream_k + work_tiles % self.stream_k
+        return work_tiles - cut, *divmod(cut * k_tiles, self.stream_k)
 
     def flags_bytes(self) -> int:
         """Bytes of the workspace's first part, which holds a flag for each warpgroup of each CTA."""
@@ -296,11 +296,11 @@ def _schedules_of_ranges(
     least = least if parts == 1 else 0.0
     found = []
     for tokens in widths(n, m=m):
-        for warpgroups, row_blocks, share in _OF_RANGES:
-            ranges = H200_MULTIPROCESSORS // share
-            one = WgmmaSpSchedule(warpgroups, row_blocks, tokens, share, k_chunks=parts, stream_k=ranges)
-            items = one.items(n, m)
-            if one.fits() and one.stream_k < items and -items % ranges > least * ranges:
+        for warpgroups, m_tiles, cluster_m in _OF_RANGES:
+            ranges = H200_MULTIPROCESSORS // cluster_m
+            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=parts, stream_k=ranges)
+            work_tiles = one.work_tiles(n, m)
+            if one.fits() and one.stream_k < work_tiles and -work_tiles % ranges > least * ranges:
                 found.append(one)
     return tuple(found)
 
@@ -324,9 +324,9 @@ def schedules_in(
     tried = [one for one in schedules_for(n, m, min_idle) if one.split_k == slices]
     if slices > 1:
         wide = [
-            WgmmaSpSchedule(w, r, tokens, share, k_chunks=slices)
+            WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=slices)
             for tokens in widths(n, m=m)
-            for w, r, share, *_ in _OF_MANY
+            for w, r, cluster_m, *_ in _OF_MANY
         ]
         tried += [one for one in wide if n > MAX_MEMORY_BOUND_N and one.warpgroups > 1 and one.fits()]
         tried += [
