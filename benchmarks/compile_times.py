@@ -54,7 +54,7 @@ _TOKENS, _TURNED = (16, 4096), 17
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _KEPT = 2
-"""One of so many blocks is kept: few enough to prefer kernels of kept blocks of 64, but not of 16."""
+"""Reciprocal of the density: few enough kept blocks for kernels of blocks of 64, but not of 16."""
 _BLOCK_TABLES = (
     blocks_table.MATMUL_ENTRIES,
     blocks_table.SOFTMAX_ENTRIES,

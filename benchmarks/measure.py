@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--n", action="append", type=int, help="grid: tokens; repeatable")
     parser.add_argument("--seed", type=int, help="random: by default the file's, or the date of the run")
     parser.add_argument("--gpus", type=int, default=1, help="torch: GPUs that share the decoder")
-    parser.add_argument("--seconds", type=float, help="begin no step after so many seconds")
+    parser.add_argument("--seconds", type=float, help="begin no step after this many seconds")
     options = parser.parse_args(arguments)
     kind = kinds.KINDS[options.kind]
     before = record.to_extend(options.out, kind.lists())

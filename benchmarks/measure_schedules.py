@@ -79,7 +79,7 @@ MORE_OF_FEW = (
 MORE_OF_MANY = ((2, 2, 1, 2, 1), (1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (2, 2, 2, 1, 1))
 PROBLEMS_OF_A_MATRIX = 3
 HOPELESS = 1.5
-"""A schedule that is predicted to take so many times the least is not timed."""
+"""A schedule whose predicted time is more than this multiple of the least is not timed."""
 
 
 class Drawn(NamedTuple):

@@ -34,7 +34,7 @@ _TOKENS = 5
 """Values of n for a matrix."""
 _MOST_TOKENS_LOG2 = 13.0
 _RAGGED, _WITH_ALL = 4, 5
-"""One of so many matrices is ragged, or measured with all schedules."""
+"""One matrix of this number is ragged, or measured with all schedules."""
 _FASTEST = 3
 """Fastest schedules that are timed once more, in longer bursts beside what ``select`` chose."""
 _RIGHT = 0.02

@@ -71,7 +71,7 @@ def _gpus() -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Options of pytest-xdist: so many processes for each GPU."""
+    """Options of pytest-xdist: a fixed number of processes for each GPU."""
     return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in _gpus()]
 
 

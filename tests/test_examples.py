@@ -127,7 +127,7 @@ def test_links_to_headings_lead_somewhere(page):
 
 def test_named_files_of_tests_exist():
     for page in PAGES:
-        for name in re.findall(r"\btests/[\w/]*\w(?:\.py)?", page.read_text()):
+        for name in re.findall(r"\btests/[\w/]*\w(?:\.py|\.json)?", page.read_text()):
             assert (ROOT / name).exists(), f"{relative(page)} names {name}"
 
 

@@ -115,7 +115,7 @@ def steady(
     block_us: float = BLOCK_US,
     short_block_us: float = SHORT_BLOCK_US,
 ) -> dict[str, Steady]:
-    """Time of one launch of each work alone, from blocks of so many microseconds.
+    """Time of one launch of each work alone, from blocks of the given microseconds.
 
     ``agree`` gives all of several processes that run together the same number from their own ones.
     """

@@ -147,7 +147,7 @@ def _kept_lengths(
 
 
 def words(bits: int) -> int:
-    """Number of int32 that hold so many bits."""
+    """Number of int32 words that hold the given number of bits."""
     return -(-bits // 32)
 
 

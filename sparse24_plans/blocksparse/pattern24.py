@@ -86,7 +86,7 @@ def prune_blocks(
     matrix : array
         f16 or bf16, in host memory; sides are multiples of ``block``, which is 64 or 128.
     density : float
-        From 0 to 1: of all heads' blocks, so many are kept, rounded to a whole number (a half to even).
+        The fraction of all heads' blocks that is kept, from 0 to 1; their number is rounded (a half to even).
     along : str
         As of :func:`compress_blocks`: of every four cells along it two are kept, as ``PruneSparse24Plan``
         does: the largest by magnitude, or by score, signed; NaN above Inf, of equals those in front.

@@ -67,17 +67,17 @@ class Arithmetic(NamedTuple):
 
     @classmethod
     def hopper(cls, element: ElementKind, slices: int) -> Arithmetic:
-        """Tensor cores that sum K in so many slices. Elements f32 are split into three terms."""
+        """The arithmetic of tensor cores that sum K in ``slices``. f32 is split into three terms."""
         return cls(_OF_ELEMENT.get(element, HOPPER), slices)
 
     @classmethod
     def split(cls, parts: int, slices: int) -> Arithmetic:
-        """Tensor cores that sum float32 split into so many bf16 terms."""
+        """The arithmetic of tensor cores that multiply float32 split into bf16 terms."""
         return cls(HOPPER_F32[parts], slices)
 
     @classmethod
     def promoted(cls) -> Arithmetic:
-        """Tensor cores that sum fp8, with sums promoted to float32 outside of them."""
+        """The arithmetic of tensor cores that sum fp8, with sums promoted to float32 outside of them."""
         return cls(HOPPER_FP8, 0, PROMOTED_EVERY)
 
     @property

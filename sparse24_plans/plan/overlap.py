@@ -22,7 +22,7 @@ class StridedSpan(NamedTuple):
     def end(self) -> int:
         return self.address + (self.lines - 1) * self.pitch + self.width
 
-    def meet(self, start: int, width: int) -> bool:
+    def overlaps(self, start: int, width: int) -> bool:
         """Whether a line shares memory with the ``width`` bytes from ``start``."""
         first = (start - self.width - self.address) // self.pitch + 1
         last = -(-(start + width - self.address) // self.pitch) - 1
@@ -51,11 +51,11 @@ def overlap(one: StridedSpan, other: StridedSpan) -> bool:
         return False
     few, many = (one, other) if one.lines <= other.lines else (other, one)
     if few.lines == 1:
-        return many.meet(few.address, few.width)
-    if few.pitch == many.pitch:  # whether line i of one meets line j of the other depends on i - j alone
+        return many.overlaps(few.address, few.width)
+    if few.pitch == many.pitch:  # whether line i of one overlaps line j of the other depends on i - j alone
         back = (few.lines - 1) * many.pitch
         spread = StridedSpan(many.address - back, many.lines + few.lines - 1, many.pitch, many.width)
-        return spread.meet(few.address, few.width)
+        return spread.overlaps(few.address, few.width)
     if few.lines > _MOST_LINES:
         return True
-    return any(many.meet(few.address + at * few.pitch, few.width) for at in range(few.lines))
+    return any(many.overlaps(few.address + at * few.pitch, few.width) for at in range(few.lines))

@@ -1,4 +1,4 @@
-"""The kernels that make weights on a GPU, which the package's root hands in.
+"""The kernels that make weights on a GPU. The package's root provides them.
 
 They belong to plans above this package, so it imports none of them. Importing this module is cheap, because
 every import of the package does it.

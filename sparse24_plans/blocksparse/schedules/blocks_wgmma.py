@@ -204,27 +204,27 @@ def sdd_loads(
 
 
 def _kept_columns(layout: BlockSparseShape, panels: int, share: float = 1.0) -> Columns:
-    """Columns of blocks that so many row panels keep: the quantiles of random layouts, the largest first.
+    """Block columns that each of ``panels`` row panels keeps: quantiles of random layouts, largest first.
 
     ``share`` scales their mean.
     """
     kept = expected_occupancy(layout, narrow_panel_block_rows(layout))
     mean, deviation = layout.block_cols * kept * share, (layout.block_cols * kept * (1 - kept)) ** 0.5
-    met = np.rint(mean + deviation * _normal_quantiles(panels))
-    found: Columns = np.clip(met, 0, layout.block_cols).astype(np.int64)
+    kept_columns = np.rint(mean + deviation * _normal_quantiles(panels))
+    found: Columns = np.clip(kept_columns, 0, layout.block_cols).astype(np.int64)
     return found
 
 
 @lru_cache(64)
 def _normal_quantiles(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The middles of so many equal parts of the normal distribution, the largest first."""
+    """The medians of equally probable parts of the normal distribution, the largest first."""
     return np.array([NormalDist().inv_cdf(1 - (part + 0.5) / count) for part in range(count)])
 
 
 def cluster_loads(one: BlocksWgmmaSchedule, columns: Columns, block: int, multiprocessors: int) -> Columns:
     """Work tiles of each cluster, and the columns that a CTA of it loads for all of them: two rows.
 
-    ``columns`` are the columns of blocks of each row panel. Work tiles are dealt out as the kernel does.
+    ``columns`` are the block columns of each row panel. Work tiles are assigned to clusters as in the kernel.
     """
     part = min(block, one.tokens)
     parts = columns * (block // part)

@@ -58,7 +58,7 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         """Return the token tiles of a raster group, and how many groups there are.
 
         A group's token tiles are computed with every panel before the next group. Groups stay in half of L2
-        but leave each of so many clusters a work tile. They are equal if possible.
+        but leave each of the ``clusters`` a work tile. They are equal if possible.
         """
         fit = constants("blocks_tiles")
         tiles = desc.batch * self.cluster_tiles(desc)

@@ -100,7 +100,7 @@ CLASS_LIMITS = (MAX_MEMORY_BOUND_N, 512)
 """Maximum n of each class of problems that has constants of its own; the last class has no maximum."""
 CLASSES = ("few", "some", "many")
 _NARROW_MULTICAST = 192
-"""Tiles that are narrower than the widest by so many tokens or more take all of the slowdown by multicast."""
+"""Tokens by which a tile is narrower than the widest where multicast slows it down in full."""
 
 
 class CostInputs:
@@ -242,7 +242,7 @@ def _load_time(work: CostInputs, fit: CostConstants) -> Array:
 
 
 def _x_bytes(work: CostInputs, fit: CostConstants, loaders: Array | float = 1.0) -> Array:
-    """Bytes of X that a CTA loads for one column of W, by so many loaders, with the cost of alignment."""
+    """Bytes of X that each loading CTA loads for one column of W, with the cost of alignment."""
     return work.size * work.tokens * (1 + fit.unaligned_x * work.unaligned / loaders)
 
 

@@ -18,12 +18,12 @@ _STEP_BYTES, _BUFFERS = 8192, 2
 """Bytes of a warpgroup's results in each staging buffer, and how many buffers it has."""
 _BARRIER_BYTES = 512
 _PATTERN = 1024
-"""X follows W in shared memory and must begin at a multiple of so many bytes, where a swizzle begins."""
+"""X follows W in shared memory and must begin at a multiple of these bytes, where a swizzle begins."""
 _LINE_BYTES = 128
 """The longest line that TMA swizzles."""
 
 MAX_MEMORY_BOUND_N, WIDEST = 64, 256
-"""One CTA takes up to so many tokens, and memory sets the pace; and the maximum tokens of a tile."""
+"""Most tokens that one CTA computes at the pace of memory, and most tokens of a tile."""
 _MORE_TILES = 5
 """Number of token tiles beyond the fewest that are tried."""
 _FEW_OUTPUTS = 2048
@@ -231,7 +231,7 @@ class WgmmaSpSchedule(NamedTuple):
 
 
 def _width(tokens: int) -> int:
-    """The narrowest instruction for so many tokens. Beyond 32, integers have multiples of 16 alone."""
+    """The narrowest instruction for ``tokens`` tokens. Beyond 32, integers have multiples of 16 alone."""
     return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
@@ -320,7 +320,7 @@ def schedules_for(n: int, m: int = 0, min_idle: float | None = None) -> tuple[Wg
 def schedules_in(
     slices: int, n: int, m: int = 0, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
-    """Schedules that sum K in so many slices, along a cluster or in chunks: the bits are the same."""
+    """Schedules that sum K in ``slices`` slices, along a cluster or in chunks: the bits are the same."""
     tried = [one for one in schedules_for(n, m, min_idle) if one.split_k == slices]
     if slices > 1:
         wide = [
