@@ -100,7 +100,7 @@ CLASS_LIMITS = (MAX_MEMORY_BOUND_N, 512)
 """Maximum n of each class of problems that has constants of its own; the last class has no maximum."""
 CLASSES = ("few", "some", "many")
 _NARROW_MULTICAST = 192
-"""Tokens by which a tile is narrower than the widest where multicast slows it down in full."""
+"""Multicast costs tiles in full that are narrower than the widest by at least these tokens."""
 
 
 class CostInputs:
