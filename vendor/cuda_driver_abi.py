@@ -21,6 +21,7 @@ _SWIZZLE = {16: 0, 32: 1, 64: 2, 128: 3}  # by bytes that a box's rows are apart
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
+_Space = ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT)
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -227,22 +228,27 @@ def swizzled_images_map(
     )
 
 
-def _swizzled_map(
-    address: int,
+def _swizzled_map(address: int, *geometry: Any) -> bytes:
+    """The map of a matrix at ``address``; ``geometry`` is what :func:`_tiling` takes."""
+    front, back = _tiling(*geometry)
+    return _encoded("cuTensorMapEncodeTiled", *front, address, *back)
+
+
+@lru_cache(maxsize=1024)
+def _tiling(
     shape: tuple[int, ...],
     pitches: tuple[int, ...],
     itemsize: int,
     box: tuple[int, ...],
     pitch: int = 0,
     promotion: int = _L2_PROMOTION_256B,
-) -> bytes:
-    """Sizes from the outermost to the innermost, which is contiguous."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The encoder's arguments before and behind the address. The encoder only reads their arrays.
+
+    Sizes are given from the outermost to the innermost, which is contiguous.
+    """
     rank = len(shape)
-    return _encoded(
-        "cuTensorMapEncodeTiled",
-        _UNSIGNED[itemsize],
-        rank,
-        address,
+    return (_UNSIGNED[itemsize], rank), (
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * (rank - 1))(*reversed(pitches)),
         (ctypes.c_uint32 * rank)(*reversed(box)),
@@ -256,7 +262,7 @@ def _swizzled_map(
 
 def _encoded(encoder: str, *arguments: Any) -> bytes:
     """The map that this function of the driver writes."""
-    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _ALIGNMENT))()
+    space = _Space()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
     status = getattr(_driver(), encoder)(at, *arguments)
     if status:

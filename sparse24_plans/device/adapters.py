@@ -81,16 +81,15 @@ def _foreign_element(foreign: Any, element: ElementKind | None, argument: str) -
         dtype = _BY_NAME[name].dtype if name in _BY_NAME else np.dtype(name)
     except TypeError:
         raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {foreign}") from None
-    kind = element_of(dtype, element, argument)
-    if element is None:
-        _BY_FOREIGN_DTYPE[foreign] = kind
-    return kind
+    return element_of(dtype, element, argument)
 
 
 def _from_torch(obj: Any, element: ElementKind | None, argument: str) -> TensorView:
     kind = _BY_FOREIGN_DTYPE.get(obj.dtype)
-    if kind is None or element is not None:
+    if kind is None or element not in (None, kind):
         kind = _foreign_element(obj.dtype, element, argument)
+        if kind is _BY_NAME.get(str(obj.dtype).rpartition(".")[2]):  # not raw bits of another type
+            _BY_FOREIGN_DTYPE[obj.dtype] = kind
     if obj.is_neg():
         raise InvalidProblemError(f"{argument}: expected materialised values, got PyTorch's lazy negative")
     device = _BY_FOREIGN_DEVICE.get(obj.device)

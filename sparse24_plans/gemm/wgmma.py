@@ -128,7 +128,8 @@ class WgmmaKernel(GemmKernel):
         """The parameters of a launch that loads ``x``, with stream-K's part of the workspace."""
 
         def x_maps() -> list[bytes]:
-            return [view_map(x, self._problem.x_order, box) for box in self._x_boxes]
+            maps = {box: view_map(x, self._problem.x_order, box) for box in {*self._x_boxes}}
+            return [maps[box] for box in self._x_boxes]
 
         return launch_parameters(
             self._fixed, self._problem, self._schedule, views, x_maps, self._y_box, workspace

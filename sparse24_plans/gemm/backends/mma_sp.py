@@ -65,27 +65,25 @@ class Kernel(GemmKernel):
             shared_bytes=schedule.stages * schedule.stage_bytes,
         )
 
+        self._fixed = MmaSpParams(
+            n=desc.n,
+            m=desc.m,
+            k=desc.k,
+            row_tiles=-(-desc.m // TILE_M),
+            k_tiles=-(-desc.k // TILES_16BIT.tile_k),
+            alpha=desc.alpha,
+            n_tiles=schedule.token_blocks,
+        )
+
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
-        return self._function.bind(
-            self._schedule.blocks,
-            MmaSpParams(
-                packed=views["packed"].address,
-                x=source.address,
-                bias=address(views.get("bias")),
-                y=result.address,
-                n=desc.n,
-                m=desc.m,
-                k=desc.k,
-                x_stride=leading_dimension(source, desc.x_order),
-                y_stride=leading_dimension(result, desc.y_order),
-                row_tiles=-(-desc.m // TILE_M),
-                k_tiles=-(-desc.k // TILES_16BIT.tile_k),
-                alpha=desc.alpha,
-                n_tiles=self._schedule.token_blocks,
-            ),
-            overlapping=self._clusters,
-        )
+        parameters = MmaSpParams.from_buffer_copy(self._fixed)
+        parameters.packed = views["packed"].address
+        parameters.x, parameters.y = source.address, result.address
+        parameters.bias = address(views.get("bias"))
+        parameters.x_stride = leading_dimension(source, desc.x_order)
+        parameters.y_stride = leading_dimension(result, desc.y_order)
+        return self._function.bind(self._schedule.blocks, parameters, overlapping=self._clusters)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
