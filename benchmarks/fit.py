@@ -77,6 +77,8 @@ BOUNDS = {
 HELD_NEAR = 0.05
 """The weight of the mean squared distance from the start, in logarithms. wgmma_sp's models start at the given
 constants of invariant split-K: fitted freely, they lost 1.5% on 242 fresh problems where choices differed."""
+KEPT = {"wgmma_sp_8bit_some"}
+"""Models that keep their start: descents from it lose more on fp8_e4m3's worst problem, 15% in place of 12."""
 NAMES = [field.name for field in fields(CostConstants)]
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
@@ -210,7 +212,9 @@ def gemm_fit(model: str, gpu: str) -> Fit:
     given = json.loads((SCHEDULES / "given.json").read_text())
     near = given[model.replace("wgmma_sp", "wgmma_sp_split_k")]["constants"]
     start = np.array([max(near[name], 1e-9) for name in BOUNDS])
-    return Fit(found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 4000, 1, start)
+    return Fit(
+        found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 0 if model in KEPT else 4000, 1, start
+    )
 
 
 def stream_k_entry(gpu: str) -> Constants:
