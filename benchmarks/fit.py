@@ -3,14 +3,15 @@
 ``python -m benchmarks.fit [--gpu NAME] [--only MODEL ...] [--check]``. Reads ``benchmarks/schedules/`` and
 writes ``sparse24_plans/tuning/models/<gpu>.json``: for each model its constants, the measured problems, and
 how much longer the schedule that it chooses takes than the best measured one. ``--check`` writes nothing and
-fails where the file differs. All models take about 3 minutes on two quiet cores.
+fails where the file differs. All models take about a minute on two quiet cores.
 
 The loss of a fit is what its choices lose, softened: every candidate is chosen a little, the less the longer
 it is predicted to take. Predicted times far from the measured ones count too, by less. A random descent makes
-it small, from the middle of each constant's bounds: there are no slopes to follow where two terms of a model
-change places. ``held_out`` is the loss for a quarter of the matrices by constants fitted to the others.
+it small: there are no slopes to follow where two terms of a model change places. wgmma_sp's models start at
+given constants and stay near them, the others start in the middle of each constant's bounds.
 
-``fresh`` is the loss for problems that no fit sees: random ones, of which two schedules were measured.
+``held_out`` is the loss for a quarter of the matrices by constants fitted to the others; ``fresh`` is the
+loss for problems that no fit sees: random ones, of which two schedules were measured.
 
 ``schedules/given.json`` holds what no measurement decides. The constants that fix split-K are given, since a
 fit must not change bits; others are given until their problems are measured, and say so.
@@ -196,6 +197,12 @@ def file_of(gpu: str, family: str) -> str:
     return f"{gpu.removeprefix('nvidia_')}-{family}.jsonl"
 
 
+def given_models() -> dict[str, Constants]:
+    """The constants that no measurement decides, with the reasons."""
+    found: dict[str, Constants] = json.loads((SCHEDULES / "given.json").read_text())
+    return found
+
+
 def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
     found = []
     for row in lines_of(gpu, family):
@@ -209,8 +216,7 @@ def gemm_fit(model: str, gpu: str) -> Fit:
     found = [one for one in gemm_problems(gpu) if model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
-    given = json.loads((SCHEDULES / "given.json").read_text())
-    near = given[model.replace("wgmma_sp", "wgmma_sp_split_k")]["constants"]
+    near = given_models()[model.replace("wgmma_sp", "wgmma_sp_split_k")]["constants"]
     start = np.array([max(near[name], 1e-9) for name in BOUNDS])
     return Fit(
         found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 0 if model in KEPT else 4000, 1, start
@@ -379,8 +385,8 @@ def entry(model: str, gpu: str) -> Constants:
         "loss": summary(every.free(found)),
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
-    fresh = [one for one in gemm_problems(gpu, FRESH) if model_of(one[0]) == model] if gemm else []
-    if fresh:
+    if gemm and (SCHEDULES / file_of(gpu, FRESH)).is_file():
+        fresh = [one for one in gemm_problems(gpu, FRESH) if model_of(one[0]) == model]
         measured["fresh"] = {"problems": len(fresh), "loss": summary(fit.choices(fresh).free(found))}
     values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
     values = small_constants(found) if model in SMALL_MODELS else values
@@ -402,7 +408,7 @@ def plain(value: float) -> float:
 def file_text(gpu: str, only: Sequence[str]) -> str:
     """The data file of a GPU, with the models of ``only`` fitted anew, or all where it is empty."""
     path = FOLDER / f"{gpu}.json"
-    given = json.loads((SCHEDULES / "given.json").read_text())
+    given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}
     wanted = [one for one in FITTED if not only or one in only]
     if len(wanted) < len(FITTED):
