@@ -336,13 +336,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
 def everything(root: Path) -> Record:
     """The record of the benchmarks, and as its ``records`` every one there is, by the file's name."""
     paths = sorted((root / RECORD).parent.glob("*.json"))
-    found = {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
-    for name, newer in found["records"].items():
-        if name.startswith("h200-grid-"):  # an element whose rows were taken since the whole grid was
-            elements = {row["element"] for row in newer["gemm"]}
-            kept = [row for row in found["gemm"] if row["element"] not in elements]
-            found |= {"gemm": kept + newer["gemm"], "host": newer["host"] or found["host"]}
-    return found
+    return {**load(root / RECORD), "records": {path.name: json.loads(path.read_text()) for path in paths}}
 
 
 def _compact(line: str) -> str:

@@ -82,9 +82,5 @@ KINDS = {
 
 
 def kind_of(file_name: str) -> str:
-    """The kind of a record by its file's name: ``random`` of h200-random.json, ``grid`` of h200.json.
-
-    A grid that is still being taken stands beside the last whole one, with its element: h200-grid-bf16.json.
-    """
-    kind = file_name.removesuffix(".json").partition("-")[2]
-    return "grid" if kind.startswith("grid-") else kind or "grid"
+    """The kind of a record by its file's name: ``random`` of h200-random.json, ``grid`` of h200.json."""
+    return file_name.removesuffix(".json").partition("-")[2] or "grid"

@@ -1,4 +1,4 @@
-"""Draws the record: ``python -m benchmarks.plot benchmarks/results/h200-grid-bf16.json docs/h200.svg``.
+"""Draws the record: ``python -m benchmarks.plot benchmarks/results/h200.json docs/h200.svg``.
 
 Speed-up over dense cuBLAS against the number of tokens, the geometric mean over the shapes, a line a
 contender. Needs matplotlib only.

@@ -16,7 +16,7 @@ from .records import RESULTS, ROOT, record
 
 @pytest.fixture(scope="module")
 def axes():
-    (axes,) = plot.drawn(record("h200-grid-bf16.json")).axes
+    (axes,) = plot.drawn(record("h200.json")).axes
     return axes
 
 
@@ -36,7 +36,7 @@ def test_what_select_chooses_is_drawn_last(axes):
     *others, last = sorted(axes.get_lines(), key=lambda line: line.get_zorder())
     assert last.get_label() == "what select chooses"
     assert last.get_linewidth() > max(line.get_linewidth() for line in others)
-    assert list(last.get_ydata()) == list(plot.speedups(record("h200-grid-bf16.json"), "auto").values())
+    assert list(last.get_ydata()) == list(plot.speedups(record("h200.json"), "auto").values())
 
 
 def test_dense_and_the_limit_by_bandwidth_are_marked(axes):
@@ -48,7 +48,7 @@ def test_dense_and_the_limit_by_bandwidth_are_marked(axes):
 
 def test_the_committed_plot_is_of_the_record(tmp_path):
     """The marks have the same places; fonts and versions of matplotlib may differ."""
-    plot.main(str(RESULTS / "h200-grid-bf16.json"), str(tmp_path / "h200.svg"))
+    plot.main(str(RESULTS / "h200.json"), str(tmp_path / "h200.svg"))
     made, committed = ((folder / "h200.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
     assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m benchmarks.plot"
 
