@@ -14,11 +14,11 @@ from ..weights.gates import GATE_GROUP, GATE_ROWS
 
 Array = np.ndarray[Any, Any]
 
-IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
+IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
 """Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict are CUDA's."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
 """Epilogues that make one result of each sum."""
-EXACT = tuple(kind for kind in EpilogueKind if kind is not EpilogueKind.BIAS_GELU_TANH)
+EXACT = tuple(kind for kind in EpilogueKind if kind.activation is not EpilogueKind.GELU_TANH)
 """Epilogues of this package's kernels; the library cuSPARSELt alone has the tanh approximation."""
 EXACT_UNGATED = tuple(kind for kind in EXACT if kind in UNGATED)
 
@@ -72,35 +72,29 @@ def _gelu(v: Array) -> Array:
 def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
     """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own.
 
-    For a gated kind the last axis, which is in the order of W's rows, becomes half as long.
+    An activation without a bias is that of v + 0, so that of +0 where v is -0. For a gated kind the last
+    axis, which is in the order of W's rows, becomes half as long.
     """
-    v = _biased(acc, alpha, bias)
+    v = acc if alpha == 1 else acc * np.float32(alpha)
+    if kind is not EpilogueKind.IDENTITY:
+        v = v + (np.float32(0) if bias is None else bias)
+    activation = kind.activation
     if not kind.is_gated:
-        return _activated(v, kind)
+        return _activated(v, activation)
     pairs = v.reshape(*v.shape[:-1], v.shape[-1] // GATE_GROUP, 2, GATE_ROWS)
-    found = _gated(pairs[..., 0, :], pairs[..., 1, :], kind)
+    found = _activated(pairs[..., 0, :], activation) * pairs[..., 1, :]
     return found.reshape(*v.shape[:-1], v.shape[-1] // 2)
 
 
-def _biased(acc: Array, alpha: float, bias: Array | None) -> Array:
-    v = acc if alpha == 1 else acc * np.float32(alpha)
-    return v if bias is None else v + bias
-
-
-def _gated(gate: Array, up: Array, kind: EpilogueKind) -> Array:
-    """The activated gate times ``up``, rounded once. Both include their bias."""
-    return _activated(gate, kind) * up
-
-
-def _activated(v: Array, kind: EpilogueKind) -> Array:
-    """The activation of an ungated kind, or of a gated kind's gate."""
-    if kind is EpilogueKind.BIAS_RELU:
+def _activated(v: Array, activation: EpilogueKind) -> Array:
+    """The activation, or a gated one's of the gate."""
+    if activation is EpilogueKind.RELU:
         return np.where(v < 0, np.float32(0.0), v)
-    if kind in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU):
+    if activation in (EpilogueKind.GELU, EpilogueKind.GEGLU):
         return _gelu(v)
-    if kind in (EpilogueKind.BIAS_SILU, EpilogueKind.BIAS_SWIGLU):
+    if activation in (EpilogueKind.SILU, EpilogueKind.SWIGLU):
         return _silu(v)
-    if kind is EpilogueKind.BIAS_GELU_TANH:  # not in strict mode: NumPy's tanh isn't defined to the bit
+    if activation is EpilogueKind.GELU_TANH:  # not in strict mode: NumPy's tanh isn't defined to the bit
         wide = v.astype(np.float64)
         inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
         result = (0.5 * wide * (1 + np.tanh(inner))).astype(np.float32)

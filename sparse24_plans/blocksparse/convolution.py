@@ -184,7 +184,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
         self._expect("element", FLOATS)
         self._expect_result_types()
         one, taps = self.layout, self.kernel[0] * self.kernel[1]
-        if self.op is not BlockSparseConvOp.FORWARD and self.epilogue.has_bias:
+        if self.op is not BlockSparseConvOp.FORWARD and self.epilogue is not EpilogueKind.IDENTITY:
             raise ValueError(f"epilogue: expected identity for op {self.op}, got {self.epilogue}")
         if one.heads != 1:
             raise ValueError(f"layout: expected one head, got {one.heads}")

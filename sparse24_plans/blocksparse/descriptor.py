@@ -151,7 +151,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     def _consistent(self) -> BlockSparseMatmulDescriptor:
         self._expect("element", MATMUL_ELEMENTS)
         self._expect_result_types()
-        if self.op is BlockSparseOp.SDD and self.epilogue.has_bias:
+        if self.op is BlockSparseOp.SDD and self.epilogue is not EpilogueKind.IDENTITY:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
         if self.inner is InnerPattern.SPARSE24:
             self._check_inner()

@@ -6,7 +6,7 @@ from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
-from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
+from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind, EpilogueKind
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
@@ -184,5 +184,6 @@ def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
     size = (problem.out_element if sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
     width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
-    accumulators = problem.batch * one.heads * width * problem.n * 4 if problem.epilogue.has_bias else 0
+    needs_sums = problem.epilogue is not EpilogueKind.IDENTITY
+    accumulators = problem.batch * one.heads * width * problem.n * 4 if needs_sums else 0
     return align_up(dense), align_up(accumulators)

@@ -357,7 +357,7 @@ def problem_text(desc: Json) -> str:
         f"{desc['element']} to {desc['out_element']}",
         f"epilogue {desc['epilogue']}",
     ]
-    if desc["epilogue"] != "identity":
+    if EpilogueKind(desc["epilogue"]).has_bias:
         words[-1] += f" (bias {desc['bias_element']})"
     for name, default in (("alpha", 1), ("x_order", "row"), ("y_order", "row")):
         if desc[name] != default:

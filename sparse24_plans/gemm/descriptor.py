@@ -35,12 +35,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
     op : GemmOp
         ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
-        v = alpha * (acc * scale_x * scale_w), then per kind: v; v + bias; relu(v + bias); gelu(v + bias) = t
-        * Phi(t) (the exact one); silu(v + bias) = t / (1 + exp(-t)); gelu_tanh(v + bias) = t/2 * (1 +
+        An activation of t = alpha * (acc * scale_x * scale_w) + bias, or of the same without a bias: relu(t);
+        gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
         tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
-        of two rows of W: swiglu is silu(v_gate + bias) * (v_up + bias), geglu is gelu(v_gate + bias) * (v_up
-        + bias). M is then a multiple of 16, W, bias and scale_w are in the order of
-        ``gated_rows``, and Y is [N, M/2].
+        of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) * t_up. M is then a multiple of
+        16, W, bias and scale_w are in the order of ``gated_rows``, and Y is [N, M/2].
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional
@@ -105,7 +104,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.epilogue.is_gated:
             self._expect_gates()
         if self.op is GemmOp.DGRAD:
-            if self.epilogue.has_bias:
+            if self.epilogue is not EpilogueKind.IDENTITY:
                 raise ValueError(f"epilogue: expected identity for op dgrad, got {self.epilogue}")
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):

@@ -141,12 +141,7 @@ _CUSPARSELT = GemmEntry(
     elements=(F16, BF16, S8),
     ops=(GemmOp.FORWARD,),
     # The library has no SiLU, and its GELU is the tanh approximation.
-    epilogues=(
-        EpilogueKind.IDENTITY,
-        EpilogueKind.BIAS,
-        EpilogueKind.BIAS_RELU,
-        EpilogueKind.BIAS_GELU_TANH,
-    ),
+    epilogues=(*IN_STEPS, EpilogueKind.GELU_TANH, EpilogueKind.BIAS_GELU_TANH),
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,

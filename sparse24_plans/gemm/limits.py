@@ -144,7 +144,7 @@ def cublas(problem: GemmSparse24Descriptor) -> str | None:
 def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
-    accumulators = 4 * problem.n * problem.m if problem.epilogue.has_bias else 0
+    accumulators = 4 * problem.n * problem.m if problem.epilogue is not EpilogueKind.IDENTITY else 0
     return dense, align_up(accumulators)
 
 
@@ -167,9 +167,9 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
         return reason
     if out not in _CUSPARSELT_OUT[element]:
         return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
-    gelu = problem.epilogue is EpilogueKind.BIAS_GELU_TANH
+    gelu = problem.epilogue.activation is EpilogueKind.GELU_TANH
     if gelu and (element, out) not in _CUSPARSELT_GELU:
-        return f"serves bias_gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
+        return f"serves gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
     bias = F32 if out.is_integer else out
     if problem.epilogue.has_bias and problem.bias_element is not bias:
         return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"

@@ -28,9 +28,9 @@ def check_activation(activation: str, *, gates: bool = True) -> None:
 def epilogue_of(activation: str, has_bias: bool, *, gates: bool = False) -> EpilogueKind:
     """The epilogue. Raises InvalidProblemError for an unknown activation."""
     check_activation(activation, gates=gates)
-    if activation != "none":
-        return EpilogueKind(f"bias_{activation}")
-    return EpilogueKind.BIAS if has_bias else EpilogueKind.IDENTITY
+    if activation == "none":
+        return EpilogueKind.BIAS if has_bias else EpilogueKind.IDENTITY
+    return EpilogueKind(f"bias_{activation}" if has_bias else activation)
 
 
 def is_gated(activation: str) -> bool:

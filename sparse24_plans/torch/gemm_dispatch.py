@@ -156,9 +156,6 @@ class CheckedProduct(CheckedCall):
         self._empty = allocation(self.shape, self._dtype, self._device)
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
-        self._zeros = None
-        if desc.epilogue.has_bias and call.bias is None:
-            self._zeros = torch.zeros(desc.m, dtype=DTYPE_OF[desc.bias_element], device=x.device)
         super().__init__(plan, self._first_caller(call, rows, out), x.device)
         self.alignment = self._caller.alignment("source")
         """The address of x must be a multiple of this number of bytes."""
@@ -195,9 +192,8 @@ class CheckedProduct(CheckedCall):
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
         if call.dgrad:
             return DgradSparse24Args(weight, rows, y)
-        bias = call.bias if self._zeros is None else self._zeros
         scales = [None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w)]
-        return GemmSparse24Args(weight, rows, y, bias, *scales)
+        return GemmSparse24Args(weight, rows, y, call.bias, *scales)
 
     def run(
         self,
@@ -225,8 +221,6 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
-        if self._zeros is not None:
-            places += (self._zeros.data_ptr(),)
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)

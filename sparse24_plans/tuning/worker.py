@@ -24,7 +24,7 @@ from ..gemm.kernel_table import GemmEntry, find
 from ..gemm.plan import GemmSparse24Plan
 from ..gemm.tuned import TunedKernel, TuningTable
 from ..plan.preference import PlanPreference
-from ..vocab import ElementKind, ScaleKind
+from ..vocab import ElementKind, EpilogueKind, ScaleKind
 from ..weights.weight import PackedWeight
 from .data import Array, Matrix, Problem, digest, widened
 from .timing import Contender, capture, elapsed_us, time_contenders
@@ -41,7 +41,8 @@ class Experiment(Problem):
     """One problem, the plans that are tried on it, and what a right result lies between."""
 
     def __init__(self, desc: GemmSparse24Descriptor, ordinal: int) -> None:
-        if desc.epilogue.has_bias or (desc.scale_x, desc.scale_w) != (ScaleKind.NONE, ScaleKind.NONE):
+        none = ScaleKind.NONE
+        if (desc.epilogue, desc.scale_x, desc.scale_w) != (EpilogueKind.IDENTITY, none, none):
             raise UnsupportedError("tuning: serves the epilogue identity without scales")
         super().__init__(desc, _matrix(desc.m, desc.k, desc.element))
         self._properties = cuda_properties(ordinal)

@@ -197,12 +197,19 @@ class MathPrecision(_Word):
 
 
 class EpilogueKind(_Word):
-    """The operation on ``alpha * acc``. GELU is the exact one, x*Phi(x); GELU_TANH its tanh approximation.
+    """The operation on ``alpha * acc``: an activation, with a bias or without.
 
-    SWIGLU and GEGLU make one result of two rows of W, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
+    GELU is the exact one, x*Phi(x); GELU_TANH is its tanh approximation. SWIGLU and GEGLU make one result of
+    two rows of W, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
     """
 
     IDENTITY = "identity"
+    RELU = "relu"
+    GELU = "gelu"
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"
     BIAS = "bias"
     BIAS_RELU = "bias_relu"
     BIAS_GELU = "bias_gelu"
@@ -213,13 +220,20 @@ class EpilogueKind(_Word):
 
     @property
     def has_bias(self) -> bool:
-        """Whether it adds a bias: all but ``identity`` do."""
-        return self is not EpilogueKind.IDENTITY
+        """Whether a bias is added before the activation."""
+        return self.startswith(EpilogueKind.BIAS)
+
+    @property
+    def activation(self) -> EpilogueKind:
+        """The same epilogue without its bias."""
+        if self is EpilogueKind.BIAS:
+            return EpilogueKind.IDENTITY
+        return EpilogueKind(self.removeprefix("bias_"))
 
     @property
     def is_gated(self) -> bool:
         """Whether two rows of W make one result: an activated gate times the other row's value."""
-        return self in (EpilogueKind.BIAS_SWIGLU, EpilogueKind.BIAS_GEGLU)
+        return self.activation in (EpilogueKind.SWIGLU, EpilogueKind.GEGLU)
 
 
 class GemmOp(_Word):

@@ -184,10 +184,12 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
     if desc.op == "sdd":
         exact, abs_sum = kept_of(layout, exact), kept_of(layout, abs_sum)
     out, k = desc.out_element, desc.reduction
-    if "bias" not in operands.arrays:
+    if desc.epilogue == "identity":
         return {"c": (saturated(exact, out), plan.guarantee.tolerance(k, exact, abs_sum, out, desc.alpha))}
-    bias = operands.wide("bias")
-    v = exact + (bias[:, :, None] if desc.op == "dsd" else bias[:, None, :])
+    v = exact
+    if desc.epilogue.has_bias:
+        bias = operands.wide("bias")
+        v = exact + (bias[:, :, None] if desc.op == "dsd" else bias[:, None, :])
     before = plan.guarantee.tolerance(k, exact, abs_sum, F32, desc.alpha) + np.abs(v) * F32.unit_roundoff
     return {"c": _activated(v, before, desc)}
 
@@ -438,8 +440,8 @@ def _convolution(plan: BlockSparseConv2dPlan, operands: Operands) -> Expected:
     abs_sum = _convolved(desc, layout, {name: np.abs(one) for name, one in read.items()})
     out, k = desc.out_element, desc.reduction
     name = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
-    if "bias" not in operands.arrays:
+    if desc.epilogue == "identity":
         return {name: (saturated(exact, out), plan.guarantee.tolerance(k, exact, abs_sum, out, desc.alpha))}
-    v = exact + operands.wide("bias")
+    v = exact + operands.wide("bias") if desc.epilogue.has_bias else exact
     before = plan.guarantee.tolerance(k, exact, abs_sum, F32, desc.alpha) + np.abs(v) * F32.unit_roundoff
     return {name: _activated(v, before, desc)}

@@ -44,7 +44,7 @@ def said(text: str) -> str:
         (("--arch", "sm90"), "did you mean sm90a?"),
         (("--element", "f64"), "'--element': expected one of f32, f16, bf16, s8, fp8_e4m3, got 'f64'"),
         (("--backend", "wgmma"), "did you mean wgmma_sp?"),
-        (("--epilogue", "silu"), "did you mean bias_silu?"),
+        (("--epilogue", "bias_sil"), "did you mean bias_silu?"),
         (("--device", "tpu"), "'--device': expected auto, host, cuda:N or N, got 'tpu'"),
         (("--arch", "sm80", "--device", "0"), "--arch and --device exclude each other"),
         (("--require", "batchinvariant"), "got 'batchinvariant'; did you mean batch_invariant?"),

@@ -34,10 +34,12 @@ def words_of(header: str, name: str) -> dict[str, int]:
 def test_codes_are_those_of_the_headers():
     elements = {kind.name: code for kind, code in enum_codes.ELEMENT_CODES.items()}
     assert words_of("common/element.cuh", "ElementKind") == elements
-    epilogues = {kind.name: code for kind, code in enum_codes.EPILOGUE_CODES.items()}
-    assert words_of("common/epilogue.cuh", "EpilogueKind") == epilogues
-    ungated = {kind for kind in enum_codes.EPILOGUE_CODES if not kind.is_gated}
-    assert all(set(row.epilogues) in (set(enum_codes.EPILOGUE_CODES), ungated) for row in GEMM_ENTRIES)
+    codes = enum_codes.EPILOGUE_CODES
+    with_a_bias = (kind for kind in codes if kind.has_bias or kind == "identity")
+    assert words_of("common/epilogue.cuh", "EpilogueKind") == {kind.name: codes[kind] for kind in with_a_bias}
+    assert all(codes[kind.activation] == code for kind, code in codes.items() if kind != "bias")
+    ungated = {kind for kind in codes if not kind.is_gated}
+    assert all(set(row.epilogues) in (set(codes), ungated) for row in GEMM_ENTRIES)
     masks = {kind.name: code for kind, code in enum_codes.MASK_CODES.items()}
     assert words_of("blocksparse/softmax.cu", "AttentionMask") == masks
 

@@ -24,6 +24,8 @@ EPILOGUE_CODES = {
     EpilogueKind.BIAS_SWIGLU: 5,
     EpilogueKind.BIAS_GEGLU: 6,
 }
+EPILOGUE_CODES |= {kind.activation: code for kind, code in EPILOGUE_CODES.items() if code > 1}
+"""An activation without a bias is the same kernel with a null pointer for the bias."""
 MASK_CODES = {AttentionMask.NONE: 0, AttentionMask.ADD: 1, AttentionMask.MUL: 2}
 
 

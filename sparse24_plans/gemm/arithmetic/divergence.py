@@ -93,12 +93,11 @@ def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> 
         "alpha": {"alpha": 1.0},
     }
     if not desc.epilogue.is_gated:  # without its gate it would have twice the results
-        plain["the activation"] = {"epilogue": EpilogueKind.BIAS}
+        linear = EpilogueKind.BIAS if desc.epilogue.has_bias else EpilogueKind.IDENTITY
+        plain["the activation"] = {"epilogue": linear}
         plain["bias and activation"] = {"epilogue": EpilogueKind.IDENTITY}
     for name, update in plain.items():
-        if any(getattr(desc, field) != value for field, value in update.items()) and (
-            desc.epilogue.has_bias or "epilogue" not in update
-        ):
+        if any(getattr(desc, field) != value for field, value in update.items()):
             other = results.of(desc.model_copy(update=update))
             if int(other.at(np.array([token]), np.array([output]))[0]) == recorded:
                 return f"after the sum, as if {name} were left out"

@@ -35,7 +35,7 @@ _TYPES = {
     ElementKind.I32: abi.R_32I,
     ElementKind.FP8_E4M3: abi.R_8F_E4M3,
 }
-_ACTIVATIONS = {EpilogueKind.BIAS_RELU: abi.RELU, EpilogueKind.BIAS_GELU_TANH: abi.GELU}
+_ACTIVATIONS = {EpilogueKind.RELU: abi.RELU, EpilogueKind.GELU_TANH: abi.GELU}
 # Keys of a configuration -> cusparseLtMatmulAlgAttribute_t
 _ATTRIBUTES = {
     "algorithm": abi.CONFIG_ID,
@@ -170,8 +170,8 @@ def _make(
     attributes: dict[int, Any] = {}
     if desc.epilogue.has_bias:
         attributes[abi.BIAS_POINTER] = ctypes.c_void_p(_SOME_ADDRESS)
-    if desc.epilogue in _ACTIVATIONS:
-        attributes[_ACTIVATIONS[desc.epilogue]] = ctypes.c_int(_ON)
+    if desc.epilogue.activation in _ACTIVATIONS:
+        attributes[_ACTIVATIONS[desc.epilogue.activation]] = ctypes.c_int(_ON)
     scaled = desc.scale_w is ScaleKind.ROW
     if scaled:
         attributes[abi.ALPHA_VECTOR] = ctypes.c_int(_ON)

@@ -17,7 +17,7 @@ from ...device.streams import Launch
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Alignment, Views, leading_dimension
-from ...vocab import ElementKind, GemmOp, MatrixOrder
+from ...vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import MOST_STRIDES, GemmKernel, address
@@ -47,7 +47,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice, *cublas_regions(choice.descriptor))
         desc, device = self.descriptor, choice.device
-        self._fused = not desc.epilogue.has_bias
+        self._fused = desc.epilogue is EpilogueKind.IDENTITY
         self._trivial = desc.n * desc.outputs == 0
         self._in_columns = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
         # elements of a row or column of X and of Y

@@ -8,7 +8,6 @@ is the guide.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...blocksparse.plan import BlockSparseMatmulPlan, BlockSparseSoftmaxPlan
 from ...errors import InvalidProblemError, UnsupportedError
-from ...vocab import ElementKind, InnerPattern
+from ...vocab import InnerPattern
 from ..activations import GRADIENTS, epilogue_of
 from ..elements import element_of
 from ..gemm_ops import autocast_rule
@@ -56,39 +55,20 @@ def _product(
         "dsd": b.shape[2 if trans_b else 3],
         "dds": a.shape[3 if trans_a else 2],
     }[op]
-    epilogue = epilogue_of(activation, bias is not None)
-    no_bias = ElementKind.F32 if epilogue.has_bias else None  # every result takes a float32 bias
     fields = {
         "op": op,
         "element": element_of(a.dtype, "a"),
         "trans_a": trans_a,
         "trans_b": trans_b,
-        "epilogue": epilogue,
+        "epilogue": epilogue_of(activation, bias is not None),
         "alpha": alpha,
         "out_element": None if out_dtype is None else element_of(out_dtype, "out_dtype"),
-        "bias_element": no_bias if bias is None else element_of(bias.dtype, "bias"),
+        "bias_element": None if bias is None else element_of(bias.dtype, "bias"),
         "inner": InnerPattern.DENSE if metadata is None else InnerPattern.SPARSE24,
     }
     sizes = {"batch": a.shape[0], "n": n}
     operands = {"a": a, "b": b, "metadata": metadata, "bias": bias}
-    problem = Problem(BlockSparseMatmulPlan, tuple(shape), sizes, fields, preference, operands, layout)
-    if bias is None and epilogue.has_bias:
-        operands["bias"] = _zero_bias(problem, layout)
-    return problem
-
-
-def _zero_bias(problem: Problem, layout: Tensor) -> Tensor:
-    """Zeros in place of a bias, for an activation without one."""
-    wanted = next(one for one in problem.wanted() if one.name == "bias")
-    sizes = tuple(int(size) for size in wanted.shape)
-    if type(layout) is not Tensor or layout.is_meta:  # a fake layout needs a fake bias
-        return layout.new_zeros(sizes, dtype=torch.float32)
-    return _zeros(sizes, layout.device)
-
-
-@lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.zeros(shape, device=device)
+    return Problem(BlockSparseMatmulPlan, tuple(shape), sizes, fields, preference, operands, layout)
 
 
 matmul, _fake_matmul = kernel_of(_product), fake_of(_product)
