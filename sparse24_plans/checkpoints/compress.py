@@ -210,6 +210,6 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
 
 
 def _energy(array: np.ndarray[Any, Any]) -> float:
-    wide = array.astype(np.float64).reshape(-1)
     with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
+        wide = array.astype(np.float64).reshape(-1)
         return float(np.dot(wide, wide))
