@@ -210,9 +210,21 @@ class _Load:
                 raise InvalidProblemError(
                     f"{name}: expected shape {list(shape)}, got {list(self._source.shape(name))}"
                 )
+            if name in self._source.weights:
+                self._check_orientation(name, own)
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
                 raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+
+    def _check_orientation(self, name: str, own: str) -> None:
+        """Raise InvalidProblemError for a square weight along whose outputs 2:4 goes."""
+        module = self._model.get_submodule(own.rpartition(".")[0])
+        holds = is_conv1d(module) or getattr(module, "transposed", False)
+        if holds != self._source.weights[name].transposed:
+            raise InvalidProblemError(
+                f"{name}: expected a weight compressed along its inputs, which the model's layer holds as "
+                f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
+            )
 
     def swap(self, options: Mapping[str, Any]) -> None:
         """Replace each linear layer whose weight is compressed by a Sparse24Linear."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-from sparse24_plans import compress_checkpoint
+from sparse24_plans import InvalidProblemError, compress_checkpoint
 from sparse24_plans.checkpoints.orientation import CONV1D_LAYERS, CONV1D_MODELS
 from sparse24_plans.torch import Sparse24Linear, Sparse24Recipe, from_pretrained, load_sparse24, to_sparse24
 
@@ -160,6 +162,30 @@ def test_gpt2_from_a_compressed_checkpoint_has_the_bits_of_the_swapped_one(gpt2,
         for model in (blank, from_pretrained(tmp_path / "ours")):
             assert type(model.transformer.h[0].mlp.c_proj) is Sparse24Linear
             assert torch.equal(model(TOKENS).logits, swapped(TOKENS).logits)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_square_weight_that_was_compressed_along_its_outputs_is_refused(gpt2, tmp_path, swapped):
+    """Nothing but the note in the file tells it from a right one."""
+    compress_checkpoint(gpt2, tmp_path / "ours", device="host")
+    file = tmp_path / "ours" / "model.safetensors"
+    with safetensors.safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+    name = "transformer.h.0.attn.c_proj.weight"
+    note = json.loads(metadata[f"sparse24.{name}"])
+    assert note.pop("transposed")
+    metadata[f"sparse24.{name}"] = json.dumps(note)
+    safetensors.torch.save_file(tensors, file, metadata)
+    model = built("GPT2LMHeadModel", GPT2)
+    if swapped:
+        to_sparse24(model)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(
+        InvalidProblemError, match=r"c_proj\.weight: expected .* along its inputs.* \[in, out\]"
+    ):
+        load_sparse24(model, tmp_path / "ours")
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 def test_scores_see_a_conv1d_as_a_linear_layer():
