@@ -1,7 +1,8 @@
 """The examples run, and so does every Python block of README.md and docs/.
 
 A block marked ``python`` is executed. A block marked ``python gpu-only`` needs a GPU. A block that is marked
-``python torch`` or imports torch needs PyTorch. The blocks of a file share one namespace, in order.
+``python torch`` or imports torch needs PyTorch, one marked ``python peft`` PEFT as well. The blocks of a file
+share one namespace, in order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparse24_plans.gemm.kernel_table import ENTRIES
 from .documents import DOCUMENTS, EXAMPLES, FENCE, PAGES, ROOT, blocks
 from .support import HAS_GPU
 
-MARKS = {"python", "python gpu-only", "python torch", "bash", "console", "text"}
+MARKS = {"python", "python gpu-only", "python torch", "python peft", "bash", "console", "text"}
 
 
 def relative(page: Path) -> str:
@@ -57,7 +58,9 @@ def test_example(path):
 def runs_here(mark: str, body: str) -> bool:
     has_torch = find_spec("torch") is not None
     plain = has_torch or not re.search(r"^import torch$", body, re.MULTILINE)
-    return {"python": plain, "python gpu-only": HAS_GPU, "python torch": has_torch}.get(mark, False)
+    has_peft = has_torch and find_spec("peft") is not None
+    known = {"python": plain, "python gpu-only": HAS_GPU, "python torch": has_torch, "python peft": has_peft}
+    return known.get(mark, False)
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)

@@ -21,7 +21,7 @@ from ..formats.convert import from_foreign, to_foreign
 from ..formats.table import BUILT_IN, find_format, format_names
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader, row_blocks
+from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
 from .layers import (
     FORMAT_KEY,
     FORMAT_VERSION,
@@ -32,7 +32,9 @@ from .layers import (
     broken,
     compressed_layer,
     compressed_names,
+    dense_blocks,
     located,
+    read_dense,
     read_note,
     read_weight,
     stored_tensors,
@@ -156,10 +158,11 @@ class DenseCheckpoint(CheckpointFormat):
 
     def stored(self, layer: Layer) -> list[TensorInfo]:
         nbytes = layer.m * layer.k * layer.element.itemsize
-        return [TensorInfo(layer.name, DTYPES[layer.element], (layer.m, layer.k), nbytes)]
+        return [TensorInfo(layer.name, DTYPES[layer.element], layer.dense_shape, nbytes)]
 
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        yield layer.name, weight.decompress()
+        dense = weight.decompress()
+        yield layer.name, np.ascontiguousarray(dense.T) if layer.transposed else dense
 
 
 class Sparse24Checkpoint(CheckpointFormat):
@@ -182,7 +185,7 @@ class Sparse24Checkpoint(CheckpointFormat):
         yield layer.name + META_SUFFIX, weight.metadata
 
     def check_dense(self, model: ModelReader, layer: Layer) -> None:
-        for rows, dense in row_blocks(model, layer.name):
+        for rows, dense in dense_blocks(model, layer):
             canonical.occupancy_codes(dense.view(layer.element.bits_dtype), layer.element, rows.start)
 
     def stamp(self, metadata: dict[str, str]) -> None:
@@ -230,6 +233,11 @@ class ForeignCheckpoint(CheckpointFormat):
             yield f"{self.prefix_of(layer.name)}.{part}", array
 
     def check(self, layer: Layer) -> None:
+        if layer.transposed:
+            raise UnsupportedError(
+                f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], "
+                f"got one of [in, out], for which {self.name} has no word"
+            )
         try:
             self._known.check(self._shape(layer))
         except Sparse24Error as error:
@@ -317,8 +325,7 @@ def _checked(target: CheckpointFormat, layers: list[Layer]) -> tuple[list[Layer]
 
 def _dense_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
     """A whole dense weight, compressed. Raises FormatError if it isn't 2:4."""
-    dense = model.read(layer.name).view(layer.element.dtype).reshape(layer.m, layer.k)
-    return Sparse24Weight.compress(dense)
+    return Sparse24Weight.compress(read_dense(model, layer))
 
 
 def _array(model: ModelReader, name: str) -> Any:

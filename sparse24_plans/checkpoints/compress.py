@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,14 +20,16 @@ from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind, checked_flag
 from ..weights.weight import Sparse24Weight
 from .checkpoint_format import Sparse24Checkpoint
-from .folder import DTYPES, ModelReader, check_destination, row_blocks
-from .layers import Layer, write_weight
+from .folder import DTYPES, ModelReader, check_destination
+from .layers import Layer, dense_blocks, write_weight
 from .rewrite import Rewrite
 from .safetensors_file import SafetensorsWriter
-from .selection import Selection
+from .selection import Selection, dense_lines
 
 COMPRESSED_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind.F16, ElementKind.BF16))
 """The safetensors types of the tensors that are pruned."""
+SPARSE_ALREADY = "2:4 already"
+"""The reason in the report on a compressed tensor that lost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,9 @@ class TensorReport:
     """The report of :func:`compress_checkpoint` on one tensor.
 
     ``shape`` is the dense tensor's, and ``element`` its safetensors type in lower case. ``reason`` says why a
-    tensor was copied. ``kept_energy`` is sum(kept^2) / sum(all^2) in float64: 1.0 if nothing was lost, NaN if
-    the tensor has NaN or Inf, None if it was copied or not read. Sizes are in bytes.
+    tensor was copied; for a compressed one it is None, or ``"2:4 already"``: nothing was pruned.
+    ``kept_energy`` is sum(kept^2) / sum(all^2) in float64: 1.0 if nothing was lost, NaN if the tensor has NaN
+    or Inf, None if it was copied or not read. Sizes are in bytes.
     """
 
     name: str
@@ -48,6 +52,31 @@ class TensorReport:
     kept_energy: float | None = None
 
 
+class CompressionReport(list[TensorReport]):
+    """The result of :func:`compress_checkpoint`: a report on each tensor. Its ``str`` is a summary."""
+
+    @property
+    def sparse_share(self) -> float:
+        """The share of the dense model's bytes that is 2:4 in the new one."""
+        sparse = sum(one.bytes_before for one in self if one.action == "compressed")
+        return sparse / max(sum(one.bytes_before for one in self), 1)
+
+    @property
+    def left_dense(self) -> list[TensorReport]:
+        """The reports on matrices, or stacks of them, that were copied."""
+        return [one for one in self if one.action == "copied" and len(one.shape) > 1]
+
+    def __str__(self) -> str:
+        lines = dense_lines((one.name, one.bytes_before, one.reason) for one in self.left_dense)
+        done = [one for one in self if one.action == "compressed"]
+        known = sum(one.reason == SPARSE_ALREADY for one in done)
+        lines.append(
+            f"{len(done)} tensors compressed, {known} of them 2:4 already: "
+            f"{self.sparse_share:.1%} of the model's bytes is 2:4"
+        )
+        return "\n".join(lines)
+
+
 def compress_checkpoint(
     source: StrPath,
     destination: StrPath,
@@ -58,12 +87,12 @@ def compress_checkpoint(
     overwrite: bool = True,
     dry_run: bool = False,
     on_tensor: Callable[[TensorReport], None] | None = None,
-) -> list[TensorReport]:
+) -> CompressionReport:
     """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
 
     It compresses 2-D tensors of F32, F16 and BF16 whose K is a multiple of 8, and keeps the two largest of
-    every group of four, like :meth:`Sparse24Weight.prune_compress`. Memory stays bounded by a block of rows.
-    A failed or interrupted run leaves nothing behind.
+    every four. Matrices [in, out], of transformers' Conv1D (GPT-2), are found by biases or ``config.json``.
+    Memory stays bounded by a block of rows, or one such matrix. A failed run leaves nothing behind.
 
     Parameters
     ----------
@@ -75,8 +104,8 @@ def compress_checkpoint(
     include : sequence of str
         Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed.
     exclude : sequence of str
-        Patterns of names to copy, which win over ``include``. Names of :data:`DEFAULT_EXCLUDE` are copied
-        too unless ``include`` matches them.
+        Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
+        copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
     device : int or str, optional
         The device that compresses: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the
         host if there is no GPU of compute capability 8.0. The file is the same, byte for byte.
@@ -89,8 +118,8 @@ def compress_checkpoint(
 
     Returns
     -------
-    list of TensorReport
-        One report for each tensor. If none says ``"compressed"``, the new checkpoint is a plain copy.
+    CompressionReport
+        A list with a report on each tensor.
 
     Raises
     ------
@@ -106,8 +135,8 @@ def compress_checkpoint(
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        compression = _Compression(model, selection, place, on_tensor)
-        return compression.foreseen() if dry_run else compression.run(destination)
+        run = _Compression(model, selection, place, on_tensor)
+        return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
 class _Compression(Rewrite[TensorReport]):
@@ -127,11 +156,16 @@ class _Compression(Rewrite[TensorReport]):
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> TensorReport:
         kept = total = 0.0
-        for _, dense in row_blocks(self.model, layer.name):
+        lost = 0
+        for _, dense in dense_blocks(self.model, layer):
             weight = _prune_compress(dense, self._place)
             write_weight(writer, layer.name, weight)
             kept += _energy(weight.values)
             total += _energy(dense)
+            lost += int(np.count_nonzero(dense)) - int(np.count_nonzero(weight.values))
+        if lost == 0:
+            whole = kept if math.isnan(kept) else 1.0
+            return self.report_layer(layer, reason=SPARSE_ALREADY, kept_energy=whole)
         # Rounding may exceed 1; min() keeps NaN, which stands first.
         return self.report_layer(layer, kept_energy=min(kept / total, 1.0) if total else 1.0)
 
@@ -176,6 +210,6 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
 
 
 def _energy(array: np.ndarray[Any, Any]) -> float:
-    wide = array.astype(np.float64).reshape(-1)
     with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
+        wide = array.astype(np.float64).reshape(-1)
         return float(np.dot(wide, wide))

@@ -170,12 +170,12 @@ def row_blocks(model: ModelReader, name: str) -> Iterator[tuple[slice, np.ndarra
     """The rows of a dense tensor [M, K] of :data:`ELEMENTS`, about a million elements at a time."""
     info = model.tensors[name]
     (m, k), element = info.shape, ELEMENTS[info.dtype]
-    step = max(1, _BLOCK_ELEMENTS // max(k, 1))
+    step = max(1, _BLOCK_ELEMENTS // k) if k else max(m, 1)
     row_bytes = k * element.itemsize
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
         raw = model.read(name, rows.start * row_bytes, rows.stop * row_bytes)
-        yield rows, raw.view(element.dtype).reshape(-1, k)
+        yield rows, raw.view(element.dtype).reshape(rows.stop - start, k)
 
 
 def copy_tensor(model: ModelReader, info: TensorInfo, writer: SafetensorsWriter) -> None:

@@ -7,13 +7,14 @@ A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
 ``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
-unchanged. The note of a weight in a foreign format also has ``"format"`` and the format's options.
+unchanged. The note of a weight that the model holds as [K, M], like transformers' Conv1D, also has
+``"transposed": true``. The note of a weight in a foreign format also has ``"format"`` and its options.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight
-from .folder import DTYPES, ModelReader, Shard
+from .folder import DTYPES, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
 SPARSE24 = "sparse24"
@@ -33,7 +34,10 @@ VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight of a model: its dense shape, the names of its tensors, and its format's options."""
+    """A weight [M, K] of a model: the names of its tensors, and its format's options.
+
+    ``transposed`` says that the model's dense tensor is [K, M], as transformers' Conv1D holds it.
+    """
 
     name: str
     m: int
@@ -41,6 +45,26 @@ class Layer:
     element: ElementKind
     sources: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    transposed: bool = False
+
+    @property
+    def dense_shape(self) -> tuple[int, int]:
+        """The shape of the dense tensor."""
+        return (self.k, self.m) if self.transposed else (self.m, self.k)
+
+
+def dense_blocks(model: ModelReader, layer: Layer) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """The rows of a weight [M, K] of a dense model, in blocks; a transposed weight in one."""
+    if layer.transposed:
+        yield slice(0, layer.m), read_dense(model, layer)
+    else:
+        yield from row_blocks(model, layer.name)
+
+
+def read_dense(model: ModelReader, layer: Layer) -> np.ndarray[Any, Any]:
+    """A whole weight [M, K] of a dense model."""
+    stored = model.read(layer.name).view(layer.element.dtype).reshape(layer.dense_shape)
+    return np.ascontiguousarray(stored.T) if layer.transposed else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,8 @@ class Note:
 def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
     """Add a weight's note to a file's metadata. ``more`` are a foreign format and its options."""
     note = {"shape": [layer.m, layer.k], "element": layer.element.value, **more}
+    if layer.transposed:
+        note["transposed"] = True
     metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
 
 
@@ -141,7 +167,11 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
         raise broken(shard, name, "expected a JSON shape and element")
     if note.element not in DTYPES:
         raise broken(shard, name, f"expected [M, K] of an element of weights, got {note.element}")
-    layer = Layer(name, note.m, note.k, note.element, (name + VALUES_SUFFIX, name + META_SUFFIX))
+    transposed = note.options.get("transposed", False)
+    if type(transposed) is not bool:
+        raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
+    sources = (name + VALUES_SUFFIX, name + META_SUFFIX)
+    layer = Layer(name, note.m, note.k, note.element, sources, transposed=transposed)
     for expected in stored_tensors(layer):
         info = model.tensors.get(expected.name)
         if info is None:

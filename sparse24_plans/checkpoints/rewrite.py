@@ -61,13 +61,12 @@ class Rewrite(ABC, Generic[Report]):
         """The report on a weight. ``more`` are further fields."""
         report: Report = self.report_type(
             name=layer.name,
-            shape=(layer.m, layer.k),
+            shape=layer.dense_shape,
             element=layer.element.value,
             action=self.action,
-            reason=None,
             bytes_before=sum(self.model.tensors[name].nbytes for name in layer.sources),
             bytes_after=sum(info.nbytes for info in self.target.stored(layer)),
-            **more,
+            **{"reason": None, **more},
         )
         return report
 

@@ -1,19 +1,39 @@
-"""Selects the tensors of a dense model to compress, by type, shape and patterns of their names."""
+"""Selects the matrices of a dense model to compress, by type, shape and patterns of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+import re
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import InvalidProblemError
 from ..errors import shown as shown_value
+from ..formats.compressed_tensors import CompressedTensors
 from .folder import ELEMENTS, ModelReader
 from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
+from .orientation import Orientation
 from .safetensors_file import TensorInfo, shown
 
-DEFAULT_EXCLUDE = ("*embed*", "*wte.*", "*wpe.*")
-"""Names of embedding tables, which are looked up, not multiplied. They stay dense unless included."""
+_KINDS = {
+    "embedding table": ("*embed*", "*wte.*", "*wpe.*", "shared.weight", "*.shared.weight"),
+    "table of biases": ("*relative_*bias*",),
+    "state matrix": ("*A_log",),
+    "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
+    "output head": (
+        *("*lm_head*", "*classif*", "*score.weight", "*qa_outputs.*", "*predictions.decoder.*"),
+        *("*vocab_projector.*", "proj_out.weight", "output.weight", "head.weight"),
+    ),
+    "adapter": ("*lora_*",),
+}
+DEFAULT_EXCLUDE = {pattern: kind for kind, patterns in _KINDS.items() for pattern in patterns}
+"""What stays dense unless included: what isn't multiplied, is small, or costs much accuracy for few bytes.
+
+By patterns of tensors' names, for checkpoints and for models in memory. The values say what it is.
+"""
+
+
+_VALUES, _BITMASK = (f".{part}" for part in CompressedTensors.parts[:2])
 
 
 def patterns_of(argument: str, value: Collection[str]) -> tuple[str, ...]:
@@ -38,6 +58,40 @@ def check_callback(argument: str, value: Any) -> None:
     """Raise InvalidProblemError for anything but a callable or None."""
     if value is not None and not callable(value):
         raise InvalidProblemError(f"{argument}: expected a callable, got {shown_value(value)}")
+
+
+def reason_to_leave(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    """Why the patterns leave a matrix dense, or None. ``names`` are all names by which it is known."""
+    if (pattern := _first_match(names, exclude)) is not None:
+        return f"excluded by pattern {pattern!r}"
+    if _first_match(names, include) is not None:
+        return None
+    if (pattern := _first_match(names, DEFAULT_EXCLUDE)) is not None:
+        return f"{DEFAULT_EXCLUDE[pattern]}, excluded by default ({pattern!r})"
+    return "not included" if include else None
+
+
+def families_of(names: Iterable[str]) -> list[str]:
+    """Names with a ``*`` for each number in them, and how often each occurs: ``layers.*.weight (32)``."""
+    counts: dict[str, int] = {}
+    alone: dict[str, str] = {}
+    for name in names:
+        family = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        counts[family] = counts.get(family, 0) + 1
+        alone[family] = name
+    return [alone[family] if count == 1 else f"{family} ({count})" for family, count in counts.items()]
+
+
+def dense_lines(left: Iterable[tuple[str, int, str | None]]) -> list[str]:
+    """Lines that list matrices left dense by reason. Each has its name, bytes and reason."""
+    groups: dict[str | None, list[tuple[str, int]]] = {}
+    for name, nbytes, reason in left:
+        groups.setdefault(reason, []).append((name, nbytes))
+    return [
+        f"left dense, {sum(nbytes for _, nbytes in group)} bytes, {reason}: "
+        + ", ".join(families_of(name for name, _ in group))
+        for reason, group in groups.items()
+    ]
 
 
 class Selection:
@@ -67,21 +121,30 @@ class Selection:
                 raise InvalidProblemError(
                     f"source: expected a dense checkpoint, {shard.reader.path} is compressed already"
                 )
+        prefixes = (name.removesuffix(_VALUES) for name in model.tensors if name.endswith(_VALUES))
+        if any(prefix + _BITMASK in model.tensors for prefix in prefixes):
+            raise InvalidProblemError(
+                f"source: expected a dense checkpoint, got one of compressed-tensors, {model.path}; "
+                f"run `sparse24 convert --from {CompressedTensors.name} --to sparse24`"
+            )
         self._check(model.tensors)
         layers: list[Layer] = []
         reasons: dict[str, str] = {}
+        orientation = Orientation(model)
         for info in model.tensors.values():
-            reason = self._reason_to_copy(info)
+            transposed = orientation.transposed(info.name)
+            reason = self._reason_to_copy(info, transposed)
             if reason is None:
-                m, k = info.shape
-                layers.append(Layer(info.name, m, k, ELEMENTS[info.dtype], (info.name,)))
+                m, k = reversed(info.shape) if transposed else info.shape
+                element = ELEMENTS[info.dtype]
+                layers.append(Layer(info.name, m, k, element, (info.name,), transposed=bool(transposed)))
             else:
                 reasons[info.name] = reason
         return layers, reasons
 
     def names(self, name: str) -> bool:
         """Whether an include pattern matches, and no exclude pattern."""
-        return _first_match(name, self._include) is not None and _first_match(name, self._exclude) is None
+        return bool(self._include) and reason_to_leave((name,), self._include, self._exclude) is None
 
     def _check(self, names: Mapping[str, object]) -> None:
         for argument, patterns in (("include", self._include), ("exclude", self._exclude)):
@@ -89,27 +152,21 @@ class Selection:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no tensor")
 
-    def _reason_to_copy(self, info: TensorInfo) -> str | None:
+    def _reason_to_copy(self, info: TensorInfo, transposed: bool | None) -> str | None:
         """The reason to copy the tensor, or None. Type and shape are checked before the patterns."""
         if info.dtype not in self._dtypes:
             return f"element {shown(info.dtype).lower()}"
         if len(info.shape) != 2:
-            return f"{len(info.shape)}-d"
+            stacked = " (stacked matrices, such as experts, or a convolution)" if len(info.shape) == 3 else ""
+            return f"{len(info.shape)}-d{stacked}"
         if info.nbytes == 0:
             return "empty"
-        if info.shape[1] % 8:
-            return f"K={info.shape[1]} is not a multiple of 8"
-        return self._reason_by_name(info.name)
-
-    def _reason_by_name(self, name: str) -> str | None:
-        if (pattern := _first_match(name, self._exclude)) is not None:
-            return f"excluded by pattern {pattern!r}"
-        if _first_match(name, self._include) is not None:
-            return None
-        if (pattern := _first_match(name, DEFAULT_EXCLUDE)) is not None:
-            return f"excluded by pattern {pattern!r} (the default)"
-        return "not included" if self._include else None
+        if transposed is None:
+            return "stored [in, out] or [out, in]: neither its bias nor a config.json tells"
+        if (k := info.shape[0 if transposed else 1]) % 8:
+            return f"K={k} is not a multiple of 8"
+        return reason_to_leave((info.name,), self._include, self._exclude)
 
 
-def _first_match(name: str, patterns: Sequence[str]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+def _first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    return next((one for one in patterns if any(fnmatchcase(name, one) for name in names)), None)

@@ -21,8 +21,16 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight, prune
 from .compress import COMPRESSED_DTYPES
-from .folder import ELEMENTS, ModelReader, row_blocks, same_tensor
-from .layers import META_SUFFIX, VALUES_SUFFIX, compressed_layer, compressed_names, read_weight
+from .folder import ELEMENTS, ModelReader, same_tensor
+from .layers import (
+    META_SUFFIX,
+    VALUES_SUFFIX,
+    Layer,
+    compressed_layer,
+    compressed_names,
+    dense_blocks,
+    read_weight,
+)
 from .safetensors_file import shown
 from .selection import check_callback
 
@@ -111,9 +119,10 @@ def verify_checkpoint(
     with ModelReader(compressed) as ours, ModelReader(dense) as theirs:
         names = compressed_names(ours)
         for name, shard in names.items():
-            weight = read_weight(ours, compressed_layer(ours, shard, name))
-            result = LayerResult(name, (weight.m, weight.k), weight.element.value)
-            problem = _compare_weight(weight, theirs, name)
+            layer = compressed_layer(ours, shard, name)
+            weight = read_weight(ours, layer)
+            result = LayerResult(name, layer.dense_shape, weight.element.value)
+            problem = _compare_weight(weight, theirs, layer)
             if problem is not None:
                 result = replace(result, problem=problem)
             else:
@@ -128,16 +137,16 @@ def verify_checkpoint(
     return Verification(place, tokens, tuple(layers), copied, tuple(problems))
 
 
-def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, name: str) -> str | None:
+def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, layer: Layer) -> str | None:
     """Why the layer isn't the pruned dense one, or None."""
-    info = theirs.tensors.get(name)
+    info = theirs.tensors.get(layer.name)
     if info is None:
         return "the dense checkpoint lacks it"
     sound = info.dtype in COMPRESSED_DTYPES and ELEMENTS[info.dtype] is weight.element
-    if info.shape != (weight.m, weight.k) or not sound:
+    if info.shape != layer.dense_shape or not sound:
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
     bits = weight.element.bits_dtype
-    for rows, dense in row_blocks(theirs, name):
+    for rows, dense in dense_blocks(theirs, layer):
         wrong = prune(dense).view(bits) != _rows_of(weight, rows).view(bits)
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), weight.k)

@@ -79,7 +79,10 @@ for command in (
     app.command()(command)
 
 
-_FATAL = ("SIGINT", "SIGHUP", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_FATAL = (
+    *("SIGINT", "SIGHUP", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"),
+    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+)
 """Signals that end a process by default."""
 
 
@@ -88,8 +91,10 @@ def _fatal_signals() -> list[signal.Signals]:
 
 
 def _terminate(signum: int, frame: object) -> None:
+    # A second signal mustn't interrupt the cleaning up. With SIG_IGN Python would print a traceback for one
+    # that has arrived already.
     for number in _fatal_signals():
-        signal.signal(number, signal.SIG_IGN)  # a second signal mustn't interrupt the cleaning up
+        signal.signal(number, lambda *_: None)
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + signum)

@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
-from ..checkpoints.compress import TensorReport, compress_checkpoint
+from ..checkpoints.compress import SPARSE_ALREADY, TensorReport, compress_checkpoint
 from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import stored_bytes
+from ..checkpoints.selection import families_of
 from ..errors import InvalidProblemError
 from .options import (
     A_MODEL,
@@ -47,8 +48,6 @@ from .tables import (
 
 FEW = 5
 """Number of tensors that are shown if not all are."""
-_NAMES = 3
-"""Number of tensors' names that are listed after a reason that they share."""
 
 
 def compress(
@@ -66,7 +65,8 @@ def compress(
 ) -> None:
     """Prune a dense model to 2:4 and write it compressed.
 
-    Compresses f32, f16 and bf16 matrices whose K is a multiple of 8. Everything else is copied unchanged.
+    Compresses f32, f16 and bf16 matrices whose K is a multiple of 8. Everything else is copied unchanged, and
+    so are embeddings, output heads, routers and adapters unless --include names them.
     """
     with reported(as_json):
         overwrite = dry_run or may_replace(out, source, force, as_json)
@@ -181,14 +181,10 @@ def compressed(
             dry_run=dry_run,
             on_tensor=lambda report: advance(report.bytes_before),
         )
+    document = {**_rewrite_document(source, out, before, reports), "sparse_share": reports.sparse_share}
     if dry_run:
-        after = sum(report.bytes_after for report in reports)
-        return {
-            **_rewrite_document(source, out, before, reports),
-            "destination_bytes": after,
-            "dry_run": True,
-        }
-    return _rewrite_document(source, out, before, reports)
+        document |= {"destination_bytes": sum(one.bytes_after for one in reports), "dry_run": True}
+    return document
 
 
 def _rewrite_document(
@@ -264,7 +260,7 @@ def _show_rest(document: Json, action: str, everything: bool) -> None:
     else:
         groups = [
             {
-                "reason": f"{reason or 'no weight of the format'}: {_some_names(rows)}",
+                "reason": f"{reason or 'no weight of the format'}: {_all_names(rows)}",
                 "bytes_before": sum(row["bytes_before"] for row in rows),
                 "count": len(rows),
             }
@@ -274,16 +270,20 @@ def _show_rest(document: Json, action: str, everything: bool) -> None:
     done = rows_of(document, action)
     none = "" if done else "nothing to do: "
     dry = "dry run, nothing was written: " if document.get("dry_run") else ""
-    show_line(f"{dry}{none}{len(done)} {action}, {len(copied)} copied: {change_text(document)}", "bold")
+    known = sum(row["reason"] == SPARSE_ALREADY for row in done)
+    before = f" ({known} of them 2:4 already)" if known else ""
+    show_line(
+        f"{dry}{none}{len(done)} {action}{before}, {len(copied)} copied: {change_text(document)}", "bold"
+    )
 
 
-def _some_names(rows: list[Json]) -> str:
-    names = [printable(row["name"]) for row in rows[:_NAMES]]
-    more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
-    return ", ".join(names) + more
+def _all_names(rows: list[Json]) -> str:
+    return ", ".join(families_of(printable(row["name"]) for row in rows))
 
 
 def change_text(document: Json) -> str:
     before, after = document["source_bytes"], document["destination_bytes"]
     became = "would become about" if document.get("dry_run") else "became"
-    return f"{size_text(before)} {became} {size_text(after)} ({after / before:.1%})"
+    text = f"{size_text(before)} {became} {size_text(after)} ({after / before:.1%})"
+    share = document.get("sparse_share")
+    return text if share is None else f"{text}; {share:.1%} of the model's bytes is 2:4"

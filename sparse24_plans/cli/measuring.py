@@ -174,7 +174,7 @@ def _tune(
     trials: list[Trials] = []
     check_writable(out)
     known = TuningTable.load(out) if out.exists() else None
-    about = resolve(device)
+    about = resolve("cuda" if device is None else device)
     before = TuningTable(about.name, about.driver or "", ())
     if known is not None:
         before = before.merged(known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
     words = {str(word): word for word in known}
 
     def parse(text: str) -> str:
+        if text not in words:
+            with suppress(ValueError):  # an element may have NumPy's name: float16
+                text = ElementKind(text).value
         if text not in words:
             raise typer.BadParameter(
                 f"expected one of {', '.join(words)}, got {text!r:.80}{hint(text, words)}"

@@ -7,6 +7,7 @@ and a row is one line.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,10 @@ from rich.text import Text
 Json = dict[str, Any]
 _GAP = "  "
 _INDENT = 2
+_COMMAND = re.compile(r"pip install [^;()]*")
+"""A command in a text, which stays on one line so that it can be copied."""
+_SPACE = "\0"
+"""A space within a command while lines are wrapped. No printable text has this character."""
 _LEAST_PROSE = 16
 """Characters that prose needs beside a table's other columns; with fewer it is put below them."""
 
@@ -57,14 +62,15 @@ def plain(value: object, style: str = "") -> Text:
 def _wrapped(text: str, width: int | None, first: str, others: str) -> list[str]:
     if width is None or cell_len(first + text) <= width:
         return [first + text]
-    return textwrap.wrap(
-        text,
+    lines = textwrap.wrap(
+        _COMMAND.sub(lambda found: found[0].replace(" ", _SPACE), text),
         max(width, _LEAST_PROSE + len(others)),
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_SPACE, " ") for line in lines]
 
 
 def _put(line: Text) -> None:

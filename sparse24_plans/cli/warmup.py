@@ -93,7 +93,7 @@ def warmup(
 
 
 def _here(device: int | str | None) -> DeviceProperties:
-    properties = resolve(device)
+    properties = resolve("cuda" if device is None else device)
     if properties == HOST_PROPERTIES:
         raise UnsupportedError(
             "device: expected a CUDA device, got the host, which compiles nothing; "

@@ -39,6 +39,8 @@ _DEFAULT_ELEMENTS = (
 )
 _TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
 """Sizes of random metadata that an order is tried on: tiles down and across."""
+_MOST_WORDS = 1 << 20
+"""The most words of a tile of metadata. Real formats have at most some thousands."""
 _ROUNDS = 4
 
 
@@ -65,8 +67,8 @@ def register_format(
     name : str
         Letters, digits, ``_``, ``.`` and ``-``. Names of the package's own formats are refused.
     permutation : sequence of int, optional
-        The order within a tile of metadata: the i-th stored word is word number ``permutation[i]`` of the
-        tile in row-major order. Tiles are stored in row-major order.
+        The order within a tile of metadata, of at most 2^20 words: the i-th stored word is word number
+        ``permutation[i]`` of the tile in row-major order. Tiles are stored in row-major order.
     encode, decode : callable, optional
         Functions in place of a permutation. ``encode`` takes the metadata in row-major order, unsigned
         [M, words a row] of NumPy or CuPy, and returns as many words, of any shape, in stored order.
@@ -201,7 +203,11 @@ class _Order:
 def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
     stored: list[int | None] = [None]
     with suppress(Exception):  # a broken object may raise anything; an endless one has no length
-        stored = [integer(permutation[at]) for at in range(len(permutation))]
+        stored = [integer(permutation[at]) for at in range(min(len(permutation), _MOST_WORDS + 1))]
+    if len(stored) > _MOST_WORDS:
+        raise InvalidProblemError(
+            f"permutation: expected at most {_MOST_WORDS} numbers, got {len(permutation)}"
+        )
     bad = next((at for at, one in enumerate(stored) if one is None), None)
     if bad is not None or not stored:
         raise InvalidProblemError(f"permutation: expected integers, got {shown(permutation)}")

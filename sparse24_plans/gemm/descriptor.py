@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
-from pydantic import model_validator
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
+from ..errors import shown
 from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
@@ -21,6 +22,17 @@ from ..vocab import (
     Size,
 )
 from ..weights.gates import GATE_GROUP
+
+_NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8)
+"""Elements of results and metadata. No kernel multiplies weights of them, so no message offers them."""
+
+
+def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return parse(value)
+    except ValidationError:
+        kinds = ", ".join(kind for kind in ElementKind if kind not in _NO_WEIGHT)
+        raise ValueError(f"expected one of {kinds}, got {shown(value)}") from None
 
 
 class GemmSparse24Descriptor(ProductDescriptor):
@@ -65,6 +77,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     category: ClassVar[OpCategory] = OpCategory.GEMM
 
+    element: Annotated[ElementKind, WrapValidator(_of_weights)]
     n: Size
     m: Size
     k: Eights

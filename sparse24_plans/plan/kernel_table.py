@@ -183,12 +183,16 @@ def choose(considered: Sequence[JudgedEntry[R]]) -> R:
     """The first entry that can serve.
 
     Raises UnsupportedError with every kernel's reason, or BackendUnavailableError if installing a library
-    would help.
+    would help. A reason stands once, with all its kernels; those of fewest kernels come first, because they
+    say most about the problem.
     """
+    groups: dict[str, list[str]] = {}
     for one in considered:
         if one.reason is None:
             return one.entry
-    reasons = "; ".join(f"{one.entry.name}: {one.reason}" for one in considered)
+        groups.setdefault(one.reason, []).append(one.entry.name)
+    fewest_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in fewest_first)
     kind = BackendUnavailableError if any(one.unavailable for one in considered) else UnsupportedError
     raise kind(f"no kernel can serve this problem. {reasons}")
 

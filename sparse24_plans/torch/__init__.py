@@ -20,12 +20,14 @@ from . import prepare_ops as prepare_ops  # registers ops
 from .gated import Sparse24GatedMLP as Sparse24GatedMLP
 from .gated import fuse_gated as fuse_gated
 from .linear import Sparse24Linear as Sparse24Linear
+from .lora import lora_config as lora_config
 from .models import LoadReport as LoadReport
 from .models import from_pretrained as from_pretrained
 from .models import load_sparse24 as load_sparse24
 from .semi_structured import from_semi_structured as from_semi_structured
 from .semi_structured import to_semi_structured as to_semi_structured
 from .semi_structured import use_as_default as use_as_default
+from .swap import DenseMatrix as DenseMatrix
 from .swap import Sparse24Recipe as Sparse24Recipe
 from .swap import SwappedLayer as SwappedLayer
 from .swap import SwapReport as SwapReport
@@ -39,6 +41,7 @@ if _TYPE_CHECKING:
 
 __all__ = [
     "ColwiseSparse24",
+    "DenseMatrix",
     "LoadReport",
     "RowwiseSparse24",
     "SemiStructuredError",
@@ -53,6 +56,7 @@ __all__ = [
     "from_semi_structured",
     "fuse_gated",
     "load_sparse24",
+    "lora_config",
     "to_semi_structured",
     "to_sparse24",
     "use_as_default",

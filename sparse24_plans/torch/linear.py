@@ -17,6 +17,7 @@ from ..vocab import TileRule, integer
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
 from .elements import META_DTYPES, canonical_weight, element_of, plan_device
 from .gemm_dispatch import linear
+from .layer_weight import LayerWeight
 from .library import only_dispatches
 from .packed_weight_cache import cupy_on_torch_stream
 
@@ -32,47 +33,6 @@ _EMPTY_GROUP = 0x04
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
-
-
-class LayerWeight:
-    """Stands in for a linear layer's ``weight`` in code that reads its shape. It holds no dense matrix."""
-
-    def __init__(self, layer: Sparse24Linear) -> None:
-        self._layer = layer
-
-    @property
-    def shape(self) -> torch.Size:
-        """[out_features, in_features]"""
-        return torch.Size((self._layer.out_features, self._layer.in_features))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._layer._weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._layer._weight.device
-
-    @property
-    def values24(self) -> Tensor:
-        """The values [M, K/2] that a state_dict holds."""
-        return self._layer.canonical()[0]
-
-    @property
-    def meta24(self) -> Tensor:
-        """The metadata uint16 [M, K/8] that a state_dict holds."""
-        return self._layer.canonical()[1].view(torch.uint16)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to be used as a tensor. PyTorch's fast paths skip weights with this method."""
-        raise UnsupportedError(
-            f"weight: expected a tensor for {getattr(func, '__name__', func)}, got a Sparse24Linear; "
-            "call the layer, or take its dense_weight()"
-        )
-
-    def __repr__(self) -> str:
-        return f"LayerWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 class Sparse24Linear(nn.Module):
@@ -112,6 +72,8 @@ class Sparse24Linear(nn.Module):
     metadata: Tensor | None
     packed: Tensor | None
     bias: nn.Parameter | None
+    transposed = False
+    """Whether the layer stands for one that holds its weight as [in, out], transformers' Conv1D."""
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from ..checkpoints.selection import Selection
 from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
+from .conv1d import is_conv1d, linear_of
 from .elements import DTYPE_OF, tensor_of
 from .linear import DTYPES, META_KEY, VALUES_KEY, PreferenceLike, RequirementLike, Sparse24Linear
 
@@ -132,7 +133,7 @@ class _Source:
     def shape(self, name: str) -> tuple[int, ...]:
         """The dense shape of a tensor."""
         layer = self.weights.get(name)
-        return self.reader.tensors[name].shape if layer is None else (layer.m, layer.k)
+        return self.reader.tensors[name].shape if layer is None else layer.dense_shape
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
         """Values and metadata of a compressed weight."""
@@ -144,7 +145,7 @@ class _Source:
         """A tensor or compressed weight as a dense tensor."""
         if name in self.weights:
             dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
-            return dense
+            return dense.T if self.weights[name].transposed else dense
         info = self.reader.tensors[name]
         if info.dtype not in _DTYPES:
             raise FormatError(f"{name}: expected one of {', '.join(_DTYPES)}, got {info.dtype}")
@@ -188,7 +189,7 @@ class _Load:
         if not self._is_sparse(own):
             return tuple(self._wanted[own].shape)
         layer: Any = self._model.get_submodule(own.removesuffix(_WEIGHT))
-        return layer.out_features, layer.k
+        return (layer.k, layer.out_features) if layer.transposed else (layer.out_features, layer.k)
 
     def check(self) -> None:
         """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
@@ -209,9 +210,21 @@ class _Load:
                 raise InvalidProblemError(
                     f"{name}: expected shape {list(shape)}, got {list(self._source.shape(name))}"
                 )
+            if name in self._source.weights:
+                self._check_orientation(name, own)
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
                 raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+
+    def _check_orientation(self, name: str, own: str) -> None:
+        """Raise InvalidProblemError for a square weight along whose outputs 2:4 goes."""
+        module = self._model.get_submodule(own.rpartition(".")[0])
+        holds = is_conv1d(module) or getattr(module, "transposed", False)
+        if holds != self._source.weights[name].transposed:
+            raise InvalidProblemError(
+                f"{name}: expected a weight compressed along its inputs, which the model's layer holds as "
+                f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
+            )
 
     def swap(self, options: Mapping[str, Any]) -> None:
         """Replace each linear layer whose weight is compressed by a Sparse24Linear."""
@@ -220,13 +233,16 @@ class _Load:
             if place and self._is_sparse(self._names[name]):
                 self.swapped.append(place)
                 continue
-            linear: Any = self._model.get_submodule(place) if place else None
-            if type(linear) is not nn.Linear or not self._names[name].endswith(_WEIGHT):
+            module: Any = self._model.get_submodule(place) if place else None
+            known = type(module) is nn.Linear or (module is not None and is_conv1d(module))
+            if not known or not self._names[name].endswith(_WEIGHT):
                 continue
+            linear = linear_of(module)
             weight = linear.weight
             k, m, where = linear.in_features, linear.out_features, weight.device
             has_bias = linear.bias is not None
             layer = Sparse24Linear(k, m, has_bias, device=where, dtype=weight.dtype, **options)
+            layer.transposed = is_conv1d(module)
             parent, _, own = place.rpartition(".")
             setattr(self._model.get_submodule(parent), own, layer.train(linear.training))
             self.swapped.append(place)

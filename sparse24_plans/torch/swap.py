@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.selection import check_callback, patterns_of
+from ..checkpoints.selection import check_callback, dense_lines, patterns_of, reason_to_leave
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
 from .activations import check_activation, check_rows
+from .conv1d import is_conv1d, linear_of
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 
 
@@ -24,7 +27,8 @@ class Sparse24Recipe:
     """How a layer's weight becomes 2:4. The fields are arguments of Sparse24Linear and ``from_linear``.
 
     ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
-    the layer; it returns scores [M, K], or None to rank by |value|.
+    the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. A weight that
+    is 2:4 already is taken as it is, whatever its scores.
     """
 
     method: str = "prune"
@@ -42,19 +46,23 @@ class Sparse24Recipe:
         check_callback("scores", self.scores)
         check_activation(self.activation)
 
-    def layer(self, name: str, linear: nn.Linear) -> Sparse24Linear:
-        """The Sparse24Linear that replaces ``linear``."""
-        return Sparse24Linear.from_linear(
+    def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
+        """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
+        linear = linear_of(module)
+        scored = self.scores is not None and not _is_sparse(linear.weight.detach())
+        layer = Sparse24Linear.from_linear(
             linear,
             method=self.method,
             rule=self.rule,
-            scores=self.scores(name, linear) if self.scores else None,
+            scores=self.scores(name, linear) if self.scores and scored else None,
             activation=self.activation,
             out_dtype=self.out_dtype,
             trainable=self.trainable,
             require=self.require,
             preference=self.preference,
         )
+        layer.transposed = is_conv1d(module)
+        return layer
 
 
 RecipeLike = Sparse24Recipe | str | Mapping[str, "Sparse24Recipe | str"]
@@ -65,6 +73,7 @@ class SwappedLayer:
     """One layer that was swapped.
 
     ``kept_energy`` is the kept share of the weight's sum of squares; NaN for a weight on the meta device.
+    ``was_sparse`` says that the weight was 2:4 already: nothing was pruned.
     """
 
     name: str
@@ -75,14 +84,45 @@ class SwappedLayer:
     dense_bytes: int
     sparse_bytes: int
     padded_k: int
+    was_sparse: bool = False
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """A matrix, or a stack of them, that stays dense.
+
+    ``nbytes`` is 0 for a parameter that another name was listed for before.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    reason: str
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    """The result of ``to_sparse24``: swapped ``layers``, and ``skipped`` linear layers with the reasons."""
+    """The result of ``to_sparse24``: swapped ``layers``, and every matrix that was ``left_dense``.
+
+    ``earlier`` maps the layers that were a Sparse24Linear before to the bytes of their dense weights.
+    ``model_bytes`` are those of all parameters if every weight were dense; shared ones count once.
+    """
 
     layers: tuple[SwappedLayer, ...]
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    left_dense: tuple[DenseMatrix, ...] = ()
+    earlier: Mapping[str, int] = field(default_factory=dict)
+    model_bytes: int = 0
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The reasons why matrices stay dense, by the names of their layers, or else of their parameters."""
+        return {one.name: one.reason for one in self.left_dense}
+
+    @property
+    def sparse_share(self) -> float:
+        """The share of ``model_bytes`` that is 2:4 now."""
+        return (self.dense_bytes + sum(self.earlier.values())) / max(self.model_bytes, 1)
 
     @property
     def dense_bytes(self) -> int:
@@ -100,15 +140,20 @@ class SwapReport:
         return min((layer.kept_energy for layer in self.layers), default=1.0)
 
     def __str__(self) -> str:
-        lines = [
-            f"{layer.name}: [{layer.m}, {layer.k}] {str(layer.dtype).removeprefix('torch.')}, "
-            f"kept {layer.kept_energy:.1%} of the energy, {layer.dense_bytes} -> {layer.sparse_bytes} bytes"
-            for layer in self.layers
-        ]
-        lines += [f"{name}: skipped, {reason}" for name, reason in self.skipped.items()]
+        lines = []
+        for layer in self.layers:
+            kept = "2:4 already" if layer.was_sparse else f"kept {layer.kept_energy:.1%} of the energy"
+            lines.append(
+                f"{layer.name}: [{layer.m}, {layer.k}] {str(layer.dtype).removeprefix('torch.')}, "
+                f"{kept}, {layer.dense_bytes} -> {layer.sparse_bytes} bytes"
+            )
+        lines += dense_lines((one.name, one.nbytes, one.reason) for one in self.left_dense)
+        if self.earlier:
+            lines.append(f"{len(self.earlier)} layers were swapped before")
         lines.append(
-            f"{len(self.layers)} layers swapped, {len(self.skipped)} skipped; "
-            f"{self.dense_bytes} -> {self.sparse_bytes} bytes of weights"
+            f"{len(self.layers)} layers swapped, {len(self.left_dense)} matrices left dense; "
+            f"{self.dense_bytes} -> {self.sparse_bytes} bytes of weights; "
+            f"{self.sparse_share:.1%} of the model's bytes is 2:4"
         )
         return "\n".join(lines)
 
@@ -121,15 +166,16 @@ def to_sparse24(
     recipe: RecipeLike = "prune",
     progress: bool | None = None,
 ) -> SwapReport:
-    """Swap the model's ``nn.Linear`` layers for Sparse24Linear, in place.
+    """Swap the model's linear layers for Sparse24Linear, in place: nn.Linear, and transformers' Conv1D.
 
     Parameters
     ----------
     model : torch.nn.Module
         A module that holds linear layers, on any device.
     include, exclude : sequences of str
-        Patterns (``fnmatch``) of layers' qualified names. Without ``include`` all layers are taken. A layer
-        that ``include`` names must be swappable; other layers that aren't are skipped.
+        Patterns (``fnmatch``) of layers' qualified names, or of their weights'. Without ``include`` all
+        layers are taken except output heads, routers and adapters (``compress_checkpoint`` has the same
+        defaults). A layer that ``include`` names must be swappable; others that aren't are skipped.
     recipe : Sparse24Recipe, str or mapping
         A recipe, a method of ``Sparse24Linear.from_linear``, or a mapping from patterns of names to either.
         The first pattern that matches counts; layers that no pattern matches are skipped.
@@ -139,26 +185,83 @@ def to_sparse24(
     Raises InvalidProblemError for a wrong model, pattern or recipe, and before anything is swapped for an
     included layer that can't be swapped.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Linear):
+    if not isinstance(model, nn.Module) or _is_linear(model):
         raise InvalidProblemError(
             f"model: expected a module that holds linear layers, got {type(model).__name__}"
         )
     choice = _Choice(model, include, exclude, recipe)
+    census = _Census(model)
     layers: list[SwappedLayer] = []
     with _progress(len(choice.chosen), progress) as advance:
         for name, how in choice.chosen.items():
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
+            module = model.get_submodule(name)
             try:
-                swapped = how.layer(name, linear)
+                swapped = how.layer(name, module)
             except FormatError as error:  # included layers were checked by _Choice
                 choice.skipped[name] = str(error)
             else:
-                layers.append(_entry(name, linear, swapped))
+                layers.append(_entry(name, linear_of(module), swapped))
                 parent, _, own = name.rpartition(".")
                 setattr(model.get_submodule(parent), own, swapped)
             advance()
-    return SwapReport(tuple(layers), choice.skipped)
+    done = {layer.name for layer in layers}
+    left = [
+        replace(one, reason=choice.skipped.get(one.name, one.reason))
+        for one in census.matrices
+        if one.name not in done
+    ]
+    return SwapReport(tuple(layers), tuple(left), census.earlier, census.total)
+
+
+class _Census:
+    """Every matrix of a model before it is swapped, and the model's bytes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.matrices: list[DenseMatrix] = []
+        self.earlier: dict[str, int] = {}
+        self.total = 0
+        seen: set[int] = set()
+        for name, module in model.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                nbytes = 0 if id(parameter) in seen else parameter.nbytes
+                seen.add(id(parameter))
+                if isinstance(module, Sparse24Linear) and own != "bias":
+                    continue
+                self.total += nbytes
+                if parameter.dim() > 1:
+                    full = f"{name}.{own}".lstrip(".")
+                    reason = _reason_beside(module, full, parameter)
+                    shape = tuple(parameter.shape)
+                    short = full.removesuffix(".weight")
+                    self.matrices.append(DenseMatrix(short, shape, parameter.dtype, nbytes, reason))
+            if isinstance(module, Sparse24Linear):
+                self.earlier[name] = module.weight.shape.numel() * module.weight.dtype.itemsize
+        self.total += sum(self.earlier.values())
+
+
+def _reason_beside(module: nn.Module, name: str, parameter: Tensor) -> str:
+    """Why a matrix that is no linear layer's weight stays dense."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding table, which is looked up, not multiplied"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if (known := reason_to_leave((name,), (), ())) is not None:
+        return known
+    if parameter.dim() > 2:
+        return f"{parameter.dim()}-d (stacked matrices, such as experts): no kernel takes them yet"
+    return f"a parameter of a {type(module).__name__}, which is no linear layer"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def _is_sparse(weight: Tensor) -> bool:
+    """Whether a weight [M, K] is 2:4 already; not known, so false, on the meta device."""
+    if weight.is_meta:
+        return False
+    groups = nn.functional.pad(weight != 0, (0, -weight.shape[1] % 4)).unflatten(1, (-1, 4))
+    return bool((groups.sum(-1, dtype=torch.uint8) <= 2).all())
 
 
 class _Choice:
@@ -167,22 +270,22 @@ class _Choice:
     def __init__(
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
     ) -> None:
-        linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        linears = {name: m for name, m in model.named_modules() if _is_linear(m)}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
         for argument, patterns in (("include", include), ("exclude", exclude)):
             for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in linears):
+                if not any(fnmatchcase(one, pattern) for name in linears for one in _names_of(name)):
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no linear layer")
         owners = owners_of(model)
         self.chosen: dict[str, Sparse24Recipe] = {}
         self.skipped: dict[str, str] = {}
         for name, linear in linears.items():
-            if _matches(name, exclude) or (include and not _matches(name, include)):
-                self.skipped[name] = "excluded" if _matches(name, exclude) else "not included"
+            if (left := reason_to_leave(_names_of(name), include, exclude)) is not None:
+                self.skipped[name] = left
                 continue
             how = _recipe_of(name, recipe)
             reason = "no recipe matches" if how is None else obstacle_of(linear, how, owners)
-            named = _matches(name, include)
+            named = bool(include)
             if reason is None and named and how is not None and how.method == "compress":
                 reason = _not_sparse(linear)
             if reason is None and how is not None:
@@ -193,8 +296,9 @@ class _Choice:
                 self.skipped[name] = str(reason)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _names_of(layer: str) -> tuple[str, str]:
+    """A layer's name and its weight's, which checkpoints have."""
+    return layer, f"{layer}.weight"
 
 
 def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
@@ -218,32 +322,35 @@ def owners_of(model: nn.Module) -> Counter[int]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """Whether the module does more than its class: by hooks, or by a forward of its own (accelerate's)."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
-def obstacle_of(linear: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
+def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
     """Why a layer can't be swapped, or None. ``owners`` are the model's, from :func:`owners_of`."""
-    if type(linear) is not nn.Linear:
-        return f"it is a {type(linear).__name__}, not an nn.Linear"
-    weight = linear.weight
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return f"it is a {type(module).__module__}.{type(module).__name__}, not an nn.Linear"
+    weight: Any = module.weight
     if type(weight) not in (nn.Parameter, Tensor):
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in DTYPES:
         return f"its dtype is {weight.dtype}"
-    if has_hooks(linear):
+    if has_hooks(module):
         return "it has hooks, which a swap would lose"
-    if recipe.method == "tiles" and linear.out_features % 8:
-        return f"tiles need out_features in multiples of 8, got {linear.out_features}"
+    rows = weight.shape[1 if is_conv1d(module) else 0]
+    if recipe.method == "tiles" and rows % 8:
+        return f"tiles need out_features in multiples of 8, got {rows}"
     try:
-        check_rows(recipe.activation, linear.out_features)
+        check_rows(recipe.activation, rows)
     except InvalidProblemError as error:
         return str(error)
     return "its weight is shared with another module" if owners[id(weight)] > 1 else None
 
 
-def _not_sparse(linear: nn.Linear) -> str | None:
+def _not_sparse(module: nn.Module) -> str | None:
     try:
-        Sparse24Linear.from_linear(linear, method="compress")
+        Sparse24Linear.from_linear(linear_of(module), method="compress")
     except FormatError as error:
         return str(error)
     return None
@@ -251,13 +358,15 @@ def _not_sparse(linear: nn.Linear) -> str | None:
 
 def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
     weight = linear.weight.detach()
-    energy = float("nan")
+    energy, was_sparse = float("nan"), False
     if not weight.is_meta:
         values, _ = layer.canonical()
         kept, whole = (t.detach().to(torch.float64).square().sum().item() for t in (values, weight))
-        energy = kept / whole if whole else 1.0
+        was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
+        energy = 1.0 if was_sparse and math.isfinite(kept) else kept / whole
     sizes = layer.out_features, layer.in_features
-    return SwappedLayer(name, *sizes, weight.dtype, energy, weight.nbytes, layer.weight_bytes, layer.k)
+    nbytes = weight.nbytes, layer.weight_bytes
+    return SwappedLayer(name, *sizes, weight.dtype, energy, *nbytes, layer.k, was_sparse)
 
 
 @contextmanager

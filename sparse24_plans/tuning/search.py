@@ -86,7 +86,7 @@ def tune(
     DriverError
         A worker died of something that isn't a configuration's fault.
     """
-    properties = resolve(device)
+    properties = resolve("cuda" if device is None else device)
     if properties.kind == "host":
         raise UnsupportedError("device: expected a CUDA device, the host has nothing to tune")
     if (missing := needs_cublaslt(properties)) is not None:

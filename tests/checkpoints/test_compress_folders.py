@@ -32,7 +32,7 @@ from .models import (
 )
 
 SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
-LAYERS = ("layer.0.weight", "layer.1.weight", "lm_head.weight")
+LAYERS = ("layer.0.weight", "layer.1.weight", "layer.2.weight")
 CONFIG = '{"hidden_size":   16}\n'
 
 
@@ -44,9 +44,9 @@ def model(tmp_path) -> Path:
     shards = {
         SHARDS[0]: {"embed.weight": random_array((32, 16)), "layer.0.weight": random_array((24, 16), "bf16")},
         SHARDS[1]: {"layer.1.weight": random_array((24, 16), seed=1), "norm": random_array((24,))},
-        SHARDS[2]: {"ids": np.arange(5), "lm_head.bias": random_array((8,))},
+        SHARDS[2]: {"ids": np.arange(5), "layer.2.bias": random_array((8,))},
     }
-    shards[SHARDS[1]]["lm_head.weight"] = random_array((8, 16), "f16")
+    shards[SHARDS[1]]["layer.2.weight"] = random_array((8, 16), "f16")
     for file, arrays in shards.items():
         safetensors.numpy.save_file(arrays, folder / file, {"format": "pt"})
     weight_map = {name: file for file, arrays in shards.items() for name in arrays}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    ElementKind,
     Sparse24Weight,
     prune,
 )
@@ -155,3 +158,18 @@ def test_a_real_checkpoint_is_compressed_and_verified(tmp_path):
     assert found.passed
     assert len(found.layers) == 37
     assert all(0 < layer.worst_ratio <= 1 for layer in found.layers)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_numbers_that_are_none_give_no_warnings_of_numpy(files, element):
+    """A signalling NaN, Inf, and numbers whose squares overflow."""
+    source, out = files
+    dense = np.full((8, 16), 3e4, np.float32).astype(ElementKind(element).dtype)
+    dense[0, 1] = np.inf
+    bits = dense.view(ElementKind(element).bits_dtype)
+    bits[0, 0] = {"f32": 0x7F800001, "f16": 0x7C01, "bf16": 0x7F81}[element]
+    dense_file(source, {"w": dense})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [report] = compress_checkpoint(source, out, device="host")
+    assert math.isnan(report.kept_energy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,24 @@ def test_tables_and_records(load, document, data):
         path = Path(place) / "file.json"
         path.write_text(json.dumps(data.draw(mutated(document))))
         typed(lambda: load(path))
+
+
+@pytest.mark.parametrize("to_format", ["dense", "compressed_tensors", "cutlass_sm90"])
+def test_rows_without_columns_cost_nothing_however_many_a_file_claims(tmp_path, to_format):
+    rows = 2**40
+    note = json.dumps({"shape": [rows, 0], "element": "bf16"})
+    empty = {"shape": [rows, 0], "data_offsets": [0, 0]}
+    header = {
+        "__metadata__": {"sparse24_format": "1", "sparse24.w.weight": note},
+        "w.weight.values24": {"dtype": "BF16", **empty},
+        "w.weight.meta24": {"dtype": "U16", **empty},
+    }
+    text = json.dumps(header).encode()
+    source = tmp_path / "ours"
+    source.write_bytes(len(text).to_bytes(8, "little") + text)
+    started = time.process_time()
+    [(name, weight)] = iter_weights(source)
+    assert (name, weight.m, weight.k) == ("w.weight", rows, 0)
+    [report] = convert(source, tmp_path / "out", "sparse24", to_format)
+    assert report.action == "converted"
+    assert time.process_time() - started < 5

@@ -1,4 +1,4 @@
-"""Which tensors of a dense checkpoint are compressed, which are copied, and why."""
+"""Which tensors of a dense checkpoint are compressed, which are copied, why, and what the report says."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparse24_plans import (
-    InvalidProblemError,
-)
+from sparse24_plans import InvalidProblemError, load_weight, prune
 from sparse24_plans.checkpoints.compress import compress_checkpoint
 from sparse24_plans.checkpoints.selection import DEFAULT_EXCLUDE
 
 from ..support import same_bits
 from .models import (
+    BITMASK_MODEL,
     dense_file,
     library_load,
     random_array,
@@ -29,7 +28,10 @@ def mixed_model() -> dict[str, np.ndarray]:
         "layer.0.weight": random_array((24, 16)),
         "layer.1.weight": random_array((24, 16), "bf16"),
         "lm_head.weight": random_array((64, 16)),
+        "layer.0.gate.weight": random_array((8, 16)),
+        "layer.0.lora_A.weight": random_array((8, 16)),
         "norm": random_array((16,)),
+        "experts": random_array((4, 8, 16)),
         "conv": random_array((4, 2, 2, 8)),
         "scale": random_array(()),
         "odd": random_array((4, 12)),
@@ -43,6 +45,7 @@ def mixed_model() -> dict[str, np.ndarray]:
 
 ALWAYS_COPIED = {
     "norm": "1-d",
+    "experts": "3-d (stacked matrices, such as experts, or a convolution)",
     "conv": "4-d",
     "scale": "0-d",
     "odd": "K=12 is not a multiple of 8",
@@ -54,15 +57,19 @@ ALWAYS_COPIED = {
 }
 
 
-LAYERS = {"layer.0.weight": None, "layer.1.weight": None, "lm_head.weight": None}
+LAYERS = {"layer.0.weight": None, "layer.1.weight": None}
 
 
 BY_DEFAULT = {
-    "embed_tokens.weight": "excluded by pattern '*embed*' (the default)",
-    "wte.weight": "excluded by pattern '*wte.*' (the default)",
+    "embed_tokens.weight": "embedding table, excluded by default ('*embed*')",
+    "wte.weight": "embedding table, excluded by default ('*wte.*')",
+    "lm_head.weight": "output head, excluded by default ('*lm_head*')",
+    "layer.0.gate.weight": "router, excluded by default ('*.gate.weight')",
+    "layer.0.lora_A.weight": "adapter, excluded by default ('*lora_*')",
 }
 
 
+NAMED = dict.fromkeys(("lm_head.weight", "layer.0.gate.weight", "layer.0.lora_A.weight"))
 NOT_INCLUDED = dict.fromkeys(LAYERS, "not included")
 
 
@@ -71,21 +78,29 @@ NOT_INCLUDED = dict.fromkeys(LAYERS, "not included")
     [
         ((), (), {**BY_DEFAULT, **LAYERS}),
         ((), ("lm_*",), {**BY_DEFAULT, **LAYERS, "lm_head.weight": "excluded by pattern 'lm_*'"}),
-        (("layer.*",), (), {**BY_DEFAULT, **LAYERS, "lm_head.weight": "not included"}),
+        (("layer.0.w*",), (), {**BY_DEFAULT, **LAYERS, "layer.1.weight": "not included"}),
         (("embed*",), (), {**BY_DEFAULT, **NOT_INCLUDED, "embed_tokens.weight": None}),
+        (("lm_head*", "layer.*"), (), {**BY_DEFAULT, **LAYERS, **NAMED}),
         (("*",), (), dict.fromkeys((*BY_DEFAULT, *LAYERS))),
         (
             ("*.weight",),
             ("layer.[1-9].*", "*embed*"),
             {
-                **LAYERS,
-                "wte.weight": None,
+                **dict.fromkeys((*BY_DEFAULT, *LAYERS)),
                 "embed_tokens.weight": "excluded by pattern '*embed*'",
                 "layer.1.weight": "excluded by pattern 'layer.[1-9].*'",
             },
         ),
     ],
-    ids=["default", "exclude", "include", "include an embedding", "include all", "exclude wins"],
+    ids=[
+        "default",
+        "exclude",
+        "include",
+        "include an embedding",
+        "include a head",
+        "include all",
+        "exclude wins",
+    ],
 )
 def test_which_tensors_are_compressed(files, include, exclude, expected):
     source, out = files
@@ -113,7 +128,7 @@ def test_which_tensors_are_compressed(files, include, exclude, expected):
 @pytest.mark.parametrize("pattern", DEFAULT_EXCLUDE)
 def test_the_default_exclusion_can_be_overridden(files, pattern):
     source, out = files
-    name = f"model{pattern.replace('*', '.')}weight"
+    name = pattern.replace("*", "x")
     dense_file(source, {name: random_array((8, 8))})
     assert compress_checkpoint(source, out)[0].action == "copied"
     assert compress_checkpoint(source, out, include=[name])[0].action == "compressed"
@@ -142,3 +157,50 @@ def test_patterns_that_cannot_be_meant(files, options, complaint):
     with pytest.raises(InvalidProblemError, match=complaint):
         compress_checkpoint(source, out, **options)
     assert not out.exists()
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
+def test_the_report_says_the_share_and_names_every_matrix_left_dense(files):
+    source, out = files
+    arrays = dense_file(
+        source,
+        {
+            **{f"layers.{i}.proj.weight": random_array((24, 16), seed=i) for i in range(3)},
+            **{f"layers.{i}.gate.weight": random_array((8, 16), seed=i) for i in range(3)},
+            "experts": random_array((2, 8, 16)),
+            "norm": random_array((16,)),
+        },
+    )
+    report = compress_checkpoint(source, out)
+    sparse = sum(array.nbytes for name, array in arrays.items() if "proj" in name)
+    assert report.sparse_share == pytest.approx(sparse / sum(array.nbytes for array in arrays.values()))
+    assert {one.name for one in report.left_dense} == {name for name in arrays if "gate" in name} | {
+        "experts"
+    }
+    text = str(report)
+    assert "1536 bytes, router, excluded by default ('*.gate.weight'): layers.*.gate.weight (3)" in text
+    assert "1024 bytes, 3-d (stacked matrices, such as experts, or a convolution): experts" in text
+    assert (
+        f"3 tensors compressed, 0 of them 2:4 already: {report.sparse_share:.1%} of the model's bytes" in text
+    )
+
+
+def test_a_weight_that_is_2_4_already_is_found_and_not_pruned(files):
+    source, out = files
+    dense = random_array((24, 16))
+    sparse = prune(random_array((24, 16), seed=1))
+    sparse[0, :4] = 0
+    dense_file(source, {"dense.weight": dense, "sparse.weight": sparse})
+    reports = {one.name: one for one in compress_checkpoint(source, out)}
+    assert reports["dense.weight"].reason is None
+    assert reports["dense.weight"].kept_energy < 1
+    assert (reports["sparse.weight"].reason, reports["sparse.weight"].kept_energy) == ("2:4 already", 1.0)
+    assert same_bits(load_weight(out, "sparse.weight").decompress(), sparse)
+
+
+def test_a_checkpoint_of_compressed_tensors_is_refused(files):
+    with pytest.raises(InvalidProblemError, match="convert --from compressed_tensors --to sparse24"):
+        compress_checkpoint(BITMASK_MODEL, files[1])
+    assert not files[1].exists()

@@ -129,10 +129,40 @@ def test_compress_as_a_table(checkpoint):
         "layer.0.weight",
         "2 tensors compressed",
         "1-d: norm",
-        "excluded by pattern '*embed*' (the default): embed.weight",
+        "embedding table, excluded by default ('*embed*'): embed.weight",
         "2 compressed, 2 copied",
     ):
         assert text in result.stdout
+
+
+def test_compress_says_the_share_that_is_sparse_and_names_every_family_left_dense(checkpoint):
+    done = np.zeros((8, 16), np.float32)
+    arrays = {f"layers.{i}.proj.weight": done for i in range(12)}
+    arrays |= {f"layers.{i}.gate.weight": np.ones((8, 16), np.float32) for i in range(12)}
+    arrays["experts.w1"] = np.ones((2, 8, 16), np.float32)
+    safetensors.numpy.save_file(arrays, checkpoint)
+    out = checkpoint.with_name("out")
+    result = run("compress", checkpoint, "-o", out)
+    assert "router, excluded by default ('*.gate.weight'): layers.*.gate.weight (12)" in result.stdout
+    assert "3-d (stacked matrices, such as experts, or a convolution): experts.w1" in result.stdout
+    assert "12 compressed (12 of them 2:4 already), 13 copied" in result.stdout
+    assert "46.2% of the model's bytes is 2:4" in result.stdout
+    foreseen = run_json("compress", checkpoint, "-o", out, "--dry-run", "--force")
+    assert foreseen["sparse_share"] == pytest.approx(12 / 26)
+
+
+@pytest.mark.parametrize("command", [("tune", "-o", "table.json"), ("warmup",)])
+def test_what_a_gpu_lacks_is_said_by_commands_that_need_one(monkeypatch, tmp_path, command):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.chdir(tmp_path)
+    error = run_json(*command, "--n", 1, "--shape", "64x64", exit_code=1)["error"]
+    assert error["type"] == "BackendUnavailableError"
+    assert error["message"].startswith("CuPy is not installed; ")
+
+
+def test_an_element_may_have_numpys_name():
+    words = ("explain", "--n", 1, "--m", 8, "--k", 8, "--device", "host", "--element")
+    assert run(*words, "float16").stdout == run(*words, "f16").stdout
 
 
 def test_compress_takes_patterns(checkpoint):

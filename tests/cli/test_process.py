@@ -186,7 +186,7 @@ def test_an_answer_in_json_is_never_a_question(checkpoint):
 
 # Signals ------------------------------------------------------------------------------------------
 
-FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
+FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGXCPU"]
 
 
 def zeros(path: Path, gigabytes: float) -> Path:
@@ -218,6 +218,22 @@ def test_a_killed_run_leaves_nothing(tmp_path, name, times):
         process.send_signal(number)
     process.communicate(timeout=HUNG)
     assert process.returncode not in (0, -number)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("names", [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGALRM", "SIGINT")])
+def test_two_signals_at_once_are_no_traceback(tmp_path, names):
+    source = zeros(tmp_path / "source", 4)
+    process = spawn("compress", source, "-o", tmp_path / "out")
+    wait_for_a_temporary_file(tmp_path)
+    os.kill(process.pid, signal.SIGSTOP)  # so that both arrive before Python looks
+    for name in names:
+        process.send_signal(getattr(signal, name))
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=HUNG)
+    assert process.returncode != 0
+    assert "Traceback" not in err
+    assert "Error" not in err
     assert list(tmp_path.iterdir()) == [source]
 
 

@@ -54,6 +54,15 @@ ROWS = st.lists(
 )
 
 
+def test_a_command_to_copy_is_never_broken():
+    command = "pip install 'cupy-cuda13x>=14' 'nvidia-cublas<14,>=13' 'nvidia-cuda-nvrtc<14,>=13'"
+    with stdout(40) as stream:
+        show_line(f"(1) CuPy is not installed; for CUDA 13: {command}; or ask for the host, by --device host")
+    lines = stream.getvalue().splitlines()
+    assert f"  {command};" in lines
+    assert all(len(line) <= 40 for line in lines if command not in line)
+
+
 @given(rows=ROWS, width=st.integers(20, 200) | st.none())
 def test_a_row_is_a_line_with_its_name_whole(rows, width):
     _, *lines = table(width, rows)

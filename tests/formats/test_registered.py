@@ -258,6 +258,7 @@ def test_nothing_is_loaded_for_a_name_that_is_known(monkeypatch):
         ([False, True], None, "permutation: expected integers, got [False, True]"),
         (3, None, "permutation: expected integers, got 3"),
         ("01", None, "permutation: expected integers, got '01'"),
+        (range(10**9), None, "permutation: expected at most 1048576 numbers, got 1000000000"),
     ],
 )
 def test_permutations_that_are_none(permutation, tile, words):

@@ -108,6 +108,14 @@ def test_what_is_derived_of_a_descriptor(desc):
     assert operands == want
 
 
+def test_only_elements_of_weights_are_offered():
+    """The names of NumPy and PyTorch are taken; an accumulator's type is offered to nobody."""
+    assert GemmSparse24Descriptor(n=1, m=8, k=8, element="float16").element is ElementKind.F16
+    offered = "expected one of f32, f16, bf16, s8, fp8_e4m3, fp8_e5m2, got 'float12'"
+    with pytest.raises(InvalidProblemError, match=f"element: {offered}"):
+        GemmSparse24Descriptor(n=1, m=8, k=8, element="float12")
+
+
 def test_both_zeros_of_alpha_are_one_problem():
     one, other = (GemmSparse24Descriptor(n=1, m=8, k=8, element="f32", alpha=a) for a in (0.0, -0.0))
     assert one == other

@@ -93,7 +93,12 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
         return
     with pytest.raises((UnsupportedError, BackendUnavailableError)) as caught:
         choose(considered)
-    assert all(f"{name}: {reason}" in str(caught.value) for name, _, reason in answer.rows)
+    groups: dict[str | None, list[str]] = {}
+    for name, _, reason in answer.rows:
+        groups.setdefault(reason, []).append(name)
+    rarest_first = sorted(groups, key=lambda reason: len(groups[reason]))
+    told = "; ".join(f"{', '.join(groups[reason])}: {reason}" for reason in rarest_first)
+    assert str(caught.value) == f"no kernel can serve this problem. {told}"
 
 
 @every_family

@@ -24,15 +24,15 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(32, 64)
         self.body = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-        self.head = nn.Linear(64, 32, bias=False)
-        self.head.weight = self.embed.weight
+        self.tied = nn.Linear(64, 32, bias=False)
+        self.tied.weight = self.embed.weight
         self.own = Hooked(64, 8)
         self.wide = nn.Linear(64, 8, dtype=torch.float64)
         self.heard = nn.Linear(64, 8)
         self.heard.register_forward_hook(lambda *_: None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embed(tokens)))
+        return self.tied(self.body(self.embed(tokens)))
 
 
 def model() -> Model:
@@ -46,7 +46,13 @@ def test_linear_layers_are_swapped_and_others_skipped_with_a_reason():
     assert [layer.name for layer in report.layers] == ["body.0", "body.2"]
     assert all(type(m.get_submodule(layer.name)) is Sparse24Linear for layer in report.layers)
     assert not m.body[0].training
-    reasons = {"head": "shared", "own": "Hooked", "wide": "float64", "heard": "hooks"}
+    reasons = {
+        "tied": "shared",
+        "own": "Hooked",
+        "wide": "float64",
+        "heard": "hooks",
+        "embed": "embedding table",
+    }
     assert report.skipped.keys() == reasons.keys()
     assert all(word in report.skipped[name] for name, word in reasons.items())
     assert m(torch.arange(5, device=DEVICE)).shape == (5, 32)
@@ -64,8 +70,13 @@ def test_the_report_counts_energy_and_bytes():
     assert report.least_kept_energy == layer.kept_energy
     text = str(report)
     assert "body.0: [96, 64] float32, kept" in text
-    assert "body.2: skipped, not included" in text
-    assert "24576 -> 13824 bytes" in text
+    assert "not included: body.2" in text
+    assert "24576 -> 13824 bytes of weights; 37.1% of the model's bytes is 2:4" in text
+    total = sum(p.nbytes for p in model().parameters())
+    assert report.model_bytes == total
+    assert report.sparse_share == pytest.approx(24576 / total)
+    biases = sum(p.nbytes for p in model().parameters() if p.dim() == 1)
+    assert sum(one.nbytes for one in report.left_dense) == total - 24576 - biases
 
 
 def test_patterns_choose_and_recipes_go_by_pattern():
@@ -96,12 +107,87 @@ def test_compress_takes_what_is_2_4_and_skips_the_rest():
     assert "row" in report.skipped["body.2"]
 
 
+def test_a_weight_that_is_2_4_already_is_found_and_keeps_its_cells_whatever_its_scores():
+    m = model()
+    sparse = pruned(m.body[0].weight.data)
+    m.body[0].weight.data = sparse.clone()
+    asked = []
+
+    def backwards(name: str, linear: nn.Linear) -> torch.Tensor:
+        asked.append(name)
+        return -linear.weight.abs()
+
+    first, second = to_sparse24(m, recipe=Sparse24Recipe(scores=backwards)).layers
+    assert asked == ["body.2"]
+    assert (first.was_sparse, first.kept_energy) == (True, 1.0)
+    assert not second.was_sparse
+    assert second.kept_energy < 0.5
+    assert torch.equal(m.body[0].dense_weight(), sparse)
+
+
+def test_a_swapped_model_is_counted_and_not_swapped_again():
+    m = model()
+    before = to_sparse24(m)
+    body = m.body[0]
+    again = to_sparse24(m)
+    assert again.layers == ()
+    assert m.body[0] is body
+    assert again.earlier == {layer.name: layer.dense_bytes for layer in before.layers}
+    assert (again.sparse_share, again.model_bytes) == (before.sparse_share, before.model_bytes)
+    assert "2 layers were swapped before" in str(again)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 16))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16))
+
+
+def test_what_stays_dense_by_default_and_why():
+    m = nn.ModuleDict(
+        {
+            "lm_head": nn.Linear(16, 32),
+            "router": nn.Linear(16, 8),
+            "lora_A": nn.Linear(16, 8),
+            "embed": nn.Linear(16, 8),
+            "conv": nn.Conv2d(8, 8, 3),
+            "experts": Experts(),
+            "moe": nn.ModuleDict({"gate": Router()}),
+            "odd": nn.Bilinear(8, 8, 8),
+            "proj": nn.Linear(16, 8),
+        }
+    )
+    report = to_sparse24(m)
+    assert [layer.name for layer in report.layers] == ["proj"]
+    beginnings = {
+        "lm_head": "output head, excluded by default ('*lm_head*')",
+        "router": "router, excluded",
+        "lora_A": "adapter, excluded",
+        "embed": "embedding table, excluded",
+        "conv": "convolution",
+        "experts.gate_up_proj": "3-d (stacked matrices",
+        "moe.gate": "router, excluded by default ('*.gate.weight')",
+        "odd": "3-d",
+    }
+    assert report.skipped.keys() == beginnings.keys()
+    assert all(report.skipped[name].startswith(text) for name, text in beginnings.items())
+    assert {one.name: one.nbytes for one in report.left_dense}["experts.gate_up_proj"] == 4 * 32 * 16 * 4
+    named = to_sparse24(m, include=["lm_head", "router.weight"])
+    assert [layer.name for layer in named.layers] == ["lm_head", "router"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"include": ["bdy*"]}, "include: pattern 'bdy\\*' matches no linear layer"),
         ({"exclude": "body*"}, "exclude: expected a sequence"),
-        ({"include": ["head"]}, "head: expected a layer that can be swapped: its weight is shared"),
+        ({"include": ["tied"]}, "tied: expected a layer that can be swapped: its weight is shared"),
         ({"include": ["body.2"], "recipe": "compress"}, "body.2: expected a layer that can be swapped"),
         ({"recipe": "magnitude"}, "recipe: expected one of"),
         ({"recipe": 3}, "recipe: expected a Sparse24Recipe"),

@@ -1,0 +1,25 @@
+"""transformers' Conv1D, a linear layer that holds its weight as [in, out]."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the module is transformers' Conv1D itself, and no subclass. Doesn't import transformers."""
+    home = sys.modules.get("transformers.pytorch_utils")
+    return home is not None and type(module) is getattr(home, "Conv1D", None)
+
+
+def linear_of(module: Any) -> nn.Linear:
+    """An nn.Linear as it stands; a Conv1D as one with the same bias, and a transposed view of its weight."""
+    if isinstance(module, nn.Linear):
+        return module
+    k, m = module.weight.shape
+    linear = nn.Linear(k, m, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=module.weight.requires_grad)
+    linear.bias = module.bias
+    return linear.train(module.training)
