@@ -24,6 +24,7 @@ from .lora import lora_config as lora_config
 from .models import LoadReport as LoadReport
 from .models import from_pretrained as from_pretrained
 from .models import load_sparse24 as load_sparse24
+from .quantized_linear import Sparse24QuantizedLinear as Sparse24QuantizedLinear
 from .semi_structured import from_semi_structured as from_semi_structured
 from .semi_structured import to_semi_structured as to_semi_structured
 from .semi_structured import use_as_default as use_as_default
@@ -47,6 +48,7 @@ __all__ = [
     "SemiStructuredError",
     "Sparse24GatedMLP",
     "Sparse24Linear",
+    "Sparse24QuantizedLinear",
     "Sparse24Recipe",
     "Sparse24Tensor",
     "SwapReport",

@@ -27,7 +27,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 METHODS = ("prune", "compress", "tiles")
 VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
 """Keys of the canonical weight in a state_dict and in our checkpoints."""
-_K_STEP = 8
 _EMPTY_GROUP = 0x04
 """The metadata of a group without non-zeros, which names positions 0 and 1."""
 
@@ -72,6 +71,8 @@ class Sparse24Linear(nn.Module):
     metadata: Tensor | None
     packed: Tensor | None
     bias: nn.Parameter | None
+    _K_STEP = 8
+    _DTYPES: tuple[torch.dtype, ...] = DTYPES
     transposed = False
     """Whether the layer stands for one that holds its weight as [in, out], transformers' Conv1D."""
 
@@ -90,19 +91,17 @@ class Sparse24Linear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        dtype = self._checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if (found := integer(size)) is None or found < 0:
                 raise InvalidProblemError(f"{name}: expected an integer from 0, got {size!r}")
         check_activation(activation)
         check_rows(activation, out_features)
-        if out_dtype not in (None, dtype, torch.float32):
-            served = " or ".join(dict.fromkeys((str(dtype), "torch.float32")))
-            raise InvalidProblemError(f"out_dtype: expected {served}, got {out_dtype}")
+        self._check_out_dtype(out_dtype, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
         self.preference = _preference(preference, require)
-        self._padding = -in_features % _K_STEP
+        self._padding = -in_features % self._K_STEP
         self.k = k = in_features + self._padding
         """Columns of W with its padding."""
         self._choose_options()
@@ -113,8 +112,11 @@ class Sparse24Linear(nn.Module):
             "metadata", torch.full((out_features, k // 4), _EMPTY_GROUP, dtype=torch.uint8, device=device)
         )
         self.register_buffer("packed", None)
-        where = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        own = None if where is None else nn.Parameter(where, requires_grad=trainable)
+        own = None
+        if bias:  # a weight of 8 bits has a float32 bias
+            of_bias = dtype if dtype.itemsize > 1 else torch.float32
+            zeros = torch.zeros(out_features, device=device, dtype=of_bias)
+            own = nn.Parameter(zeros, requires_grad=trainable)
         self.register_parameter("bias", own)
         self._settle()
 
@@ -139,7 +141,7 @@ class Sparse24Linear(nn.Module):
         if not isinstance(linear, nn.Linear):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
         weight = linear.weight.detach()
-        _checked_dtype(weight.dtype)
+        cls._checked_dtype(weight.dtype)
         if method not in METHODS:
             raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         layer = cls(
@@ -168,6 +170,20 @@ class Sparse24Linear(nn.Module):
             layer._hold(values, meta, bias)
         layer.train(linear.training)
         return layer
+
+    @classmethod
+    def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in cls._DTYPES:
+            names = ", ".join(map(str, cls._DTYPES))
+            raise UnsupportedError(f"dtype: expected one of {names} for a {cls.__name__}, got {dtype}")
+        return dtype
+
+    @staticmethod
+    def _check_out_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+        known = dict.fromkeys((dtype, torch.float32)) if dtype.itemsize > 1 else DTYPES
+        if out_dtype is not None and out_dtype not in known:
+            served = " or ".join(map(str, known))
+            raise InvalidProblemError(f"out_dtype: expected {served}, got {out_dtype}")
 
     def _choose_options(self) -> None:
         """Store the arguments of the op, and of its kernel, that follow the tensors.
@@ -250,7 +266,7 @@ class Sparse24Linear(nn.Module):
     def _settle(self) -> None:
         """Change to the form that suits the device."""
         weight = self._weight
-        packs = weight.is_cuda and weight.element_size() == 2 and not self.trainable
+        packs = weight.is_cuda and weight.element_size() <= 2 and not self.trainable
         if packs == (self.packed is not None):
             return
         values, meta = self._held()
@@ -278,7 +294,7 @@ class Sparse24Linear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24Linear:
         weight = self._weight
         probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
-        _checked_dtype(probe.dtype)
+        self._checked_dtype(probe.dtype)
         if self.packed is not None:
             self._unpack(*self._held())
         was_meta = weight.is_meta
@@ -354,7 +370,7 @@ class Sparse24Linear(nn.Module):
                     raise InvalidProblemError(f"{key}: expected uint16 or int16, got {given.dtype}")
                 given = given.view(torch.int16)
             else:
-                _checked_dtype(given.dtype)
+                (self if key == VALUES_KEY else Sparse24Linear)._checked_dtype(given.dtype)
             held[key] = given if assign else given.to(own.device, own.dtype, copy=self.values is None)
         values, meta, bias = held.values()
         if META_KEY in found and meta.device.type != "meta":
@@ -433,13 +449,6 @@ def words_of(metadata: Any) -> Tensor:
 
 def _bytes_of(meta: Tensor) -> Tensor:
     return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
-
-
-def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES:
-        names = ", ".join(str(known) for known in DTYPES)
-        raise UnsupportedError(f"dtype: expected one of {names} for a Sparse24Linear, got {dtype}")
-    return dtype
 
 
 def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPreference:

@@ -20,11 +20,15 @@ from ..vocab import TileRule
 from .activations import check_activation, check_rows
 from .conv1d import is_conv1d, linear_of
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
+from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 
 
 @dataclass(frozen=True)
 class Sparse24Recipe:
     """How a layer's weight becomes 2:4. The fields are arguments of Sparse24Linear and ``from_linear``.
+
+    ``weight_dtype`` is float8_e4m3fn or int8 for a Sparse24QuantizedLinear, with a scale for each row; by
+    default weights keep their dtype.
 
     ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
     the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. A weight that
@@ -39,18 +43,26 @@ class Sparse24Recipe:
     trainable: bool = False
     require: RequirementLike = None
     preference: PreferenceLike = None
+    weight_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
         check_callback("scores", self.scores)
         check_activation(self.activation)
+        if self.weight_dtype is not None and self.weight_dtype not in LARGEST:
+            known = ", ".join(map(str, LARGEST))
+            raise InvalidProblemError(f"weight_dtype: expected one of {known}, got {self.weight_dtype}")
 
     def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
         scored = self.scores is not None and not _is_sparse(linear.weight.detach())
-        layer = Sparse24Linear.from_linear(
+        kind: Any = Sparse24Linear
+        quantized: dict[str, torch.dtype] = {}
+        if self.weight_dtype is not None:
+            kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
+        layer = kind.from_linear(
             linear,
             method=self.method,
             rule=self.rule,
@@ -60,6 +72,7 @@ class Sparse24Recipe:
             trainable=self.trainable,
             require=self.require,
             preference=self.preference,
+            **quantized,
         )
         layer.transposed = is_conv1d(module)
         return layer
@@ -360,9 +373,11 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
     weight = linear.weight.detach()
     energy, was_sparse = float("nan"), False
     if not weight.is_meta:
-        values, _ = layer.canonical()
-        kept, whole = (t.detach().to(torch.float64).square().sum().item() for t in (values, weight))
+        values, wide = (t.detach().to(torch.float64) for t in (layer.canonical()[0], weight))
         was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
+        if isinstance(layer, Sparse24QuantizedLinear):  # rounding may have made more zeros
+            values, was_sparse = values * layer.weight_scale, _is_sparse(weight)
+        kept, whole = (t.square().sum().item() for t in (values, wide))
         energy = 1.0 if was_sparse and math.isfinite(kept) else kept / whole
     sizes = layer.out_features, layer.in_features
     nbytes = weight.nbytes, layer.weight_bytes

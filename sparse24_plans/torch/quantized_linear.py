@@ -1,0 +1,267 @@
+"""``Sparse24QuantizedLinear``: a linear layer whose weight is 2:4 in 8 bits, and whose input is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidProblemError, UnsupportedError
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..vocab import ElementKind, ScaleKind
+from .activations import epilogue_of, is_gated, row_order
+from .elements import element_of, plan_device
+from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
+
+_ops: Any = torch.ops.sparse24
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The largest value of each dtype that a weight may be quantized to."""
+WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
+"""Keys of the scales in a state_dict, which are those of compressed-tensors' checkpoints."""
+_LEAST_SCALE = 2.0**-100
+_PADDED_GROUP = 0x0404
+"""A metadata word of two groups without non-zeros."""
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """x / scale, rounded to nearest even and clamped to the range of ``dtype``, int8 or float8_e4m3fn.
+
+    NaN stays NaN in float8_e4m3fn and is 0 in int8.
+    """
+    largest = LARGEST[dtype]
+    scaled = (x.float() / scale).clamp(-largest, largest)
+    return (scaled.round().nan_to_num(nan=0.0) if dtype == torch.int8 else scaled).to(dtype)
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = -1) -> Tensor:
+    """The float32 scale that maps the largest |x| to the largest value of ``dtype``, for each row or for all.
+
+    It is at least 2^-100. A row with NaN or Inf has a scale of NaN or Inf, so that its results show it.
+    """
+    size = x.float().abs()
+    most = size.amax() if dim is None else size.amax(dim, keepdim=True)
+    return (most / LARGEST[dtype]).clamp(min=_LEAST_SCALE)
+
+
+class Sparse24QuantizedLinear(Sparse24Linear):
+    """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4 in float8_e4m3fn or int8.
+
+    W is ``weight_scale`` times what is stored. x is quantized to W's dtype at each call, with one scale for
+    each token, or with the given ``input_scale``; torch.compile makes that one pass. The product's sums are
+    scaled and biased in float32. The result has x's dtype unless ``out_dtype`` is given. Scales and bias stay
+    float32, and ``to`` changes the device alone. The ``state_dict`` has ``weight.values24`` and
+    ``weight.meta24``, ``weight_scale`` (float32 [M, 1] or [1]), ``input_scale`` ([1], if it is given) and
+    ``bias``. The layer has no gradients. A new layer is zero.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, activation, require, preference, device
+        As for Sparse24Linear. W and x are padded with zeros to the next multiple of 16 columns.
+    dtype : torch.dtype
+        ``torch.float8_e4m3fn`` or ``torch.int8``.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default x's dtype.
+    scales : str
+        ``row``: each row of W has a scale. ``tensor``: W has one.
+    static_input : bool
+        Whether the layer has an ``input_scale``, 1.0 in a new layer.
+
+    Raises InvalidProblemError naming the argument; UnsupportedError for other dtypes.
+    """
+
+    _K_STEP = 16
+    _DTYPES = tuple(LARGEST)
+    weight_scale: Tensor
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scales: str = "row",
+        static_input: bool = False,
+        device: Any = None,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        **options: Any,
+    ) -> None:
+        if options.get("trainable"):
+            raise UnsupportedError(f"trainable: expected False, since {dtype} has no gradients, got True")
+        if scales not in ("row", "tensor"):
+            raise InvalidProblemError(f"scales: expected row or tensor, got {scales!r}")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
+        shape = (out_features, 1) if scales == "row" else (1,)
+        self.register_buffer(WEIGHT_SCALE, torch.ones(shape, device=device))
+        self.register_buffer(INPUT_SCALE, torch.ones(1, device=device) if static_input else None)
+
+    @classmethod
+    def from_linear(  # type: ignore[override]
+        cls,
+        linear: nn.Linear,
+        *,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        scales: str = "row",
+        input_scale: float | None = None,
+        method: str = "prune",
+        scores: Tensor | None = None,
+        **options: Any,
+    ) -> Sparse24QuantizedLinear:
+        """A layer with the pruned and quantized weight of ``linear``, which stays as it is.
+
+        ``method``, ``scores`` and further options are those of ``Sparse24Linear.from_linear``. Without an
+        ``input_scale`` each token of x has its own.
+        """
+        activation = options.get("activation", "none")
+        pruned = {"rule": options.pop("rule")} if "rule" in options else {}
+        sparse = Sparse24Linear.from_linear(
+            linear, method=method, scores=scores, activation=activation, **pruned
+        )
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            dtype=dtype,
+            scales=scales,
+            static_input=input_scale is not None,
+            device=linear.weight.device,
+            **options,
+        )
+        with torch.no_grad():
+            values, meta = (one.detach() for one in sparse.canonical())
+            scale = scale_of(values, dtype, -1 if scales == "row" else None).reshape(layer.weight_scale.shape)
+            columns = (layer.k - sparse.k) // 8
+            values = nn.functional.pad(quantize(values, dtype, scale).view(torch.int8), (0, 4 * columns))
+            meta = nn.functional.pad(meta, (0, columns), value=_PADDED_GROUP)
+            bias = None if sparse.bias is None else sparse.bias.detach().float()
+            layer._hold(values.view(dtype), meta, bias)
+            layer.weight_scale.copy_(scale)
+            if layer.input_scale is not None:
+                layer.input_scale.fill_(_checked_scale(input_scale))
+        return layer.train(linear.training)
+
+    def dense_weight(self) -> Tensor:
+        """The dense W [out_features, in_features] in float32, its rows in the order of ``from_linear``."""
+        with torch.no_grad():
+            values, meta = self.canonical()
+            dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
+            scaled = dense.float() * self.weight_scale
+        if not is_gated(self.activation):
+            return scaled
+        found = torch.empty_like(scaled)
+        found[row_order(self.activation, len(scaled), scaled.device)] = scaled
+        return found
+
+    # Forms ------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24QuantizedLinear:
+        def moved(tensor: Tensor) -> Tensor:
+            """``fn`` on the tensor's bytes, which keeps its dtype."""
+            found = fn(tensor.detach().contiguous().view(torch.uint8))
+            if found.dtype != torch.uint8:
+                raise UnsupportedError(f"dtype: a quantized layer keeps its dtypes, got {found.dtype}")
+            return found.view(tensor.dtype)
+
+        super()._apply(moved, recurse)
+        return self
+
+    def _clear(self) -> None:
+        super()._clear()
+        for scale in self._scales().values():
+            scale.fill_(1.0)
+
+    def _scales(self) -> dict[str, Tensor]:
+        held = {WEIGHT_SCALE: self.weight_scale, INPUT_SCALE: self.input_scale}
+        return {name: scale for name, scale in held.items() if scale is not None}
+
+    # State ------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, scale in self._scales().items():
+            destination[prefix + name] = scale if keep_vars else scale.detach()
+
+    def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
+        if key == VALUES_KEY and given.dtype != own.dtype:
+            raise InvalidProblemError(f"{key}: expected {own.dtype}, got {given.dtype}")
+        return given
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        scales = self._scales()
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in scales}
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, *lists)
+        for name, own in scales.items():
+            given = state_dict.get(prefix + name)
+            if given is None:
+                missing_keys += [prefix + name] * strict
+            elif given.numel() != own.numel():
+                error_msgs.append(f"{prefix}{name}: expected {list(own.shape)}, got {list(given.shape)}")
+            else:
+                found = given.detach().float().reshape(own.shape)
+                setattr(self, name, found if own.is_meta else found.to(own.device))
+
+    # Use ----------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in_features] to [..., out_features], or half of it if the activation is gated.
+
+        x is bfloat16, float16 or float32. Raises InvalidProblemError for another width or dtype, and
+        UnsupportedError for an x that requires gradients.
+        """
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(
+                "x: expected a tensor without gradients: a quantized layer has no backward"
+            )
+        if x.dtype not in DTYPES:
+            raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+        dtype = self._weight.dtype
+        scale = scale_of(x, dtype) if self.input_scale is None else self.input_scale
+        rows = quantize(x, dtype, scale)
+        if self._padding:
+            rows = nn.functional.pad(rows.view(torch.int8), (0, self._padding)).view(dtype)
+        meta = None if self.metadata is None else words_of(self.metadata)
+        m, activation, out_dtype, wishes, k = self._direct_options
+        if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
+            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
+        y: Tensor = _ops.scaled_linear(
+            rows, self._weight, meta, scale, self.weight_scale, self.bias, m, activation,
+            out_dtype or x.dtype, wishes,
+        )  # fmt: skip
+        return y
+
+    def plan(self, n: int = 1) -> GemmSparse24Plan:
+        """The plan for ``n`` tokens of bfloat16 on the layer's device. Raises as Sparse24Linear's does."""
+        one = self.weight_scale.numel() == 1
+        descriptor = GemmSparse24Descriptor(
+            n=n,
+            m=self._shape[0],
+            k=self._shape[1],
+            element=element_of(self._weight.dtype, "weight"),
+            epilogue=epilogue_of(self.activation, self.bias is not None, gates=True),
+            out_element=element_of(self.out_dtype or torch.bfloat16, "out_dtype"),
+            bias_element=ElementKind.F32,
+            scale_x=ScaleKind.TENSOR if n == 1 or self.input_scale is not None else ScaleKind.ROW,
+            scale_w=ScaleKind.TENSOR if one else ScaleKind.ROW,
+        )
+        return GemmSparse24Plan.select(
+            descriptor, preference=self.preference, device=plan_device(self._weight)
+        )
+
+
+def _checked_scale(scale: float | None) -> float:
+    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise InvalidProblemError(f"input_scale: expected a number above 0, got {scale!r}")
+    return float(scale)
