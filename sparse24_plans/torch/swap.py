@@ -62,7 +62,7 @@ class Sparse24Recipe:
         quantized: dict[str, torch.dtype] = {}
         if self.weight_dtype is not None:
             kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
-        layer = kind.from_linear(
+        layer: Sparse24Linear = kind.from_linear(
             linear,
             method=self.method,
             rule=self.rule,
