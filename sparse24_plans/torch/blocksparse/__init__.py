@@ -7,17 +7,30 @@ Import it by ``from sparse24_plans.torch import blocksparse``. The ops are
 from . import attention_ops as attention_ops  # registers ops, as do the next two
 from . import conv_ops as conv_ops
 from . import matmul_ops as matmul_ops
+from .deepspeed import DeepSpeedSparseSelfAttention as DeepSpeedSparseSelfAttention
+from .deepspeed import replace_mha as replace_mha
 from .functional import attention as attention
 from .functional import conv2d as conv2d
 from .functional import matmul as matmul
 from .functional import softmax as softmax
 from .layout_buffers import Layout as Layout
+from .memory_order import BatchNorm2d as BatchNorm2d
+from .memory_order import Permute as Permute
+from .memory_order import PermuteFunction as _permute  # noqa: F401 - the name of Torch-Blocksparse
+from .memory_order import ReLU as ReLU
 from .modules import Conv2d as Conv2d
 from .modules import Linear as Linear
 from .modules import MatMul as MatMul
 from .modules import Softmax as Softmax
 from .multihead import MultiheadAttention as MultiheadAttention
-from .multihead import SparsityInfo as SparsityInfo
+from .sparsity import BigBirdSparsityConfig as BigBirdSparsityConfig
+from .sparsity import BSLongformerSparsityConfig as BSLongformerSparsityConfig
+from .sparsity import DenseSparsityConfig as DenseSparsityConfig
+from .sparsity import FixedSparsityConfig as FixedSparsityConfig
+from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
+from .sparsity import SparsityConfig as SparsityConfig
+from .sparsity import SparsityInfo as SparsityInfo
+from .sparsity import VariableSparsityConfig as VariableSparsityConfig
 
 SparseMatMul = MatMul
 """The name of early releases of Torch-Blocksparse."""
@@ -25,17 +38,29 @@ SparseSoftmax = Softmax
 """The name of early releases of Torch-Blocksparse."""
 
 __all__ = [
+    "BSLongformerSparsityConfig",
+    "BatchNorm2d",
+    "BigBirdSparsityConfig",
     "Conv2d",
+    "DeepSpeedSparseSelfAttention",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
     "Layout",
     "Linear",
+    "LocalSlidingWindowSparsityConfig",
     "MatMul",
     "MultiheadAttention",
+    "Permute",
+    "ReLU",
     "Softmax",
     "SparseMatMul",
     "SparseSoftmax",
+    "SparsityConfig",
     "SparsityInfo",
+    "VariableSparsityConfig",
     "attention",
     "conv2d",
     "matmul",
+    "replace_mha",
     "softmax",
 ]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError
+from ...errors import InvalidProblemError, UnsupportedError
 from ..activations import check_activation
 from . import conv_ops
 from .functional import conv2d, matmul, pair_of, softmax
 from .layout_buffers import Layout, layout_of
+from .memory_order import checked_order, permuted
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -30,6 +31,8 @@ class MatMul(nn.Module):
         The sparse matrix: the result for ``sdd``, a for ``dsd``, b for ``dds``.
     trans_a, trans_b : bool
         Whether the operand is stored transposed.
+    bench : bool
+        Does nothing: Torch-Blocksparse's modules time themselves with it. So it is in the other modules.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -41,6 +44,7 @@ class MatMul(nn.Module):
         mode: str = "",
         trans_a: bool = False,
         trans_b: bool = False,
+        bench: bool = False,
     ) -> None:
         super().__init__()
         if mode not in MODES:
@@ -74,7 +78,9 @@ class Softmax(nn.Module):
         Whether cells whose column is beyond their row are dropped.
     """
 
-    def __init__(self, layout: Any, block: int | None = None, *, causal: bool = False) -> None:
+    def __init__(
+        self, layout: Any, block: int | None = None, bench: bool = False, *, causal: bool = False
+    ) -> None:
         super().__init__()
         self.layout = layout_of(layout, block)
         self.causal = causal
@@ -154,6 +160,7 @@ class Linear(_Weighted):
         layout: Any,
         bias: bool = False,
         *,
+        bench: bool = False,
         activation: str = "none",
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -172,7 +179,7 @@ class Linear(_Weighted):
         self._make_parameters(out_features, bias, {"device": device, "dtype": dtype})
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, layout: Any, block: int | None = None, **options: Any) -> Linear:
+    def from_linear(cls, linear: nn.Linear, block: int | None, layout: Any, **options: Any) -> Linear:
         """A layer with copies of the kept blocks and the bias of ``linear``, which stays as it is."""
         if not isinstance(linear, nn.Linear):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
@@ -225,6 +232,8 @@ class Conv2d(_Weighted):
         16, 32, 64 or 128; needed beside a bitmap.
     padding, stride, dilation : int or (int, int)
         The order is Torch-Blocksparse's. Padding is zeros.
+    order : str
+        ``NHWC``, ``CHWN`` or ``NCHW``: how the result lies in memory. Its shape is [N, K, rows, columns].
     bias : bool
         Whether there is a bias [K]. Torch-Blocksparse has none by default either.
     device, dtype
@@ -246,10 +255,12 @@ class Conv2d(_Weighted):
         dilation: Any = 1,
         bias: bool = False,
         *,
+        order: str = "NHWC",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.order = checked_order("order", order)
         self.kernel_size = pair_of("kernel_size", kernel_size)
         self.padding, self.stride = pair_of("padding", padding), pair_of("stride", stride)
         self.dilation = pair_of("dilation", dilation)
@@ -302,10 +313,35 @@ class Conv2d(_Weighted):
         one = self.layout
         return conv_ops.filter_of(self.weight[None], one.tables, one.sizes, self.kernel_size)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [N, C, height, width] to [N, K, rows, columns], which is ``channels_last``."""
+    def forward(self, input: Tensor, biasa: None = None, biasb: None = None) -> Tensor:
+        """Map [N, C, height, width] to [N, K, rows, columns].
+
+        Raises UnsupportedError for a ``biasa`` or ``biasb``, which only a caller can add.
+        """
+        for name, given in (("biasa", biasa), ("biasb", biasb)):
+            if given is not None:
+                raise UnsupportedError(f"{name}: expected None, got {type(given).__name__}; add it yourself")
         walk = self.kernel_size, self.bias, self.stride, self.padding, self.dilation
-        return conv2d(input, self.weight, self.layout, *walk)
+        return permuted(conv2d(input, self.weight, self.layout, *walk), self.order)
+
+    @staticmethod
+    def nchw_to_chwn(x: Tensor) -> Tensor:
+        """The same tensor [N, C, height, width] with images adjacent in memory."""
+        return permuted(x, "CHWN")
+
+    @staticmethod
+    def update_layout(layout_a: Tensor, tensor_a: Tensor, layout_b: Tensor, init_val: float) -> Tensor:
+        """Values for ``layout_b``: those of ``tensor_a`` where both bitmaps keep a block, else ``init_val``.
+
+        Bitmaps are [K/block, C/block, R, S], values [blocks, block, block] in their order.
+        """
+        both = (layout_a != 0) & (layout_b != 0)
+        found = tensor_a.new_full((int((layout_b != 0).sum()), *tensor_a.shape[1:]), init_val)
+        found[both[layout_b != 0]] = tensor_a[both[layout_a != 0]]
+        return found
+
+    def clear_cache(self) -> None:
+        """Do nothing: Torch-Blocksparse drops its look-up tables, which belong to the layout here."""
 
     def extra_repr(self) -> str:
         return (

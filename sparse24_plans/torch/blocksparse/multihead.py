@@ -1,11 +1,9 @@
-"""``MultiheadAttention`` with block-sparse scores, and ``SparsityInfo``, a rule that makes layouts."""
+"""``MultiheadAttention`` with block-sparse scores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,74 +11,10 @@ from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
+from .sparsity import SparsityConfig, SparsityInfo
 
 F = nn.functional
-
-
-@dataclass(frozen=True)
-class SparsityInfo:
-    """A rule that says for any number of tokens which blocks of the scores are kept.
-
-    Parameters
-    ----------
-    mode : str
-        ``dense`` keeps all blocks. ``fixed`` keeps the blocks within each ``stride`` of tokens, and for all
-        rows the last ``vertsize`` columns of blocks of every stride.
-    block : int
-        16, 32, 64 or 128 tokens.
-    stride : int
-        Tokens, a multiple of the block. With ``fixed``, the number of tokens must be a multiple of it.
-    unidirectional : bool
-        Whether no block beyond a row's own is kept. Inside a block, ``causal`` or a mask decides.
-    numverts : int
-        Head h keeps the ``1 + h % numverts``-th group of ``vertsize`` columns from a stride's end.
-    vertsize : int
-        Columns of blocks.
-    """
-
-    mode: str = "fixed"
-    block: int = 64
-    stride: int = 128
-    unidirectional: bool = False
-    numverts: int = 1
-    vertsize: int = 1
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("dense", "fixed"):
-            raise InvalidProblemError(f"mode: expected dense or fixed, got {self.mode!r}")
-        if self.block not in (16, 32, 64, 128):
-            raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {self.block!r}")
-        if self.stride < self.block or self.stride % self.block:
-            raise InvalidProblemError(f"stride: expected a multiple of block {self.block}, got {self.stride}")
-        least = min(self.numverts, self.vertsize)
-        if least < 1 or self.numverts * self.vertsize > self._step:
-            raise InvalidProblemError(
-                f"numverts, vertsize: expected at most {self._step} columns of blocks, as a stride has, got "
-                f"{self.numverts} x {self.vertsize}"
-            )
-
-    @property
-    def _step(self) -> int:
-        return self.stride // self.block
-
-    def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
-        """The layout of ``heads`` heads of [tokens, tokens]. Raises InvalidProblemError if it has none."""
-        unit = self.stride if self.mode == "fixed" else self.block
-        if tokens % unit:
-            raise InvalidProblemError(f"tokens: expected a multiple of {unit}, got {tokens}")
-        side, step = tokens // self.block, self._step
-        if self.mode == "dense":
-            return BlockSparseLayout(np.ones((heads, side, side), np.bool_), self.block)
-        row, column = np.arange(side)[:, None], np.arange(side)
-        local = row // step == column // step
-        if self.unidirectional:
-            local &= column <= row
-        head = np.arange(heads)[:, None, None]
-        start = step - (1 + head % self.numverts) * self.vertsize
-        summary = (column % step >= start) & (column % step < start + self.vertsize)
-        if self.unidirectional:  # only columns that begin before the row's own block
-            summary = summary & (column - (column % step - start) < row)
-        return BlockSparseLayout(local | summary, self.block)
+_RULES = (SparsityInfo, SparsityConfig)
 
 
 class MultiheadAttention(nn.Module):
@@ -89,10 +23,12 @@ class MultiheadAttention(nn.Module):
     Parameters
     ----------
     embed_dim, num_heads : int
-    sparsity : SparsityInfo, Layout, BlockSparseLayout
-        A rule, which makes one layout for each number of tokens; or a layout of num_heads heads.
+    sparsity : SparsityInfo, SparsityConfig, Layout, BlockSparseLayout, Tensor or array
+        A rule, which makes one layout for each number of tokens; or a layout of num_heads heads, or its
+        bitmap.
     dropout, add_bias_kv, add_zero_attn
-        Must be 0 and False: a layout has no place for what they add.
+        Must be 0 and False: a layout has no place for what they add. Beside a bitmap the argument after
+        ``sparsity`` is the block, as in early releases of Torch-Blocksparse.
     bias, kdim, vdim, batch_first, device, dtype
         The arguments of ``torch.nn.MultiheadAttention``.
     key_padding_mask_mode, attn_mask_mode : str
@@ -111,6 +47,7 @@ class MultiheadAttention(nn.Module):
     v_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
 
+    SparsityInfo = SparsityInfo
     _qkv_same_embed_dim = False
     """Tells nn.TransformerEncoderLayer to call this module instead of using its parameters directly."""
 
@@ -134,6 +71,8 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(sparsity, (*_RULES, Layout, BlockSparseLayout)) and hasattr(sparsity, "shape"):
+            sparsity, dropout = BlockSparseLayout(sparsity, int(dropout)), 0.0
         absent = {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
         for name, given in absent.items():
             if given:
@@ -152,12 +91,12 @@ class MultiheadAttention(nn.Module):
         self._make_parameters(bias, {"device": device, "dtype": dtype})
 
     def _take_sparsity(self, sparsity: Any, device: Any) -> None:
-        self.sparsity = sparsity if isinstance(sparsity, SparsityInfo) else None
+        self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
         self.layouts = nn.ModuleDict()
         if self.sparsity is None:
             if not isinstance(sparsity, (Layout, BlockSparseLayout)):
                 raise InvalidProblemError(
-                    "sparsity: expected a SparsityInfo, Layout or BlockSparseLayout, "
+                    "sparsity: expected a SparsityInfo, SparsityConfig, Layout or BlockSparseLayout, "
                     f"got {type(sparsity).__name__}"
                 )
             given = layout_of(sparsity, None, device)

@@ -68,13 +68,13 @@ def test_a_layer_without_inputs_is_its_bias():
 
 def test_a_layer_of_a_dense_one():
     dense = nn.Linear(32, 48)
-    layer = Linear.from_linear(dense, BITMAP, 16)
+    layer = Linear.from_linear(dense, 16, BITMAP)
     mask = torch.tensor(BITMAP).repeat_interleave(16, 0).repeat_interleave(16, 1).t()
     assert torch.equal(layer.dense_weight(), dense.weight * mask)
     assert torch.equal(layer.bias, dense.bias)
-    assert Linear.from_linear(nn.Linear(32, 48, bias=False).half(), BITMAP, 16).weight.dtype == torch.float16
+    assert Linear.from_linear(nn.Linear(32, 48, bias=False).half(), 16, BITMAP).weight.dtype == torch.float16
     with pytest.raises(InvalidProblemError, match=r"linear: expected an nn\.Linear"):
-        Linear.from_linear(layer, BITMAP, 16)
+        Linear.from_linear(layer, 16, BITMAP)
 
 
 def test_layers_are_copied_and_start_within_bounds():

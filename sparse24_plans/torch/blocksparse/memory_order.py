@@ -1,0 +1,65 @@
+"""Torch-Blocksparse's modules that don't multiply: ``Permute``, ``ReLU`` and ``BatchNorm2d``.
+
+Images are [N, C, height, width]; an order such as ``CHWN`` says how they lie in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InvalidProblemError
+
+_DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
+"""Dimensions in their order in memory, the outermost first."""
+
+
+def checked_order(name: str, order: str) -> str:
+    """``order``, or InvalidProblemError naming the argument."""
+    if order not in _DIMS:
+        raise InvalidProblemError(f"{name}: expected one of {', '.join(_DIMS)}, got {order!r}")
+    return order
+
+
+def permuted(x: Tensor, order: str) -> Tensor:
+    """x with its shape and values, in memory as ``order`` says; x itself if it lies so."""
+    if x.dim() != 4:
+        raise InvalidProblemError(f"x: expected [N, C, height, width], got {list(x.shape)}")
+    dims = _DIMS[order]
+    return x.permute(dims).contiguous().permute([dims.index(one) for one in range(4)])
+
+
+class Permute(nn.Module):
+    """Changes how images lie in memory, not their shape. ``in_order`` is read off the tensor itself."""
+
+    def __init__(self, in_order: str, out_order: str) -> None:
+        super().__init__()
+        self.in_order = checked_order("in_order", in_order)
+        self.out_order = checked_order("out_order", out_order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return permuted(x, self.out_order)
+
+
+class PermuteFunction:
+    """Torch-Blocksparse's ``_permute``, which is called by ``apply``."""
+
+    @staticmethod
+    def apply(x: Tensor, in_order: str, out_order: str) -> Tensor:
+        found: Tensor = Permute(in_order, out_order)(x)
+        return found
+
+
+class ReLU(nn.Module):
+    """max(0, scale * x + bias + residual), with ``scale`` and ``bias`` of one element."""
+
+    def forward(self, x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return torch.relu(x * scale + bias + residual)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``, whose result lies in memory with images adjacent (``CHWN``)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        normal: Tensor = super().forward(input)
+        return permuted(normal, "CHWN")

@@ -1,0 +1,117 @@
+"""Torch-Blocksparse's names and call forms besides products: each computes, or is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import blocksparse as bs
+
+from .cases import layout_of, randn
+
+ORDERS = {"NCHW": 3, "NHWC": 1, "CHWN": 0}
+"""The dimension whose elements are adjacent."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_permute_changes_memory_alone(order):
+    x = randn(2, 3, 4, 5).requires_grad_()
+    for y in (bs.Permute("NCHW", order)(x), bs._permute.apply(x, "NCHW", order)):
+        assert torch.equal(y, x)
+        assert y.stride(ORDERS[order]) == 1
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with pytest.raises(InvalidProblemError, match="out_order: expected one of NCHW, NHWC, CHWN, got 'WHCN'"):
+        bs.Permute("NCHW", "WHCN")
+
+
+def test_relu_scales_shifts_and_adds():
+    x, residual = randn(2, 3, 4, 5), randn(2, 3, 4, 5, seed=1)
+    found = bs.ReLU()(x, torch.tensor([0.5]), torch.tensor([-0.25]), residual)
+    torch.testing.assert_close(found, (0.5 * x - 0.25 + residual).clamp(min=0))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_is_pytorchs_with_images_adjacent(training):
+    ours, theirs, x = bs.BatchNorm2d(3).train(training), nn.BatchNorm2d(3).train(training), randn(2, 3, 4, 5)
+    y = ours(x)
+    assert torch.equal(y, theirs(x))
+    assert torch.equal(ours.running_var, theirs.running_var)
+    assert y.stride(0) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_convolution_in_every_order(order):
+    mask = torch.tensor([[[[1, 0]], [[1, 1]]], [[[0, 1]], [[0, 0]]]])
+    conv = bs.Conv2d(32, 32, (1, 2), mask, 16, order=order)
+    x = randn(2, 32, 4, 5)
+    y = conv(x)
+    torch.testing.assert_close(y, nn.functional.conv2d(x, conv.dense_weight()), rtol=1e-4, atol=1e-5)
+    assert y.stride(ORDERS[order]) == 1
+    assert bs.Conv2d.nchw_to_chwn(y).stride(0) == 1
+    conv.clear_cache()
+    assert torch.equal(conv(x), y)
+    with pytest.raises(UnsupportedError, match="biasb: expected None, got Tensor; add it yourself"):
+        conv(x, biasb=torch.zeros(32))
+
+
+def test_values_move_to_another_mask():
+    before, after = torch.rand(3, 2, 1, 2) < 0.5, torch.rand(3, 2, 1, 2) < 0.5
+    values = randn(int(before.sum()), 16, 16)
+    found = bs.Conv2d.update_layout(before.long(), values, after.long(), -1.0)
+    dense = torch.full((*before.shape, 16, 16), -1.0)
+    dense[before] = values
+    assert torch.equal(found, dense[after])
+
+
+@pytest.mark.parametrize("bench", [False, True])
+def test_bench_does_nothing(bench):
+    layout, a = layout_of(), randn(1, 2, 32, 48)
+    product = bs.MatMul(layout, 16, "sdd", False, True, bench)
+    scores = product(a, randn(1, 2, 48, 48))
+    assert torch.equal(scores, bs.MatMul(layout, 16, "sdd", trans_b=True)(a, randn(1, 2, 48, 48)))
+    assert torch.equal(bs.Softmax(layout, 16, bench)(scores), bs.Softmax(layout)(scores))
+    assert bs.Linear(32, 32, 16, torch.ones(2, 2).bool(), bench=bench)(randn(3, 32)).shape == (3, 32)
+
+
+def test_attention_takes_a_bitmap_and_its_block():
+    mask = torch.ones(2, 3, 3).tril().long()
+    module = bs.MultiheadAttention(32, 2, mask, 16)
+    given = bs.MultiheadAttention(32, 2, bs.Layout(mask, 16))
+    given.load_state_dict(module.state_dict())
+    x = randn(48, 2, 32)
+    assert torch.equal(module(x, x, x)[0], given(x, x, x)[0])
+    assert bs.MultiheadAttention.SparsityInfo is bs.SparsityInfo
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_deepspeeds_self_attention(masked):
+    module = bs.DeepSpeedSparseSelfAttention(64, 2, stride=32, attn_mask_mode="mul")
+    q, k, v = (randn(3, 2, 64, 32, seed=seed) for seed in range(3))
+    kept = torch.tensor(module.sparsity.layout(2, 64).bitmap)
+    mask = torch.ones(64, 64).tril() if masked else None
+    found = module(q, k, v, attn_mask=mask)
+    seen = kept.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    seen = seen & mask.bool() if masked else seen
+    wanted = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\]"):
+        module(q[0], k[0], v[0])
+
+
+def test_a_models_attention_is_replaced():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    x = torch.randn(3, 64, 32)
+    with torch.no_grad():
+        wanted = model(x)
+        names = bs.replace_mha(model, bs.SparsityInfo("dense", 16))
+        assert names == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert all(type(model.get_submodule(name)) is bs.MultiheadAttention for name in names)
+        torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    with_dropout = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r"dropout: expected 0 or False, got 0\.1"):
+        bs.replace_mha(with_dropout, bs.SparsityInfo("dense", 16))
+    assert type(with_dropout.self_attn) is nn.MultiheadAttention

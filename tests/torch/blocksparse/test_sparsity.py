@@ -1,0 +1,189 @@
+"""The layouts of DeepSpeed's sparsity configurations, block by block from their definitions."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import InvalidProblemError
+from sparse24_plans.torch.blocksparse import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    MultiheadAttention,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+
+HEADS = 3
+sides = st.integers(1, 13)
+ways = st.sampled_from(["unidirectional", "bidirectional"])
+flags = st.booleans()
+few = settings(max_examples=150, deadline=None)
+
+
+def bitmap(config: SparsityConfig, side: int) -> np.ndarray:
+    found = config.make_layout(side * config.block)
+    assert (found.dtype, tuple(found.shape)) == (torch.int64, (HEADS, side, side))
+    assert set(found.unique().tolist()) <= {0, 1}
+    return found.numpy().astype(bool)
+
+
+def by_cell(side: int, keeps) -> np.ndarray:
+    """The bitmap of one head in which keeps(row, column)."""
+    return np.array([[bool(keeps(row, column)) for column in range(side)] for row in range(side)])
+
+
+def local(sizes: list[int], side: int, one_way: bool) -> np.ndarray:
+    """Windows one after the other, the last size again and again."""
+    kept, start, sizes = np.zeros((side, side), bool), 0, list(sizes)
+    while start < side:
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        for row in range(start, min(start + size, side)):
+            kept[row, start : (row + 1 if one_way else min(start + size, side))] = True
+        start += size
+    return kept
+
+
+def test_dense_keeps_all():
+    assert bitmap(DenseSparsityConfig(HEADS), 5).all()
+
+
+@few
+@given(st.data())
+def test_fixed(data):
+    width = data.draw(st.integers(1, 3))
+    per_window = data.draw(st.integers(1, 3))
+    step, side = width * per_window, data.draw(sides)
+    one_way, each = data.draw(ways) == "unidirectional", data.draw(flags)
+    rows_too = not one_way and data.draw(flags)
+    patterns = data.draw(st.integers(1, per_window)) if each else 1
+    way = "unidirectional" if one_way else "bidirectional"
+    config = FixedSparsityConfig(HEADS, 16, each, step, width, way, rows_too, patterns)
+    found = bitmap(config, side)
+    for head in range(HEADS):
+        kept, first = local([step], side, one_way), step - (1 + (head if each else 0) % patterns) * width
+        whole = side // step * step
+        starts = [*range(first, whole, step)]
+        if whole < side:
+            starts.append(max(min(whole + first, side - width), 0))
+        for start in starts:
+            for other in range(start, min(start + width, side)):
+                kept[start if one_way else 0 :, other] = True
+                kept[other, :] |= rows_too
+        assert (found[head] == kept).all()
+
+
+@few
+@given(
+    sides,
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.lists(st.integers(0, 14), max_size=3),
+    ways,
+    flags,
+)
+def test_variable(side, sizes, indices, way, rows_too):
+    one_way = way == "unidirectional"
+    rows_too = rows_too and not one_way
+    config = VariableSparsityConfig(HEADS, 32, False, 0, sizes, indices, None, way, rows_too)
+    kept = local(sizes, side, one_way)
+    for at in (index for index in indices if index < side):
+        kept[at if one_way else 0 :, at] = True
+        kept[at, :] |= rows_too
+    assert (bitmap(config, side) == kept).all()
+    ranges = VariableSparsityConfig(
+        HEADS, 32, False, 0, sizes, indices, [at + 1 for at in indices], way, rows_too
+    )
+    assert (bitmap(ranges, side) == kept).all()
+
+
+@few
+@given(st.integers(3, 13), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), ways)
+def test_bigbird_and_its_random_blocks(side, random, window, most, way):
+    one_way = way == "unidirectional"
+    config = BigBirdSparsityConfig(HEADS, 16, True, random, window, most, way)
+    found = bitmap(config, side)
+
+    def keeps(row, column):
+        near = abs(row - column) <= window // 2
+        return (near or min(row, column) < most) and not (one_way and column > row)
+
+    fixed = by_cell(side, keeps)
+    assert (found[:, fixed]).all()
+    more = (found & ~fixed).sum(axis=2)
+    assert (more <= random).all()
+    assert not (one_way and np.triu(found, 1).any())
+    assert (bitmap(config, side) == found).all(), "the same configuration gave another layout"
+    if random and side > 9 and not one_way:
+        again = BigBirdSparsityConfig(HEADS, 16, True, random, window, most, way, seed=1)
+        assert (bitmap(again, side) != found).any()
+
+
+@few
+@given(st.integers(3, 13), st.integers(1, 3), st.lists(st.integers(0, 14), max_size=3), ways)
+def test_longformer(side, window, indices, way):
+    def keeps(row, column):
+        near = abs(row - column) <= window // 2 or row in indices or column in indices
+        return near and not (way == "unidirectional" and column > row)
+
+    config = BSLongformerSparsityConfig(HEADS, 16, False, window, indices, None, way)
+    assert (bitmap(config, side) == by_cell(side, keeps)).all()
+
+
+@few
+@given(st.integers(5, 13), st.integers(1, 5), ways)
+def test_a_local_window(side, window, way):
+    config = LocalSlidingWindowSparsityConfig(HEADS, 16, window, way)
+
+    def keeps(row, column):
+        return abs(row - column) <= window // 2 and not (way == "unidirectional" and column > row)
+
+    assert (bitmap(config, side) == by_cell(side, keeps)).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FixedSparsityConfig(2, 24), "block: expected 16, 32, 64 or 128, got 24"),
+        (lambda: DenseSparsityConfig(0), "num_heads: expected at least 1, got 0"),
+        (lambda: FixedSparsityConfig(2, num_global_blocks=3), "num_global_blocks: expected a divisor"),
+        (lambda: FixedSparsityConfig(2, attention="both"), "attention: expected unidirectional or"),
+        (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "expected from 1 to 1, got 2"),
+        (
+            lambda: FixedSparsityConfig(2, attention="unidirectional", horizontal_global_attention=True),
+            "horizontal_global_attention: expected False",
+        ),
+        (lambda: VariableSparsityConfig(2, local_window_blocks=[]), "local_window_blocks: expected sizes"),
+        (
+            lambda: VariableSparsityConfig(2, global_block_end_indices=[1, 2]),
+            "expected 1, as global_block_ind",
+        ),
+        (
+            lambda: BSLongformerSparsityConfig(2, global_block_end_indices=[0]),
+            "expected ends beyond the starts",
+        ),
+        (lambda: BigBirdSparsityConfig(2).make_layout(32), "num_sliding_window_blocks: expected at most 2"),
+        (lambda: DenseSparsityConfig(2).make_layout(40), "tokens: expected a multiple of 16, got 40"),
+    ],
+)
+def test_what_is_refused(make, words):
+    with pytest.raises(InvalidProblemError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("config", [FixedSparsityConfig(2), BigBirdSparsityConfig(2, 16, True)])
+def test_attention_over_a_configuration(config):
+    torch.manual_seed(0)
+    module = MultiheadAttention(32, 2, config, attn_mask_mode="add").eval()
+    dense = torch.nn.MultiheadAttention(32, 2).eval()
+    state = {name: one for name, one in module.state_dict().items() if "layouts" not in name}
+    dense.load_state_dict(state)
+    x = torch.randn(96, 3, 32)
+    kept = torch.from_numpy(np.kron(config.make_layout(96), np.ones((1, 16, 16)))).repeat(3, 1, 1) > 0
+    wanted, _ = dense(x, x, x, attn_mask=~kept)
+    torch.testing.assert_close(module(x, x, x)[0], wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidProblemError, match="num_heads: expected 4, as the module has, got 2"):
+        MultiheadAttention(32, 4, config).layout_for(96)
