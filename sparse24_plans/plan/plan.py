@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import Self
 
-from ..device.devices import DeviceLike, home_of, resolve
+from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import Launch, launch_on, stream_handle
 from ..device.tensors import Device, Workspace
-from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
 from .descriptor import Descriptor, ProductDescriptor
@@ -70,15 +70,21 @@ class Plan:
             register(cls, ((entry.name, entry.backend) for entry in cls.table))
 
     def __init__(
-        self, choice: Choice, considered: tuple[JudgedEntry[Any], ...], tested: Sequence[str] = ()
+        self,
+        choice: Choice,
+        considered: tuple[JudgedEntry[Any], ...],
+        tested: Sequence[str] = (),
+        *,
+        absent: bool = False,
     ) -> None:
         self._choice, self.descriptor = choice, choice.descriptor
         self.preference = choice.preference
         self.device = choice.device
         self._entry: Any = choice.entry
         self._considered, self._tested = considered, tested
-        self._home = home_of(choice.device)
-        self._kernel: Kernel[Any] = choice.entry.kernel(choice)
+        self._home, self._absent = home_of(choice.device), absent
+        kernel = choice.entry.kernel
+        self._kernel: Kernel[Any] = kernel.sized(choice) if absent else kernel(choice)
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
         self._check = OperandChecks(
@@ -96,12 +102,17 @@ class Plan:
     # Selection --------------------------------------------------------------------------------------
 
     @classmethod
-    def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None) -> Self:
+    def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: PlaceLike = None) -> Self:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"cuda:1"``, ``"cuda"``, ``"host"``, a Device or a ``torch.device``.
         None is the current CUDA device, or the host where there is none. ``preference`` may be a mapping of
         PlanPreference's fields. Plans are cached by all of these.
+
+        DeviceProperties, or a name such as ``"h100"`` or ``"h200"``, describe a GPU that needn't be present.
+        The plan then compiles nothing, and answers everything except ``pack`` and runs, which raise
+        BackendUnavailableError. Its ``workspace_size`` is exact if one of this package's kernels was chosen;
+        for a library's it is an upper bound.
 
         Raises
         ------
@@ -112,15 +123,19 @@ class Plan:
         BackendUnavailableError
             The device, CuPy or a library is missing; the message says what to install.
         """
-        return cls._selected(descriptor, preference, resolve(device), None)
+        return cls._selected(descriptor, preference, described(device), None)
 
     @classmethod
     def _selected(
-        cls, descriptor: Any, preference: PreferenceLike, device: DeviceProperties, tuning: Tuning | None
+        cls,
+        descriptor: Any,
+        preference: PreferenceLike,
+        place: tuple[DeviceProperties, bool],
+        tuning: Tuning | None,
     ) -> Self:
         cls._check_descriptor(descriptor)
         chosen: Any = _select  # mypy takes no class for hashable
-        plan = chosen(cls, descriptor, PlanPreference.of(preference), device, tuning)
+        plan = chosen(cls, descriptor, PlanPreference.of(preference), *place, tuning)
         assert isinstance(plan, cls)
         return plan
 
@@ -130,15 +145,22 @@ class Plan:
         descriptor: Any,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Tuning | None = None,
     ) -> Explanation:
-        """Explain what ``select`` would choose, uncompiled. ``device`` may be properties of an absent GPU."""
+        """Explain what ``select`` would choose, uncompiled. ``device`` may describe an absent GPU."""
         cls._check_descriptor(descriptor)
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
-        considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
-        chosen = next((one.entry for one in considered if one.reason is None), None)
-        return _explanation(properties, considered, chosen, None)
+        wishes, (properties, _) = PlanPreference.of(preference), described(device)
+        considered = cls.consider(descriptor, wishes, properties, tuning)
+        entry = next((one.entry for one in considered if one.reason is None), None)
+        if entry is None or entry.on_host:  # a host's plan costs no more than its explanation would
+            return _explanation(properties, considered, entry, None)
+        configuration = tuning.configuration(descriptor, entry, properties) if tuning else {}
+        choice = Choice(descriptor, properties, entry, wishes, configuration)
+        try:
+            return _explanation(properties, considered, entry, entry.kernel.sized(choice))
+        except UnsupportedError as error:  # a library alone knows
+            return _explanation(properties, considered, entry, None, str(error))
 
     @classmethod
     def compile(
@@ -146,16 +168,16 @@ class Plan:
         descriptor: Any,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Tuning | None = None,
     ) -> tuple[CompiledKernel, ...]:
         """Compile into the kernel cache what ``select`` would compile and load, but load nothing.
 
-        Needs NVRTC, but no GPU: ``device`` may be properties of an absent one. The result is empty if the
+        Needs NVRTC, but no GPU: ``device`` may describe an absent one. The result is empty if the
         chosen kernel is a library's or the host's. Raises what ``select`` raises, and StorageError.
         """
         cls._check_descriptor(descriptor)
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
+        properties, _ = described(device)
         choice, _ = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
         return tuple(choice.entry.kernel.compile(choice))
 
@@ -167,13 +189,14 @@ class Plan:
             )
 
     @classmethod
-    def _consider(
+    def consider(
         cls,
         descriptor: Descriptor,
         preference: PlanPreference,
         device: DeviceProperties,
         tuning: Tuning | None,
     ) -> tuple[JudgedEntry[Any], ...]:
+        """Every kernel of the family, in order of preference, with the reason why it can't serve."""
         tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
         cuts = None
         if tuning and preference.require.arithmetic is not None:  # it depends on configurations
@@ -205,8 +228,14 @@ class Plan:
             "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
             "arch": entry.arch,
             "backend": entry.backend,
+            "kernel": entry.name,
             "precision_guarantee": entry.promises(self._choice, self._tested),
         }
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel entry: ``explain().chosen``, and what ``prefer_kernel`` takes."""
+        return self.sku.kernel
 
     @property
     def tier(self) -> Tier:
@@ -244,7 +273,7 @@ class Plan:
             type(self),
             self.descriptor,
             self.preference,
-            self._home,
+            self.device if self._absent else self._home,
             self._given_tuning(),
         )
 
@@ -328,12 +357,12 @@ def explain(
     descriptor: Descriptor,
     *,
     preference: PreferenceLike = None,
-    device: DeviceLike | DeviceProperties = None,
+    device: PlaceLike = None,
     **options: Any,
 ) -> Explanation:
     """Explain what ``select`` of the descriptor's plan would choose, uncompiled.
 
-    ``device`` may be properties of an absent GPU. ``options`` are those of the family's ``select``. Raises
+    ``device`` may describe an absent GPU. ``options`` are those of the family's ``select``. Raises
     InvalidProblemError for anything but a descriptor.
     """
     plan: type[Plan] = plan_of(descriptor)
@@ -345,21 +374,28 @@ def _explanation(
     considered: tuple[JudgedEntry[Any], ...],
     chosen: KernelEntry | None,
     kernel: Kernel[Any] | None,
+    unknown: str = "",
 ) -> Explanation:
+    """``kernel`` is the chosen entry's; if there is none, ``unknown`` says why."""
     return Explanation(
         device=str(device),
         chosen=chosen.name if chosen else None,
-        details=kernel.details if kernel else "",
+        details=kernel.details if kernel else unknown,
         workspace_size=kernel.workspace_size if kernel else None,
+        workspace_is_exact=kernel is not None and kernel.workspace_is_exact,
         rows=tuple((one.entry.name, one.entry.backend, one.reason) for one in considered),
     )
 
 
 def _selected_again(
-    cls: type[Plan], descriptor: Any, preference: PlanPreference, home: Device, tuning: Tuning | None
+    cls: type[Plan],
+    descriptor: Any,
+    preference: PlanPreference,
+    place: Device | DeviceProperties,
+    tuning: Tuning | None,
 ) -> Plan:
     options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
-    return cls.select(descriptor, preference=preference, device=home, **options)
+    return cls.select(descriptor, preference=preference, device=place, **options)
 
 
 @lru_cache(maxsize=4096)
@@ -368,12 +404,13 @@ def _select(
     descriptor: Descriptor,
     preference: PlanPreference,
     device: DeviceProperties,
+    absent: bool,
     tuning: Any,
 ) -> Plan:
     choice, considered = _choice(cls, descriptor, preference, device, tuning)
     entry = choice.entry
     tested = tuning.promises(descriptor, (entry,), device).get(entry.name, ()) if tuning else ()
-    plan: Plan = cls(choice, considered, tested)
+    plan: Plan = cls(choice, considered, tested, absent=absent)
     plan._tuning = tuning
     return plan
 
@@ -382,7 +419,7 @@ def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
 ) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
     """The choice, and every entry with its reason."""
-    considered = cls._consider(descriptor, preference, device, tuning)
+    considered = cls.consider(descriptor, preference, device, tuning)
     try:
         entry = choose(considered)
     finally:
