@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
-from ..device.streams import Launch, launch_on, stream_handle
+from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import Device, Workspace
 from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
@@ -26,7 +26,7 @@ from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
-from .launches import Caller, LaunchCache
+from .launches import Caller, LaunchCache, Located
 from .operands import Args, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
@@ -91,7 +91,7 @@ class Plan:
             args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
         )
         self._args_type, self._operands_in = args_type, attrgetter(*fields_of(args_type))
-        self._launches = LaunchCache(self._kernel)
+        self._launches = LaunchCache(self._kernel, self._check.arguments)
         self._tuning: Tuning | None = None
 
     @classmethod
@@ -294,7 +294,9 @@ class Plan:
     def run(self, args: Any, *, workspace: Any = None, stream: Any = None) -> None:
         """Check the operands and enqueue the kernel on ``stream``. Writes the results and the workspace only.
 
-        Operands and a workspace that lie where those of an earlier run lay are only launched, not checked.
+        ``stream`` is a handle, a stream of any framework, or None: the current stream of the operands' own
+        framework, PyTorch's for its tensors and CuPy's for all else. Operands and a workspace that lie where
+        those of an earlier run lay are only launched, not checked.
 
         Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
         must stay alive until the stream has run the kernel. A host plan runs before it returns.
@@ -306,8 +308,8 @@ class Plan:
         DriverError
             The launch failed.
         """
-        handle = stream_handle(stream, self._home)
-        launch_on(self._home, self._launcher(args, workspace), handle)
+        launch, current = self._located(args, workspace)
+        launch_on(self._home, launch, stream_handle(stream, self._home, current))
 
     def bind(self, args: Any, *, workspace: Any = None) -> Bound:
         """Check once, launch many times. Raises what :meth:`run` raises.
@@ -317,24 +319,27 @@ class Plan:
         """
         views = self._check(args)
         launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
-        return Bound(launch, self._kernel.launches, self._home, (self, views, args, workspace))
+        current = current_stream_of(self._operands_in(args))
+        return Bound(launch, self._kernel.launches, self._home, current, (self, views, args, workspace))
 
     def caller(self, args: Any) -> Caller:
-        """Check all but addresses once, for operands that only move; ops of frameworks use it.
+        """A :class:`Caller`: all but addresses is checked once, for operands that only move.
 
-        ``args`` stand for all arguments with their shapes, strides, elements and devices. Raises what
-        :meth:`run` raises.
+        Ops of frameworks use it. ``args`` stand for all arguments with their shapes, strides, elements and
+        devices. Raises what :meth:`run` raises.
         """
         return Caller(self._launches, self._check, self._home, self._check(args))
 
-    def _launcher(self, args: Any, workspace: Any) -> Launch:
+    def _located(self, args: Any, workspace: Any) -> Located:
         if type(args) is not self._args_type:
             self._check(args)  # raises
-        key, launch = self._launches.find_located((*self._operands_in(args), workspace))
-        if launch is None:
+        operands = self._operands_in(args)
+        key, located = self._launches.find_located((*operands, workspace))
+        if located is None:
             views = self._check(args)
-            launch = self._launches.add(key, views, self._check_workspace(workspace, views))
-        return launch
+            space = self._check_workspace(workspace, views)
+            located = self._launches.add_located(key, views, space, current_stream_of(operands))
+        return located
 
     def _check_workspace(self, workspace: Any, views: Views) -> int:
         needed = self._kernel.workspace_size
