@@ -19,7 +19,6 @@ from .._vendor import dlpack_abi
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from .dlpack import ELEMENT_OF_TYPE
-from .streams import stream_of_cupy, stream_of_torch
 from .tensors import (
     ELEMENT_NAMES,
     HOST,
@@ -275,18 +274,13 @@ register(
         Adapter(_is_masked, _from_masked, lasting=True),
         Adapter(lambda obj: isinstance(obj, np.ndarray), _from_numpy, lasting=True),
         Adapter(
-            lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj),
-            _from_cupy,
-            True,
-            _location_of_cupy,
-            stream_of_cupy,
+            lambda obj: _comes_from(obj, "cupy") and _is_cupy_array(obj), _from_cupy, True, _location_of_cupy
         ),
         Adapter(
             lambda obj: _comes_from(obj, "torch") and _is_torch_tensor(obj),
             _from_torch,
             True,
             _location_of_torch,
-            stream_of_torch,
         ),
         Adapter(lambda obj: _comes_from(obj, "jax") or _comes_from(obj, "jaxlib"), _from_jax, lasting=False),
         Adapter(_has("data_ptr"), _from_data_ptr, True, _location_of_data_ptr),

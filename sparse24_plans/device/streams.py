@@ -6,15 +6,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from .._vendor.library_error import LibraryError
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error, shown
-from .tensors import HOST, STREAM_OF_TYPE, CurrentStream, Device, import_cupy, wrong
+from .tensors import HOST, Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
 """Enqueues work on the stream with the given handle, whose device is current."""
+CurrentStream = Callable[[int], int]
+"""Gives the handle of a framework's current stream on the CUDA device with the given ordinal."""
 
 _MOST_HANDLE = 1 << 64
 _bound_threads = threading.local()
@@ -96,9 +98,20 @@ def current_stream_of(operands: Iterable[Any]) -> CurrentStream:
     there are none, it is CuPy's. Operands of both frameworks are taken where both streams are one. Else the
     function raises InvalidProblemError, because work before and after it would be ordered by neither.
     """
-    types = dict.fromkeys(map(type, operands))
-    found = tuple(dict.fromkeys(STREAM_OF_TYPE[one] for one in types if one in STREAM_OF_TYPE))
+    of_type: Any = _stream_of_type  # mypy takes no class for hashable
+    named = (of_type(type(one)) for one in operands)
+    found = tuple(dict.fromkeys(stream for stream in named if stream is not None))
     return partial(_common, found) if len(found) > 1 else (*found, stream_of_cupy)[0]
+
+
+@lru_cache(256)
+def _stream_of_type(kind: type) -> CurrentStream | None:
+    """The current stream of the framework that defines the type or one of its bases, if it has one."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_STREAM_OF[root] for root in roots if root in _STREAM_OF), None)
+
+
+_STREAM_OF: dict[str, CurrentStream] = {"cupy": stream_of_cupy, "torch": stream_of_torch}
 
 
 def _common(streams: tuple[CurrentStream, ...], ordinal: int) -> int:

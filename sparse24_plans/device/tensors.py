@@ -354,10 +354,6 @@ Location = Callable[[Any], object]
 """Gives an operand's address and all else that checks look at, as a hashable value that holds no memory."""
 
 
-CurrentStream = Callable[[int], int]
-"""Gives the handle of a framework's current stream on the CUDA device with the given ordinal."""
-
-
 def view_at(like: TensorView, address: int, owner: object) -> TensorView:
     """A view of other memory with the shape, strides, element and device of ``like``."""
     view = _new(TensorView)
@@ -376,16 +372,12 @@ class Adapter(NamedTuple):
     """Whether it reads every object of a type. A JAX array's protocol depends on the array's device."""
     location: Location | None = None
     """Says cheaply where such a tensor lies; only for adapters that are lasting."""
-    stream: CurrentStream | None = None
-    """Gives the framework's current stream; only for adapters that are lasting."""
 
 
 READ_OF_TYPE: dict[type, Read] = {}
 """Readers by type, as ``TensorView.of`` found them."""
 LOCATION_OF_TYPE: dict[type, Location] = {type(None): lambda none: None}
 """Says where an operand of a type lies, for types that can say it cheaply."""
-STREAM_OF_TYPE: dict[type, CurrentStream] = {}
-"""The current stream of the framework that a type of tensors belongs to, for frameworks that have one."""
 _adapters: list[Adapter] = []
 
 
@@ -401,8 +393,6 @@ def _find(obj: Any, argument: str) -> Read:
                 READ_OF_TYPE[type(obj)] = adapter.read
                 if adapter.location is not None:
                     LOCATION_OF_TYPE[type(obj)] = adapter.location
-                if adapter.stream is not None:
-                    STREAM_OF_TYPE[type(obj)] = adapter.stream
             return adapter.read
     raise InvalidProblemError(
         f"{argument}: expected a tensor (NumPy, CuPy, data_ptr(), __cuda_array_interface__, "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
-from ..device.streams import Launch, launch_on, stream_handle
-from ..device.tensors import CurrentStream, Device, import_cupy
+from ..device.streams import CurrentStream, Launch, launch_on, stream_handle
+from ..device.tensors import Device, import_cupy
 from ..errors import InvalidProblemError
 
 

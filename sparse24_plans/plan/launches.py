@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..device.streams import Launch, launch_on
-from ..device.tensors import LOCATION_OF_TYPE, CurrentStream, Device, view_at
+from ..device.streams import CurrentStream, Launch, launch_on
+from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
 from ..errors import InvalidProblemError, shown
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
