@@ -25,14 +25,6 @@ _EVALUATION = {"relu": 0.0, "silu": 8 * _U, "gelu": 10 * _U, "gelu_tanh": 10 * _
 _EXP_OVERFLOWS = 2.0**-120
 """Largest |silu(v)| where exp(-v) overflows in float32, so that silu gives 0."""
 _TANH_HARDWARE = 2.0**-11
-_ACTIVATIONS = {
-    EpilogueKind.BIAS_RELU: "relu",
-    EpilogueKind.BIAS_GELU: "gelu",
-    EpilogueKind.BIAS_SILU: "silu",
-    EpilogueKind.BIAS_GELU_TANH: "gelu_tanh",
-    EpilogueKind.BIAS_SWIGLU: "silu",
-    EpilogueKind.BIAS_GEGLU: "gelu",
-}
 
 
 def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
@@ -58,12 +50,12 @@ def of_epilogue(
     size = np.abs(v)
     if kind.has_bias:
         error = error + (size + error) * _U
-    activation = _ACTIVATIONS.get(kind)
-    if activation is None:
+    if kind.activation is EpilogueKind.IDENTITY:
         return size, error
     if not kind.is_gated:
-        return _activated(v, error, activation, hardware_tanh)
+        return _activated(v, error, kind.activation, hardware_tanh)
     (gate, up), (of_gate, of_up) = (_rows_of_gates(one) for one in (v, error))
+    activation = "silu" if kind.activation is EpilogueKind.SWIGLU else "gelu"
     value, after = _activated(gate, of_gate, activation, hardware_tanh)
     up = np.abs(up)
     product, lost = value * up, after * (up + of_up) + value * of_up
