@@ -55,6 +55,7 @@ from .gemm.descriptor import GemmSparse24Descriptor as GemmSparse24Descriptor
 from .gemm.plan import GemmSparse24Plan as GemmSparse24Plan
 from .gemm.replay import Replay as Replay
 from .gemm.replay import ReplayDifference as ReplayDifference
+from .gemm.token_plans import GemmSparse24TokenPlans as GemmSparse24TokenPlans
 from .gemm.tuned import TuningTable as TuningTable
 from .gemm.tuned import TuningWarning as TuningWarning
 from .plan.bound import Bound as Bound
@@ -63,6 +64,7 @@ from .plan.explanation import KernelSku as KernelSku
 from .plan.explanation import Verdict as Verdict
 from .plan.guarantee import GuaranteeRequirement as GuaranteeRequirement
 from .plan.guarantee import PrecisionGuarantee as PrecisionGuarantee
+from .plan.launches import Caller as Caller
 from .plan.plan import explain as explain
 from .plan.preference import PlanPreference as PlanPreference
 from .prepare.args import CompressSparse24Args as CompressSparse24Args

@@ -36,7 +36,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     TileRule,
 )
-from sparse24_plans.plan.families import backends
+from sparse24_plans.plan.families import backends, kernels
 
 UNGATED = st.sampled_from([kind for kind in EpilogueKind if not kind.is_gated])
 RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
@@ -204,6 +204,7 @@ preferences = st.builds(
     max_workspace_bytes=st.none() | st.integers(0, 2**64),
     allow_sm90a=st.booleans(),
     prefer_backend=st.none() | st.sampled_from(backends()),
+    prefer_kernel=st.none() | st.sampled_from(kernels()),
     tier=st.none() | st.sampled_from(Tier),
     require=st.just(GuaranteeRequirement()) | requirements,
     whole_m=st.none() | st.integers(1, 2**63 - 1),

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from .. import _version
-from ..device.devices import HOST_PROPERTIES, cuda_device_count, cuda_properties
+from ..device.devices import GPUS, HOST_PROPERTIES, absent_gpu, cuda_device_count, cuda_properties
 from ..device.tensors import import_cupy
 from ..errors import BackendUnavailableError
 from ..gemm.descriptor import GemmSparse24Descriptor
@@ -36,16 +36,6 @@ from .options import (
 from .output import emit, reported
 from .tables import Column, Json, grouped, plain, show_line, show_table
 
-_CARDS: dict[str, tuple[str, tuple[int, int], int]] = {
-    "sm80": ("A100", (8, 0), 108),
-    "sm86": ("A10", (8, 6), 72),
-    "sm89": ("L40S", (8, 9), 142),
-    "sm90a": ("H100", (9, 0), 132),
-    "sm100": ("B200", (10, 0), 148),
-    "sm120": ("RTX 5090", (12, 0), 170),
-}
-GPUS = _CARDS | {about[0].replace(" ", "").lower(): about for about in _CARDS.values()}
-"""A card's name, compute capability and number of SMs, by its architecture and by its name."""
 _RESULTS = tuple(kind for kind in ElementKind if kind in (*ELEMENTS, ElementKind.I32))
 
 
@@ -159,19 +149,6 @@ def explain(
         answer = _explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)
         emit(answer, _show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
-
-
-def absent_gpu(arch: str) -> DeviceProperties:
-    """Assumed properties of a GPU, by architecture or card, with every library installed."""
-    name, capability, multiprocessors = GPUS[arch]
-    return DeviceProperties(
-        kind="cuda",
-        name=f"{name}, assumed",
-        compute_capability=capability,
-        multiprocessors=multiprocessors,
-        cublaslt="assumed",
-        cusparselt="0.8.0",
-    )
 
 
 # The machine --------------------------------------------------------------------------------------
@@ -293,8 +270,7 @@ def _explain_problem(
 ) -> Json:
     """The choice for a problem, with guarantee, bound and workspace.
 
-    On a device that is here the plan is made, so details and workspace are exact. For the properties of an
-    absent device, ``workspace_size`` is the least that the kernel can run with.
+    On a device that is here the plan is made, so that a library's details and workspace are exact, too.
     """
     about = planning.explain(desc, preference=preference, device=device, tuning=tuning)
     answer: Json = {
@@ -304,8 +280,8 @@ def _explain_problem(
         "details": about.details,
         "guarantee": None,
         "error_bound": None,
-        "workspace_size": None,
-        "workspace_is_exact": False,
+        "workspace_size": about.workspace_size,
+        "workspace_is_exact": about.workspace_is_exact,
         "rows": [{"kernel": name, "backend": backend, "reason": why} for name, backend, why in about.rows],
     }
     if about.chosen is None:
@@ -313,7 +289,6 @@ def _explain_problem(
     if isinstance(device, DeviceProperties):
         row = next(row for row in ENTRIES if row.name == about.chosen)
         guarantee = row.promises(Choice(desc, device, row, preference, {}))
-        answer["workspace_size"] = row.min_workspace(desc)
     else:
         plan = GemmSparse24Plan.select(desc, preference=preference, device=device, tuning=tuning)
         guarantee = plan.guarantee
@@ -379,8 +354,9 @@ def _facts(answer: Json) -> list[Json]:
     else:
         facts["error bound c"] = f"{answer['error_bound']:.2e}: |y - exact| <= c * sum|x||w|, and rounding y"
         facts["rounding errors"] = _steps(guarantee)
-    more = "" if answer["workspace_is_exact"] else " or more: the plan on the GPU itself says"
-    facts["workspace"] = f"{answer['workspace_size']} bytes{more}"
+    more = "" if answer["workspace_is_exact"] else " at most: the plan on the GPU itself says"
+    unknown = answer["workspace_size"] is None
+    facts["workspace"] = "unknown" if unknown else f"{answer['workspace_size']} bytes{more}"
     if answer["details"]:
         facts["details"] = answer["details"]
     return [{"name": name, "value": value} for name, value in facts.items()]

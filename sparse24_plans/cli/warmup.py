@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..device.devices import HOST_PROPERTIES, resolve
+from ..device.devices import GPUS, HOST_PROPERTIES, absent_gpu, resolve
 from ..device.jit.cache import CompiledKernel, cache_folder
 from ..device.jit.compiler import load_nvrtc
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
@@ -21,7 +21,6 @@ from ..prepare import descriptor as prepare_descriptors
 from ..prepare import plan as prepare_plans
 from ..prepare.kernel_table import PACKED_ELEMENTS
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp
-from .explaining import GPUS, absent_gpu
 from .options import (
     AsJson,
     BackendOption,

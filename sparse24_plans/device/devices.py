@@ -80,6 +80,10 @@ DeviceLike: TypeAlias = SupportsIndex | str | Device | FrameworkDevice | None
 """A CUDA ordinal, ``"host"`` (or ``"cpu"``), ``"cuda"``, ``"cuda:1"``, a Device, a ``torch.device``, None."""
 
 
+PlaceLike: TypeAlias = DeviceLike | DeviceProperties
+"""A device, or a GPU that needn't be present: its DeviceProperties, or a name such as ``"h200"``."""
+
+
 def resolve(device: DeviceLike) -> DeviceProperties:
     """Properties of a device. ``"cuda"`` is the current GPU; None is that GPU, or the host without one.
 
@@ -133,6 +137,47 @@ def _checked(kind: object, ordinal: object) -> tuple[str, int | None]:
 def _say_no_gpu() -> None:
     """Log once per process, because a caller who named no device may have expected a GPU."""
     SELECT.info("no usable CUDA device: where no device is named, the host serves")
+
+
+_CARDS: dict[str, tuple[str, tuple[int, int], int]] = {
+    "sm80": ("A100", (8, 0), 108),
+    "sm86": ("A10", (8, 6), 72),
+    "sm89": ("L40S", (8, 9), 142),
+    "sm90a": ("H100", (9, 0), 132),
+    "sm100": ("B200", (10, 0), 148),
+    "sm120": ("RTX 5090", (12, 0), 170),
+}
+GPUS = {
+    **_CARDS,
+    **{about[0].replace(" ", "").lower(): about for about in _CARDS.values()},
+    "h200": ("H200", (9, 0), 132),
+}
+"""A card's name, compute capability and number of SMs, by its architecture and by its name."""
+
+
+def absent_gpu(name: str) -> DeviceProperties:
+    """Assumed properties of a GPU, by its name in GPUS, with every library installed."""
+    card, capability, multiprocessors = GPUS[name]
+    return DeviceProperties(
+        kind="cuda",
+        name=f"{card}, assumed",
+        compute_capability=capability,
+        multiprocessors=multiprocessors,
+        cublaslt="assumed",
+        cusparselt="0.8.0",
+    )
+
+
+def described(device: PlaceLike) -> tuple[DeviceProperties, bool]:
+    """Properties of a device, and whether they describe a GPU that nobody looked for.
+
+    Such a GPU is given as DeviceProperties or by a name in GPUS. Raises what :func:`resolve` raises.
+    """
+    if isinstance(device, DeviceProperties):
+        return device, device.kind == "cuda"
+    if isinstance(device, str) and device in GPUS:
+        return absent_gpu(device), True
+    return resolve(device), False
 
 
 def home_of(properties: DeviceProperties) -> Device:

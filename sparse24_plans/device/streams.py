@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from .._vendor.library_error import LibraryError
@@ -14,6 +15,8 @@ from .tensors import HOST, Device, import_cupy, wrong
 
 Launch = Callable[[int], None]
 """Enqueues work on the stream with the given handle, whose device is current."""
+CurrentStream = Callable[[int], int]
+"""Gives the handle of a framework's current stream on the CUDA device with the given ordinal."""
 
 _MOST_HANDLE = 1 << 64
 _bound_threads = threading.local()
@@ -72,10 +75,58 @@ def on_stream(device: Device, stream: Any) -> Iterator[None]:
         yield
 
 
-def stream_handle(stream: Any, device: Device) -> int:
+def stream_of_cupy(ordinal: int) -> int:
+    """The handle of CuPy's current stream. Raises BackendUnavailableError where there is no device."""
+    cuda = import_cupy().cuda
+    try:
+        return int(cuda.get_current_stream(ordinal).ptr)
+    except cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
+
+
+def stream_of_torch(ordinal: int) -> int:
+    """The handle of PyTorch's current stream. PyTorch must have been imported."""
+    torch = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # costs the host a tenth of a stream object
+    return int(torch.cuda.current_stream(ordinal).cuda_stream if raw is None else raw(ordinal))
+
+
+def current_stream_of(operands: Iterable[Any]) -> CurrentStream:
+    """The stream that None stands for beside these operands: the current one of their own framework.
+
+    That is PyTorch's for its tensors and CuPy's for its arrays. Operands of other types follow those; if
+    there are none, it is CuPy's. Operands of both frameworks are taken where both streams are one. Else the
+    function raises InvalidProblemError, because work before and after it would be ordered by neither.
+    """
+    of_type: Any = _stream_of_type  # mypy takes no class for hashable
+    named = (of_type(type(one)) for one in operands)
+    found = tuple(dict.fromkeys(stream for stream in named if stream is not None))
+    return partial(_common, found) if len(found) > 1 else (*found, stream_of_cupy)[0]
+
+
+@lru_cache(256)
+def _stream_of_type(kind: type) -> CurrentStream | None:
+    """The current stream of the framework that defines the type or one of its bases, if it has one."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_STREAM_OF[root] for root in roots if root in _STREAM_OF), None)
+
+
+_STREAM_OF: dict[str, CurrentStream] = {"cupy": stream_of_cupy, "torch": stream_of_torch}
+
+
+def _common(streams: tuple[CurrentStream, ...], ordinal: int) -> int:
+    handles = {stream(ordinal) for stream in streams}
+    if len(handles) > 1:
+        raise InvalidProblemError(
+            "stream: expected a stream, because the current ones of the operands' frameworks differ, got None"
+        )
+    return handles.pop()
+
+
+def stream_handle(stream: Any, device: Device, current: CurrentStream = stream_of_cupy) -> int:
     """The ``cudaStream_t`` of ``stream`` as an integer.
 
-    None is CuPy's current stream on the device. Otherwise an integer handle, or an object with ``ptr``
+    None is what ``current`` gives for the device. Otherwise an integer handle, or an object with ``ptr``
     (CuPy), ``cuda_stream`` (PyTorch) or ``__cuda_stream__`` (cuda.core). Host plans take only None. Raises
     InvalidProblemError, and BackendUnavailableError for None where there is no device.
     """
@@ -84,11 +135,7 @@ def stream_handle(stream: Any, device: Device) -> int:
             raise wrong("stream", "None for a host plan, which runs synchronously", stream)
         return 0
     if stream is None:
-        cuda = import_cupy().cuda
-        try:
-            return int(cuda.get_current_stream(device.ordinal).ptr)
-        except cuda.runtime.CUDARuntimeError as error:
-            raise BackendUnavailableError(f"no usable CUDA device: {error}") from error
+        return current(device.ordinal)
     if type(stream) is int:
         handle, home = stream, None
     else:

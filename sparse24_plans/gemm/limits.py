@@ -143,6 +143,8 @@ def cublas(problem: GemmSparse24Descriptor) -> str | None:
 
 def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     """Bytes of the inflated weight, and of the float32 accumulators that an epilogue needs."""
+    if 0 in (problem.n, problem.outputs, problem.reduction):  # nothing is multiplied
+        return 0, 0
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
     accumulators = 4 * problem.n * problem.m if problem.epilogue is not EpilogueKind.IDENTITY else 0
     return dense, align_up(accumulators)

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..device.devices import DeviceLike, resolve
+from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import on_stream
 from ..errors import InvalidProblemError, UnsupportedError
@@ -14,6 +14,7 @@ from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
 from ..plan.operands import Args, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
+from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, GemmOp
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
@@ -22,6 +23,7 @@ from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
 from .kernel_table import ENTRIES
 from .replay import OnBlock, Replay, chosen_results, replayed
+from .token_plans import GemmSparse24TokenPlans
 from .tuned import TuningTable, shipped
 
 
@@ -48,7 +50,7 @@ class GemmSparse24Plan(Plan):
         descriptor: GemmSparse24Descriptor,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike = None,
+        device: PlaceLike = None,
         tuning: TuningTable | None = None,
     ) -> Self:
         """Select a kernel as :meth:`Plan.select` does. ``tuning`` holds configurations of tunable kernels.
@@ -56,8 +58,29 @@ class GemmSparse24Plan(Plan):
         None means the package's table for the device. Entries stamped for another machine are ignored with a
         TuningWarning.
         """
-        properties = resolve(device)
-        return cls._selected(descriptor, preference, properties, _table(tuning, properties))
+        place = described(device)
+        return cls._selected(descriptor, preference, place, _table(tuning, place[0]))
+
+    @classmethod
+    def for_tokens(
+        cls,
+        descriptor: GemmSparse24Descriptor,
+        most_n: int,
+        *,
+        preference: PreferenceLike = None,
+        device: PlaceLike = None,
+        tuning: TuningTable | None = None,
+    ) -> GemmSparse24TokenPlans[Self]:
+        """The plans of 1 to ``most_n`` tokens; the descriptor's own n doesn't matter.
+
+        Nothing is compiled yet. Other arguments are those of :meth:`select`. Raises what that raises for any
+        of the numbers, and InvalidProblemError for a ``most_n`` that is no number of tokens.
+        """
+        cls._check_descriptor(descriptor)
+        properties, absent = described(device)
+        place = properties if absent else home_of(properties)
+        wishes, table = PlanPreference.of(preference), _table(tuning, properties)
+        return GemmSparse24TokenPlans(cls, descriptor, most_n, wishes, properties, place, table)
 
     @classmethod
     def explain_choice(
@@ -65,14 +88,12 @@ class GemmSparse24Plan(Plan):
         descriptor: GemmSparse24Descriptor,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Any = None,
     ) -> Explanation:
         """Explain a choice as :meth:`Plan.explain_choice` does, with ``tuning`` as for :meth:`select`."""
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
-        return super().explain_choice(
-            descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
-        )
+        table = _table(tuning, described(device)[0])
+        return super().explain_choice(descriptor, preference=preference, device=device, tuning=table)
 
     @classmethod
     def compile(
@@ -80,14 +101,12 @@ class GemmSparse24Plan(Plan):
         descriptor: GemmSparse24Descriptor,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Any = None,
     ) -> tuple[CompiledKernel, ...]:
         """Compile as :meth:`Plan.compile` does, with ``tuning`` as for :meth:`select`."""
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
-        return super().compile(
-            descriptor, preference=preference, device=properties, tuning=_table(tuning, properties)
-        )
+        table = _table(tuning, described(device)[0])
+        return super().compile(descriptor, preference=preference, device=device, tuning=table)
 
     def _given_tuning(self) -> Tuning | None:
         return None if self._tuning is shipped(self.device.name) else self._tuning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
@@ -13,7 +13,7 @@ from ..device.jit.launcher import load, put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
-from ..plan.kernel import align_up
+from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, layout_called
@@ -21,7 +21,7 @@ from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel, address
 from .schedules.mma_sp import H200_MULTIPROCESSORS
-from .schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule, pitch_of
+from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
 _launch_ids = itertools.count(secrets.randbits(63) | 1)
@@ -137,6 +137,23 @@ class WgmmaKernel(GemmKernel):
 
     def _multiply(self, parameters: WgmmaSpParams) -> Launch:
         return self._function.bind(self._ctas, parameters, overlapping=True)
+
+
+def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSchedule]:
+    """All schedules that fit and may occur for 1 to as many tokens as the choice's problem has, and more.
+
+    ``chunks`` are the numbers of chunks of K that occur. A cluster that splits K needs no workspace, so only
+    those without one are given. Stream-K has a work tile for every cluster, so it needs enough tokens.
+    """
+    desc = choice.descriptor
+    sizes = itertools.product((1, 2, 3), (1, 2), range(8, WIDEST + 1, 8), (1, 2), chunks, (False, True))
+    for warpgroups, m_tiles, tokens, cluster_m, k_chunks, stream_k in sizes:
+        one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=k_chunks)
+        clusters = H200_MULTIPROCESSORS // cluster_m
+        if stream_k and one.work_tiles(desc.n, desc.m) > clusters:
+            one = one._replace(stream_k=clusters)
+        if one.fits():
+            yield one
 
 
 def defines(

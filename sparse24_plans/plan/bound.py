@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
-from ..device.streams import Launch, launch_on, stream_handle
+from ..device.streams import CurrentStream, Launch, launch_on, stream_handle
 from ..device.tensors import Device, import_cupy
 from ..errors import InvalidProblemError
 
@@ -42,19 +42,27 @@ def as_graph(launch: Launch) -> Launch:
 class Bound:
     """A plan with its operands, which it keeps alive: ``launch`` checks nothing and only launches."""
 
-    __slots__ = ("_device", "_keep", "_launch")
+    __slots__ = ("_current", "_device", "_keep", "_launch")
 
-    def __init__(self, launch: Launch, launches: int, device: Device, keep: tuple[Any, ...]) -> None:
-        """``launches``: the number of kernels and fills of a run. Several become one CUDA graph here."""
+    def __init__(
+        self, launch: Launch, launches: int, device: Device, current: CurrentStream, keep: tuple[Any, ...]
+    ) -> None:
+        """``launches``: the number of kernels and fills of a run. Several become one CUDA graph here.
+
+        ``current`` is the stream that None stands for.
+        """
         if launches > 1:
             made: list[Launch] = []
             launch_on(device, lambda _: made.append(as_graph(launch)), 0)
             launch = made[0]
-        self._launch, self._device, self._keep = launch, device, keep
+        self._launch, self._device, self._current, self._keep = launch, device, current, keep
 
     def launch(self, stream: Any = None) -> None:
-        """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture."""
-        launch_on(self._device, self._launch, stream_handle(stream, self._device))
+        """Enqueue on ``stream``. Never allocates, compiles or synchronises: safe in CUDA-graph capture.
+
+        None is the current stream, at this call, of the operands' own framework.
+        """
+        launch_on(self._device, self._launch, stream_handle(stream, self._device, self._current))
 
     def __copy__(self) -> Bound:
         return self

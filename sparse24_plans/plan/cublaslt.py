@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, TypeVar
 
 from .._vendor import cublaslt_abi
@@ -9,6 +10,7 @@ from .._vendor.library_error import LibraryError
 from ..device.devices import cuda_major, current_on, home_of
 from ..device.install import install_advice
 from ..device.jit.cache import CompiledKernel
+from ..device.jit.launcher import is_sizing
 from ..errors import UnsupportedError
 from ..vocab import DeviceProperties, ElementKind
 from .descriptor import ProductDescriptor
@@ -73,13 +75,21 @@ class CublasKernel(Kernel[P]):
         if most is not None:
             self._budget = min(self._budget, (most - dense_bytes - accumulator_bytes) // 256 * 256)
 
-    def _reserve(self, matmul: cublaslt_abi.Matmul | None) -> None:
-        """Set the workspace size. Later matmuls of this kernel may use as much scratch as this one."""
-        scratch = 0
-        if matmul is not None:
+    def _reserve(self, find: Callable[[], cublaslt_abi.Matmul] | None) -> cublaslt_abi.Matmul | None:
+        """Set the workspace size, and return the matmul that was found, None for an absent GPU.
+
+        Later matmuls of this kernel may use as much scratch as the one found. For an absent GPU the library
+        isn't asked, and all scratch that it may use is counted.
+        """
+        scratch, at_most, matmul = 0, "", None
+        if find is not None and is_sizing():
+            scratch, at_most, self.workspace_is_exact = self._budget, "at most ", False
+        elif find is not None:
+            matmul = find()
             scratch = self._budget = align_up(matmul.workspace_size)
         self.workspace_size = self._dense_bytes + self._acc_bytes + scratch
-        self.details = f"cuBLASLt {self._device.cublaslt}, {scratch} bytes of split-K scratch"
+        self.details = f"cuBLASLt {self._device.cublaslt}, {at_most}{scratch} bytes of split-K scratch"
+        return matmul
 
     @classmethod
     def compile(cls, choice: Choice) -> list[CompiledKernel]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..errors import Sparse24Error
-from ..vocab import ArchSku, ElementKind, EpilogueKind, Listed, Model, OpCategory, Size
+from ..vocab import ArchSku, ElementKind, EpilogueKind, Flag, Listed, Model, OpCategory, Size
 from .guarantee import PrecisionGuarantee
 
 
@@ -29,6 +29,8 @@ class KernelSku(Model):
     """The oldest architecture that the kernel is built for."""
     backend: str
     """The name of the backend that launches the kernel."""
+    kernel: str
+    """The name of the kernel entry, which ``explain`` lists and ``prefer_kernel`` takes."""
     precision_guarantee: PrecisionGuarantee
     """The kernel's promises about its numbers."""
 
@@ -41,9 +43,13 @@ class Explanation(Model):
     chosen: str | None
     """Name of the chosen kernel; None if no kernel can serve."""
     details: str
-    """Description of how the plan's kernel cuts the problem; empty without a plan."""
+    """Description of how the chosen kernel cuts the problem, or why nobody can tell without the GPU. Empty
+    for the host unless a plan explains itself."""
     workspace_size: Size | None
-    """Bytes of workspace that the plan needs; None without a plan."""
+    """Bytes of workspace that a plan needs, or at most needs. None if no bound is known, and for the host
+    unless a plan explains itself."""
+    workspace_is_exact: Flag = False
+    """Whether ``workspace_size`` is what a plan needs. A library tells it on the GPU alone."""
     rows: Annotated[tuple[tuple[str, str, str | None], ...], Listed]
     """(kernel, backend, reason why it can't serve or None) for every kernel, in order of preference."""
 

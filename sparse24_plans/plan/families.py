@@ -6,7 +6,7 @@ register themselves when that module is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,14 +45,24 @@ def backends() -> tuple[str, ...]:
     return tuple(sorted(set(_BACKEND_OF.values())))
 
 
-def _backend_or_kernel(name: object) -> object:
-    if isinstance(name, str) and (name in _BACKEND_OF or name in _BACKEND_OF.values()):
-        return name
-    known = backends()
-    if isinstance(name, str) and (name in known or name in _BACKEND_OF):
-        return name
-    raise ValueError(f"expected one of {', '.join(known)}, or the name of a kernel, got {shown(name)}")
+def kernels() -> tuple[str, ...]:
+    """The names of all kernels, in alphabetical order. Imports every family."""
+    backends()
+    return tuple(sorted(_BACKEND_OF))
 
 
-BackendName = Annotated[str, BeforeValidator(_backend_or_kernel)]
-"""The name of a backend, or of one kernel of it. Other names are refused with a list of the backends."""
+def _one_of(names: Callable[[], Collection[str]], known: Callable[[], Sequence[str]]) -> BeforeValidator:
+    """A validator of a name: ``names`` are those of the imported families, ``known`` are all."""
+
+    def checked(name: object) -> object:
+        if isinstance(name, str) and (name in names() or name in known()):
+            return name
+        raise ValueError(f"expected one of {', '.join(known())}, got {shown(name)}")
+
+    return BeforeValidator(checked)
+
+
+BackendName = Annotated[str, _one_of(_BACKEND_OF.values, backends)]
+"""The name of a backend. Other names are refused with a list of the backends."""
+KernelName = Annotated[str, _one_of(_BACKEND_OF.keys, kernels)]
+"""The name of a kernel entry. Other names are refused with a list of the kernels."""

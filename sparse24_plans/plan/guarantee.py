@@ -14,6 +14,7 @@ from ..vocab import (
     INT64_MAX,
     ElementKind,
     ElementLike,
+    EpilogueKind,
     Flag,
     Float64s,
     Integer,
@@ -23,6 +24,8 @@ from ..vocab import (
     element_kind,
     integer,
 )
+from ..weights.gates import GATE_GROUP
+from . import tolerance
 from .arithmetic import complaint_of
 
 
@@ -109,32 +112,98 @@ class PrecisionGuarantee(Model):
         return np.where(found == 0, 0.0, raised)
 
     def tolerance(
-        self, k: int, exact: Float64s, abs_sum: Float64s, out: ElementLike, alpha: float = 1.0
+        self,
+        k: int,
+        exact: Float64s,
+        abs_sum: Float64s,
+        out: ElementLike,
+        alpha: float = 1.0,
+        *,
+        epilogue: EpilogueKind | str = EpilogueKind.IDENTITY,
+        bias: Float64s | None = None,
+        scale_x: Float64s | float | None = None,
+        scale_w: Float64s | float | None = None,
     ) -> Float64s:
-        """The whole allowed error of an ``identity`` epilogue, elementwise, as float64.
+        """The whole allowed error of a result, elementwise, as float64.
 
-        ``exact`` is alpha times the exact product, ``abs_sum`` is sum|x||w| of :meth:`magnitudes`; both are
-        float64 arrays of NumPy, or of CuPy, and so is the result. Beyond ``error_bound`` the tolerance
-        includes the roundings of the sum, of alpha and of their product to float32 and of the result to
-        ``out``, and the underflow of every step. Raises InvalidProblemError.
+        ``exact`` is the exact product times alpha and the scales, ``abs_sum`` is sum|x||w| of
+        :meth:`magnitudes`, without these factors. ``bias``, ``scale_x`` and ``scale_w`` are the operands, in
+        shapes that broadcast to ``exact``; a bias is given exactly if the epilogue has one. Arrays are all
+        NumPy's or all CuPy's, and so is the result. For a gated epilogue the last axis is in the order of W's
+        rows, and the result's last axis is half as long. Overflow, Inf and NaN are not covered.
+
+        Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of every step of the
+        epilogue and of the result to ``out``, and the underflow of every step. An integer result is compared
+        with the exact value in the integer's range. Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
-        exact, abs_sum, alpha = (
-            _wide("exact", exact),
-            _wide("abs_sum", abs_sum),
-            float(_wide("alpha", alpha, 0)),
-        )
-        try:
-            np.broadcast_shapes(exact.shape, abs_sum.shape)
-        except (ValueError, RuntimeError) as error:
-            raise InvalidProblemError(f"abs_sum: expected the shape of exact: {error}") from error
-        f32 = ElementKind.F32
-        accumulated = abs(alpha) * (self.error_bound(k) * abs_sum + k * f32.smallest_subnormal)
-        value: Float64s = np.abs(exact) + accumulated
-        of_alpha = abs(float(np.float32(alpha)) - alpha) / abs(alpha) if alpha else 0.0
-        rounding = value * (2 * f32.unit_roundoff + of_alpha + 1.01 * out.unit_roundoff)
-        to_integer = 0.5 if out.is_integer else 0.0
-        return accumulated + rounding + f32.smallest_subnormal + out.smallest_subnormal + to_integer
+        exact, alpha = _wide("exact", exact), float(_wide("alpha", alpha, 0))
+        kind = _epilogue_kind(epilogue)
+        if (bias is None) is kind.has_bias:
+            wanted = "the bias" if kind.has_bias else "None"
+            raise InvalidProblemError(f"bias: expected {wanted} for epilogue {kind}, got {shown(bias)}")
+        if kind.is_gated and (exact.ndim < 1 or exact.shape[-1] % GATE_GROUP):
+            raise InvalidProblemError(
+                f"exact: expected columns in groups of {GATE_GROUP} for epilogue {kind}, got {exact.shape}"
+            )
+        given = {"abs_sum": abs_sum, "bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+        wide = {name: _wide(name, one) for name, one in given.items() if one is not None}
+        for name, one in wide.items():
+            if not _broadcasts(one.shape, exact.shape):
+                raise InvalidProblemError(
+                    f"{name}: expected a shape that broadcasts to exact's {exact.shape}, got {one.shape}"
+                )
+        sums = self.error_bound(k) * wide["abs_sum"] + k * ElementKind.F32.smallest_subnormal
+        scales = [wide[name] for name in ("scale_x", "scale_w") if name in wide]
+        lost = tolerance.of_factors(exact, sums, alpha, *scales)
+        v = exact + wide.get("bias", 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            hardware = self.math_precision is not MathPrecision.F32
+            size, lost = tolerance.of_epilogue(v, lost, kind, hardware)
+            return tolerance.of_rounding(size, lost, out)
+
+    def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:
+        """The whole allowed error of a softmax along the last axis, elementwise, as float64.
+
+        ``scores`` are the exact exponents: scale * x, and what is added to it; -Inf where nothing is kept.
+        ``sizes`` are the sums of the magnitudes of these terms. ``k`` is the descriptor's ``reduction``.
+        Raises InvalidProblemError.
+        """
+        k, out = _length(k), element_kind(out, "out")
+        scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
+        u, tiny = ElementKind.F32.unit_roundoff, ElementKind.F32.smallest_subnormal
+        found = tolerance.of_softmax(scores, 6 * u * sizes + 6 * tiny, self.error_bound(k))
+        return tolerance.of_rounding(found.weights, found.weights * found.relative + tiny, out)
+
+    def attention_tolerance(
+        self,
+        k: int,
+        scores: Float64s,
+        sizes: Float64s,
+        values: Float64s,
+        element: ElementLike,
+        *,
+        head_size: int,
+    ) -> tuple[Float64s, Float64s]:
+        """The whole allowed errors of attention's results ``o`` and ``lse``, elementwise, as float64.
+
+        ``scores`` [..., rows, cols] are exact: scale * Q K^T; -Inf where nothing is kept. ``sizes`` are
+        |scale| * |Q| |K|^T of :meth:`magnitudes`, ``values`` [..., cols, head] are V. ``k`` is the
+        descriptor's ``reduction``, and ``element`` the type of Q, K, V and O. Raises InvalidProblemError.
+        """
+        k, depth, kind = _length(k), _length(head_size), element_kind(element, "element")
+        scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
+        values, signed = self.magnitudes(values, kind), _wide("values", values)
+        f32, sums = ElementKind.F32, self.error_bound(k)
+        u, tiny = f32.unit_roundoff, f32.smallest_subnormal
+        moved = (self.error_bound(depth) + 3 * u) * sizes + (depth + 3) * tiny
+        found = tolerance.of_softmax(scores, moved, sums)
+        # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
+        multiplied = ElementKind(self.math_precision.value)
+        least = multiplied.smallest_subnormal + sums * multiplied.smallest_normal
+        lost = (found.weights * (found.relative + sums + multiplied.unit_roundoff)) @ values
+        lost = lost + values.sum(axis=-2, keepdims=True) * least + k * tiny
+        return tolerance.of_rounding(np.abs(found.weights @ signed), lost, kind), found.of_lse
 
 
 def of_sums_in_float32(
@@ -160,6 +229,19 @@ def of_sums_in_float32(
         terms_per_k=terms_per_k,
         arithmetic=arithmetic,
     )
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    sides = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sides)
+
+
+def _epilogue_kind(epilogue: object) -> EpilogueKind:
+    try:
+        return EpilogueKind(epilogue)
+    except ValueError:
+        known = ", ".join(EpilogueKind)
+        raise InvalidProblemError(f"epilogue: expected one of {known}, got {shown(epilogue)}") from None
 
 
 def _length(k: object) -> int:

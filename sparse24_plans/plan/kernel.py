@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
+
+from typing_extensions import Self
 
 from ..device.jit.cache import CompiledKernel
-from ..device.jit.launcher import compiling_only
+from ..device.jit.launcher import compiling_only, sizing_only
 from ..device.streams import Launch
+from ..errors import BackendUnavailableError
 from ..vocab import DeviceProperties
 from .descriptor import Descriptor
 from .operands import Alignment, Views
@@ -40,6 +43,8 @@ class Kernel(Generic[D]):
     launches: int = 1
     """Number of kernels and fills that one run enqueues. ``bind`` makes several of them one CUDA graph."""
     workspace_size: int = 0
+    workspace_is_exact: bool = True
+    """Whether ``workspace_size`` is no bound, which it is for a library's kernel on an absent GPU."""
     workspace_alignment: int = 1
     default_alignment: ClassVar[Alignment] = Alignment()
     """Alignment of operands that ``alignments`` doesn't name."""
@@ -70,6 +75,26 @@ class Kernel(Generic[D]):
         return found
 
     @classmethod
+    def sized(cls, choice: Choice) -> Self:
+        """A kernel that knows its workspace and details but cannot launch. Needs neither NVRTC nor a GPU.
+
+        Raises UnsupportedError if a library alone could tell the workspace.
+        """
+        with sizing_only():
+            kernel = cls(choice)
+        vars(kernel)["launcher"] = _refuse_to_launch
+        return kernel
+
+    @classmethod
+    def most_workspace(cls, choice: Choice) -> int:
+        """An upper bound of the workspace for 1 to as many tokens as the choice's problem has.
+
+        Here it is the problem's own workspace, the largest where more tokens never need less. Kernels with
+        several schedules override it. Raises what :meth:`sized` raises.
+        """
+        return cls.sized(choice).workspace_size
+
+    @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         """The guarantee's ``arithmetic``. Kernels override it if it depends on how they cut the problem."""
         named: str | None = choice.entry.guarantee(choice.descriptor).arithmetic
@@ -87,6 +112,13 @@ class Kernel(Generic[D]):
     def tuning_version(cls, device: DeviceProperties) -> str:
         """Version of the library or of the kernel's sources that configurations are valid for."""
         raise NotImplementedError
+
+
+def _refuse_to_launch(views: Views, workspace: int) -> NoReturn:
+    raise BackendUnavailableError(
+        "device: expected a plan of a present GPU, got one for the description of a GPU; "
+        "select it for the device itself"
+    )
 
 
 def align_up(size: int, alignment: int = 256) -> int:

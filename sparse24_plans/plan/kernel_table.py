@@ -229,8 +229,10 @@ def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
 
 def _misplaced(entry: KernelEntry, preference: PlanPreference, device: DeviceProperties) -> str | None:
     """A reason why the preference or the device rules the kernel out, or None."""
-    if preference.prefer_backend not in (None, entry.backend, entry.name):
+    if preference.prefer_backend not in (None, entry.backend):
         return f"prefer_backend is {preference.prefer_backend}"
+    if preference.prefer_kernel not in (None, entry.name):
+        return f"prefer_kernel is {preference.prefer_kernel}"
     if preference.tier not in (None, entry.tier):
         return f"tier is {preference.tier}"
     if entry.on_host != (device.kind == "host"):
@@ -267,8 +269,8 @@ def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
         return cut
     if entry.on_request and require.arithmetic is None:
         return "used only when `require=arithmetic=...` asks for it"
-    asked = require.max_error_bound, require.arithmetic, preference.prefer_backend
-    if entry.for_a_bound and asked == (None, None, None):
+    named = preference.prefer_backend or preference.prefer_kernel or require.arithmetic
+    if entry.for_a_bound and named is None and require.max_error_bound is None:
         return "has a wider error bound: serves where max_error_bound allows it"
     promised = entry.promises(choice, tested, named=require.arithmetic is not None)
     return require.unmet(promised, descriptor.reduction)

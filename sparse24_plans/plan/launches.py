@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from ..device.streams import Launch, launch_on
+from ..device.streams import CurrentStream, Launch, launch_on
 from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, shown
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
 from .overlap import overlap, piece, span_of
@@ -16,23 +17,32 @@ MOST_LAUNCHES = 1024
 again and again."""
 
 
+class Located(NamedTuple):
+    """The launch of operands where they lie."""
+
+    launch: Launch
+    current: CurrentStream
+    """The stream that None stands for."""
+
+
 class LaunchCache:
     """The launches of one plan, by hashable keys that say where the operands lie. Threads may share it.
 
     It keeps no operand alive: a launch is made from views that own nothing, and a key holds no tensor.
     """
 
-    def __init__(self, kernel: Kernel[Any]) -> None:
-        self._kernel = kernel
-        self._launches: dict[object, Launch] = {}
+    def __init__(self, kernel: Kernel[Any], arguments: Mapping[str, str]) -> None:
+        """``arguments``: what callers call the views."""
+        self._kernel, self._arguments = kernel, arguments
+        self._launches: dict[object, Any] = {}
         self.find = self._launches.get
-        """Gives the launch of a key, or None."""
+        """Gives the launch of a key of :class:`Caller`, or None."""
 
     def __len__(self) -> int:
         return len(self._launches)
 
-    def find_located(self, operands: tuple[Any, ...]) -> tuple[object, Launch | None]:
-        """A key of where the operands lie, and its launch. None for both where an operand doesn't say it."""
+    def find_located(self, operands: tuple[Any, ...]) -> tuple[object, Located | None]:
+        """A key of where the operands lie, and its Located. None for both where an operand doesn't say it."""
         try:
             key = tuple([LOCATION_OF_TYPE[type(one)](one) for one in operands])
             return key, self._launches.get(key)
@@ -40,15 +50,24 @@ class LaunchCache:
             return None, None
 
     def add(self, key: object, views: Views, workspace: int) -> Launch:
+        """Make the launch of checked operands at the addresses in a Caller's key, and keep it."""
+        launch = self._kernel.launcher(views, workspace)
+        self._keep(key, launch)
+        return launch
+
+    def add_located(self, key: object, views: Views, workspace: int, current: CurrentStream) -> Located:
         """Make the launch of checked operands, and keep it. Without a key it is made for one use."""
         if key is None:
-            return self._kernel.launcher(views, workspace)
+            return Located(self._kernel.launcher(views, workspace), current)
         views = {name: view_at(view, view.address, None) for name, view in views.items()}
-        launch = self._kernel.launcher(views, workspace)
+        located = Located(self._kernel.launcher(views, workspace), current)
+        self._keep(key, located)
+        return located
+
+    def _keep(self, key: object, entry: object) -> None:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
-        self._launches[key] = launch
-        return launch
+        self._launches[key] = entry
 
     def check_workspace(self, workspace: int, views: Views) -> None:
         """Raise where a kernel that needs scratch can't use that at the address ``workspace``."""
@@ -60,7 +79,8 @@ class LaunchCache:
         check_alignment("workspace", workspace, alignment)
         for name, view in views.items():
             if overlap(piece(workspace, needed), span_of(view)):
-                raise InvalidProblemError(f"workspace: expected memory apart from {name}, got an overlap")
+                argument = self._arguments[name]
+                raise InvalidProblemError(f"workspace: expected memory apart from {argument}, got an overlap")
 
 
 class Caller:
@@ -68,25 +88,34 @@ class Caller:
 
     Each call looks at the addresses alone: that they are aligned, and that no result overlaps another
     operand. Addresses that the plan has seen aren't looked at again. The caller keeps no operand alive. Made
-    by ``plan.caller(args)``.
+    by ``plan.caller(args)``. Threads may share it.
     """
 
     def __init__(self, launches: LaunchCache, checks: OperandChecks, home: Device, views: Views) -> None:
         self._launches, self._checks, self._home = launches, checks, home
         self._views = {name: view_at(view, view.address, None) for name, view in views.items()}
-        self.operands: tuple[str, ...] = tuple(views)
-        """The names of the addresses that :meth:`launch` takes, in its order. A weight has several: its
-        buffers."""
+        self.operands: tuple[str, ...] = tuple(checks.arguments[name] for name in views)
+        """The names of the addresses that :meth:`launch` takes, in its order. They are fields of the args: of
+        those that were given, each once. A canonical weight has two buffers, ``weight.values`` and
+        ``weight.metadata``."""
 
     def alignment(self, operand: str) -> int:
-        """Bytes that the operand's address must be a multiple of."""
-        return self._checks.alignment(operand)
+        """Bytes that the address of one of :attr:`operands` must be a multiple of.
+
+        Raises InvalidProblemError for another name.
+        """
+        if operand not in self.operands:
+            raise InvalidProblemError(
+                f"operand: expected one of {', '.join(self.operands)}, got {shown(operand)}"
+            )
+        return self._checks.alignments[operand]
 
     def launch(self, addresses: tuple[int, ...], workspace: int, stream: int) -> None:
         """Enqueue on the stream of that handle (0 on the host). Allocates nothing on the device.
 
-        ``addresses`` are those of :attr:`operands`; ``workspace`` is one of ``plan.workspace_size()`` bytes,
-        ``plan.workspace_alignment`` observed. The operands must stay alive until the stream has run it.
+        ``addresses`` are those of :attr:`operands`, in their order. ``workspace`` is the address of
+        ``plan.workspace_size()`` bytes, a multiple of ``plan.workspace_alignment``, or 0 if the plan needs
+        none. The operands must stay alive until the stream has run it.
 
         Raises MisalignedOperandError, InvalidProblemError or DriverError, before anything is written.
         """
@@ -98,11 +127,16 @@ class Caller:
 
     def _checked(self, addresses: tuple[int, ...], workspace: int) -> Views:
         views: Views = {}
+        if len(addresses) != len(self.operands):
+            raise InvalidProblemError(
+                f"addresses: expected those of {', '.join(self.operands)}, got {len(addresses)}"
+            )
         for (name, view), address in zip(self._views.items(), addresses, strict=True):
             if 0 not in view.shape:
+                named = self._checks.arguments[name]
                 if address == 0:
-                    raise InvalidProblemError(f"{name}: expected memory, got a null address: was it freed?")
-                check_alignment(name, address, self.alignment(name))
+                    raise InvalidProblemError(f"{named}: expected memory, got a null address: was it freed?")
+                check_alignment(named, address, self._checks.alignments[named])
             views[name] = view_at(view, address, None)
         self._checks.check_apart(views)
         self._launches.check_workspace(workspace, views)

@@ -102,8 +102,16 @@ class OperandChecks:
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
         self._pairs = _pairs(operands, layouts)
-        self._alignments = {one.name: _address_alignment(one, alignment_of(one.name)) for one in operands}
-        self._weight_alignment = alignment_of("weight").address
+        self.arguments = {
+            view: _buffer_name(operand, view) for operand in operands for view in _views_of(operand, layouts)
+        }
+        """What callers call each view: an argument, or a canonical weight's buffer as ``weight.values``."""
+        self.alignments = {
+            self.arguments[view]: _address_alignment(operand, alignment_of(operand.name))
+            for operand in operands
+            for view in _views_of(operand, layouts)
+        }
+        """Bytes that addresses must be multiples of, by the names in ``arguments``."""
 
     def __call__(self, args: Args) -> Views:
         if type(args) is not self._args_type:
@@ -127,10 +135,6 @@ class OperandChecks:
         for pair in self._pairs:
             pair.check(views)
 
-    def alignment(self, view: str) -> int:
-        """Bytes that the address of a view must be a multiple of."""
-        return self._alignments.get(view, self._weight_alignment)
-
 
 def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
     """Elements from the start of one row (for a column order: column) of a checked matrix to the next."""
@@ -149,6 +153,8 @@ def _check_for(
 
 
 def _address_alignment(operand: Operand, needed: Alignment) -> int:
+    if operand.role is Role.WEIGHT:
+        return needed.address
     return max(needed.address, operand.alignment, operand.element.itemsize)
 
 
@@ -234,6 +240,12 @@ def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
     if operand.role is not Role.WEIGHT:
         return (operand.name,)
     return tuple(name for one in _layouts_of(operand, layouts) for name in _PARTS.get(one, _ONE_PART))
+
+
+def _buffer_name(operand: Operand, view: str) -> str:
+    """The argument; a canonical weight's buffers are its attributes."""
+    canonical = operand.role is Role.WEIGHT and view not in _ONE_PART
+    return f"{operand.argument}.{view}" if canonical else operand.argument
 
 
 class _WeightCheck:

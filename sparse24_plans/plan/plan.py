@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import Self
 
-from ..device.devices import DeviceLike, home_of, resolve
+from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
-from ..device.streams import Launch, launch_on, stream_handle
+from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import Device, Workspace
-from ..errors import InvalidProblemError, Sparse24Error, WorkspaceTooSmallError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, WorkspaceTooSmallError
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
 from .descriptor import Descriptor, ProductDescriptor
@@ -26,7 +26,7 @@ from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
-from .launches import Caller, LaunchCache
+from .launches import Caller, LaunchCache, Located
 from .operands import Args, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
@@ -70,22 +70,28 @@ class Plan:
             register(cls, ((entry.name, entry.backend) for entry in cls.table))
 
     def __init__(
-        self, choice: Choice, considered: tuple[JudgedEntry[Any], ...], tested: Sequence[str] = ()
+        self,
+        choice: Choice,
+        considered: tuple[JudgedEntry[Any], ...],
+        tested: Sequence[str] = (),
+        *,
+        absent: bool = False,
     ) -> None:
         self._choice, self.descriptor = choice, choice.descriptor
         self.preference = choice.preference
         self.device = choice.device
         self._entry: Any = choice.entry
         self._considered, self._tested = considered, tested
-        self._home = home_of(choice.device)
-        self._kernel: Kernel[Any] = choice.entry.kernel(choice)
+        self._home, self._absent = home_of(choice.device), absent
+        kernel = choice.entry.kernel
+        self._kernel: Kernel[Any] = kernel.sized(choice) if absent else kernel(choice)
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
         self._check = OperandChecks(
             args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
         )
         self._args_type, self._operands_in = args_type, attrgetter(*fields_of(args_type))
-        self._launches = LaunchCache(self._kernel)
+        self._launches = LaunchCache(self._kernel, self._check.arguments)
         self._tuning: Tuning | None = None
 
     @classmethod
@@ -96,12 +102,17 @@ class Plan:
     # Selection --------------------------------------------------------------------------------------
 
     @classmethod
-    def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: DeviceLike = None) -> Self:
+    def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: PlaceLike = None) -> Self:
         """Choose and compile a kernel. The same answer every time: nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"cuda:1"``, ``"cuda"``, ``"host"``, a Device or a ``torch.device``.
         None is the current CUDA device, or the host where there is none. ``preference`` may be a mapping of
         PlanPreference's fields. Plans are cached by all of these.
+
+        DeviceProperties, or a name such as ``"h100"`` or ``"h200"``, describe a GPU that needn't be present.
+        The plan then compiles nothing, and answers everything except ``pack`` and runs, which raise
+        BackendUnavailableError. Its ``workspace_size`` is exact if one of this package's kernels was chosen;
+        for a library's it is an upper bound.
 
         Raises
         ------
@@ -112,15 +123,19 @@ class Plan:
         BackendUnavailableError
             The device, CuPy or a library is missing; the message says what to install.
         """
-        return cls._selected(descriptor, preference, resolve(device), None)
+        return cls._selected(descriptor, preference, described(device), None)
 
     @classmethod
     def _selected(
-        cls, descriptor: Any, preference: PreferenceLike, device: DeviceProperties, tuning: Tuning | None
+        cls,
+        descriptor: Any,
+        preference: PreferenceLike,
+        place: tuple[DeviceProperties, bool],
+        tuning: Tuning | None,
     ) -> Self:
         cls._check_descriptor(descriptor)
         chosen: Any = _select  # mypy takes no class for hashable
-        plan = chosen(cls, descriptor, PlanPreference.of(preference), device, tuning)
+        plan = chosen(cls, descriptor, PlanPreference.of(preference), *place, tuning)
         assert isinstance(plan, cls)
         return plan
 
@@ -130,15 +145,22 @@ class Plan:
         descriptor: Any,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Tuning | None = None,
     ) -> Explanation:
-        """Explain what ``select`` would choose, uncompiled. ``device`` may be properties of an absent GPU."""
+        """Explain what ``select`` would choose, uncompiled. ``device`` may describe an absent GPU."""
         cls._check_descriptor(descriptor)
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
-        considered = cls._consider(descriptor, PlanPreference.of(preference), properties, tuning)
-        chosen = next((one.entry for one in considered if one.reason is None), None)
-        return _explanation(properties, considered, chosen, None)
+        wishes, (properties, _) = PlanPreference.of(preference), described(device)
+        considered = cls.consider(descriptor, wishes, properties, tuning)
+        entry = next((one.entry for one in considered if one.reason is None), None)
+        if entry is None or entry.on_host:  # a host's plan costs no more than its explanation would
+            return _explanation(properties, considered, entry, None)
+        configuration = tuning.configuration(descriptor, entry, properties) if tuning else {}
+        choice = Choice(descriptor, properties, entry, wishes, configuration)
+        try:
+            return _explanation(properties, considered, entry, entry.kernel.sized(choice))
+        except UnsupportedError as error:  # a library alone knows
+            return _explanation(properties, considered, entry, None, str(error))
 
     @classmethod
     def compile(
@@ -146,16 +168,16 @@ class Plan:
         descriptor: Any,
         *,
         preference: PreferenceLike = None,
-        device: DeviceLike | DeviceProperties = None,
+        device: PlaceLike = None,
         tuning: Tuning | None = None,
     ) -> tuple[CompiledKernel, ...]:
         """Compile into the kernel cache what ``select`` would compile and load, but load nothing.
 
-        Needs NVRTC, but no GPU: ``device`` may be properties of an absent one. The result is empty if the
+        Needs NVRTC, but no GPU: ``device`` may describe an absent one. The result is empty if the
         chosen kernel is a library's or the host's. Raises what ``select`` raises, and StorageError.
         """
         cls._check_descriptor(descriptor)
-        properties = device if isinstance(device, DeviceProperties) else resolve(device)
+        properties, _ = described(device)
         choice, _ = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
         return tuple(choice.entry.kernel.compile(choice))
 
@@ -167,13 +189,14 @@ class Plan:
             )
 
     @classmethod
-    def _consider(
+    def consider(
         cls,
         descriptor: Descriptor,
         preference: PlanPreference,
         device: DeviceProperties,
         tuning: Tuning | None,
     ) -> tuple[JudgedEntry[Any], ...]:
+        """Every kernel of the family, in order of preference, with the reason why it can't serve."""
         tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
         cuts = None
         if tuning and preference.require.arithmetic is not None:  # it depends on configurations
@@ -205,8 +228,14 @@ class Plan:
             "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
             "arch": entry.arch,
             "backend": entry.backend,
+            "kernel": entry.name,
             "precision_guarantee": entry.promises(self._choice, self._tested),
         }
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel entry: ``explain().chosen``, and what ``prefer_kernel`` takes."""
+        return self.sku.kernel
 
     @property
     def tier(self) -> Tier:
@@ -244,7 +273,7 @@ class Plan:
             type(self),
             self.descriptor,
             self.preference,
-            self._home,
+            self.device if self._absent else self._home,
             self._given_tuning(),
         )
 
@@ -265,7 +294,9 @@ class Plan:
     def run(self, args: Any, *, workspace: Any = None, stream: Any = None) -> None:
         """Check the operands and enqueue the kernel on ``stream``. Writes the results and the workspace only.
 
-        Operands and a workspace that lie where those of an earlier run lay are only launched, not checked.
+        ``stream`` is a handle, a stream of any framework, or None: the current stream of the operands' own
+        framework, PyTorch's for its tensors and CuPy's for all else. Operands and a workspace that lie where
+        those of an earlier run lay are only launched, not checked.
 
         Never allocates device memory, compiles or synchronises: safe in CUDA-graph capture. The operands
         must stay alive until the stream has run the kernel. A host plan runs before it returns.
@@ -277,8 +308,8 @@ class Plan:
         DriverError
             The launch failed.
         """
-        handle = stream_handle(stream, self._home)
-        launch_on(self._home, self._launcher(args, workspace), handle)
+        launch, current = self._located(args, workspace)
+        launch_on(self._home, launch, stream_handle(stream, self._home, current))
 
     def bind(self, args: Any, *, workspace: Any = None) -> Bound:
         """Check once, launch many times. Raises what :meth:`run` raises.
@@ -288,24 +319,27 @@ class Plan:
         """
         views = self._check(args)
         launch = self._kernel.launcher(views, self._check_workspace(workspace, views))
-        return Bound(launch, self._kernel.launches, self._home, (self, views, args, workspace))
+        current = current_stream_of(self._operands_in(args))
+        return Bound(launch, self._kernel.launches, self._home, current, (self, views, args, workspace))
 
     def caller(self, args: Any) -> Caller:
-        """Check all but addresses once, for operands that only move; ops of frameworks use it.
+        """A :class:`Caller`: all but addresses is checked once, for operands that only move.
 
-        ``args`` stand for all arguments with their shapes, strides, elements and devices. Raises what
-        :meth:`run` raises.
+        Ops of frameworks use it. ``args`` stand for all arguments with their shapes, strides, elements and
+        devices. Raises what :meth:`run` raises.
         """
         return Caller(self._launches, self._check, self._home, self._check(args))
 
-    def _launcher(self, args: Any, workspace: Any) -> Launch:
+    def _located(self, args: Any, workspace: Any) -> Located:
         if type(args) is not self._args_type:
             self._check(args)  # raises
-        key, launch = self._launches.find_located((*self._operands_in(args), workspace))
-        if launch is None:
+        operands = self._operands_in(args)
+        key, located = self._launches.find_located((*operands, workspace))
+        if located is None:
             views = self._check(args)
-            launch = self._launches.add(key, views, self._check_workspace(workspace, views))
-        return launch
+            space = self._check_workspace(workspace, views)
+            located = self._launches.add_located(key, views, space, current_stream_of(operands))
+        return located
 
     def _check_workspace(self, workspace: Any, views: Views) -> int:
         needed = self._kernel.workspace_size
@@ -328,12 +362,12 @@ def explain(
     descriptor: Descriptor,
     *,
     preference: PreferenceLike = None,
-    device: DeviceLike | DeviceProperties = None,
+    device: PlaceLike = None,
     **options: Any,
 ) -> Explanation:
     """Explain what ``select`` of the descriptor's plan would choose, uncompiled.
 
-    ``device`` may be properties of an absent GPU. ``options`` are those of the family's ``select``. Raises
+    ``device`` may describe an absent GPU. ``options`` are those of the family's ``select``. Raises
     InvalidProblemError for anything but a descriptor.
     """
     plan: type[Plan] = plan_of(descriptor)
@@ -345,21 +379,28 @@ def _explanation(
     considered: tuple[JudgedEntry[Any], ...],
     chosen: KernelEntry | None,
     kernel: Kernel[Any] | None,
+    unknown: str = "",
 ) -> Explanation:
+    """``kernel`` is the chosen entry's; if there is none, ``unknown`` says why."""
     return Explanation(
         device=str(device),
         chosen=chosen.name if chosen else None,
-        details=kernel.details if kernel else "",
+        details=kernel.details if kernel else unknown,
         workspace_size=kernel.workspace_size if kernel else None,
+        workspace_is_exact=kernel is not None and kernel.workspace_is_exact,
         rows=tuple((one.entry.name, one.entry.backend, one.reason) for one in considered),
     )
 
 
 def _selected_again(
-    cls: type[Plan], descriptor: Any, preference: PlanPreference, home: Device, tuning: Tuning | None
+    cls: type[Plan],
+    descriptor: Any,
+    preference: PlanPreference,
+    place: Device | DeviceProperties,
+    tuning: Tuning | None,
 ) -> Plan:
     options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
-    return cls.select(descriptor, preference=preference, device=home, **options)
+    return cls.select(descriptor, preference=preference, device=place, **options)
 
 
 @lru_cache(maxsize=4096)
@@ -368,12 +409,13 @@ def _select(
     descriptor: Descriptor,
     preference: PlanPreference,
     device: DeviceProperties,
+    absent: bool,
     tuning: Any,
 ) -> Plan:
     choice, considered = _choice(cls, descriptor, preference, device, tuning)
     entry = choice.entry
     tested = tuning.promises(descriptor, (entry,), device).get(entry.name, ()) if tuning else ()
-    plan: Plan = cls(choice, considered, tested)
+    plan: Plan = cls(choice, considered, tested, absent=absent)
     plan._tuning = tuning
     return plan
 
@@ -382,7 +424,7 @@ def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
 ) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
     """The choice, and every entry with its reason."""
-    considered = cls._consider(descriptor, preference, device, tuning)
+    considered = cls.consider(descriptor, preference, device, tuning)
     try:
         entry = choose(considered)
     finally:

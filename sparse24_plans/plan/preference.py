@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex
 
 from ..errors import InvalidProblemError
 from ..vocab import INT64_MAX, Flag, Integer, Model, Tier
-from .families import BackendName
+from .families import BackendName, KernelName
 from .guarantee import GuaranteeRequirement
 
 
@@ -19,7 +19,9 @@ class PlanPreference(Model):
     allow_sm90a: Flag = True
     """Whether kernels that run on compute capability 9.0 alone may serve."""
     prefer_backend: BackendName | None = None
-    """The only backend, or the only kernel, that may serve."""
+    """The only backend that may serve."""
+    prefer_kernel: KernelName | None = None
+    """The only kernel entry that may serve: ``plan.kernel`` of another plan, or a name of ``explain``."""
     tier: Tier | None = None
     """The only tier that may serve."""
     require: GuaranteeRequirement = GuaranteeRequirement()
@@ -36,6 +38,7 @@ class PlanPreference(Model):
             max_workspace_bytes: SupportsIndex | None = ...,
             allow_sm90a: bool = ...,
             prefer_backend: str | None = ...,
+            prefer_kernel: str | None = ...,
             tier: Tier | str | None = ...,
             require: GuaranteeRequirement | Mapping[str, Any] = ...,
             whole_m: SupportsIndex | None = ...,

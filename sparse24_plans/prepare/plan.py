@@ -11,7 +11,7 @@ from typing import Any, ClassVar, overload
 
 import numpy as np
 
-from ..device.streams import launch_on, stream_handle
+from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import HOST, TensorView, import_cupy
 from ..plan.operands import Args
 from ..plan.plan import Plan
@@ -73,8 +73,8 @@ class _Reporting(PreparePlan):
 
         The error has ``row`` and ``group``. Of no use in a capture: it reads the status back.
         """
-        handle = stream_handle(stream, self._home)
         view = self._check(args)["status"]
+        handle = stream_handle(stream, self._home, current_stream_of(self._operands_in(args)))
         status = np.empty(1, np.uint64)
         if self._home == HOST:
             status.view(np.uint8)[...] = view.bits()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,22 @@ class Sparse24GatedMLP(nn.Module):
         return y
 
 
-def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict[str, str]:
+@dataclass(frozen=True)
+class GatedBlock:
+    """What :func:`fuse_gated` did with a block: it has an activation or a reason, never both."""
+
+    activation: str | None = None
+    """``swiglu`` or ``geglu``: the epilogue of the product that replaced gate and up projection."""
+    reason: str | None = None
+    """Why the block stays as it is."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether the block was replaced."""
+        return self.activation is not None
+
+
+def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict[str, GatedBlock]:
     """Replace each gated feed-forward block of the model by a Sparse24GatedMLP, in place.
 
     A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn`` (Llama, Qwen and Mistral
@@ -47,9 +62,8 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's weight under
     ``gate_up_proj``.
 
-    ``recipe`` says how weights become 2:4; a string is a method. The result maps each block's name to
-    "swiglu", "geglu", or the reason why the block stays. Raises InvalidProblemError for a wrong model or
-    recipe.
+    ``recipe`` says how weights become 2:4; a string is a method. The result says by each block's name what
+    became of it. Raises InvalidProblemError for a wrong model or recipe.
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
@@ -57,7 +71,7 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     if not isinstance(how, Sparse24Recipe) or how.activation != "none":
         raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")
     owners = owners_of(model)
-    return {name: _replaced(model, name, block, how, owners) for name, block in list(_blocks(model))}
+    return {name: _fused(model, name, block, how, owners) for name, block in list(_blocks(model))}
 
 
 _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
@@ -70,30 +84,31 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _replaced(model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]) -> str:
-    """The name of the activation, or the reason why the block stays."""
+def _fused(
+    model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]
+) -> GatedBlock:
     fused = hasattr(block, "gate_up_proj")
     layers = [block.gate_up_proj] if fused else [block.gate_proj, block.up_proj]
     activation = block.activation_fn if fused else block.act_fn
     if any(isinstance(one, nn.Module) and has_hooks(one) for one in (block, activation)):
-        return "it has hooks, which a swap would lose"
+        return GatedBlock(reason="it has hooks, which a swap would lose")
     for layer in (*layers, block.down_proj):
         if (reason := obstacle_of(layer, recipe, owners)) is not None:
-            return reason
+            return GatedBlock(reason=reason)
     if any(layer.weight.is_meta for layer in layers):
-        return "its weights are on the meta device"
+        return GatedBlock(reason="its weights are on the meta device")
     try:
         word = _word_of(activation)
         if word is None:
-            return "its activation is neither SiLU nor exact GELU"
+            return GatedBlock(reason="its activation is neither SiLU nor exact GELU")
         whole = layers[0] if fused else _joined(*layers)
         _check_meaning(block, whole, word)
         one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
-        return str(error)
+        return GatedBlock(reason=str(error))
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, Sparse24GatedMLP(one, block.down_proj).train(block.training))
-    return _WORDS[word]
+    return GatedBlock(activation=_WORDS[word])
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:

@@ -157,7 +157,7 @@ class CheckedProduct(CheckedCall):
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
         super().__init__(plan, self._first_caller(call, rows, out), x.device)
-        self.alignment = self._caller.alignment("source")
+        self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
 
     def _check_out(self, out: Tensor | None) -> None:

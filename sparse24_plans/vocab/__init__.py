@@ -29,7 +29,7 @@ from .fields import integer as integer
 from .model import Model as Model
 
 Dtype: TypeAlias = "np.dtype[Any]"
-Float64s: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Float64s: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class _Word(str, Enum):

@@ -242,15 +242,10 @@ def softmax64(v: Array) -> tuple[Array, Array]:
 
 
 def _softmax(plan: BlockSparseSoftmaxPlan, operands: Operands) -> Expected:
-    desc, layout, u = plan.descriptor, operands.layout, F32.unit_roundoff
+    desc, layout = plan.descriptor, operands.layout
     v, size = scores(desc, operands, dense_of(layout, operands.wide("x")))
-    exact, top = softmax64(v)
-    live = np.isfinite(v)
-    moved = np.where(live, 6 * u * size + u * np.abs(v - top), 0.0)  # of the exponents, by rounding
-    moved = moved + moved.max(axis=-1, keepdims=True, initial=0.0)
-    relative = np.expm1(2 * moved) + plan.guarantee.error_bound(desc.reduction) + 6 * u
-    allowed = exact * relative + F32.smallest_subnormal
-    allowed = allowed + _rounding(exact, allowed, desc.element)
+    exact, _ = softmax64(v)
+    allowed = plan.guarantee.softmax_tolerance(desc.reduction, v, size, desc.element)
     return {"y": (kept_of(layout, exact), kept_of(layout, allowed))}
 
 
@@ -317,23 +312,13 @@ def _moved(plan: BlockSparseAttentionPlan, v: Array, size: Array, base: Array) -
 
 
 def _attention(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:
-    desc, u = plan.descriptor, F32.unit_roundoff
+    desc = plan.descriptor
     v, size = attention_scores(desc, operands)
-    o, lse, p = forward64(desc, operands)
-    _, top = softmax64(v)
-    moved = _moved(plan, v, size, top)
-    most = moved.max(axis=-1, keepdims=True, initial=0.0)
-    bound = plan.guarantee.error_bound(desc.reduction)
-    relative = np.expm1(2 * (moved + most)) + bound + 6 * u
-    values = np.abs(within(desc, operands, "v"))
-    # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
-    weights = ElementKind(plan.guarantee.math_precision.value)
-    least = weights.smallest_subnormal + bound * weights.smallest_normal
-    lost = (p * (relative + bound + weights.unit_roundoff)) @ values
-    lost = lost + values.sum(axis=-2, keepdims=True) * least
-    allowed = lost + desc.reduction * F32.smallest_subnormal
-    of_lse = 2 * most[..., 0] + bound + 4 * u * (1 + np.abs(np.where(np.isfinite(lse), lse, 0.0)))
-    return {"o": (o, allowed + _rounding(o, allowed, desc.element)), "lse": (lse, of_lse)}
+    o, lse, _ = forward64(desc, operands)
+    allowed, of_lse = plan.guarantee.attention_tolerance(
+        desc.reduction, v, size, within(desc, operands, "v"), desc.element, head_size=desc.head_size
+    )
+    return {"o": (o, allowed), "lse": (lse, of_lse)}
 
 
 def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:

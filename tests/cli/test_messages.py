@@ -39,7 +39,7 @@ def said(text: str) -> str:
         (
             ("--arch", "sm90"),
             "'--arch': expected one of sm80, sm86, sm89, sm90a, sm100, sm120, a100, a10, l40s, h100, b200, "
-            "rtx5090, got 'sm90'; ",
+            "rtx5090, h200, got 'sm90'; ",
         ),
         (("--arch", "sm90"), "did you mean sm90a?"),
         (("--element", "f64"), "'--element': expected one of f32, f16, bf16, s8, fp8_e4m3, got 'f64'"),

@@ -225,7 +225,7 @@ def test_null_memory_of_other_protocols():
 def test_operands_that_cannot_say_where_they_lie_are_left_to_the_checks():
     tensor = Torchlike(ARRAY, "torch.float32")
     TensorView.of(tensor)
-    cache = LaunchCache(None)
+    cache = LaunchCache(None, {})
     key, launch = cache.find_located((tensor, None))
     assert key is not None
     assert launch is None

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
+    BlockSparseTables,
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     InvalidProblemError,
     MisalignedOperandError,
+    PackedWeight,
+    TensorView,
     WorkspaceTooSmallError,
 )
+from sparse24_plans.plan.operands import fields_of
 
 from .cases import PROBLEMS, case_of, equal, name_of
 from .toy import ToyArgs, ToyDescriptor, ToyPlan
@@ -27,13 +31,7 @@ def test_a_caller_launches_what_run_runs(desc, device):
     case = case_of(desc, device)
     want = case.run()
     caller = case.plan.caller(case.args)
-    views = {name: memory.view for name, memory in case.guarded.items()}
-    if hasattr(case.args, "weight") and "values" not in views:
-        names = [name for name in caller.operands if name in ("values", "metadata", "packed")]
-        views |= dict(zip(names, getattr(case.args.weight, "buffers", ()), strict=False))
-    if hasattr(case.args, "layout"):
-        views["layout"] = case.args.layout.view
-    addresses = tuple(views.get(name, views.get(renamed(name, case))).address for name in caller.operands)
+    addresses = tuple(address_of(case.args, name) for name in caller.operands)
     space = 0 if case.space is None else case.space.address
     for _ in range(3):
         case.poison()
@@ -41,10 +39,32 @@ def test_a_caller_launches_what_run_runs(desc, device):
         assert equal(case.fetch(), want)
 
 
-def renamed(name: str, case: object) -> str:
-    """The argument that holds an operand of products."""
-    forward = hasattr(case.args, "x")
-    return {"source": "x" if forward else "dy", "result": "y" if forward else "dx"}.get(name, name)
+def address_of(args: object, name: str) -> int:
+    """The address of a field of the arguments; of a weight's field, of one of its buffers."""
+    field, _, buffer = name.partition(".")
+    given = getattr(args, field)
+    if isinstance(given, BlockSparseTables):
+        return given.view.address
+    if buffer and isinstance(given, PackedWeight):  # a canonical one
+        return given.buffers[("values", "metadata").index(buffer)].address
+    if buffer:
+        return getattr(given, f"{buffer}_view").address
+    if isinstance(given, PackedWeight):
+        (only,) = given.buffers
+        return only.address
+    return TensorView.of(given).address
+
+
+@pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
+def test_operands_have_the_names_of_the_arguments(desc):
+    case = case_of(desc, "host")
+    caller = case.plan.caller(case.args)
+    given = [one for one in fields_of(type(case.args)) if getattr(case.args, one) is not None]
+    assert sorted({name.partition(".")[0] for name in caller.operands}) == sorted(given)
+    assert all(caller.alignment(name) >= 1 for name in caller.operands)
+    for wrong in ("source", "result", "", 3):
+        with pytest.raises(InvalidProblemError, match=f"operand: expected one of {caller.operands[0]}"):
+            caller.alignment(wrong)
 
 
 def gemm() -> tuple[GemmSparse24Plan, GemmSparse24Args, tuple[np.ndarray, ...]]:
@@ -63,13 +83,15 @@ def test_what_a_caller_looks_at_is_refused_before_anything_is_written():
     weight = [view.address for view in args.weight.buffers]
     y[...] = 7
     for source, result, error, match in (
-        (x.ctypes.data + 1, y.ctypes.data, MisalignedOperandError, "source"),
-        (0, y.ctypes.data, InvalidProblemError, "null address"),
+        (x.ctypes.data + 1, y.ctypes.data, MisalignedOperandError, "x: expected"),
+        (0, y.ctypes.data, InvalidProblemError, "x: expected memory, got a null address"),
         (x.ctypes.data, x.ctypes.data + 4, InvalidProblemError, "y: expected memory apart from x"),
         (x.ctypes.data, weight[0], InvalidProblemError, "y: expected memory apart from weight"),
     ):
         with pytest.raises(error, match=match):
             caller.launch((*weight, source, result), 0, 0)
+    with pytest.raises(InvalidProblemError, match=r"addresses: expected those of weight, x, y, got 1"):
+        caller.launch((x.ctypes.data,), 0, 0)
     assert (y == 7).all()
     assert (x == 1).all()
     caller.launch((*weight, x.ctypes.data, y.ctypes.data), 0, 0)

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from sparse24_plans import GemmSparse24Descriptor, InvalidProblemError, PlanPreference, Tier, explain
+from sparse24_plans import (
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    InvalidProblemError,
+    PlanPreference,
+    Tier,
+    UnsupportedError,
+    explain,
+)
 from sparse24_plans.blocksparse import kernel_table as blocksparse
 from sparse24_plans.gemm import kernel_table as gemm
 from sparse24_plans.plan.families import backends
@@ -44,15 +52,26 @@ def test_each_kernel_states_its_tier(entry):
     assert entry.backend in TIERS[entry.tier].split()
 
 
-@pytest.mark.parametrize("name", ["wgmma_sp", "wgmma_sp_invariant", "host"])
-def test_a_preference_names_a_backend_or_a_kernel(name):
-    assert PlanPreference(prefer_backend=name).prefer_backend == name
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("prefer_backend", name) for name in BACKENDS.split()]
+    + [("prefer_kernel", entry.name) for entry in ENTRIES],
+)
+def test_a_preference_names_a_backend_or_a_kernel(field, name):
+    assert getattr(PlanPreference(**{field: name}), field) == name
 
 
-@pytest.mark.parametrize("name", ["wgmma", "", 3, ["host"]], ids=repr)
-def test_a_wrong_name_is_told_the_backends(name):
-    with pytest.raises(InvalidProblemError, match="expected one of attention_backward_wgmma, "):
-        PlanPreference(prefer_backend=name)
+@pytest.mark.parametrize("name", ["wgmma", "", 3, ["host"], None], ids=repr)
+@pytest.mark.parametrize(
+    ("field", "other", "known"),
+    [
+        ("prefer_backend", "wgmma_sp_invariant", "attention_backward_wgmma, "),
+        ("prefer_kernel", "blocks", "attention_backward_wgmma, "),
+    ],
+)
+def test_a_wrong_name_is_told_the_known_ones(field, other, known, name):
+    with pytest.raises(InvalidProblemError, match=f"{field}: expected one of {known}"):
+        PlanPreference(**{field: other if name is None else name})
 
 
 def test_names_are_known_before_their_family_is_imported():
@@ -67,6 +86,14 @@ def test_names_are_known_before_their_family_is_imported():
 
 def test_preferring_a_kernel_leaves_out_its_siblings():
     desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="f32")
-    answer = explain(desc, preference={"prefer_backend": "host_strict"}, device="host")
+    preference = {"prefer_kernel": "host_strict"}
+    answer = explain(desc, preference=preference, device="host")
     assert answer.chosen == "host_strict"
-    assert ("host_blas", "host", "prefer_backend is host_strict") in answer.rows
+    assert ("host_blas", "host", "prefer_kernel is host_strict") in answer.rows
+    assert GemmSparse24Plan.select(desc, preference=preference, device="host").kernel == "host_strict"
+
+
+def test_a_forced_kernel_that_cannot_serve_says_why():
+    desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="f32")
+    with pytest.raises(UnsupportedError, match=r"\bwgmma_sp: serves elements f16, bf16, not f32;"):
+        GemmSparse24Plan.select(desc, preference={"prefer_kernel": "wgmma_sp"}, device="h100")

@@ -85,8 +85,17 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
     ]
     assert all(reason is None or reason.strip() for _, _, reason in answer.rows)
     able = [name for name, _, reason in answer.rows if reason is None]
+    allowed = preference.max_workspace_bytes
     assert answer.chosen == (able[0] if able else None)
-    assert (answer.details, answer.workspace_size) == ("", None)
+    if answer.chosen is None or device.kind == "host":
+        assert (answer.details, answer.workspace_size, answer.workspace_is_exact) == ("", None, False)
+    elif answer.chosen.startswith("cusparselt") and allowed is None:
+        assert (answer.workspace_size, answer.workspace_is_exact) == (None, False)
+        assert "on the GPU alone" in answer.details
+    else:
+        library = answer.chosen.startswith(("cusparselt", "inflate_cublas"))
+        assert answer.workspace_is_exact or library
+        assert answer.workspace_size <= (2**64 if allowed is None else allowed)
     considered = consider(family.rows, desc, preference, device)
     if able:
         assert choose(considered).name == able[0]
@@ -114,6 +123,7 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
         require = preference.require
         guarantee = row.promises(Choice(desc, device, row, preference, {}))
         assert preference.prefer_backend in (None, row.backend)
+        assert preference.prefer_kernel in (None, row.name)
         assert preference.tier in (None, row.tier)
         assert (row.tier == "host") == (device.kind == "host")
         assert device.compute_capability >= row.min_compute_capability or row.on_host
@@ -272,7 +282,8 @@ def test_a_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
     after = plan.explain()
     assert (before.details, before.workspace_size) == ("", None)
     assert after.details
-    assert after.workspace_size == plan.workspace_size()
+    assert (after.chosen, plan.sku.kernel) == (plan.kernel, plan.kernel)
+    assert (after.workspace_size, after.workspace_is_exact) == (plan.workspace_size(), True)
     lines = str(after).splitlines()
     assert lines[0] == "device: host"
     assert lines[1] == f"chosen: {after.chosen}  {after.details}"

@@ -11,6 +11,7 @@ from torch import nn
 
 from sparse24_plans import InvalidProblemError, gated_rows
 from sparse24_plans.torch import (
+    GatedBlock,
     Sparse24GatedMLP,
     Sparse24Linear,
     Sparse24Recipe,
@@ -162,17 +163,16 @@ def test_blocks_of_a_model_are_fused_and_others_say_why_not():
     for parameter in (*whole.parameters(), *fused.parameters()):
         parameter.data = pruned(parameter.data) if parameter.dim() == 2 else parameter.data
     report = fuse_gated(fused, "compress")
-    assert {name: report[name] for name in ("llama", "gelu", "phi")} == {
-        "llama": "swiglu",
-        "gelu": "geglu",
-        "phi": "swiglu",
-    }
+    for name, word in {"llama": "swiglu", "gelu": "geglu", "phi": "swiglu"}.items():
+        assert report[name] == GatedBlock(activation=word)
+        assert report[name].fused
     for name, word in {
         "tanh": "exact GELU",
         "odd": "multiple of 16",
         "more": "down(act(gate(x)) * up(x))",
     }.items():
-        assert word in report[name]
+        assert word in report[name].reason
+        assert (report[name].activation, report[name].fused) == (None, False)
         assert type(fused[name]) is Block
     assert report.keys() == set(whole) - {"plain"}
     x = randn(2, 5, 64)
@@ -193,8 +193,8 @@ def test_a_block_that_gives_something_else_stays(dtype):
 
     m = nn.ModuleDict({"plain": Block(nn.SiLU()), "scaled": Scaled(nn.SiLU())}).to(DEVICE, dtype)
     report = fuse_gated(m)
-    assert report["plain"] == "swiglu"
-    assert "got a relative error of 0.1" in report["scaled"]
+    assert report["plain"].activation == "swiglu"
+    assert "got a relative error of 0.1" in report["scaled"].reason
     assert type(m["scaled"]) is Scaled
 
 
@@ -204,7 +204,8 @@ def test_what_a_swap_would_lose_stays():
     m["hooked"].register_forward_hook(lambda *_: None)
     m["act"].act_fn.register_forward_pre_hook(lambda *_: None)
     shared, hooks = "its weight is shared with another module", "it has hooks, which a swap would lose"
-    assert fuse_gated(m) == {"one": shared, "two": shared, "hooked": hooks, "act": hooks}
+    reasons = {"one": shared, "two": shared, "hooked": hooks, "act": hooks}
+    assert fuse_gated(m) == {name: GatedBlock(reason=reason) for name, reason in reasons.items()}
 
 
 def test_odd_blocks_stay_and_the_others_are_fused():
@@ -221,7 +222,8 @@ def test_odd_blocks_stay_and_the_others_are_fused():
     m["word"], m["prelu"] = Block("silu"), Block(nn.PReLU(3))
     before = torch.random.get_rng_state()
     report = fuse_gated(m.to(DEVICE))
-    assert report["first"] == report["last"] == "swiglu"
+    assert report["first"].fused
+    assert report["last"].fused
     for name, said in {
         "masked": "block: expected it to take one tensor, got TypeError",
         "sizes": "gate_proj: expected {'sizes': (32, 64)",
@@ -229,7 +231,7 @@ def test_odd_blocks_stay_and_the_others_are_fused():
         "word": "activation: expected it to take one tensor, got TypeError",
         "prelu": "activation: expected it to take one tensor, got RuntimeError",
     }.items():
-        assert said in report[name]
+        assert said in report[name].reason
         assert isinstance(m[name], Block)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -245,7 +247,7 @@ def test_a_fused_block_keeps_its_bias_and_what_it_learns(bias, trainable):
         layer = getattr(block, name)
         layer.weight.data = pruned(layer.weight.data)
     wanted = copy.deepcopy(block)
-    assert fuse_gated(whole, Sparse24Recipe("compress", trainable=trainable)) == {"mlp": "swiglu"}
+    assert fuse_gated(whole, Sparse24Recipe("compress", trainable=trainable))["mlp"].fused
     x = randn(3, 64)
     close(whole["mlp"](x), wanted.double()(x.double()))
     assert any(p.requires_grad for p in whole["mlp"].gate_up_proj.parameters()) == trainable
@@ -253,7 +255,7 @@ def test_a_fused_block_keeps_its_bias_and_what_it_learns(bias, trainable):
 
 def test_blocks_on_the_meta_device_stay():
     m = nn.ModuleDict({"mlp": Block(nn.SiLU())}).to("meta")
-    assert fuse_gated(m) == {"mlp": "its weights are on the meta device"}
+    assert fuse_gated(m) == {"mlp": GatedBlock(reason="its weights are on the meta device")}
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral", "Phi3"])
@@ -263,7 +265,7 @@ def test_blocks_of_transformers(kind):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     torch.manual_seed(0)
     m = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes, **heads)).eval()
-    assert fuse_gated(m.to(DEVICE)) == {"layers.0.mlp": "swiglu"}
+    assert fuse_gated(m.to(DEVICE)) == {"layers.0.mlp": GatedBlock(activation="swiglu")}
     assert m(torch.arange(6, device=DEVICE)[None])[0].shape == (1, 6, 64)
 
 

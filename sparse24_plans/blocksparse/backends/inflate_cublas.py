@@ -65,11 +65,10 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
         self._results = desc.batch * (one.heads * rows * cols if dense else one.blocks * one.block**2)
         self._before = self._function("inflate_blocks" if dense else "gather_blocks", device)
         self._finish = self._function("finish", device)
-        self._matmul: Matmul | None = None
-        if self._results and desc.reduction:
-            self._matmul = self._product()
+        multiplies = self._results and desc.reduction
+        if multiplies:
             self.launches = 3 if self._acc_bytes else 2
-        self._reserve(self._matmul)
+        self._matmul = self._reserve(self._product if multiplies else None)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -79,22 +79,45 @@ def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordina
 
 
 _load_lock = threading.Lock()
-_compiled: ContextVar[list[CompiledKernel] | None] = ContextVar("compiled", default=None)
+_instead: ContextVar[Callable[[str, str, Mapping[str, int]], object] | None] = ContextVar(
+    "instead", default=None
+)
+"""What :func:`load` does with a source, architecture and macros where it touches no device."""
+
+
+@contextmanager
+def _loading_nothing(instead: Callable[[str, str, Mapping[str, int]], object]) -> Iterator[None]:
+    before = _instead.set(instead)
+    try:
+        yield
+    finally:
+        _instead.reset(before)
 
 
 @contextmanager
 def compiling_only() -> Iterator[list[CompiledKernel]]:
     """Make :func:`load` compile into the cache and touch no device. Yields the compiled kernels."""
     found: list[CompiledKernel] = []
-    before = _compiled.set(found)
-    try:
+    with _loading_nothing(lambda *kernel: found.append(compiled(*kernel))):
         yield found
-    finally:
-        _compiled.reset(before)
+
+
+def sizing_only() -> AbstractContextManager[None]:
+    """Make :func:`load` do nothing, so that kernels of an absent GPU can size their workspaces."""
+    return _loading_nothing(_nothing)
+
+
+def is_sizing() -> bool:
+    """Whether :func:`sizing_only` applies, so that a library must not be asked either."""
+    return _instead.get() is _nothing
+
+
+def _nothing(source: str, arch: str, defines: Mapping[str, int]) -> None:
+    pass
 
 
 class _NotLoaded(Function):
-    """Returned by :func:`load` within :func:`compiling_only`."""
+    """Returned by :func:`load` where it loads nothing."""
 
     def __init__(self) -> None:
         pass
@@ -113,8 +136,8 @@ def load(
     Raises BackendUnavailableError without CuPy or NVRTC, DriverError if the compiler or the driver refuses
     the kernel, and StorageError if the cache can't be used.
     """
-    if (found := _compiled.get()) is not None:
-        found.append(compiled(source, device.cuda_arch, defines))
+    if (instead := _instead.get()) is not None:
+        instead(source, device.cuda_arch, defines)
         return _NotLoaded()
     cuda = import_cupy().cuda
     try:

@@ -16,6 +16,7 @@ import numpy as np
 from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
 from ...device.install import install_advice
+from ...device.jit.launcher import is_sizing
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView, import_cupy
 from ...errors import BackendUnavailableError, UnsupportedError
@@ -68,10 +69,17 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device, self._configuration = self.descriptor, choice.device, choice.configuration
         self._ordinal, self._version = device.ordinal, device.cusparselt
+        allowed = choice.preference.max_workspace_bytes
+        if is_sizing():
+            if allowed is None:
+                raise UnsupportedError(
+                    "cuSPARSELt: tells its workspace on the GPU alone; max_workspace_bytes bounds it"
+                )
+            self.workspace_size, self.workspace_is_exact = allowed, False
+            return
         self._matmul = lru_cache(MOST_STRIDES)(self._make_matmul)
         packed = self._matmul(*_packed_strides(desc))
         self.workspace_size = packed.workspace_size
-        allowed = choice.preference.max_workspace_bytes
         if allowed is not None and self.workspace_size > allowed:
             raise UnsupportedError(
                 f"{self.entry.name}: needs a workspace of {self.workspace_size} bytes, "

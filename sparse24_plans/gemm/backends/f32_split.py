@@ -16,7 +16,7 @@ from ..arithmetic.tensor_core import named
 from ..limits import BF16, SPLIT_CTA_ELEMENTS
 from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule
 from ..schedules.wgmma_sp import WgmmaSpSchedule
-from ..wgmma import SOURCE, WgmmaKernel
+from ..wgmma import SOURCE, WgmmaKernel, grid_size, possible_schedules
 
 _SPLIT = "gemm/f32_split.cu"
 _THREADS = 256
@@ -68,6 +68,13 @@ class Kernel(WgmmaKernel):
             overlapping=True,
         )
         return launch_in_order(split, self._multiply(parameters))
+
+    @classmethod
+    def most_workspace(cls, choice: Choice) -> int:
+        desc, terms = choice.descriptor, choice.entry.split_terms
+        tried = possible_schedules(choice, {1})
+        ctas = ((one, grid_size(one, desc.n, desc.m, choice.device)) for one in tried)
+        return max(Regions.of(one, desc, terms, count).end for one, count in ctas)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:

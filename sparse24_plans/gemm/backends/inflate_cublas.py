@@ -6,7 +6,7 @@ and activation see them unrounded.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 from ..._vendor.cublaslt_abi import Matmul
@@ -69,7 +69,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
                 {**type_defines(desc), "COLUMNS": int(self._in_columns[1])},
             )
         multiplies = not self._trivial and desc.reduction > 0
-        self._reserve(self._matmul(*self._widths) if multiplies else None)
+        self._reserve(partial(self._matmul, *self._widths) if multiplies else None)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]

@@ -20,7 +20,7 @@ from ..descriptor import GemmSparse24Descriptor
 from ..limits import should_transpose_x, transpose_bytes, wgmma_sp_workspace
 from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
 from ..schedules.wgmma_sp import WgmmaSpSchedule
-from ..wgmma import SOURCE, WgmmaKernel
+from ..wgmma import SOURCE, WgmmaKernel, possible_schedules
 
 
 class Kernel(WgmmaKernel):
@@ -56,6 +56,15 @@ class Kernel(WgmmaKernel):
             self._transpose.bind(matrices, x.address, at, stride),
             self._multiply(self._parameters({**views, "source": rows}, rows, workspace)),
         )
+
+    @classmethod
+    def most_workspace(cls, choice: Choice) -> int:
+        if choice.entry.promoted:
+            return 0  # its schedules hold all sums in registers
+        desc, preference = choice.descriptor, choice.preference
+        chunks = {one.k_chunks for one in allowed_schedules(desc, choice.entry, preference.whole_m)}
+        transposed = transpose_bytes(desc) if desc.x_order is MatrixOrder.COLUMN else 0
+        return transposed + max(one.workspace_bytes() for one in possible_schedules(choice, chunks))
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:

@@ -1,0 +1,144 @@
+"""The plans of one product for any number of tokens, as a serving loop needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from ..device.devices import PlaceLike
+from ..device.jit.cache import CompiledKernel
+from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, shown
+from ..plan.kernel import Choice
+from ..plan.kernel_table import choose
+from ..plan.plan import Plan
+from ..plan.preference import PlanPreference
+from ..vocab import DeviceProperties, integer
+from .descriptor import GemmSparse24Descriptor
+from .tuned import TuningTable
+
+P = TypeVar("P", bound=Plan)
+_PERIOD = 16
+"""Limits of kernels look at n modulo this number at most."""
+
+
+class GemmSparse24TokenPlans(Generic[P]):
+    """The plans of one product for 1 to ``most_n`` tokens. Immutable; threads may share it.
+
+    ``plans[n]`` is what ``select`` gives for n tokens. It is selected when it is first asked for, and kept.
+    ``GemmSparse24Plan.for_tokens`` makes one.
+    """
+
+    def __init__(
+        self,
+        kind: type[P],
+        descriptor: GemmSparse24Descriptor,
+        most_n: int,
+        preference: PlanPreference,
+        device: DeviceProperties,
+        place: PlaceLike,
+        tuning: TuningTable,
+    ) -> None:
+        """``place`` is the device as ``select`` takes it."""
+        most = integer(most_n)
+        if most is None or most < 1:
+            raise InvalidProblemError(f"most_n: expected a number of tokens from 1, got {shown(most_n)}")
+        self.descriptor, self.most_n = descriptor.model_copy(update={"n": most}), most
+        self._kind, self._preference, self._device, self._tuning = kind, preference, device, tuning
+        self._options: dict[str, Any] = {"preference": preference, "device": place, "tuning": tuning}
+        self._plans: dict[int, P] = {}
+        self._largest: dict[str, Choice] = {}
+        """By kernels' names, the choice of the largest n that each serves."""
+        self._find_kernels()
+
+    def __getitem__(self, n: int) -> P:
+        """The plan of n tokens, 0 to ``most_n``. Raises InvalidProblemError, and what ``select`` raises."""
+        count = self._number(n)
+        plan = self._plans.get(count)
+        if plan is None:
+            plan = self._plans.setdefault(count, self._kind.select(self._problem(count), **self._options))
+        return plan
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels that serve some number of tokens."""
+        return tuple(self._largest)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts that these kernels read. One ``plan.pack(weight)`` for each serves all plans."""
+        return tuple(dict.fromkeys(choice.entry.layout for choice in self._largest.values()))
+
+    def workspace_size(self) -> int:
+        """An upper bound of every plan's ``workspace_size``, in bytes.
+
+        Raises UnsupportedError if cuSPARSELt serves and the preference has no ``max_workspace_bytes``.
+        """
+        most: int = max(choice.entry.kernel.most_workspace(choice) for choice in self._largest.values())
+        allowed = self._preference.max_workspace_bytes
+        return most if allowed is None else min(most, allowed)
+
+    @property
+    def workspace_alignment(self) -> int:
+        """Bytes that must divide the workspace's address, for every plan."""
+        most: int = max(choice.entry.kernel.workspace_alignment for choice in self._largest.values())
+        return most
+
+    def compile(self, ns: Iterable[int] | None = None) -> tuple[CompiledKernel, ...]:
+        """Compile every kernel of these numbers of tokens, by default of all, into the kernel cache.
+
+        A kernel that several numbers share comes once. Name the numbers that you serve: all up to 16384 take
+        minutes. Raises what ``GemmSparse24Plan.compile`` raises.
+        """
+        found: dict[Any, CompiledKernel] = {}
+        for n in range(1, self.most_n + 1) if ns is None else ns:
+            for kernel in self._kind.compile(self._problem(self._number(n)), **self._options):
+                found.setdefault(kernel.path, kernel)
+        return tuple(found.values())
+
+    def __repr__(self) -> str:
+        return f"GemmSparse24TokenPlans({', '.join(self.kernels)} on {self._device}: {self.descriptor!r})"
+
+    def _number(self, n: object) -> int:
+        count = integer(n)
+        if count is None or not 0 <= count <= self.most_n:
+            raise InvalidProblemError(f"n: expected a number from 0 to {self.most_n}, got {shown(n)}")
+        return count
+
+    # Which kernels serve ------------------------------------------------------------------------------
+
+    def _problem(self, n: int) -> GemmSparse24Descriptor:
+        return self.descriptor.model_copy(update={"n": n})
+
+    def _find_kernels(self) -> None:
+        """Find the kernels without a look at every n.
+
+        Among the n of one residue modulo _PERIOD, each kernel serves up to some n and none beyond, because
+        limits only ask whether n is too large. So the chosen kernel only moves down the table as n grows, and
+        two n with the same one have it between them, too. (Promises of single tuned n matter to cuSPARSELt
+        alone, which serves what no other kernel does.) One token has limits of its own. An arithmetic depends
+        on each n's schedule, so if one is required, every n is looked at.
+        """
+        named = self._preference.require.arithmetic is not None
+        for n in range(1, (self.most_n if named else 1) + 1):
+            self._note(n)
+        for first in range(2, min(_PERIOD + 1, 0 if named else self.most_n) + 1):
+            self._search(first, self.most_n - (self.most_n - first) % _PERIOD)
+
+    def _search(self, first: int, last: int) -> None:
+        """Note every kernel that serves some n from ``first`` to ``last`` in steps of _PERIOD."""
+        steps = (last - first) // _PERIOD
+        if self._note(first) != self._note(last) and steps > 1:
+            middle = first + steps // 2 * _PERIOD
+            self._search(first, middle)
+            self._search(middle, last)
+
+    def _note(self, n: int) -> str:
+        """The name of the kernel that serves n tokens. Raises what ``select`` raises."""
+        problem = self._problem(n)
+        try:
+            entry = choose(self._kind.consider(problem, self._preference, self._device, self._tuning))
+        except (UnsupportedError, BackendUnavailableError) as error:
+            raise type(error)(f"{n} tokens: {error}") from error
+        if entry.name not in self._largest or self._largest[entry.name].descriptor.n < n:
+            self._largest[entry.name] = Choice(problem, self._device, entry, self._preference, {})
+        return str(entry.name)

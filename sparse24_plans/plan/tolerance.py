@@ -1,0 +1,137 @@
+"""How errors grow behind the sum of a product: scales, alpha, bias, activation, gate, and softmax.
+
+All arrays are float64, of NumPy or CuPy. Each function takes exact values and bounds of their errors, and
+bounds the error of what float32 arithmetic makes of them. An activation passes an error on by at most its
+largest slope (its Lipschitz constant) and adds its own rounding. CUDA's expf and erfcf are within 2 and 4
+units in the last place (CUDA C++ Programming Guide, "Mathematical Functions"), its tanh.approx.f32 within
+2^-11 (PTX ISA); activations of strict kernels and of the host are closer. Overflow, Inf and NaN are not
+covered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..vocab import ElementKind, EpilogueKind, Float64s
+from ..weights.gates import GATE_GROUP, GATE_ROWS
+
+_U, _TINY = ElementKind.F32.unit_roundoff, ElementKind.F32.smallest_subnormal
+_SLOPES = {"relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+"""Upper bounds of the activations' largest slopes: 1, 1.0998..., 1.1289... and 1.1289..."""
+_EVALUATION = {"relu": 0.0, "silu": 8 * _U, "gelu": 10 * _U, "gelu_tanh": 10 * _U}
+"""Relative errors of the activations' evaluation in float32."""
+_EXP_OVERFLOWS = 2.0**-120
+"""Largest |silu(v)| where exp(-v) overflows in float32, so that silu gives 0."""
+_TANH_HARDWARE = 2.0**-11
+
+
+def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
+    """The error of alpha times the scales times a sum, whose own error is at most ``sums``.
+
+    ``exact`` is the whole product. The sum, each multiplication and alpha itself are rounded to float32.
+    """
+    of_alpha = abs(float(np.float32(alpha)) - alpha) / abs(alpha) if alpha else 0.0
+    relative = (1 + _U) ** (2 + len(scales)) * (1 + of_alpha) - 1
+    factor: Any = abs(alpha)
+    underflow: Any = _TINY / 2
+    for scale in reversed(scales):
+        underflow = underflow + _TINY / 2 * factor
+        factor = factor * np.abs(scale)
+    found: Float64s = (factor * sums + underflow) * (1 + relative) + np.abs(exact) * relative
+    return found
+
+
+def of_epilogue(
+    v: Float64s, error: Float64s, kind: EpilogueKind, hardware_tanh: bool
+) -> tuple[Float64s, Float64s]:
+    """An upper bound of |the epilogue's result|, and its error. ``v`` includes the bias, unrounded."""
+    size = np.abs(v)
+    if kind.has_bias:
+        error = error + (size + error) * _U
+    if kind.activation is EpilogueKind.IDENTITY:
+        return size, error
+    if not kind.is_gated:
+        return _activated(v, error, kind.activation, hardware_tanh)
+    (gate, up), (of_gate, of_up) = (_rows_of_gates(one) for one in (v, error))
+    activation = "silu" if kind.activation is EpilogueKind.SWIGLU else "gelu"
+    value, after = _activated(gate, of_gate, activation, hardware_tanh)
+    up = np.abs(up)
+    product, lost = value * up, after * (up + of_up) + value * of_up
+    return product, lost + (product + lost) * _U + _TINY
+
+
+def of_rounding(size: Float64s, error: Float64s, out: ElementKind) -> Float64s:
+    """The whole error of values of at most ``size`` after their rounding to ``out``."""
+    relative = (size + error) * (1.01 * out.unit_roundoff)
+    return error + relative + (_TINY + out.smallest_subnormal + 0.5 * out.is_integer)
+
+
+def _activated(v: Float64s, error: Float64s, activation: str, hardware: bool) -> tuple[Float64s, Float64s]:
+    passed = _SLOPES[activation] * error
+    size = _size_of(v, activation)
+    own = _EVALUATION[activation] * (size + passed)
+    if activation == "silu":
+        own = own + (_EXP_OVERFLOWS + _TINY)
+    if activation == "gelu":  # erfc's argument is rounded, too; |v^2 exp(-v^2/2)|' < 1
+        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * np.abs(v)
+    if activation == "gelu_tanh" and hardware:
+        own = own + _TANH_HARDWARE * (np.abs(v) + error)
+    return size, passed + own
+
+
+def _size_of(v: Float64s, activation: str) -> Float64s:
+    """An upper bound of |activation(v)|, for v < 0 from an upper bound of the activation's factor of v."""
+    below, size = np.minimum(v, 0.0), np.maximum(v, 0.0)
+    if activation == "relu":
+        return size
+    exponent = below
+    if activation == "gelu":
+        exponent = -0.5 * below * below
+    if activation == "gelu_tanh":
+        exponent = 2 * np.sqrt(2 / np.pi) * (below + 0.044715 * below**3)
+    found: Float64s = size - below * np.exp(exponent)
+    return found
+
+
+def _rows_of_gates(values: Float64s) -> tuple[Float64s, Float64s]:
+    """The gates and what they multiply, from values whose last axis is in the order of W's rows."""
+    *rest, m = values.shape
+    pairs = values.reshape(*rest, m // GATE_GROUP, 2, GATE_ROWS)
+    return tuple(pairs[..., part, :].reshape(*rest, m // 2) for part in (0, 1))  # type: ignore[return-value]
+
+
+# Softmax and attention ----------------------------------------------------------------------------
+
+
+class Softmax(NamedTuple):
+    """The exact softmax of scores, and how far rounding may move it."""
+
+    weights: Float64s
+    """Zeros in a row of -Inf alone."""
+    relative: Float64s
+    """Relative error of the weights."""
+    of_lse: Float64s
+    """Error of the logarithm of each row's sum of exponentials."""
+
+
+def of_softmax(scores: Float64s, moved: Float64s, sums: float) -> Softmax:
+    """The softmax along the last axis of scores whose errors are at most ``moved``; -Inf is hidden.
+
+    ``sums`` bounds the relative error of the exponentials and of their sum. Rounding the difference to the
+    row's maximum moves an exponent, too.
+    """
+    if not scores.size:
+        return Softmax(scores, scores, scores.sum(axis=-1))
+    live, top = np.isfinite(scores), scores.max(axis=-1, keepdims=True)
+    top = np.where(np.isneginf(top), 0.0, top)
+    powers = np.exp(scores - top)
+    total = powers.sum(axis=-1, keepdims=True)
+    moved = np.where(live, moved + _U * np.abs(np.where(live, scores - top, 0.0)), 0.0)
+    most = moved.max(axis=-1, keepdims=True)
+    grown = -float(np.log1p(-sums)) if sums < 1 else float("inf")
+    total = np.where(total == 0, 1.0, total)
+    lse = np.abs(top + np.log(total))[..., 0]
+    of_lse = 2 * most[..., 0] + grown + 4 * _U * (1 + lse)
+    return Softmax(powers / total, np.expm1(2 * (moved + most) + grown + 6 * _U), of_lse)

@@ -1,0 +1,192 @@
+"""Plans for any number of tokens: each is what select gives, and one workspace is enough for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    BackendUnavailableError,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    InvalidProblemError,
+    Sparse24Weight,
+    UnsupportedError,
+)
+from sparse24_plans.device.jit import launcher
+
+from ..sample_devices import A100, H200, gpu_of
+
+BARE = gpu_of(9, 0, libraries=False, multiprocessors=200)
+
+
+def problem(m: int = 4096, k: int = 4096, element: str = "bf16", **more: object) -> GemmSparse24Descriptor:
+    return GemmSparse24Descriptor(**{"n": 1, "m": m, "k": k, "element": element, **more})
+
+
+def selected(desc: GemmSparse24Descriptor, n: int, **options: object) -> GemmSparse24Plan:
+    return GemmSparse24Plan.select(desc.model_copy(update={"n": n}), **options)
+
+
+# The bound of the workspace -----------------------------------------------------------------------
+
+INVARIANT = {"require": {"batch_invariant": True}}
+CASES = {
+    "bf16": (problem(), H200, {}),
+    "few outputs": (problem(1280, 5120), H200, {}),
+    "K in chunks": (problem(4096, 14336), H200, INVARIANT),
+    "K in split terms": (problem(1024, 8192, "f32"), H200, {}),
+    "split terms, invariant": (problem(4096, 4096, "f32"), BARE, INVARIANT),
+    "three products": (problem(2048, 2048, "f32"), H200, {"require": {"max_error_bound": 1e-3}}),
+    "s8": (problem(4096, 4096, "s8"), H200, {}),
+    "fp8, promoted": (problem(4096, 4096, "fp8_e4m3"), H200, {"prefer_kernel": "wgmma_sp_fp8_promoted"}),
+    "columns": (problem(2048, 2048, "f16", x_order="column", epilogue="bias"), H200, {}),
+    "columns, some space": (problem(2048, 256, x_order="column"), H200, {"max_workspace_bytes": 1_000_000}),
+    "little space": (problem(), H200, {"max_workspace_bytes": 70_000}),
+    "a part of a weight": (problem(1024, 8192), H200, {**INVARIANT, "whole_m": 8192}),
+    "Ampere": (problem(512, 512, epilogue="bias"), A100, {}),
+    "Ampere, invariant": (problem(512, 512), A100, INVARIANT),
+    "cuBLAS": (problem(512, 512, "f32", epilogue="bias"), H200, {"prefer_backend": "inflate_cublas"}),
+    "an arithmetic": (problem(), H200, {"require": {"arithmetic": "hopper_tc/slices=8"}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernels_and_bound_are_those_of_a_look_at_every_number(case):
+    desc, device, preference = case
+    options, most = {"preference": preference, "device": device}, 1100
+    plans = GemmSparse24Plan.for_tokens(desc, most, **options)
+    found = {n: selected(desc, n, **options) for n in range(1, most + 1)}
+    assert sorted(plans.kernels) == sorted({plan.kernel for plan in found.values()})
+    assert sorted(plans.layouts) == sorted({plan.sku.layout for plan in found.values()})
+    largest = max(plan.workspace_size() for plan in found.values())
+    assert largest <= plans.workspace_size()
+    assert all(plan.workspace_alignment <= plans.workspace_alignment for plan in found.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 40_000),
+    k=st.integers(1, 4000).map(lambda eights: 8 * eights),
+    n=st.integers(1, 20_000),
+    most=st.integers(1, 20_000),
+    element=st.sampled_from(["f32", "f16", "bf16"]),
+    x_order=st.sampled_from(["row", "column"]),
+    preference=st.sampled_from([{}, INVARIANT, {"max_workspace_bytes": 5_000_000}]),
+    device=st.sampled_from([H200, A100, BARE]),
+)
+def test_no_plan_needs_more_than_the_bound(m, k, n, most, element, x_order, preference, device):
+    desc = problem(m, k, element, x_order=x_order)
+    try:
+        plans = GemmSparse24Plan.for_tokens(desc, most, preference=preference, device=device)
+    except (UnsupportedError, BackendUnavailableError):
+        return  # for some number of tokens there is no kernel
+    n = min(n, most)
+    assert plans[n].kernel in plans.kernels
+    assert plans[n].workspace_size() <= plans.workspace_size()
+
+
+@pytest.mark.parametrize(("m", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
+@pytest.mark.parametrize(("preference", "slack"), [({}, 1.05), (INVARIANT, 3.01)])
+def test_the_bound_is_not_far_above_what_is_needed(m, k, preference, slack):
+    options = {"preference": preference, "device": "h200"}
+    plans = GemmSparse24Plan.for_tokens(problem(m, k), 8192, **options)
+    largest = max(plans[n].workspace_size() for n in range(64, 8193, 64))
+    assert plans.workspace_size() <= slack * largest
+
+
+def test_the_bound_of_many_tokens_takes_no_time():
+    start = time.process_time()
+    plans = GemmSparse24Plan.for_tokens(problem(28672), 1 << 20, device="h200")
+    assert plans.workspace_size() < 18 << 20
+    assert time.process_time() - start < 2
+
+
+# The plans ----------------------------------------------------------------------------------------
+
+
+def test_each_plan_is_the_one_that_select_gives():
+    desc = problem(64, 128, "f32", epilogue="bias")
+    plans = GemmSparse24Plan.for_tokens(desc, 33, device="host")
+    assert plans.descriptor.n == plans.most_n == 33
+    for n in (0, 1, 7, 33, np.int64(5)):
+        assert plans[n] is selected(desc, int(n), device="host")
+    assert "host_blas" in repr(plans)
+
+
+def test_a_serving_loop_runs_any_number_of_tokens_with_one_weight_and_workspace():
+    rng = np.random.default_rng(7)
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128, "f32"), 40, device="host")
+    dense = Sparse24Weight.prune_compress(rng.standard_normal((64, 128), np.float32))
+    (layout,) = plans.layouts
+    packed, space = plans[1].pack(dense), np.empty(plans.workspace_size(), np.uint8)
+    assert packed.layout_id == layout
+    for n in rng.integers(0, 41, 9):
+        x, y = rng.standard_normal((n, 128), np.float32), np.full((n, 64), np.nan, np.float32)
+        args = GemmSparse24Args(packed, x, y)
+        plans[n].run(args, workspace=space)
+        np.testing.assert_allclose(y, x @ dense.decompress().T, atol=1e-4)
+        plans[n].bind(args, workspace=space).launch()
+
+
+def test_threads_get_the_same_plan():
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 200, device="h200")
+    found: list[list[int]] = []
+    barrier = threading.Barrier(4)
+
+    def ask() -> None:
+        barrier.wait()
+        found.append([id(plans[n]) for n in range(1, 201)])
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 4
+    assert found.count(found[0]) == 4
+
+
+@pytest.mark.parametrize("n", [-1, 34, True, 1.0, "3", None, [4]], ids=repr)
+def test_a_number_of_tokens_beyond_the_range_is_refused(n):
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, device="host")
+    with pytest.raises(InvalidProblemError, match="n: expected a number from 0 to 33"):
+        plans[n]
+    with pytest.raises(InvalidProblemError, match="n: expected a number from 0 to 33"):
+        plans.compile([n])
+
+
+@pytest.mark.parametrize("most", [0, -5, 2.0, "8", None, 2**63], ids=repr)
+def test_a_wrong_range_is_refused(most):
+    with pytest.raises(InvalidProblemError, match=r"most_n|n: "):
+        GemmSparse24Plan.for_tokens(problem(), most, device="host")
+
+
+def test_a_number_that_no_kernel_serves_is_named_at_once():
+    desc = problem(64, 24, "s8")  # rows of X that aren't multiples of 16 bytes
+    assert GemmSparse24Plan.for_tokens(desc, 1, device="h200").kernels == ("wgmma_sp_s8",)
+    with pytest.raises(UnsupportedError, match="2 tokens: no kernel can serve"):
+        GemmSparse24Plan.for_tokens(desc, 64, device="h200")
+
+
+# Compiled ahead -----------------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_once_for_all_numbers_that_share_them(monkeypatch):
+    class Compiled:
+        def __init__(self, source: str, arch: str, defines: dict) -> None:
+            self.path = (source, arch, *sorted(defines.items()))
+
+    monkeypatch.setattr(launcher, "compiled", Compiled)
+    plans = GemmSparse24Plan.for_tokens(problem(), 64, device="h200")
+    every = plans.compile()
+    assert len({one.path for one in every}) == len(every) > 1
+    some = plans.compile([1, 2, 8, 64])
+    assert {one.path for one in some} < {one.path for one in every}
+    assert len(some) == 2  # 1, 2 and 8 tokens are one tile of 8

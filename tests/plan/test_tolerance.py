@@ -1,0 +1,320 @@
+"""Tolerances of epilogues, softmax and attention: they hold for hostile values, and are hardly wider."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    BlockSparseAttentionArgs,
+    BlockSparseAttentionDescriptor,
+    BlockSparseAttentionPlan,
+    BlockSparseLayout,
+    BlockSparseSoftmaxArgs,
+    BlockSparseSoftmaxDescriptor,
+    BlockSparseSoftmaxPlan,
+    ElementKind,
+    EpilogueKind,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    InvalidProblemError,
+    Sparse24Weight,
+)
+from sparse24_plans.plan import tolerance
+
+from ..support import activate, rows_of_gates, saturated
+
+U, TINY = 2.0**-24, 2.0**-149
+N, M, K = 5, 32, 24
+FINITE = float(np.finfo(np.float32).max)
+kinds = pytest.mark.parametrize("kind", list(EpilogueKind), ids=str)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def hostile(rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:
+    """Numbers of every size, near each other and cancelling, subnormal and zero. Sums don't overflow."""
+    if element is ElementKind.S8:
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    span = {"f16": 6, "fp8_e4m3": 3}.get(element, 25)
+    sizes = 2.0 ** rng.uniform(-span, rng.choice([1, span / 3]), shape)
+    values = rng.choice([-1.0, 1.0], shape) * np.where(
+        rng.random(shape) < 0.3, sizes, rng.uniform(0, 4, shape)
+    )
+    values = np.where(rng.random(shape) < 0.1, element.smallest_subnormal * rng.integers(0, 9, shape), values)
+    return values.astype(np.float32).astype(element.dtype)
+
+
+def exact_result(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
+    """The epilogue in float64."""
+    if not kind.is_gated:
+        return activate(v, kind)
+    gate, up = rows_of_gates(v)
+    return activate(gate, kind) * up
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), seed=seeds)
+def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
+    """Against float64, far from the grid of round numbers."""
+    if kernel == "host_strict" and kind.activation == "gelu_tanh":
+        return  # it has no such kernel
+    element = data.draw(st.sampled_from([ElementKind(e) for e in ("f32", "f16", "bf16", "s8", "fp8_e4m3")]))
+    outs = {"s8": ("s8", "f32", "bf16"), "fp8_e4m3": ("bf16", "f16", "f32")}.get(element, (element, "f32"))
+    rng = np.random.default_rng(seed)
+    fields = {
+        "out_element": data.draw(st.sampled_from(outs)),
+        "epilogue": kind,
+        "alpha": data.draw(st.sampled_from([1.0, -0.37, 2.0**-30, 3.1, 1e-39])),
+        "bias_element": "f32",
+        "scale_x": data.draw(st.sampled_from(["none", "tensor", "row"])),
+        "scale_w": data.draw(st.sampled_from(["none", "tensor", "row"])),
+    }
+    desc = GemmSparse24Descriptor(n=N, m=M, k=K, element=element, **fields)
+    plan = GemmSparse24Plan.select(desc, preference={"prefer_kernel": kernel}, device="host")
+    weight = Sparse24Weight.prune_compress(hostile(rng, (M, K), element))
+    x, y = hostile(rng, (N, K), element), np.zeros((N, desc.outputs), desc.out_element.dtype)
+    bias = hostile(rng, (M,), ElementKind.F32) if kind.has_bias else None
+    scales = {
+        name: (10 ** rng.uniform(-3, 1, 1 if desc_kind == "tensor" else rows)).astype(np.float32)
+        for name, desc_kind, rows in (("scale_x", desc.scale_x, N), ("scale_w", desc.scale_w, M))
+        if desc_kind != "none"
+    }
+    with np.errstate(all="ignore"):
+        plan.run(GemmSparse24Args(plan.pack(weight), x, y, bias, **scales))
+    columns = {"scale_x": (-1, 1), "scale_w": (1, -1)}
+    wide = {name: one.astype(np.float64).reshape(columns[name]) for name, one in scales.items()}
+    factor = math.prod(wide.values(), start=desc.alpha)
+    dense, of_x = weight.decompress().astype(np.float64), x.astype(np.float64)
+    sizes = [plan.guarantee.magnitudes(one, element) for one in (of_x, dense.T)]
+    exact = factor * (of_x @ dense.T)
+    allowed = plan.guarantee.tolerance(
+        K,
+        exact,
+        sizes[0] @ sizes[1],
+        desc.out_element,
+        desc.alpha,
+        epilogue=kind,
+        bias=bias,
+        **wide,
+    )
+    want = exact_result(exact if bias is None else exact + bias, kind)
+    assert allowed.shape == y.shape == want.shape
+    covered = (
+        np.abs(want) + allowed < min(FINITE, float(ml_dtypes.finfo(desc.out_element.dtype).max))
+        if (not desc.out_element.is_integer)
+        else np.abs(want) < 2.0**31
+    )
+    error = np.abs(y.astype(np.float64) - saturated(want, desc.out_element))
+    assert (error[covered] <= allowed[covered]).all()
+
+
+def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator) -> np.ndarray:
+    """FastMath of common/epilogue.cuh, with functions that are as wrong as CUDA may make them."""
+    f32 = np.float32
+
+    def off(value: np.ndarray, places: int) -> np.ndarray:
+        exact = value.astype(f32)
+        for _ in range(places):
+            exact = np.nextafter(exact, f32(np.inf) * rng.choice([-1, 1], exact.shape).astype(f32))
+        return exact
+
+    with np.errstate(over="ignore", under="ignore"):
+        if kind.activation in ("silu", "swiglu"):
+            powers = off(np.exp(-v.astype(np.float64)), 2)
+            return np.where(v < -120, f32(-0.0), v / (f32(1) + powers))
+        if kind.activation in ("gelu", "geglu"):
+            z = f32(-0.70710678) * v
+            tails = off(
+                np.array([math.erfc(one) for one in z.astype(np.float64).ravel()]).reshape(v.shape), 4
+            )
+            return np.where(v < -15, f32(-0.0), v * (f32(0.5) * tails))
+        if kind.activation == "gelu_tanh":
+            wide = v.astype(np.float64)
+            tanh = np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)) * (
+                1 + 2.0**-11 * rng.uniform(-1, 1)
+            )
+            return (f32(0.5) * v * (f32(1) + tanh.astype(f32))).astype(f32)
+    return np.maximum(v, f32(0)) if kind.activation == "relu" else v
+
+
+@kinds
+@settings(max_examples=120, deadline=None)
+@given(seed=seeds, widest=st.sampled_from([1e-3, 1.0, 8.0, 40.0, 140.0, 1e4]))
+def test_activations_of_cuda_at_their_worst_are_within_the_tolerance(kind, seed, widest):
+    """The sum is one product without an error of its own, so that the epilogue alone decides."""
+    rng = np.random.default_rng(seed)
+    sums = (widest * rng.standard_normal((4, 64))).astype(np.float32)
+    bias = (
+        (widest * rng.standard_normal(64)).astype(np.float32) if kind.has_bias else np.zeros(64, np.float32)
+    )
+    v = sums + bias
+    if kind.is_gated:
+        gate, up = rows_of_gates(v)
+        got = cuda_activation(gate, kind, rng) * up
+    else:
+        got = cuda_activation(v, kind, rng)
+    assert got.dtype == np.float32
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=4, m=64, k=8, element="bf16"), device="h200"
+    ).guarantee
+    exact = sums.astype(np.float64)
+    given_bias = {"bias": bias} if kind.has_bias else {}
+    allowed = promise.tolerance(0, exact, np.abs(exact), "f32", epilogue=kind, **given_bias)
+    want = exact_result(exact + bias, kind)
+    assert (np.abs(got - want) <= allowed).all()
+    # Nothing is allowed that an error of a few units in the last place of the operands doesn't explain.
+    hardware = 2.0**-10 if kind.activation == "gelu_tanh" else 0.0
+    sizes = np.abs(exact) + np.abs(bias)
+    if kind.is_gated:
+        of_gate, of_up = rows_of_gates(sizes)
+        sizes = of_gate * of_up * 2
+    assert (allowed <= (40 * U + hardware) * sizes + 2.0**-119 * (1 + sizes)).all()
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_no_slope_is_steeper_than_the_constant_and_none_much_flatter(name):
+    v = np.linspace(-30, 30, 2_000_001)
+    slopes = np.abs(np.diff(activate(v, name)) / np.diff(v))
+    assert slopes.max() <= tolerance._SLOPES[name] <= slopes.max() + 0.01
+    values = np.abs(activate(v, name))
+    assert (values <= tolerance._size_of(v, name) + 1e-15 * np.abs(v)).all()
+
+
+@settings(max_examples=60)
+@given(seed=seeds, sign=st.sampled_from([-1.0, 1.0]))
+@kinds
+def test_an_error_of_the_sum_is_passed_on(kind, seed, sign):
+    """A sum that is as wrong as the error bound allows still gives a result within the tolerance."""
+    rng = np.random.default_rng(seed)
+    exact, bias = rng.uniform(-6, 6, (3, 32)), rng.uniform(-2, 2, 32)
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=4, m=64, k=4096, element="fp8_e4m3"), device="h200"
+    ).guarantee
+    abs_sum = np.abs(exact) * rng.uniform(1, 100, exact.shape)
+    bound = promise.error_bound(4096)
+    assert bound > 0.1
+    bias = bias if kind.has_bias else 0 * bias
+    wrong = exact + sign * bound * abs_sum
+    given_bias = {"bias": bias} if kind.has_bias else {}
+    allowed = promise.tolerance(4096, exact, abs_sum, "f32", epilogue=kind, **given_bias)
+    found, want = exact_result(wrong + bias, kind), exact_result(exact + bias, kind)
+    assert (np.abs(found - want) <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"epilogue": "squash"}, "epilogue: expected one of identity, relu"),
+        ({"epilogue": "bias_silu"}, "bias: expected the bias for epilogue bias_silu, got None"),
+        ({"bias": np.ones(32)}, "bias: expected None for epilogue identity"),
+        (
+            {"epilogue": "bias", "bias": np.ones(31)},
+            r"bias: expected a shape that broadcasts to exact's \(2, 32\)",
+        ),
+        ({"scale_x": np.ones(2)}, "scale_x: expected a shape"),
+        ({"scale_w": "x"}, "scale_w: expected numbers"),
+        ({"abs_sum": np.ones((1, 2, 32))}, "abs_sum: expected a shape"),
+        (
+            {"epilogue": "bias_swiglu", "bias": 1.0, "exact": np.ones(8), "abs_sum": 1.0},
+            "exact: expected columns in groups of 16",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change, said):
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=2, m=32, k=8, element="f32"), device="host"
+    ).guarantee
+    fields = {"k": 8, "exact": np.ones((2, 32)), "abs_sum": np.ones((2, 32)), "out": "f32", **change}
+    with pytest.raises(InvalidProblemError, match=said):
+        promise.tolerance(**fields)
+
+
+# Softmax and attention ----------------------------------------------------------------------------
+
+
+def a_layout(rng: np.random.Generator, heads: int, rows: int, cols: int, block: int) -> BlockSparseLayout:
+    bitmap = rng.random((heads, rows // block, cols // block)) < 0.6
+    bitmap[:, :, 0] = True
+    return BlockSparseLayout(bitmap, block)
+
+
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, widest=st.sampled_from([0.1, 3.0, 60.0]), scale=st.sampled_from([1.0, -0.3, 1 / 7]))
+def test_a_softmax_is_within_the_tolerance(element, seed, widest, scale):
+    rng = np.random.default_rng(seed)
+    layout = a_layout(rng, 1, 32, 64, 16)
+    desc = BlockSparseSoftmaxDescriptor(layout=layout.shape, batch=1, element=element, scale=scale)
+    plan = BlockSparseSoftmaxPlan.select(desc, device="host")
+    dtype = ElementKind(element).dtype
+    x = (widest * rng.standard_normal((1, layout.shape.blocks, 16, 16))).astype(np.float32).astype(dtype)
+    y = np.empty_like(x)
+    plan.run(BlockSparseSoftmaxArgs(plan.pack(layout), x, y))
+    kept = layout.bitmap.repeat(16, 1).repeat(16, 2)
+    scores = np.where(kept, scale * layout.to_dense(x.astype(np.float32)).astype(np.float64), -np.inf)
+    sizes = np.where(kept, np.abs(scores), 0.0)
+    allowed = plan.guarantee.softmax_tolerance(desc.reduction, scores, sizes, element)
+    want = np.exp(scores - scores.max(-1, keepdims=True))
+    want /= want.sum(-1, keepdims=True)
+    got = layout.to_dense(y.astype(np.float32)).astype(np.float64)
+    assert (np.abs(got - want) <= allowed).all()
+    out = ElementKind(element)
+    relative = 1e-5 * (1 + widest) + 1.1 * out.unit_roundoff
+    assert (allowed <= want * relative + 2 * (out.smallest_subnormal + TINY)).all()
+
+
+@pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, widest=st.sampled_from([0.1, 1.0, 3.0]))
+def test_attention_is_within_the_tolerance(kernel, element, seed, widest):
+    rng = np.random.default_rng(seed)
+    layout, depth = a_layout(rng, 2, 32, 64, 16), 16
+    desc = BlockSparseAttentionDescriptor(
+        layout=layout.shape, batch=1, element=element, head_size=depth, scale=0.21
+    )
+    plan = BlockSparseAttentionPlan.select(desc, preference={"prefer_kernel": kernel}, device="host")
+    kind = ElementKind(element)
+    q, k, v = (hostile(rng, (1, 2, rows, depth), kind) for rows in (32, 64, 64))
+    q = (widest * np.clip(q.astype(np.float32), -4, 4)).astype(kind.dtype)
+    o, lse = np.empty((1, 2, 32, depth), kind.dtype), np.empty((1, 2, 32), np.float32)
+    plan.run(BlockSparseAttentionArgs(plan.pack(layout), q, k, v, o, lse))
+    kept = layout.bitmap.repeat(16, 1).repeat(16, 2)[None]
+    wide = [one.astype(np.float64) for one in (q, k, v)]
+    sizes = [plan.guarantee.magnitudes(one, kind) for one in wide[:2]]
+    scores = np.where(kept, desc.scale * (wide[0] @ wide[1].swapaxes(-1, -2)), -np.inf)
+    of_scores = desc.scale * (sizes[0] @ sizes[1].swapaxes(-1, -2))
+    allowed, of_lse = plan.guarantee.attention_tolerance(
+        desc.reduction, scores, of_scores, wide[2], element, head_size=depth
+    )
+    top = scores.max(-1, keepdims=True)
+    powers = np.exp(scores - top)
+    want = powers / powers.sum(-1, keepdims=True) @ wide[2]
+    assert (np.abs(o.astype(np.float64) - want) <= allowed).all()
+    assert (np.abs(lse - (top + np.log(powers.sum(-1, keepdims=True)))[..., 0]) <= of_lse).all()
+
+
+def test_rows_of_which_nothing_is_kept():
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=2, m=32, k=8, element="f32"), device="host"
+    ).guarantee
+    hidden = np.full((2, 3), -np.inf)
+    allowed = promise.softmax_tolerance(3, hidden, np.zeros((2, 3)), "f32")
+    assert (allowed <= 4 * TINY).all()
+    for cols in (0, 3):
+        scores, values = np.full((2, cols), -np.inf), np.ones((cols, 4))
+        o, lse = promise.attention_tolerance(cols, scores, 0 * scores.clip(0), values, "f32", head_size=4)
+        assert np.isfinite(o).all()
+        assert o.shape == (2, 4)
+        assert lse.shape == (2,)
