@@ -16,7 +16,7 @@ from .functional import softmax as softmax
 from .layout_buffers import Layout as Layout
 from .memory_order import BatchNorm2d as BatchNorm2d
 from .memory_order import Permute as Permute
-from .memory_order import PermuteFunction as _permute  # noqa: F401 - the name of Torch-Blocksparse
+from .memory_order import PermuteFunction as _permute  # noqa: F401, N813 - Torch-Blocksparse's name
 from .memory_order import ReLU as ReLU
 from .modules import Conv2d as Conv2d
 from .modules import Linear as Linear
