@@ -63,7 +63,7 @@ def _fake_mm(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor, values: Tensor, meta: Tensor | None) -> Tensor | None:

@@ -42,7 +42,10 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = -1) -> Tensor:
     It is at least 2^-100. A row with NaN or Inf has a scale of NaN or Inf, so that its results show it.
     """
     size = x.float().abs()
-    most = size.amax() if dim is None else size.amax(dim, keepdim=True)
+    if dim is None:
+        most = size.amax() if size.numel() else size.new_zeros(())
+    else:  # amax refuses an empty dimension, whose sum is 0
+        most = size.amax(dim, keepdim=True) if size.shape[dim] else size.sum(dim, keepdim=True)
     return (most / LARGEST[dtype]).clamp(min=_LEAST_SCALE)
 
 

@@ -53,6 +53,14 @@ def test_the_product_of_the_rounded_operands(dtype, scales, shape, k_is_ragged):
 
 
 @each_dtype
+@pytest.mark.parametrize(("n", "m", "k"), [(0, 16, 16), (3, 0, 16), (3, 16, 0), (0, 0, 0)])
+def test_empty_sides(dtype, n, m, k):
+    y = quantized_layer(dtype, k, m, scales="tensor")(torch.randn(n, k))
+    assert y.shape == (n, m)
+    assert torch.isfinite(y).all()
+
+
+@each_dtype
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu", "swiglu"])
 def test_close_to_the_pruned_layer(dtype, activation):
     linear = dense_layer(256, 96)
