@@ -110,7 +110,7 @@ class Plan:
         PlanPreference's fields. Plans are cached by all of these.
 
         DeviceProperties, or a name such as ``"h100"`` or ``"h200"``, describe a GPU that needn't be present.
-        The plan then compiles nothing, and answers everything except ``pack`` and runs, which raise
+        The plan then compiles nothing and answers every question, but to run it raises
         BackendUnavailableError. Its ``workspace_size`` is exact if one of this package's kernels was chosen;
         for a library's it is an upper bound.
 

@@ -54,7 +54,7 @@ def test_why_not():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
     with pytest.raises(UnsupportedError, match=r"needs rows of b in multiples of 16 bytes, got n = 4097"):
         BlockSparseMatmulPlan.compile(desc, device=H200)
-    with pytest.raises(UnsupportedError, match=r"inflate_cublas: does not serve inner sparse24"):
+    with pytest.raises(UnsupportedError, match=r"inflate_cublas.*: does not serve inner sparse24"):
         BlockSparseMatmulPlan.compile(desc, device=H200)
 
 

@@ -6,7 +6,6 @@ import json
 import warnings
 from collections import Counter
 from functools import partial
-from unittest import mock
 
 import pytest
 
@@ -20,7 +19,6 @@ from sparse24_plans import (
     TuningWarning,
     explain,
 )
-from sparse24_plans.gemm import plan, wgmma
 from sparse24_plans.gemm.backends import mma_sp
 from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.gemm.schedules import mma_sp as schedules
@@ -107,12 +105,9 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 @pytest.fixture
-def on_h200(monkeypatch):
-    """``select`` for an H200 that isn't here; kernels aren't loaded."""
-    monkeypatch.setattr(plan, "resolve", lambda device: H200)
-    for backend in (mma_sp, wgmma):
-        monkeypatch.setattr(backend, "load", mock.Mock())
-    return partial(GemmSparse24Plan.select, DESC, preference=MMA)
+def on_h200():
+    """``select`` for an H200 that isn't here."""
+    return partial(GemmSparse24Plan.select, DESC, preference=MMA, device=H200)
 
 
 def details(made: GemmSparse24Plan) -> str:
