@@ -174,9 +174,13 @@ def _serving_every_batch(found: list[JudgedEntry[R]], choices: Sequence[Choice])
 
 def _same_bits(crowded: Choice, other: Choice) -> bool:
     """Whether two kernels would give the same bits if the first had its workspace."""
-    roomy = crowded.preference.model_copy(update={"max_workspace_bytes": None})
-    first = crowded.entry.promises(crowded._replace(preference=roomy)).arithmetic
+    first = crowded.entry.promises(_roomy(crowded)).arithmetic
     return first is not None and first == other.entry.promises(other).arithmetic
+
+
+def _roomy(choice: Choice) -> Choice:
+    """The choice if any workspace were allowed: without what a kernel needs, it has no schedule."""
+    return choice._replace(preference=choice.preference.model_copy(update={"max_workspace_bytes": None}))
 
 
 def choose(considered: Sequence[JudgedEntry[R]]) -> R:
@@ -212,17 +216,17 @@ def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[J
 
 def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     entry: KernelEntry = choice.entry
-    reason = (
-        _misplaced(entry, choice.preference, choice.device)
-        or _unserved(entry, choice.descriptor)
-        or _unwanted(choice, tested)
-    )
+    reason = _misplaced(entry, choice.preference, choice.device) or _unserved(entry, choice.descriptor)
     if reason is not None:
         return JudgedEntry(entry, reason)
     absent, allowed = entry.missing(choice.device), choice.preference.max_workspace_bytes
-    if allowed is not None and (needed := entry.min_workspace(choice.descriptor)) > allowed:
-        reason = f"needs a workspace of {needed} bytes, max_workspace_bytes is {allowed}"
-        crowded = absent is None and entry.least_workspace(choice.descriptor) <= allowed
+    needed = 0 if allowed is None else entry.min_workspace(choice.descriptor)
+    short = allowed if allowed is not None and needed > allowed else None
+    if (reason := _unwanted(choice if short is None else _roomy(choice), tested)) is not None:
+        return JudgedEntry(entry, reason)
+    if short is not None:
+        reason = f"needs a workspace of {needed} bytes, max_workspace_bytes is {short}"
+        crowded = absent is None and entry.least_workspace(choice.descriptor) <= short
         return JudgedEntry(entry, reason, crowded=crowded)
     return JudgedEntry(entry, absent, unavailable=absent is not None)
 

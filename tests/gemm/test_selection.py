@@ -287,6 +287,14 @@ def test_the_reason_of_the_forced_kernels_comes_before_that_of_all_others():
         choose(HOST, prefer_backend="wgmma_sp")
 
 
+@pytest.mark.parametrize("arithmetic", ["hopper_tc_f32x6/slices=8", "fma32_in_order"])
+def test_an_arithmetic_and_too_little_workspace_are_refused_by_name(arithmetic):
+    wanted = {"require": {"arithmetic": arithmetic}, "max_workspace_bytes": 0, "prefer_kernel": "f32_split6"}
+    said = "needs a workspace of" if "x6" in arithmetic else "required fma32_in_order"
+    with pytest.raises(UnsupportedError, match=f"f32_split6: .*{said}"):
+        choose(HOPPER, **wanted)
+
+
 def test_select_raises_what_choose_raises():
     preference = PlanPreference(prefer_backend="inflate_strict")
     with pytest.raises(
