@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,17 +13,18 @@ from ..device.devices import home_of, resolve
 from ..device.files import StrPath
 from ..device.log import SELECT
 from ..device.tensors import HOST, Device, TensorView, import_cupy
-from ..errors import UnsupportedError
+from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..prepare.args import PruneCompressSparse24Args
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind, checked_flag
+from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.weight import Sparse24Weight
 from .checkpoint_format import Sparse24Checkpoint
 from .folder import DTYPES, ModelReader, check_destination
 from .layers import Layer, dense_blocks, write_weight
 from .rewrite import Rewrite
-from .safetensors_file import SafetensorsWriter
+from .safetensors_file import SafetensorsWriter, TensorInfo
 from .selection import Selection, dense_lines
 
 COMPRESSED_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind.F16, ElementKind.BF16))
@@ -83,6 +84,7 @@ def compress_checkpoint(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    element: ElementKind | str | None = None,
     device: int | str | None = None,
     overwrite: bool = True,
     dry_run: bool = False,
@@ -106,6 +108,9 @@ def compress_checkpoint(
     exclude : sequence of str
         Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
         copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
+    element : ElementKind, optional
+        ``fp8_e4m3`` or ``s8``: kept values are quantized, with a scale for each row in ``NAME_scale``, for
+        layers that quantize their input too. By default they keep their element.
     device : int or str, optional
         The device that compresses: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the
         host if there is no GPU of compute capability 8.0. The file is the same, byte for byte.
@@ -135,7 +140,7 @@ def compress_checkpoint(
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        run = _Compression(model, selection, place, on_tensor)
+        run = _Compression(model, selection, place, on_tensor, _checked_element(element))
         return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
@@ -150,16 +155,23 @@ class _Compression(Rewrite[TensorReport]):
         selection: Selection,
         place: Device,
         on_tensor: Callable[[TensorReport], None] | None,
+        element: ElementKind | None,
     ) -> None:
-        self._place = place
-        super().__init__(model, Sparse24Checkpoint(), *selection.split(model), on_tensor)
+        self._place, self._element = place, element
+        target = Sparse24Checkpoint() if element is None else _QuantizedCheckpoint(element)
+        super().__init__(model, target, *selection.split(model), on_tensor)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> TensorReport:
         kept = total = 0.0
         lost = 0
         for _, dense in dense_blocks(self.model, layer):
             weight = _prune_compress(dense, self._place)
-            write_weight(writer, layer.name, weight)
+            stored = weight
+            if self._element is not None:
+                values, scale = quantized_rows(weight.values, self._element)
+                stored = Sparse24Weight(values, weight.metadata)
+                writer.write(layer.name + SCALE_SUFFIX, scale)
+            write_weight(writer, layer.name, stored)
             kept += _energy(weight.values)
             total += _energy(dense)
             lost += int(np.count_nonzero(dense)) - int(np.count_nonzero(weight.values))
@@ -176,6 +188,26 @@ class _Compression(Rewrite[TensorReport]):
             layer = self.layers.get(info.name)
             self.report(self.report_copy(info) if layer is None else self.report_layer(layer))
         return self.reports
+
+
+class _QuantizedCheckpoint(Sparse24Checkpoint):
+    """Our format with weights of another element, and their scales."""
+
+    def __init__(self, element: ElementKind) -> None:
+        self._element = element
+
+    def stored(self, layer: Layer) -> list[TensorInfo]:
+        scale = TensorInfo(layer.name + SCALE_SUFFIX, DTYPES[ElementKind.F32], (layer.m, 1), 4 * layer.m)
+        return [*super().stored(replace(layer, element=self._element)), scale]
+
+    def note(self, metadata: dict[str, str], layer: Layer) -> None:
+        super().note(metadata, replace(layer, element=self._element))
+
+
+def _checked_element(element: ElementKind | str | None) -> ElementKind | None:
+    if element is None or element in LARGEST:
+        return None if element is None else ElementKind(element)
+    raise InvalidProblemError(f"element: expected one of {', '.join(LARGEST)} or None, got {shown(element)}")
 
 
 def _working_place(device: int | str | None) -> Device:

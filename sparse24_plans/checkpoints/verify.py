@@ -19,9 +19,10 @@ from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
+from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.weight import Sparse24Weight, prune
 from .compress import COMPRESSED_DTYPES
-from .folder import ELEMENTS, ModelReader, same_tensor
+from .folder import DTYPES, ELEMENTS, ModelReader, same_tensor
 from .layers import (
     META_SUFFIX,
     VALUES_SUFFIX,
@@ -122,7 +123,7 @@ def verify_checkpoint(
             layer = compressed_layer(ours, shard, name)
             weight = read_weight(ours, layer)
             result = LayerResult(name, layer.dense_shape, weight.element.value)
-            problem = _compare_weight(weight, theirs, layer)
+            problem = _compare_weight(weight, ours, theirs, layer)
             if problem is not None:
                 result = replace(result, problem=problem)
             else:
@@ -137,17 +138,30 @@ def verify_checkpoint(
     return Verification(place, tokens, tuple(layers), copied, tuple(problems))
 
 
-def _compare_weight(weight: Sparse24Weight, theirs: ModelReader, layer: Layer) -> str | None:
+def _compare_weight(
+    weight: Sparse24Weight, ours: ModelReader, theirs: ModelReader, layer: Layer
+) -> str | None:
     """Why the layer isn't the pruned dense one, or None."""
     info = theirs.tensors.get(layer.name)
     if info is None:
         return "the dense checkpoint lacks it"
-    sound = info.dtype in COMPRESSED_DTYPES and ELEMENTS[info.dtype] is weight.element
-    if info.shape != layer.dense_shape or not sound:
+    element = ELEMENTS.get(info.dtype)
+    sound = info.dtype in COMPRESSED_DTYPES and (element is weight.element or weight.element in LARGEST)
+    if info.shape != layer.dense_shape or element is None or not sound:
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
-    bits = weight.element.bits_dtype
-    for rows, dense in dense_blocks(theirs, layer):
-        wrong = prune(dense).view(bits) != _rows_of(weight, rows).view(bits)
+    bits, scales = weight.element.bits_dtype, None
+    if weight.element in LARGEST:
+        found = ours.tensors.get(layer.name + SCALE_SUFFIX)
+        if found is None or (found.dtype, found.shape) != (DTYPES[ElementKind.F32], (weight.m, 1)):
+            return f"expected its scales, F32[{weight.m}, 1], in {shown(layer.name + SCALE_SUFFIX)}"
+        scales = ours.read(found.name).view(np.uint32)
+    for rows, dense in dense_blocks(theirs, replace(layer, element=element)):
+        pruned = prune(dense)
+        if scales is not None:
+            pruned, scale = quantized_rows(pruned, weight.element)
+            if (scale.view(np.uint32)[:, 0] != scales[rows]).any():
+                return f"a scale differs in rows {rows.start} to {rows.stop - 1}"
+        wrong = pruned.view(bits) != _rows_of(weight, rows).view(bits)
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), weight.k)
             return f"differs from the pruned dense tensor at row {rows.start + row}, column {column}"
@@ -162,7 +176,8 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
 
 def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> tuple[int, list[str]]:
     """The number of tensors that were copied faithfully, and the problems of the others."""
-    stored = {name + suffix for name in names for suffix in (VALUES_SUFFIX, META_SUFFIX)}
+    suffixes = VALUES_SUFFIX, META_SUFFIX, SCALE_SUFFIX
+    stored = {name + suffix for name in names for suffix in suffixes}
     copied, problems = 0, []
     for name in theirs.tensors.keys() - set(names):
         if name not in ours.tensors:
@@ -182,7 +197,9 @@ def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> t
 def _plan(
     weight: Sparse24Weight, tokens: int, preference: PlanPreference | None, device: int | str | None
 ) -> GemmSparse24Plan:
-    desc = GemmSparse24Descriptor(n=tokens, m=weight.m, k=weight.k, element=weight.element)
+    element = weight.element
+    out = ElementKind.F32 if element in LARGEST else element
+    desc = GemmSparse24Descriptor(n=tokens, m=weight.m, k=weight.k, element=element, out_element=out)
     return GemmSparse24Plan.select(desc, preference=preference, device=device)
 
 
@@ -190,13 +207,13 @@ def _multiply(
     plan: GemmSparse24Plan, weight: Sparse24Weight, rng: np.random.Generator, result: LayerResult
 ) -> LayerResult:
     """The result with the errors of the plan's product with random activations."""
-    element, k = weight.element, weight.k
+    out, k = plan.descriptor.out_element, weight.k
     x = _activations(weight, plan.descriptor.n, rng)
     y = _run(plan, weight, x).astype(np.float64)
     exact, abs_sum = _reference(weight, x, plan.guarantee)
     with np.errstate(all="ignore"):  # Inf and NaN in a weight are results here
-        tolerance = plan.guarantee.tolerance(k, exact, abs_sum, element)
-        equal = _equal_or_overflowed(y, exact, tolerance, element)
+        tolerance = plan.guarantee.tolerance(k, exact, abs_sum, out)
+        equal = _equal_or_overflowed(y, exact, tolerance, out)
         error = np.where(equal, 0.0, np.abs(y - exact))
         ratio = np.where(equal, 0.0, error / tolerance)
         relative = np.linalg.norm(error) / max(np.linalg.norm(exact), np.finfo(np.float64).tiny)
@@ -238,23 +255,23 @@ def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: Elem
 def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
     """The product y [N, M], computed on the plan's device."""
     desc = plan.descriptor
-    bits, shape = desc.element.bits_dtype, (desc.n, desc.outputs)
+    bits, shape = desc.out_element.bits_dtype, (desc.n, desc.outputs)
     poison = np.full(shape, np.iinfo(bits).max, bits)  # NaN, so that missing writes show
     if plan.device.kind == "host":
-        y = poison.view(desc.element.dtype)
+        y = poison.view(desc.out_element.dtype)
         plan.run(GemmSparse24Args(weight=plan.pack(weight), x=x, y=y))
         return y
     cupy = import_cupy()
     with cupy.cuda.Device(plan.device.ordinal):
-        source, result = cupy.asarray(x.view(bits)), cupy.asarray(poison)
+        source, result = cupy.asarray(x.view(desc.element.bits_dtype)), cupy.asarray(poison)
         workspace = cupy.empty(plan.workspace_size(), np.uint8)
         args = GemmSparse24Args(
             weight=plan.pack(weight.to(plan.device.ordinal)),
             x=TensorView.of(source, element=desc.element),
-            y=TensorView.of(result, element=desc.element),
+            y=TensorView.of(result, element=desc.out_element),
         )
         plan.run(args, workspace=workspace if workspace.size else None)
-        fetched: Array = cupy.asnumpy(result).view(desc.element.dtype)
+        fetched: Array = cupy.asnumpy(result).view(desc.out_element.dtype)
     return fetched
 
 

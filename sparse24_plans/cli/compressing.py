@@ -19,6 +19,8 @@ from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import stored_bytes
 from ..checkpoints.selection import families_of
 from ..errors import InvalidProblemError
+from ..vocab import ElementKind
+from ..weights.quantize import LARGEST
 from .options import (
     A_MODEL,
     AsJson,
@@ -31,6 +33,7 @@ from .options import (
     OutOption,
     named,
     one_of,
+    word_option,
 )
 from .output import emit, progress, reported
 from .tables import (
@@ -55,6 +58,14 @@ def compress(
     out: OutOption,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
+    element: Annotated[
+        ElementKind | None,
+        word_option(
+            "--element",
+            known=LARGEST,
+            meaning="Quantize weights to 8 bits, for layers that quantize their input too.",
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would be compressed, and write nothing.")
@@ -76,6 +87,7 @@ def compress(
             device,
             include=include or (),
             exclude=exclude or (),
+            element=element,
             overwrite=overwrite,
             dry_run=dry_run,
             quiet=as_json,
@@ -165,6 +177,7 @@ def compressed(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    element: ElementKind | None = None,
     overwrite: bool,
     dry_run: bool = False,
     quiet: bool,
@@ -176,6 +189,7 @@ def compressed(
             out,
             include=include,
             exclude=exclude,
+            element=element,
             device=device,
             overwrite=overwrite,
             dry_run=dry_run,

@@ -12,16 +12,16 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, ScaleKind
+from ..weights import quantize as quantize_weights
 from .activations import epilogue_of, is_gated, row_order
-from .elements import element_of, plan_device
+from .elements import DTYPE_OF, element_of, plan_device
 from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
 
 _ops: Any = torch.ops.sparse24
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+LARGEST = {DTYPE_OF[element]: largest for element, largest in quantize_weights.LARGEST.items()}
 """The largest value of each dtype that a weight may be quantized to."""
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 """Keys of the scales in a state_dict, which are those of compressed-tensors' checkpoints."""
-_LEAST_SCALE = 2.0**-100
 _PADDED_GROUP = 0x0404
 """A metadata word of two groups without non-zeros."""
 
@@ -46,7 +46,7 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = -1) -> Tensor:
         most = size.amax() if size.numel() else size.new_zeros(())
     else:  # amax refuses an empty dimension, whose sum is 0
         most = size.amax(dim, keepdim=True) if size.shape[dim] else size.sum(dim, keepdim=True)
-    return (most / LARGEST[dtype]).clamp(min=_LEAST_SCALE)
+    return (most / LARGEST[dtype]).clamp(min=quantize_weights.LEAST_SCALE)
 
 
 class Sparse24QuantizedLinear(Sparse24Linear):

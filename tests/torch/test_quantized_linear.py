@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans import ElementKind, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, Sparse24Recipe, to_sparse24
+from sparse24_plans.weights.quantize import quantized_rows
 
 F8, S8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {F8: 448, S8: 127}
@@ -74,6 +75,16 @@ def test_close_to_the_pruned_layer(dtype, activation):
     weight = pruned.dense_weight().double()
     assert float((layer.dense_weight() - weight).norm() / weight.norm()) < OFF[dtype]
     assert not layer.dense_weight()[weight == 0].any(), "a pruned cell came back"
+
+
+@each_dtype
+def test_a_layer_holds_what_a_compressed_checkpoint_has(dtype):
+    linear = dense_layer(64, 48)
+    layer = Sparse24QuantizedLinear.from_linear(linear, dtype=dtype)
+    pruned = Sparse24Linear.from_linear(linear).canonical()[0].detach().float().numpy()
+    values, scale = quantized_rows(pruned, ElementKind.S8 if dtype == S8 else ElementKind.FP8_E4M3)
+    assert (layer.canonical()[0].view(torch.uint8).numpy() == values.view("uint8")).all()
+    assert (layer.weight_scale.numpy() == scale).all()
 
 
 @each_dtype
