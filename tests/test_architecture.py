@@ -97,8 +97,8 @@ def test_the_root_holds_few_modules():
     assert len(at_the_root) <= 5, at_the_root
 
 
-LOADERS = {"__init__.py", "plan/families.py", "plan/kernel_table.py"}
-"""They load public names, families' plans and backends, and kernels, by names relative to the package."""
+LOADERS = {"__init__.py", "plan/families.py", "plan/kernel_table.py", "torch/late_import.py"}
+"""They load public names, families, kernels and integrations by names relative to the package."""
 
 
 @pytest.mark.parametrize("module", MODULES)

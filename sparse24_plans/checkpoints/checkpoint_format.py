@@ -47,6 +47,8 @@ DENSE = "dense"
 CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
 """The formats that ``convert_checkpoint`` reads and writes, without registered ones."""
 _BITMASK = "compressed_tensors"
+CONFIG_KEY = compressed_tensors.CONFIG_KEYS[0]
+"""The entry of ``config.json`` that says how a model's weights are stored."""
 
 _NUMPY_TYPES = {
     **{f"U{8 * size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
@@ -193,6 +195,12 @@ class Sparse24Checkpoint(CheckpointFormat):
 
     def note(self, metadata: dict[str, str], layer: Layer) -> None:
         write_note(metadata, layer)
+
+    def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
+        """Add the entry by which transformers finds its quantizer, unless another method has one."""
+        if not layers or config.get(CONFIG_KEY) is not None:
+            return config
+        return {**config, CONFIG_KEY: {"quant_method": SPARSE24}}
 
 
 class ForeignCheckpoint(CheckpointFormat):
@@ -344,11 +352,13 @@ def _array(model: ModelReader, name: str) -> Any:
 
 
 def without_sparsity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without compressed-tensors' entry for sparsity; its quantisation stays."""
+    """The configuration without entries for sparsity, ours and compressed-tensors'. Quantisation stays."""
     changed = dict(config)
     for key in compressed_tensors.CONFIG_KEYS:
         section = changed.get(key)
-        if isinstance(section, dict) and section.get("quant_method") in (None, compressed_tensors.METHOD):
+        if isinstance(section, dict) and section.get("quant_method") == SPARSE24:
+            del changed[key]
+        elif isinstance(section, dict) and section.get("quant_method") in (None, compressed_tensors.METHOD):
             rest = {name: value for name, value in section.items() if name != "sparsity_config"}
             changed[key] = rest
             if not rest.get("config_groups"):  # it has configured nothing but sparsity
@@ -362,12 +372,11 @@ def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float
     Raises FormatError if its quantisation isn't an object, InvalidProblemError if it isn't
     compressed-tensors'.
     """
-    key = compressed_tensors.CONFIG_KEYS[0]
-    section = config.get(key)
+    section = config.get(CONFIG_KEY)
     if section is None:
         section = {"quant_method": compressed_tensors.METHOD, "format": "dense"}
     if not isinstance(section, dict):
-        raise FormatError(f"{CONFIG_NAME}: {key}: expected an object, got {type(section).__name__}")
+        raise FormatError(f"{CONFIG_NAME}: {CONFIG_KEY}: expected an object, got {type(section).__name__}")
     if section.get("quant_method") != compressed_tensors.METHOD:
         raise InvalidProblemError(
             f"{CONFIG_NAME}: expected no quantisation, or compressed-tensors', got "
@@ -375,5 +384,5 @@ def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float
         )
     return {
         **config,
-        key: {**section, "sparsity_config": compressed_tensors.sparsity_config(modules, sparsity)},
+        CONFIG_KEY: {**section, "sparsity_config": compressed_tensors.sparsity_config(modules, sparsity)},
     }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
@@ -14,7 +13,6 @@ from .checkpoint_format import (
     CheckpointFormat,
     checkpoint_format,
     checkpoint_formats,
-    without_sparsity,
 )
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
@@ -132,16 +130,6 @@ class _Conversion(Rewrite[ConversionReport]):
         except (FormatError, InvalidProblemError, UnsupportedError) as error:
             raise located(self.model, layer, error) from error
         return self.report_layer(layer)
-
-    def new_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return self.target.configure(without_sparsity(config), list(self.layers.values()), self._sparsity())
-
-    def _sparsity(self) -> float:
-        """The share of the model's elements that compression leaves out."""
-        cells = sum(layer.m * layer.k for layer in self.layers.values())
-        others = (info for name, info in self.model.tensors.items() if name in self.reasons)
-        total = cells + sum(math.prod(info.shape) for info in others)
-        return round(cells / 2 / total, 4) if total else 0.0
 
 
 def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
 from ..weights.weight import Sparse24Weight
-from .folder import DTYPES, ModelReader, Shard, row_blocks
+from .folder import DTYPES, ELEMENTS, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
 SPARSE24 = "sparse24"
@@ -140,8 +140,13 @@ def stored_tensors(layer: Layer) -> tuple[TensorInfo, TensorInfo]:
 def compressed_names(model: ModelReader) -> dict[str, Shard]:
     """The file with the note of each compressed tensor of a model, by the tensor's name.
 
-    Raises FormatError if a file isn't compressed, or two files describe one tensor.
+    Several files may hold the same note, as transformers writes it. A state_dict that was saved without any
+    notes is known by the names of its tensors.
+
+    Raises FormatError if a file isn't compressed, or two files describe one tensor differently.
     """
+    if not any(FORMAT_KEY in shard.reader.metadata for shard in model.shards) and (bare := _bare(model)):
+        return bare
     found: dict[str, Shard] = {}
     for shard in model.shards:
         version = shard.reader.metadata.get(FORMAT_KEY)
@@ -150,19 +155,38 @@ def compressed_names(model: ModelReader) -> dict[str, Shard]:
                 f"{shard.reader.path}: expected a compressed model, with the metadata {FORMAT_KEY} = "
                 f"{FORMAT_VERSION!r}, got {version!r:.80}"
             )
-        for key in shard.reader.metadata:
+        for key, note in shard.reader.metadata.items():
             name = key.removeprefix(LAYER_KEY_PREFIX)
             if name == key:
                 continue
-            if name in found:
+            if found.setdefault(name, shard).reader.metadata[key] != note:
                 raise broken(shard, name, f"expected one note, got another in {found[name].name}")
-            found[name] = shard
     return found
 
 
+def is_compressed(model: ModelReader) -> bool:
+    """Whether a model says that it is in this format, or has the names of its tensors."""
+    return any(FORMAT_KEY in shard.reader.metadata for shard in model.shards) or bool(_bare(model))
+
+
+def _bare(model: ModelReader) -> dict[str, Shard]:
+    """The file with the values of each tensor whose two parts are in the model, by the tensor's name."""
+    names = [name.removesuffix(VALUES_SUFFIX) for name in model.tensors if name.endswith(VALUES_SUFFIX)]
+    return {
+        name: model.shard_of(name + VALUES_SUFFIX) for name in names if name + META_SUFFIX in model.tensors
+    }
+
+
 def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
-    """A compressed tensor by its note. Raises FormatError if the tensors don't agree with the note."""
+    """A compressed tensor by its note, or without one by its values.
+
+    Raises FormatError if the tensors don't agree with the note.
+    """
     note = read_note(shard, name, SPARSE24)
+    if note is None and FORMAT_KEY not in shard.reader.metadata:
+        values = model.tensors[name + VALUES_SUFFIX]
+        if len(values.shape) == 2 and values.shape[1] % 4 == 0:
+            note = Note(values.shape[0], 2 * values.shape[1], ELEMENTS.get(values.dtype), {})
     if note is None or note.element is None:
         raise broken(shard, name, "expected a JSON shape and element")
     if note.element not in DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ..device.files import StrPath
 from ..errors import InvalidProblemError
-from .checkpoint_format import CheckpointFormat
+from .checkpoint_format import CheckpointFormat, without_sparsity
 from .folder import (
     CONFIG_NAME,
     ModelReader,
@@ -79,9 +80,16 @@ class Rewrite(ABC, Generic[Report]):
         )
         return report
 
-    def new_config(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _new_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The new model's ``config.json``, made from the old one."""
-        return config
+        return self.target.configure(without_sparsity(config), list(self.layers.values()), self._sparsity())
+
+    def _sparsity(self) -> float:
+        """The share of the model's elements that compression leaves out."""
+        cells = sum(layer.m * layer.k for layer in self.layers.values())
+        others = (info for name, info in self.model.tensors.items() if name in self.reasons)
+        total = cells + sum(math.prod(info.shape) for info in others)
+        return round(cells / 2 / total, 4) if total else 0.0
 
     def run(self, destination: StrPath) -> list[Report]:
         """Write the model: a file if it is one, else a folder with the same shards and other files.
@@ -95,7 +103,7 @@ class Rewrite(ABC, Generic[Report]):
             self._write_shard(model.shards[0], destination)
         else:
             old = model.config()
-            new = None if old is None else self.new_config(old)
+            new = None if old is None else self._new_config(old)
             with new_folder(destination) as folder:
                 self._write_folder(folder, None if new == old else new)
         return self.reports

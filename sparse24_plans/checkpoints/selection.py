@@ -11,7 +11,7 @@ from ..errors import InvalidProblemError
 from ..errors import shown as shown_value
 from ..formats.compressed_tensors import CompressedTensors
 from .folder import ELEMENTS, ModelReader
-from .layers import FORMAT_KEY, LAYER_KEY_PREFIX, Layer
+from .layers import LAYER_KEY_PREFIX, Layer, is_compressed
 from .orientation import Orientation
 from .safetensors_file import TensorInfo, shown
 
@@ -116,11 +116,11 @@ class Selection:
         Raises InvalidProblemError for a compressed model, and for a pattern that matches nothing, because it
         is most likely mistyped.
         """
-        for shard in model.shards:
-            if any(key == FORMAT_KEY or key.startswith(LAYER_KEY_PREFIX) for key in shard.reader.metadata):
-                raise InvalidProblemError(
-                    f"source: expected a dense checkpoint, {shard.reader.path} is compressed already"
-                )
+        keys = (key for shard in model.shards for key in shard.reader.metadata)
+        if is_compressed(model) or any(key.startswith(LAYER_KEY_PREFIX) for key in keys):
+            raise InvalidProblemError(
+                f"source: expected a dense checkpoint, {model.path} is compressed already"
+            )
         prefixes = (name.removesuffix(_VALUES) for name in model.tensors if name.endswith(_VALUES))
         if any(prefix + _BITMASK in model.tensors for prefix in prefixes):
             raise InvalidProblemError(

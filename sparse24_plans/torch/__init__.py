@@ -20,11 +20,13 @@ from . import prepare_ops as prepare_ops  # registers ops
 from .gated import GatedBlock as GatedBlock
 from .gated import Sparse24GatedMLP as Sparse24GatedMLP
 from .gated import fuse_gated as fuse_gated
+from .late_import import after_import as _after_import
 from .linear import Sparse24Linear as Sparse24Linear
 from .lora import lora_config as lora_config
 from .models import LoadReport as LoadReport
 from .models import from_pretrained as from_pretrained
 from .models import load_sparse24 as load_sparse24
+from .models import save_sparse24 as save_sparse24
 from .quantized_linear import Sparse24QuantizedLinear as Sparse24QuantizedLinear
 from .semi_structured import from_semi_structured as from_semi_structured
 from .semi_structured import to_semi_structured as to_semi_structured
@@ -36,6 +38,8 @@ from .swap import SwapReport as SwapReport
 from .swap import to_sparse24 as to_sparse24
 from .tensor import SemiStructuredError as SemiStructuredError
 from .tensor import Sparse24Tensor as Sparse24Tensor
+
+_after_import("transformers.modeling_utils", ".integrations.transformers")
 
 if _TYPE_CHECKING:
     from .parallel import ColwiseSparse24 as ColwiseSparse24
@@ -60,6 +64,7 @@ __all__ = [
     "fuse_gated",
     "load_sparse24",
     "lora_config",
+    "save_sparse24",
     "to_semi_structured",
     "to_sparse24",
     "use_as_default",

@@ -49,6 +49,12 @@ def row_order(activation: str, rows: int, device: torch.device) -> Any:
     return torch.from_numpy(gated_rows(rows)).to(device) if is_gated(activation) else slice(None)
 
 
+def rows_of(tensor: Tensor, order: Any) -> Tensor:
+    """The rows of a tensor in another order, which :func:`row_order` gives. PyTorch can't index uint16."""
+    whole = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+    return whole[order].view(tensor.dtype)
+
+
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda v: v,
     "relu": F.relu,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError
-from .activations import FORWARD
-from .linear import Sparse24Linear
+from .activations import FORWARD, is_gated, row_order
+from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
 _WORDS = {"silu": "swiglu", "gelu": "geglu"}
@@ -25,12 +25,15 @@ _TF32 = 2.0**-9
 class Sparse24GatedMLP(nn.Module):
     """``down_proj(act(gate) * up)``. One product with its epilogue, ``gate_up_proj``, makes act(gate) * up.
 
-    x may have any leading dimensions. ``down_proj`` is the block's own layer, dense or sparse.
+    x may have any leading dimensions. ``down_proj`` is the block's own layer, dense or sparse. ``parts`` are
+    the names of the layers that ``gate_up_proj`` replaces, under which it is saved.
     """
 
-    def __init__(self, gate_up_proj: Sparse24Linear, down_proj: nn.Module) -> None:
+    def __init__(
+        self, gate_up_proj: Sparse24Linear, down_proj: nn.Module, parts: Sequence[str] = ("gate_up_proj",)
+    ) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.gate_up_proj, self.down_proj, self.parts = gate_up_proj, down_proj, tuple(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to [..., hidden]. Raises InvalidProblemError for another width."""
@@ -88,7 +91,8 @@ def _fused(
     model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]
 ) -> GatedBlock:
     fused = hasattr(block, "gate_up_proj")
-    layers = [block.gate_up_proj] if fused else [block.gate_proj, block.up_proj]
+    parts = _parts_of(block)
+    layers = [getattr(block, part) for part in parts]
     activation = block.activation_fn if fused else block.act_fn
     if any(isinstance(one, nn.Module) and has_hooks(one) for one in (block, activation)):
         return GatedBlock(reason="it has hooks, which a swap would lose")
@@ -106,9 +110,49 @@ def _fused(
         one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
         return GatedBlock(reason=str(error))
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, Sparse24GatedMLP(one, block.down_proj).train(block.training))
+    _put(model, name, Sparse24GatedMLP(one, block.down_proj, parts))
     return GatedBlock(activation=_WORDS[word])
+
+
+def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
+    """Fuse a block whose 2:4 layers were loaded from a checkpoint, as it was before it was saved.
+
+    ``options`` are those of the fused layer. Raises InvalidProblemError unless the block's layers are 2:4 and
+    fit together.
+    """
+    block: Any = model.get_submodule(name)
+    parts = _parts_of(block)
+    layers = [getattr(block, part, None) for part in parts]
+    plain = [one for one in layers if type(one) is Sparse24Linear and one.activation == "none"]
+    alike = {(one.in_features, one.out_features, one.weight.dtype, one.bias is None) for one in plain}
+    gates = is_gated(str(options.get("activation")))
+    if not gates or len(plain) < len(parts) or len(alike) > 1 or not hasattr(block, "down_proj"):
+        raise InvalidProblemError(
+            f"gated_blocks: expected a gated activation, and a block with 2:4 layers {', '.join(parts)} of "
+            f"one size and a down_proj, got {options.get('activation')} and {name}, a {type(block).__name__}"
+        )
+    first, rows, has_bias = plain[0], sum(one.out_features for one in plain), plain[0].bias is not None
+    whole = Sparse24Linear(
+        first.in_features, rows, has_bias, device="meta", dtype=first.weight.dtype, **options
+    )
+    order = row_order(whole.activation, rows, first.weight.device)
+    values, meta = (torch.cat(same) for same in zip(*(one.canonical() for one in plain), strict=True))
+    state = {VALUES_KEY: values[order].detach(), META_KEY: meta[order]}
+    if has_bias:
+        state["bias"] = torch.cat([one.state_dict()["bias"] for one in plain])[order]
+    whole.load_state_dict(state, assign=True)
+    _put(model, name, Sparse24GatedMLP(whole, block.down_proj, parts))
+
+
+def _parts_of(block: nn.Module) -> tuple[str, ...]:
+    return ("gate_up_proj",) if hasattr(block, "gate_up_proj") else ("gate_proj", "up_proj")
+
+
+def _put(model: nn.Module, name: str, block: Sparse24GatedMLP) -> None:
+    """Replace a block."""
+    parent, _, own = name.rpartition(".")
+    home = model.get_submodule(parent)
+    setattr(home, own, block.train(getattr(home, own).training))
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:

@@ -1,53 +1,35 @@
-"""Loads compressed checkpoints into models: our own format and compressed-tensors' ``sparse-24-bitmask``.
+"""Saves swapped models; loads compressed checkpoints, ours and compressed-tensors' ``sparse-24-bitmask``.
 
 Only :func:`from_pretrained` needs transformers. It builds the model that a folder's ``config.json`` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..checkpoints.checkpoint_format import (
-    CHECKPOINT_FORMATS,
-    DENSE,
-    CheckpointFormat,
-    checkpoint_format,
-    without_sparsity,
-)
-from ..checkpoints.folder import ModelReader
-from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer
-from ..checkpoints.selection import Selection
+from ..checkpoints.checkpoint_format import CONFIG_KEY, Sparse24Checkpoint, without_sparsity
+from ..checkpoints.folder import CONFIG_NAME, INDEX_SUFFIX, ModelReader, new_folder, write_index, write_json
+from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of
-from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind
-from .conv1d import is_conv1d, linear_of
-from .elements import DTYPE_OF, tensor_of
-from .linear import DTYPES, META_KEY, VALUES_KEY, PreferenceLike, RequirementLike, Sparse24Linear
+from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from .checkpoint_names import is_transformers_model
+from .linear import PreferenceLike, RequirementLike
+from .loading import DTYPES_BY_NAME, Load, Source
+from .saved_form import form_of, saved_state, sparse_layers
 
-_WEIGHT = ".weight"
-_VALUES, _META = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY))
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_BITMASK = "compressed_tensors"
+_STEM = "model"
+_MAX_SHARD_BYTES = 50 * 10**9
+_INTEGRATION = "sparse24_plans.integrations.transformers"
+_GENERATION = "generation_config.json"
+_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -91,7 +73,7 @@ def load_sparse24(
         The dtype of floating point parameters that replace those on the meta device; by default the
         checkpoint's.
     trainable, require, preference
-        Arguments of Sparse24Linear.
+        Arguments of Sparse24Linear. Without the last two, layers have what they were saved with.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for 8-bit weights; FormatError, naming file and tensor; StorageError. Names, shapes and
@@ -100,181 +82,89 @@ def load_sparse24(
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
     with ModelReader(path_of("path", path)) as reader:
-        source = _Source(reader, format)
-        load = _Load(model, source, dtype)
+        load = Load(model, Source(reader, format), dtype)
         load.check()
-        load.swap({"trainable": trainable, "require": require, "preference": preference})
+        options: dict[str, Any] = {"trainable": trainable}
+        if require is not None or preference is not None:
+            options |= {"require": require, "preference": preference}
+        load.swap(options)
         load.fill()
+        load.fuse(options)
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()
-    return LoadReport(tuple(load.swapped), tuple(load.dense), tuple(load.unexpected))
+    return LoadReport(
+        tuple(name for name, _ in sparse_layers(model)), tuple(load.dense), tuple(load.unexpected)
+    )
 
 
-class _Source:
-    """A checkpoint: its compressed weights and its other tensors by name."""
+def save_sparse24(model: nn.Module, destination: StrPath, *, max_shard_bytes: int = _MAX_SHARD_BYTES) -> None:
+    """Save a model with 2:4 layers in a new folder, with all that loading needs to build it again.
 
-    def __init__(self, reader: ModelReader, name: str | None) -> None:
-        self.reader = reader
-        if name is None:
-            ours = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
-            name = SPARSE24 if ours else _BITMASK
-        if name not in CHECKPOINT_FORMATS or name == DENSE:
-            known = ", ".join(one for one in CHECKPOINT_FORMATS if one != DENSE)
-            raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
-        self._format: CheckpointFormat = checkpoint_format(name, Selection((), ()), None)
-        layers, _ = self._format.find(reader, checkpoint_format(SPARSE24, Selection((), ()), None))
-        if not layers:
-            raise InvalidProblemError(f"path: expected a checkpoint with 2:4 weights, got {reader.path}")
-        self.weights: dict[str, Layer] = {layer.name: layer for layer in layers}
-        parts = {part for layer in layers for part in layer.sources}
-        self.others = [name for name in reader.tensors if name not in parts]
+    A transformers model is saved by its own ``save_pretrained``, so the folder is also what
+    :func:`from_pretrained` and transformers' ``AutoModel.from_pretrained`` load. Other modules get
+    ``model.safetensors``, or shards with their index, and a ``config.json`` with our entry alone. Blocks of
+    :func:`fuse_gated` are saved as the layers that they replaced, and fused again at loading. What is for
+    training alone (``trainable``) isn't saved. A failed run leaves nothing behind.
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The dense shape of a tensor."""
-        layer = self.weights.get(name)
-        return self.reader.tensors[name].shape if layer is None else layer.dense_shape
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model with at least one Sparse24Linear, on any device.
+    destination : str or path
+        A new or empty folder.
+    max_shard_bytes : int
+        The size above which a checkpoint is split; a larger tensor gets a file of its own.
 
-    def canonical(self, name: str) -> tuple[Tensor, Tensor]:
-        """Values and metadata of a compressed weight."""
-        weight = self._format.read(self.reader, self.weights[name])
-        values = tensor_of(weight.values, weight.element)
-        return values, tensor_of(weight.metadata, ElementKind.U16)
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor or compressed weight as a dense tensor."""
-        if name in self.weights:
-            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
-            return dense.T if self.weights[name].transposed else dense
-        info = self.reader.tensors[name]
-        if info.dtype not in _DTYPES:
-            raise FormatError(f"{name}: expected one of {', '.join(_DTYPES)}, got {info.dtype}")
-        flat = torch.from_numpy(self.reader.read(name).copy())
-        return flat.view(_DTYPES[info.dtype]).reshape(info.shape)
-
-
-class _Load:
-    """One load, which matches the checkpoint's tensors with the model's."""
-
-    def __init__(self, model: nn.Module, source: _Source, dtype: torch.dtype | None) -> None:
-        self._model, self._source, self._dtype = model, source, dtype
-        self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        names = [*source.weights, *source.others]
-        self._names = self._matched(names)
-        self.unexpected = [name for name in names if name not in self._names]
-        self.swapped: list[str] = []
-        self.dense: list[str] = []
-
-    def _matched(self, names: list[str]) -> dict[str, str]:
-        """The model's name for each of the checkpoint's, which may differ by the inner model's prefix."""
-        inner = getattr(self._model, "base_model_prefix", "") + "."
-        found: dict[str, str] = {}
-        for name in names:
-            for own in (name, inner + name, name.removeprefix(inner)):
-                if own in self._wanted or self._is_sparse(own):
-                    found[name] = own
-                    break
-        return found
-
-    def _is_sparse(self, own: str) -> bool:
-        """Whether the model already has a Sparse24Linear with this weight."""
-        return f"{own}.{_VALUES}" in self._wanted
-
-    def _parts(self, own: str) -> list[Tensor]:
-        """The model's tensor of this name, or the two tensors of a compressed weight."""
-        names = [f"{own}.{part}" for part in (_VALUES, _META)] if self._is_sparse(own) else [own]
-        return [self._wanted[name] for name in names]
-
-    def _shape(self, own: str) -> tuple[int, ...]:
-        if not self._is_sparse(own):
-            return tuple(self._wanted[own].shape)
-        layer: Any = self._model.get_submodule(own.removesuffix(_WEIGHT))
-        return (layer.k, layer.out_features) if layer.transposed else (layer.out_features, layer.k)
-
-    def check(self) -> None:
-        """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
-        found = {id(part) for own in self._names.values() for part in self._parts(own)}
-        missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
-        if missing:
-            raise InvalidProblemError(
-                f"path: expected all {len(self._wanted)} tensors of the model, {len(missing)} are missing: "
-                f"{', '.join(missing[:5])}"
-            )
-        for name, own in self._names.items():
-            shape = self._shape(own)
-            if self._is_sparse(own) and name not in self._source.weights:
-                raise InvalidProblemError(
-                    f"{name}: expected a 2:4 weight, as the layer's is, got a dense one"
-                )
-            if self._source.shape(name) != shape:
-                raise InvalidProblemError(
-                    f"{name}: expected shape {list(shape)}, got {list(self._source.shape(name))}"
-                )
-            if name in self._source.weights:
-                self._check_orientation(name, own)
-        for name, layer in self._source.weights.items():
-            if DTYPE_OF[layer.element] not in DTYPES:
-                raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
-
-    def _check_orientation(self, name: str, own: str) -> None:
-        """Raise InvalidProblemError for a square weight along whose outputs 2:4 goes."""
-        module = self._model.get_submodule(own.rpartition(".")[0])
-        holds = is_conv1d(module) or getattr(module, "transposed", False)
-        if holds != self._source.weights[name].transposed:
-            raise InvalidProblemError(
-                f"{name}: expected a weight compressed along its inputs, which the model's layer holds as "
-                f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
+    Raises InvalidProblemError for a model without 2:4 layers or a folder that is neither new nor empty;
+    UnsupportedError for weights of 8 bits, tensors cut over ranks, and types that safetensors lacks;
+    BackendUnavailableError for a model of transformers before 5.8; StorageError.
+    """
+    if not isinstance(model, nn.Module) or next(sparse_layers(model), None) is None:
+        raise InvalidProblemError(
+            f"model: expected a module with 2:4 layers, which to_sparse24 makes, got a {type(model).__name__}"
+        )
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise InvalidProblemError(f"max_shard_bytes: expected an integer from 1, got {max_shard_bytes!r}")
+    whole: Any = model
+    with new_folder(path_of("destination", destination)) as folder:
+        if not is_transformers_model(model):
+            _write(model, folder, max_shard_bytes)
+        elif _INTEGRATION in sys.modules:
+            whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
+        else:
+            raise BackendUnavailableError(
+                "saving its models needs transformers 5.8: pip install -U transformers"
             )
 
-    def swap(self, options: Mapping[str, Any]) -> None:
-        """Replace each linear layer whose weight is compressed by a Sparse24Linear."""
-        for name in self._source.weights:
-            place = self._names.get(name, "").removesuffix(_WEIGHT)
-            if place and self._is_sparse(self._names[name]):
-                self.swapped.append(place)
-                continue
-            module: Any = self._model.get_submodule(place) if place else None
-            known = type(module) is nn.Linear or (module is not None and is_conv1d(module))
-            if not known or not self._names[name].endswith(_WEIGHT):
-                continue
-            linear = linear_of(module)
-            weight = linear.weight
-            k, m, where = linear.in_features, linear.out_features, weight.device
-            has_bias = linear.bias is not None
-            layer = Sparse24Linear(k, m, has_bias, device=where, dtype=weight.dtype, **options)
-            layer.transposed = is_conv1d(module)
-            parent, _, own = place.rpartition(".")
-            setattr(self._model.get_submodule(parent), own, layer.train(linear.training))
-            self.swapped.append(place)
 
-    def fill(self) -> None:
-        """Read one tensor after the other and load it into its module."""
-        swapped = set(self.swapped)
-        for name, own in self._names.items():
-            place = own.removesuffix(_WEIGHT)
-            if name in self._source.weights and place in swapped:
-                values, meta = self._source.canonical(name)
-                values = self._converted(values, self._parts(own)[0])
-                self._give(place, {VALUES_KEY: values, META_KEY: meta})
-                continue
-            home, _, attribute = own.rpartition(".")
-            tensor = self._converted(self._source.tensor(name), self._wanted[own])
-            self._give(home, {attribute: tensor})
-            self.dense.append(own)
-
-    def _converted(self, tensor: Tensor, old: Tensor) -> Tensor:
-        """The tensor in the requested dtype if it replaces a parameter on the meta device."""
-        is_float = tensor.is_floating_point() and tensor.element_size() > 1
-        return tensor.to(self._dtype) if self._dtype and is_float and old.is_meta else tensor
-
-    def _give(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        module = self._model.get_submodule(place)
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        on_meta = any(tensor.is_meta for name, tensor in own.items() if "." not in name)
-        try:
-            module.load_state_dict(dict(tensors), strict=False, assign=on_meta)
-        except RuntimeError as error:
-            raise FormatError(f"{self._source.reader.path}: {error}") from error
+def _write(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
+    """Write the checkpoint and the configuration of a model that isn't transformers'."""
+    tensors, layers = saved_state(model)
+    format, metadata = Sparse24Checkpoint(), {"format": "pt"}
+    format.stamp(metadata)
+    for layer in layers:
+        format.note(metadata, layer)
+    shards: list[list[TensorInfo]] = [[]]
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise UnsupportedError(f"{name}: expected one of {', '.join(DTYPES_BY_NAME)}, got {tensor.dtype}")
+        info = TensorInfo(name, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        if shards[-1] and sum(one.nbytes for one in shards[-1]) + info.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(info)
+    stems = [_STEM]
+    if len(shards) > 1:
+        stems = [f"{_STEM}-{number:05}-of-{len(shards):05}" for number in range(1, len(shards) + 1)]
+    files = {f"{stem}.safetensors": infos for stem, infos in zip(stems, shards, strict=True)}
+    for file, infos in files.items():
+        with SafetensorsWriter(folder / file, infos, metadata) as writer:
+            for info in infos:
+                flat = tensors[info.name].detach().cpu().contiguous().reshape(-1)
+                writer.write(info.name, flat.view(torch.uint8).numpy())
+    if len(files) > 1:
+        write_index(folder / f"{_STEM}{INDEX_SUFFIX}", files)
+    write_json(folder / CONFIG_NAME, {CONFIG_KEY: form_of(model).dumped()})
 
 
 # transformers -------------------------------------------------------------------------------------
@@ -322,22 +212,41 @@ def from_pretrained(
     if stored is None:
         raise InvalidProblemError(f"path: expected a folder with a config.json, got {path}")
     stored = without_sparsity(stored)
+    with _errors_of_transformers(CONFIG_NAME), _parameters_on_meta():
+        model = _built(transformers, stored, model_class)
+    load_sparse24(model, path, format=format, dtype=dtype, require=require, preference=preference)
+    if model.can_generate() and (Path(path) / _GENERATION).exists():
+        with _errors_of_transformers(_GENERATION):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.to(device).eval() if device is not None else model.eval()
+
+
+def _built(transformers: Any, stored: dict[str, Any], model_class: Any) -> Any:
+    """The model of a ``config.json``. Raises InvalidProblemError unless it names a class."""
     kind = stored.pop("model_type", None)
     if not isinstance(kind, str):
-        raise InvalidProblemError(f"path: expected a config.json with a model_type, got {kind!r}")
+        raise InvalidProblemError(f"path: expected a config.json with a model_type, got {shown(kind)}")
     config = transformers.AutoConfig.for_model(kind, **stored)
     if model_class is None:
-        names = stored.get("architectures") or [""]
-        model_class = getattr(transformers, str(names[0]), None)
-        if model_class is None:
-            raise InvalidProblemError(f"model_class: expected one; the configuration names {names[0]!r}")
-    with _parameters_on_meta():
-        is_auto = not isinstance(model_class, type) or not issubclass(model_class, nn.Module)
-        model = model_class.from_config(config) if is_auto else model_class(config)
-    load_sparse24(model, path, format=format, dtype=dtype, require=require, preference=preference)
-    if model.can_generate() and (Path(path) / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model.to(device).eval() if device is not None else model.eval()
+        name = next(iter(stored.get("architectures") or [""]))
+        model_class = getattr(transformers, name, None)
+        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+            raise InvalidProblemError(f"model_class: expected one; the configuration names {shown(name)}")
+    is_auto = not isinstance(model_class, type) or not issubclass(model_class, nn.Module)
+    return model_class.from_config(config) if is_auto else model_class(config)
+
+
+@contextmanager
+def _errors_of_transformers(file: str) -> Iterator[None]:
+    """Turn whatever transformers raises for a file's contents into an InvalidProblemError."""
+    try:
+        yield
+    except Sparse24Error:
+        raise
+    except Exception as error:
+        raise InvalidProblemError(
+            f"path: expected a {file} that transformers takes, got {type(error).__name__}: {error!s:.500}"
+        ) from error
 
 
 @contextmanager

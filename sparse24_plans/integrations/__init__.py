@@ -1,0 +1,1 @@
+"""Other libraries' extension points. Each module imports its host, and is itself imported after its host."""

@@ -1,0 +1,327 @@
+"""transformers saves models with 2:4 layers, and loads compressed checkpoints by its own ``from_pretrained``.
+
+Importing this registers the quantisation method ``sparse24``, and makes ``save_pretrained`` of a model with
+2:4 layers write our format and an entry in ``config.json``. ``sparse24_plans.torch`` imports it after
+transformers. Needs transformers 5.8 or later.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..checkpoints.checkpoint_format import CONFIG_KEY, Sparse24Checkpoint
+from ..checkpoints.folder import ModelReader
+from ..checkpoints.layers import (
+    META_SUFFIX,
+    SPARSE24,
+    VALUES_SUFFIX,
+    Layer,
+    compressed_layer,
+    compressed_names,
+)
+from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place_of, placed, renamed_by
+from ..torch.elements import DTYPE_OF
+from ..torch.linear import DTYPES, Sparse24Linear, check_metadata
+from ..torch.loading import check_orientation, fuse_blocks, in_order_of, is_swappable, sizes_of, sparse_like
+from ..torch.saved_form import SavedForm, SavedLayer, form_of, saved_state, sparse_layers
+
+_WEIGHT = ".weight"
+_ABSENT = object()
+_VALUES, _META = (re.escape(suffix) for suffix in (VALUES_SUFFIX, META_SUFFIX))
+
+
+if not hasattr(HfQuantizer, "update_weight_conversions"):
+    raise ImportError("it needs transformers 5.8 or later")
+
+
+@register_quantization_config(SPARSE24)
+class Sparse24Config(QuantizationConfigMixin):  # type: ignore[misc]
+    """Our entry in ``config.json``: see :class:`SavedForm`, which checks its fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(SavedForm(**fields).dumped())
+
+
+class _Parts(nn.Module):
+    """Stands in for a linear layer while transformers loads: it has a checkpoint's tensors by their names."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self._original = [original]  # in a list, so that it is no submodule
+        m, k = sizes_of(original)
+        self.weight: Any = nn.Module()
+        values = torch.empty(m, k // 2, device="meta", dtype=original.weight.dtype)
+        self.weight.values24 = nn.Parameter(values, requires_grad=False)
+        self.weight.register_buffer("meta24", torch.empty(m, k // 8, device="meta", dtype=torch.uint16))
+        self.bias = original.bias
+
+    def layer(self, saved: SavedLayer) -> Sparse24Linear:
+        """The layer with the loaded parts. Raises FormatError for bad metadata, UnsupportedError for no data.
+
+        A hook of accelerate, which brings inputs to the layer's device, moves along.
+        """
+        layer = sparse_like(self._original[0], saved.options, device="meta")
+        state = self.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
+            raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
+        try:
+            layer.load_state_dict(in_order_of(layer, state), assign=True)
+        except RuntimeError as error:
+            raise FormatError(str(error)) from error
+        if (hook := getattr(self, "_hf_hook", None)) is not None:
+            from accelerate.hooks import add_hook_to_module
+
+            add_hook_to_module(layer, hook)
+        return layer.train(self.training)
+
+
+class _Decompress(ConversionOps):  # type: ignore[misc]
+    """Makes dense matrices of compressed ones that the model holds dense, or stacked by a converter."""
+
+    def __init__(self, *, alone: bool = False, transposed: bool = False) -> None:
+        self._alone, self._transposed = alone, transposed
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **more: Any
+    ) -> dict[str, list[Tensor]]:
+        """The matrices of each pattern; of one alone, by its full name."""
+        found = {}
+        for pattern in source_patterns:
+            base, is_values, _ = pattern.partition(_VALUES)
+            if pattern in input_dict and is_values:
+                parts = zip(input_dict[pattern], input_dict[base + _META], strict=True)
+                found[more["full_layer_name"] if self._alone else base] = [self._dense(*one) for one in parts]
+            elif pattern in input_dict and not pattern.endswith(_META):
+                found[pattern] = input_dict[pattern]
+        return found
+
+    def _dense(self, values: Tensor, meta: Tensor) -> Tensor:
+        check_metadata(values, meta)
+        dense: Tensor = torch.ops.sparse24.decompress(values, meta)
+        return dense.T.contiguous() if self._transposed else dense
+
+
+@register_quantizer(SPARSE24)
+class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads compressed checkpoints in transformers' own loader, and describes a model that is saved.
+
+    A dense checkpoint isn't pruned by loading it: call ``to_sparse24`` afterwards.
+    """
+
+    requires_calibration = True
+    is_trainable = True
+
+    def __init__(self, quantization_config: Sparse24Config, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._model: Any = None
+        self._files: list[str] = []
+        self._originals: dict[int, Any] = {}
+        """The model's own converter, or None, for each converter that this made; by its id."""
+        self.saved: tuple[dict[str, Tensor], dict[str, str]] | None = None
+        """Tensors and the files' metadata while a model is saved."""
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Raise UnsupportedError for weights that would be on a disk."""
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got the disk")
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        return self.saved or (None, {})
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        self._model, self._files = model, list(checkpoint_files or ())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
+        """Prepare the model for the checkpoint, once transformers knows all conversions of names.
+
+        Linear layers whose weights are compressed give way to their parts. Other compressed matrices are
+        decompressed before the model's own converters see them.
+        """
+        if not self._files:
+            return weight_conversions
+        model = self._model
+        path = Path(self._files[0])
+        with ModelReader(path if len(self._files) == 1 else path.parent) as reader:
+            layers = {
+                name: compressed_layer(reader, shard, name)
+                for name, shard in compressed_names(reader).items()
+            }
+            parts = {name + suffix for name in layers for suffix in (VALUES_SUFFIX, META_SUFFIX)}
+            names = [*layers, *(name for name in reader.tensors if name not in parts)]
+        state = model.state_dict(keep_vars=True)
+        direct, merged = placed(model, names, state, weight_conversions)
+        uses = Counter(map(id, state.values()))
+        renamings = [one for one in weight_conversions if not is_converter(one)]
+        converters = []
+        for name, own in direct.items():
+            if name in layers and renamed_by(renamings, name + VALUES_SUFFIX) != (
+                renamed_by(renamings, name) + VALUES_SUFFIX
+            ):
+                raise UnsupportedError(f"{name}: expected a name whose end transformers keeps, got {own}")
+            if name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, layers[name])):
+                renamed = renamed_by(renamings, name)
+                converters.append(_decompressing(renamed, layers[name]))
+                self._originals[id(converters[-1])] = None
+        changed = {id(one.converter): _with_parts(one.converter) for one in merged if _is_stored(one, layers)}
+        for one in weight_conversions:
+            converters.append(changed.get(id(one), one))
+            self._originals[id(converters[-1])] = one
+        return converters
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        form = SavedForm(**dict(self.quantization_config))
+        saved = {place_of(model, name, dict(model.named_modules())): one for name, one in form.layers.items()}
+        for name in [name for name, module in model.named_modules() if isinstance(module, _Parts)]:
+            parent, _, own = name.rpartition(".")
+            layer = model.get_submodule(name).layer(saved.get(name, SavedLayer()))
+            setattr(model.get_submodule(parent), own, layer)
+        fuse_blocks(model, form, {})
+        used = [self._originals.get(id(one)) for one in model._weight_conversions]
+        model._weight_conversions = [one for one in used if one is not None]
+        self._model, self._files, self._originals = None, [], {}
+        model.is_quantized = False  # otherwise transformers refuses half(), float() and training
+        return model
+
+
+def _take_apart(model: Any, own: str, layer: Layer) -> bool:
+    """Put the parts of a weight in place of its linear layer. False if the model holds the matrix otherwise.
+
+    Raises UnsupportedError for 8 bits, InvalidProblemError for another shape.
+    """
+    dtype = DTYPE_OF[layer.element]
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{layer.name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+    place = own.removesuffix(_WEIGHT)
+    check_orientation(layer, model.get_submodule(own.rpartition(".")[0]))
+    if place == own or not is_swappable(module := model.get_submodule(place)):
+        return False
+    if (layer.m, layer.k) != sizes_of(module):
+        raise InvalidProblemError(
+            f"{layer.name}: expected shape {list(sizes_of(module))}, got {[layer.m, layer.k]}"
+        )
+    parent, _, name = place.rpartition(".")
+    setattr(model.get_submodule(parent), name, _Parts(module))
+    return True
+
+
+def _decompressing(name: str, layer: Layer) -> Any:
+    """The converter of one compressed matrix that the model holds dense."""
+    sources = [f"^{re.escape(name)}{suffix}" for suffix in (_VALUES, _META)]
+    return WeightConverter(sources, name, [_Decompress(alone=True, transposed=layer.transposed)])
+
+
+def _with_parts(converter: Any) -> Any:
+    """A converter that takes matrices compressed or dense."""
+    sources = [one + suffix for one in converter._original_source_patterns for suffix in ("", _VALUES, _META)]
+    targets = list(converter._original_target_patterns)
+    made = WeightConverter(sources, targets, [_Decompress(), *converter.operations])
+    for name in ("scope_prefix", "base_model_prefix"):
+        if hasattr(converter, name):  # versions differ in what they scope a converter by
+            setattr(made, name, getattr(converter, name))
+    return made
+
+
+def _is_stored(merged: Merged, layers: Mapping[str, Layer]) -> bool:
+    """Whether the matrices that are merged are compressed.
+
+    Raises UnsupportedError if only some are, because a converter gets each form in a list of its own, and for
+    patterns that end before ``weight``, to which no part can be added.
+    """
+    kinds = {name in layers for name, _ in merged.sources}
+    if kinds == {False}:
+        return False
+    if len(kinds) > 1 or not all(pattern.endswith("weight") for _, pattern in merged.sources):
+        raise UnsupportedError(
+            f"{merged.target}: expected a weight that transformers doesn't compute from 2:4 ones, got "
+            f"{', '.join(name for name, _ in merged.sources[:3])}; use from_pretrained of sparse24_plans"
+        )
+    return True
+
+
+# Saving -------------------------------------------------------------------------------------------
+
+
+def _saving(original: Any) -> Any:
+    """``save_pretrained`` that writes models with 2:4 layers in our format, and others as it did."""
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        is_adapter = getattr(self, "_hf_peft_config_loaded", False)
+        if is_adapter or next(sparse_layers(self), None) is None:
+            return original(self, save_directory, *args, **options)
+        tensors, layers = saved_state(self, options.get("state_dict"))
+        if _are_converted(self, layers):
+            options["save_original_format"] = False
+        if options.get("save_original_format", True):
+            layers = _renamed(self, layers)
+        metadata: dict[str, str] = {}
+        Sparse24Checkpoint().stamp(metadata)
+        for layer in layers:
+            Sparse24Checkpoint().note(metadata, layer)
+        with _described(self, tensors, metadata):
+            return original(self, save_directory, *args, **options)
+
+    return save_pretrained
+
+
+@contextmanager
+def _described(model: Any, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[None]:
+    """The model has a quantizer and an entry in its configuration in this context.
+
+    Other models may share the configuration, so it is restored.
+    """
+    quantizer = Sparse24HfQuantizer(Sparse24Config(**form_of(model).dumped()))
+    quantizer.saved = tensors, metadata
+    places = ((model, "hf_quantizer"), (model.config, CONFIG_KEY))
+    before = [vars(place).get(name, _ABSENT) for place, name in places]
+    try:
+        model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
+        yield
+    finally:
+        for (place, name), old in zip(places, before, strict=True):
+            if old is _ABSENT:
+                delattr(place, name)
+            else:
+                setattr(place, name, old)
+
+
+def _are_converted(model: Any, layers: Iterable[Layer]) -> bool:
+    """Whether a converter of the model would change a compressed weight, which has another form."""
+    transforms = getattr(model, "_weight_conversions", None)
+    reverse = [
+        one.reverse_transform()
+        for one in (conversions_of(model) if transforms is None else transforms)
+        if is_converter(one)
+    ]
+    return any(one.rename_source_key(layer.name)[1] for layer in layers for one in reverse)
+
+
+def _renamed(model: Any, layers: list[Layer]) -> list[Layer]:
+    """The weights by the names that transformers gives them in its checkpoint."""
+    marks = {layer.name: torch.empty(0) for layer in layers}
+    names = {id(mark): name for name, mark in revert_weight_conversion(model, marks).items()}
+    return [replace(layer, name=names[id(marks[layer.name])]) for layer in layers]
+
+
+PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

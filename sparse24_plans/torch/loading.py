@@ -1,0 +1,272 @@
+"""Loads a compressed checkpoint into a model: matches names and shapes, swaps layers, fills them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, DENSE, CheckpointFormat, checkpoint_format
+from ..checkpoints.folder import ModelReader
+from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
+from ..checkpoints.selection import Selection
+from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind
+from .activations import is_gated, row_order, rows_of
+from .checkpoint_names import conversions_of, place_of, placed
+from .conv1d import is_conv1d, linear_of
+from .elements import DTYPE_OF, tensor_of
+from .gated import Sparse24GatedMLP, fuse_saved
+from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from .saved_form import SavedForm, SavedLayer, form_in
+
+_WEIGHT = ".weight"
+_VALUES, _META = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY))
+DTYPES_BY_NAME = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_BITMASK = "compressed_tensors"
+
+
+class Source:
+    """A checkpoint: its compressed weights and its other tensors by name."""
+
+    def __init__(self, reader: ModelReader, name: str | None) -> None:
+        self.reader = reader
+        if name is None:
+            name = SPARSE24 if is_compressed(reader) else _BITMASK
+        if name not in CHECKPOINT_FORMATS or name == DENSE:
+            known = ", ".join(one for one in CHECKPOINT_FORMATS if one != DENSE)
+            raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
+        self._format: CheckpointFormat = checkpoint_format(name, Selection((), ()), None)
+        layers, _ = self._format.find(reader, checkpoint_format(SPARSE24, Selection((), ()), None))
+        if not layers:
+            raise InvalidProblemError(f"path: expected a checkpoint with 2:4 weights, got {reader.path}")
+        self.weights: dict[str, Layer] = {layer.name: layer for layer in layers}
+        parts = {part for layer in layers for part in layer.sources}
+        self.form = form_in(reader.config())
+        marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
+        self.is_state = name == SPARSE24 and not marked
+        """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
+        self.others = [name for name in reader.tensors if name not in parts]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The dense shape of a tensor."""
+        layer = self.weights.get(name)
+        return self.reader.tensors[name].shape if layer is None else layer.dense_shape
+
+    def canonical(self, name: str) -> tuple[Tensor, Tensor]:
+        """Values and metadata of a compressed weight."""
+        weight = self._format.read(self.reader, self.weights[name])
+        values = tensor_of(weight.values, weight.element)
+        return values, tensor_of(weight.metadata, ElementKind.U16)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor or compressed weight as a dense tensor."""
+        if name in self.weights:
+            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
+            return dense.T if self.weights[name].transposed else dense
+        info = self.reader.tensors[name]
+        if info.dtype not in DTYPES_BY_NAME:
+            raise FormatError(f"{name}: expected one of {', '.join(DTYPES_BY_NAME)}, got {info.dtype}")
+        flat = torch.from_numpy(self.reader.read(name).copy())
+        return flat.view(DTYPES_BY_NAME[info.dtype]).reshape(info.shape)
+
+
+class Load:
+    """One load, which matches the checkpoint's tensors with the model's."""
+
+    def __init__(self, model: nn.Module, source: Source, dtype: torch.dtype | None) -> None:
+        self._model, self._source, self._dtype = model, source, dtype
+        self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self._owners = Counter(map(id, self._wanted.values()))
+        known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted)}
+        names = [*source.weights, *source.others]
+        self._names, self._merged = placed(model, names, known, conversions_of(model))
+        used = {name for one in self._merged for name, _ in one.sources}
+        self.unexpected = [name for name in names if name not in self._names and name not in used]
+        self.dense: list[str] = []
+
+    def _is_sparse(self, own: str) -> bool:
+        """Whether the model already has a Sparse24Linear with this weight."""
+        return f"{own}.{_VALUES}" in self._wanted
+
+    def _parts(self, own: str) -> list[Tensor]:
+        """The model's tensor of this name, or the two tensors of a compressed weight."""
+        names = [f"{own}.{part}" for part in (_VALUES, _META)] if self._is_sparse(own) else [own]
+        return [self._wanted[name] for name in names if name in self._wanted]
+
+    def _module(self, own: str) -> Any:
+        """The layer whose weight is the tensor, or None if no 2:4 layer can replace its module."""
+        if not own.endswith(_WEIGHT):
+            return None
+        module = self._model.get_submodule(own.removesuffix(_WEIGHT))
+        alone = own in self._wanted and self._owners[id(self._wanted[own])] == 1
+        return module if isinstance(module, Sparse24Linear) or (alone and is_swappable(module)) else None
+
+    def check(self) -> None:
+        """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
+        made: dict[str, Tensor] = {}
+        for one in self._merged:
+            made |= one.result(self._model, lambda name: torch.empty(self._source.shape(name), device="meta"))
+        found = {id(part) for own in [*self._names.values(), *made] for part in self._parts(own)}
+        missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
+        if missing:
+            raise InvalidProblemError(
+                f"path: expected all {len(self._wanted)} tensors of the model, {len(missing)} are missing: "
+                f"{', '.join(missing[:5])}"
+            )
+        for name, own in self._names.items():
+            self._check_shape(name, own)
+        for own, tensor in made.items():
+            if own not in self._wanted or tensor.shape != self._wanted[own].shape:
+                wanted = list(self._wanted[own].shape) if own in self._wanted else "no dense weight"
+                raise InvalidProblemError(f"{own}: expected {wanted}, got {list(tensor.shape)}")
+        for name, layer in self._source.weights.items():
+            if DTYPE_OF[layer.element] not in DTYPES:
+                raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+
+    def _check_shape(self, name: str, own: str) -> None:
+        weight = self._source.weights.get(name)
+        if weight is None and self._is_sparse(own):
+            raise InvalidProblemError(f"{name}: expected a 2:4 weight, as the layer's is, got a dense one")
+        if weight is not None and not self._source.is_state:
+            check_orientation(weight, self._model.get_submodule(own.rpartition(".")[0]))
+        module = None if weight is None else self._module(own)
+        if weight is not None and module is not None:
+            wanted: tuple[int, ...] = sizes_of(module)
+            got: tuple[int, ...] = (weight.m, weight.k)
+        else:
+            wanted, got = tuple(self._wanted[own].shape), self._source.shape(name)
+        if got != wanted:
+            raise InvalidProblemError(f"{name}: expected shape {list(wanted)}, got {list(got)}")
+
+    def swap(self, options: Mapping[str, Any]) -> None:
+        """Replace each linear layer whose weight is compressed by a Sparse24Linear.
+
+        ``options`` are arguments of Sparse24Linear that win over those that the layer was saved with.
+        """
+        form = self._source.form or SavedForm()
+        known = dict(self._model.named_modules())
+        saved = {place_of(self._model, name, known): one for name, one in form.layers.items()}
+        swapped: dict[str, Sparse24Linear] = {}
+        for name in self._source.weights:
+            own = self._names.get(name, "")
+            module = self._module(own)
+            if module is not None and not isinstance(module, Sparse24Linear):
+                place = own.removesuffix(_WEIGHT)
+                swapped[place] = sparse_like(module, {**saved.get(place, SavedLayer()).options, **options})
+        for place, layer in swapped.items():
+            parent, _, own = place.rpartition(".")
+            setattr(self._model.get_submodule(parent), own, layer)
+
+    def fill(self) -> None:
+        """Read one tensor after the other and load it into its module."""
+        for name, own in self._names.items():
+            module = self._module(own)
+            if name in self._source.weights and isinstance(module, Sparse24Linear):
+                values, meta = self._source.canonical(name)
+                values = self._converted(values, self._parts(own)[0])
+                self._give(own.removesuffix(_WEIGHT), {VALUES_KEY: values, META_KEY: meta})
+            else:
+                self._fill_dense(own, self._source.tensor(name))
+        for one in self._merged:
+            for own, tensor in one.result(self._model, self._source.tensor).items():
+                self._fill_dense(own, tensor)
+
+    def _fill_dense(self, own: str, tensor: Tensor) -> None:
+        home, _, attribute = own.rpartition(".")
+        self._give(home, {attribute: self._converted(tensor, self._wanted[own])})
+        self.dense.append(own)
+
+    def _converted(self, tensor: Tensor, old: Tensor) -> Tensor:
+        """The tensor in the requested dtype if it replaces a parameter on the meta device."""
+        is_float = tensor.is_floating_point() and tensor.element_size() > 1
+        return tensor.to(self._dtype) if self._dtype and is_float and old.is_meta else tensor
+
+    def _give(self, place: str, tensors: Mapping[str, Tensor]) -> None:
+        module: Any = self._model.get_submodule(place)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        on_meta = any(tensor.is_meta for name, tensor in own.items() if "." not in name)
+        if not self._source.is_state and isinstance(module, Sparse24Linear):
+            tensors = in_order_of(module, tensors)
+        try:
+            module.load_state_dict(dict(tensors), strict=False, assign=on_meta)
+        except RuntimeError as error:
+            raise FormatError(f"{self._source.reader.path}: {error}") from error
+
+    def fuse(self, options: Mapping[str, Any]) -> None:
+        """Fuse the blocks that were fused when the model was saved."""
+        if self._source.form is not None:
+            fuse_blocks(self._model, self._source.form, options)
+
+
+def is_swappable(module: nn.Module) -> bool:
+    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def check_orientation(weight: Layer, module: Any) -> None:
+    """Raise InvalidProblemError for a weight along whose outputs 2:4 goes, as the module holds it."""
+    holds = is_conv1d(module) or getattr(module, "transposed", False)
+    if holds != weight.transposed:
+        raise InvalidProblemError(
+            f"{weight.name}: expected a weight compressed along its inputs, which the model's layer holds as "
+            f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
+        )
+
+
+def sizes_of(module: Any) -> tuple[int, int]:
+    """M and the padded K of a layer's weight."""
+    if isinstance(module, Sparse24Linear):
+        return module.out_features, module.k
+    linear = linear_of(module)
+    return linear.out_features, linear.in_features + -linear.in_features % 8
+
+
+def sparse_like(module: Any, options: Mapping[str, Any], device: Any = None) -> Sparse24Linear:
+    """A Sparse24Linear of zeros in place of an nn.Linear or a Conv1D, by default on the same device."""
+    linear = linear_of(module)
+    layer = Sparse24Linear(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        device=linear.weight.device if device is None else device,
+        dtype=linear.weight.dtype,
+        **options,
+    )
+    layer.transposed = is_conv1d(module)
+    return layer.train(linear.training)
+
+
+def in_order_of(layer: Sparse24Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors of a layer, with their rows in the order that its activation wants."""
+    if not is_gated(layer.activation):
+        return dict(tensors)
+    return {
+        key: rows_of(one, row_order(layer.activation, len(one), one.device)) for key, one in tensors.items()
+    }
+
+
+def fuse_blocks(model: nn.Module, form: SavedForm, options: Mapping[str, Any]) -> None:
+    """Fuse the loaded blocks that ``form`` names. ``options`` win over those that were saved."""
+    known = dict(model.named_modules())
+    for name, saved in form.gated_blocks.items():
+        own = place_of(model, name, known)
+        if own is not None and not isinstance(known[own], Sparse24GatedMLP):
+            fuse_saved(model, own, {**saved.options, **options})

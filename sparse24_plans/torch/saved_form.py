@@ -1,0 +1,155 @@
+"""How a swapped model is written: its tensors in a checkpoint, and its entry in ``config.json``.
+
+A checkpoint holds a model as it was before :func:`fuse_gated`: gate and up projection are matrices of their
+own, and rows have the order of the model's own layers. So every reader of the format understands it, and its
+dense form is the dense model's. The entry says what the tensors don't: which blocks were fused, and what
+layers have besides their weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.checkpoint_format import CONFIG_KEY
+from ..checkpoints.layers import SPARSE24, Layer
+from ..errors import InvalidProblemError, UnsupportedError
+from ..plan.preference import PlanPreference
+from ..vocab.model import Model
+from .activations import is_gated, row_order, rows_of
+from .elements import element_of
+from .gated import Sparse24GatedMLP
+from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+
+
+class SavedLayer(Model):
+    """What a layer has besides its weight and bias. The fields are arguments of Sparse24Linear."""
+
+    activation: str = "none"
+    out_dtype: Literal["float32"] | None = None
+    preference: PlanPreference = PlanPreference()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of Sparse24Linear."""
+        wide = torch.float32 if self.out_dtype else None
+        return {"activation": self.activation, "out_dtype": wide, "preference": self.preference}
+
+
+class SavedForm(Model):
+    """The entry ``quantization_config`` of ``config.json``. Names are those of the model's modules.
+
+    ``layers`` has the layers that differ from ``SavedLayer()``. ``gated_blocks`` has the blocks that
+    ``fuse_gated`` replaced, each with its gated layer.
+    """
+
+    quant_method: Literal["sparse24"] = "sparse24"
+    layers: Mapping[str, SavedLayer] = {}
+    gated_blocks: Mapping[str, SavedLayer] = {}
+
+    def dumped(self) -> dict[str, Any]:
+        """The entry as JSON values, without defaults."""
+        return {"quant_method": SPARSE24, **self.model_dump(mode="json", exclude_defaults=True)}
+
+
+def form_in(config: Mapping[str, Any] | None) -> SavedForm | None:
+    """The entry in a ``config.json``, or None without one of ours. Raises InvalidProblemError."""
+    entry = (config or {}).get(CONFIG_KEY)
+    ours = isinstance(entry, Mapping) and entry.get("quant_method") == SPARSE24
+    return SavedForm.model_validate(entry) if ours else None
+
+
+def form_of(model: nn.Module) -> SavedForm:
+    """The entry that a model is saved with."""
+    blocks = {name: _saved(block.gate_up_proj) for name, block in _gated_blocks(model)}
+    inside = {f"{name}.gate_up_proj" for name in blocks}
+    layers = {name: _saved(layer) for name, layer in sparse_layers(model) if name not in inside}
+    default = SavedLayer()
+    return SavedForm(
+        layers={name: layer for name, layer in layers.items() if layer != default}, gated_blocks=blocks
+    )
+
+
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, Sparse24Linear]]:
+    """The model's 2:4 layers with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, Sparse24Linear):
+            yield name, module
+
+
+def saved_state(
+    model: nn.Module, state: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], list[Layer]]:
+    """The tensors of a checkpoint, and its compressed weights, by the names of the model's modules.
+
+    ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
+    for tensors without data, UnsupportedError for weights of 8 bits and tensors cut over ranks.
+    """
+    tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
+    for name, layer in sparse_layers(model):
+        if is_gated(layer.activation):
+            for key in (VALUES_KEY, META_KEY, "bias"):
+                if (full := f"{name}.{key}") in tensors:
+                    order = row_order(layer.activation, layer.out_features, tensors[full].device)
+                    tensors[full] = rows_of(tensors[full], order.argsort())
+    for name, block in _gated_blocks(model):
+        for key in (VALUES_KEY, META_KEY, "bias"):
+            whole = tensors.pop(f"{name}.gate_up_proj.{key}", None)
+            if whole is not None:
+                for part, rows in zip(block.parts, whole.chunk(len(block.parts)), strict=True):
+                    tensors[f"{name}.{part}.{key}"] = rows.clone()
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise InvalidProblemError(f"{name}: expected a tensor with data, got one on the meta device")
+        if hasattr(tensor, "device_mesh"):
+            raise UnsupportedError(
+                f"{name}: expected a tensor that is on one device, got one that is cut over ranks; save the "
+                "model's state_dict with torch.distributed.checkpoint"
+            )
+        if name.endswith(VALUES_KEY) and tensor.dtype not in DTYPES:
+            raise UnsupportedError(f"{name}: expected float32, float16 or bfloat16, got {tensor.dtype}")
+    turned = {f"{name}.weight" for name, layer in sparse_layers(model) if layer.transposed}
+    return tensors, [_described(name, tensors, turned) for name in _weights(tensors)]
+
+
+class _PartsOnHost(OrderedDict[str, Tensor]):
+    """A state_dict whose compressed weights are on the host.
+
+    A packed layer makes its canonical weight when it is asked, and a GPU may have no room for all of them.
+    """
+
+    def __setitem__(self, key: str, tensor: Tensor) -> None:
+        is_part = key.endswith((VALUES_KEY, META_KEY))
+        super().__setitem__(key, tensor.cpu() if is_part and tensor.is_cuda else tensor)
+
+
+def _weights(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the compressed weights among the tensors."""
+    suffix = VALUES_KEY.removeprefix("weight")
+    return [name.removesuffix(suffix) for name in tensors if name.endswith(VALUES_KEY)]
+
+
+def _described(name: str, tensors: Mapping[str, Tensor], turned: set[str]) -> Layer:
+    values = tensors[name.removesuffix("weight") + VALUES_KEY]
+    m, half = values.shape
+    return Layer(name, m, 2 * half, element_of(values.dtype, name), (), transposed=name in turned)
+
+
+def _saved(layer: Sparse24Linear) -> SavedLayer:
+    """What a layer has besides its weight. A dtype of results that is the weight's goes without saying."""
+    wide = layer.out_dtype == torch.float32 != layer.weight.dtype
+    return SavedLayer(
+        activation=layer.activation,
+        out_dtype="float32" if wide else None,
+        preference=layer.preference,
+    )
+
+
+def _gated_blocks(model: nn.Module) -> Iterator[tuple[str, Sparse24GatedMLP]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Sparse24GatedMLP):
+            yield name, module
