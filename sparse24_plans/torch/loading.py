@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from .conv1d import is_conv1d, linear_of
 from .elements import DTYPE_OF, tensor_of
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
 from .saved_form import SavedForm, SavedLayer, form_in
 
 _WEIGHT = ".weight"
@@ -70,6 +72,13 @@ class Source:
         layer = self.weights.get(name)
         return self.reader.tensors[name].shape if layer is None else layer.dense_shape
 
+    def scales(self, name: str) -> dict[str, str]:
+        """The names of a quantized weight's scales in the checkpoint, by those in a layer's state_dict."""
+        if DTYPE_OF[self.weights[name].element] not in LARGEST:
+            return {}
+        home = name.removesuffix("weight")
+        return {key: home + key for key in SCALES if home + key in self.reader.tensors}
+
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
         """Values and metadata of a compressed weight."""
         weight = self._format.read(self.reader, self.weights[name])
@@ -99,6 +108,7 @@ class Load:
         names = [*source.weights, *source.others]
         self._names, self._merged = placed(model, names, known, conversions_of(model))
         used = {name for one in self._merged for name, _ in one.sources}
+        used |= {scale for weight in source.weights for scale in source.scales(weight).values()}
         self.unexpected = [name for name in names if name not in self._names and name not in used]
         self.dense: list[str] = []
 
@@ -139,7 +149,21 @@ class Load:
                 raise InvalidProblemError(f"{own}: expected {wanted}, got {list(tensor.shape)}")
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
-                raise UnsupportedError(f"{name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+                self._check_quantized(name, layer)
+
+    def _check_quantized(self, name: str, layer: Layer) -> None:
+        """Raise UnsupportedError for a weight of 8 bits that no layer takes."""
+        scale = self._source.scales(name).get(SCALES[0])
+        if scale is None:
+            raise UnsupportedError(
+                f"{name}: expected a weight of f32, f16 or bf16, or of 8 bits with {SCALES[0]}, "
+                f"got {layer.element}"
+            )
+        count = math.prod(self._source.shape(scale))
+        if count not in (1, layer.m):
+            raise UnsupportedError(f"{scale}: expected a scale for each of {layer.m} rows, got {count}")
+        if name in self._names and self._module(self._names[name]) is None:
+            raise UnsupportedError(f"{name}: expected a linear layer for a weight of 8 bits, got none")
 
     def _check_shape(self, name: str, own: str) -> None:
         weight = self._source.weights.get(name)
@@ -170,10 +194,30 @@ class Load:
             module = self._module(own)
             if module is not None and not isinstance(module, Sparse24Linear):
                 place = own.removesuffix(_WEIGHT)
-                swapped[place] = sparse_like(module, {**saved.get(place, SavedLayer()).options, **options})
+                about = {**saved.get(place, SavedLayer()).options, **options}
+                swapped[place] = self._layer_for(name, module, about)
         for place, layer in swapped.items():
             parent, _, own = place.rpartition(".")
             setattr(self._model.get_submodule(parent), own, layer)
+
+    def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
+        """The layer of zeros that a weight is loaded into."""
+        source, scales = self._source, self._source.scales(name)
+        if not scales:
+            return sparse_like(module, options)
+        linear = linear_of(module)
+        layer = Sparse24QuantizedLinear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            dtype=DTYPE_OF[source.weights[name].element],
+            scales="tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
+            static_input=len(scales) > 1,
+            device=linear.weight.device,
+            **options,
+        )
+        layer.transposed = is_conv1d(module)
+        return layer.train(linear.training)
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -181,8 +225,11 @@ class Load:
             module = self._module(own)
             if name in self._source.weights and isinstance(module, Sparse24Linear):
                 values, meta = self._source.canonical(name)
+                if isinstance(module, Sparse24QuantizedLinear):
+                    values, meta = module.padded(values, meta)
                 values = self._converted(values, self._parts(own)[0])
-                self._give(own.removesuffix(_WEIGHT), {VALUES_KEY: values, META_KEY: meta})
+                scales = {key: self._source.tensor(one) for key, one in self._source.scales(name).items()}
+                self._give(own.removesuffix(_WEIGHT), {VALUES_KEY: values, META_KEY: meta, **scales})
             else:
                 self._fill_dense(own, self._source.tensor(name))
         for one in self._merged:
@@ -233,9 +280,9 @@ def check_orientation(weight: Layer, module: Any) -> None:
 
 def sizes_of(module: Any) -> tuple[int, int]:
     """M and the padded K of a layer's weight."""
-    if isinstance(module, Sparse24Linear):
+    if isinstance(module, Sparse24Linear) and not isinstance(module, Sparse24QuantizedLinear):
         return module.out_features, module.k
-    linear = linear_of(module)
+    linear = module if isinstance(module, Sparse24Linear) else linear_of(module)
     return linear.out_features, linear.in_features + -linear.in_features % 8
 
 

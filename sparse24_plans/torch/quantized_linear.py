@@ -20,7 +20,7 @@ from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
 _ops: Any = torch.ops.sparse24
 LARGEST = {DTYPE_OF[element]: largest for element, largest in quantize_weights.LARGEST.items()}
 """The largest value of each dtype that a weight may be quantized to."""
-WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
+SCALES = WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 """Keys of the scales in a state_dict, which are those of compressed-tensors' checkpoints."""
 _PADDED_GROUP = 0x0404
 """A metadata word of two groups without non-zeros."""
@@ -136,15 +136,19 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         with torch.no_grad():
             values, meta = (one.detach() for one in sparse.canonical())
             scale = scale_of(values, dtype, -1 if scales == "row" else None).reshape(layer.weight_scale.shape)
-            columns = (layer.k - sparse.k) // 8
-            values = nn.functional.pad(quantize(values, dtype, scale).view(torch.int8), (0, 4 * columns))
-            meta = nn.functional.pad(meta, (0, columns), value=_PADDED_GROUP)
             bias = None if sparse.bias is None else sparse.bias.detach().float()
-            layer._hold(values.view(dtype), meta, bias)
+            layer._hold(*layer.padded(quantize(values, dtype, scale), meta), bias)
             layer.weight_scale.copy_(scale)
             if layer.input_scale is not None:
                 layer.input_scale.fill_(_checked_scale(input_scale))
         return layer.train(linear.training)
+
+    def padded(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+        """A canonical weight of fewer columns, with zeros up to the layer's."""
+        columns = (self.k - 2 * values.shape[1]) // 8
+        words = nn.functional.pad(meta.view(torch.int16), (0, columns), value=_PADDED_GROUP)
+        wide = nn.functional.pad(values.view(torch.int8), (0, 4 * columns))
+        return wide.view(values.dtype), words
 
     def dense_weight(self) -> Tensor:
         """The dense W [out_features, in_features] in float32, its rows in the order of ``from_linear``."""

@@ -4,9 +4,23 @@ import copy
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from sparse24_plans import ElementKind, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, Sparse24Recipe, to_sparse24
+from sparse24_plans import (
+    ElementKind,
+    InvalidProblemError,
+    UnsupportedError,
+    compress_checkpoint,
+    convert_checkpoint,
+)
+from sparse24_plans.torch import (
+    Sparse24Linear,
+    Sparse24QuantizedLinear,
+    Sparse24Recipe,
+    load_sparse24,
+    to_sparse24,
+)
 from sparse24_plans.weights.quantize import quantized_rows
 
 F8, S8 = torch.float8_e4m3fn, torch.int8
@@ -220,3 +234,85 @@ def test_the_bits_on_a_gpu_are_near_the_hosts(dtype, n):
     assert layer.packed is not None
     assert "wgmma_sp" in layer.plan(n).explain().chosen
     assert float((found.cpu().double() - wanted).norm() / wanted.norm()) < 0.01
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(40, 64)
+        self.down = torch.nn.Linear(64, 40, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.fixture
+def dense_file(tmp_path):
+    torch.manual_seed(3)
+    block = _Block()
+    save_file(block.state_dict(), tmp_path / "dense.safetensors")
+    return block, tmp_path / "dense.safetensors"
+
+
+@each_dtype
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_compressed_checkpoint_loads_into_quantized_layers(dense_file, tmp_path, dtype, meta):
+    block, path = dense_file
+    out = tmp_path / "out.safetensors"
+    compress_checkpoint(path, out, element="s8" if dtype == S8 else "fp8_e4m3")
+    wanted = copy.deepcopy(block)
+    to_sparse24(wanted, recipe=Sparse24Recipe(weight_dtype=dtype))
+    with torch.device("meta" if meta else "cpu"):
+        found = _Block()
+    report = load_sparse24(found, out)
+    assert (report.sparse, report.unexpected) == (("up", "down"), ())
+    assert type(found.up) is type(found.down) is Sparse24QuantizedLinear
+    x = torch.randn(5, 40)
+    assert torch.equal(found(x), wanted(x))
+    again = copy.deepcopy(wanted)
+    again.up.weight_scale.zero_()
+    assert load_sparse24(again, out).unexpected == ()
+    assert torch.equal(again(x), wanted(x))
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+@pytest.mark.parametrize("static", [False, True])
+def test_an_fp8_bitmask_checkpoint_of_compressed_tensors(dense_file, tmp_path, scale, static):
+    """Its scales are [M, 1] or [1], in the model's dtype; an input_scale makes the input's static."""
+    block, path = dense_file
+    ours, theirs, file = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "file"))
+    compress_checkpoint(path, ours, element="fp8_e4m3")
+    convert_checkpoint(ours, theirs, from_format="sparse24", to_format="compressed_tensors")
+    tensors = load_file(theirs)
+    for name in ("up", "down"):
+        one = tensors.pop(f"{name}.weight_scale")
+        tensors[f"{name}.weight_scale"] = one.bfloat16() if scale == "row" else torch.tensor([0.5])
+        if static:
+            tensors[f"{name}.input_scale"] = torch.tensor([0.01])
+    with safe_open(theirs, "pt") as opened:
+        save_file(tensors, file, opened.metadata())
+    found = _Block()
+    report = load_sparse24(found, file)
+    assert (report.sparse, report.unexpected) == (("up", "down"), ())
+    assert torch.equal(found.up.weight_scale, tensors["up.weight_scale"].float())
+    assert (found.up.input_scale is not None) == static
+    values = Sparse24QuantizedLinear.from_linear(block.up).canonical()[0]
+    assert torch.equal(found.up.canonical()[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.isfinite(found(torch.randn(3, 40))).all()
+
+
+def test_8_bits_without_scales_are_refused(dense_file, tmp_path):
+    _, path = dense_file
+    out, bare = tmp_path / "out.safetensors", tmp_path / "bare.safetensors"
+    compress_checkpoint(path, out, element="fp8_e4m3")
+    tensors = load_file(out)
+    del tensors["down.weight_scale"]
+    with safe_open(out, "pt") as opened:
+        save_file(tensors, bare, opened.metadata())
+    block = _Block()
+    with pytest.raises(UnsupportedError, match=r"down\.weight: expected .* of 8 bits with weight_scale"):
+        load_sparse24(block, bare)
+    assert type(block.up) is torch.nn.Linear
