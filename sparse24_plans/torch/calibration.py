@@ -22,7 +22,7 @@ from ..checkpoints.folder import DTYPES
 from ..checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of, storage_errors
 from ..errors import InvalidProblemError, shown
-from ..weights.calibrated import METHODS, output_error, pruned_for
+from ..weights.calibrated import METHODS, output_error, pruned_together
 from .conv1d import is_conv1d, linear_of
 from .elements import element_of
 from .swap import Choice, progress_bar
@@ -353,13 +353,13 @@ class _Block:
         moment = self._moment(names[0], weights[0])
         if not bool(torch.isfinite(moment).all()):
             raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
-        rows = [len(weight) for weight in weights]
-        whole = torch.cat([weight.float() for weight in weights])  # a copy, also of one float32 weight
-        pruned = pruned_for(whole, moment, method).split(rows)
-        for weight, part in zip(weights, pruned, strict=True):
+        dense = [weight.to(torch.float32, copy=True) for weight in weights]
+        pruned = pruned_together(dense, moment, method)
+        errors = {}
+        for name, before, weight, part in zip(names, dense, weights, pruned, strict=True):
             weight.copy_(part)
-        pairs = zip(names, whole.split(rows), weights, strict=True)
-        return {name: output_error(before, after.float(), moment) for name, before, after in pairs}
+            errors[name] = output_error(before, weight.float(), moment)
+        return errors
 
     def _moment(self, name: str, weight: Tensor) -> Tensor:
         """X^T X of a layer's inputs, float32 [K, K], over all batches."""

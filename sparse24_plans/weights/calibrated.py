@@ -12,7 +12,9 @@ are reimplemented from the publications that VENDOR.md names:
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
@@ -20,8 +22,8 @@ DAMPING = 0.01
 """The share of the moment's mean diagonal that is added to its diagonal."""
 _BLOCK = 128
 """Columns whose errors are moved to the later blocks together."""
-_REFINEMENTS = 20
-"""Steps of conjugate gradients. More change the output error by less than one percent."""
+_REFINEMENTS = 8
+"""Steps of conjugate gradients. More of them lower the output error by less than a hundredth of it."""
 
 
 def pruned_for(weight: Any, moment: Any, method: str) -> Any:
@@ -35,6 +37,13 @@ def pruned_for(weight: Any, moment: Any, method: str) -> Any:
     if method == "wanda":
         scores = scores * (moment.diagonal() ** 0.5)
     return weight * _largest_two(scores)
+
+
+def pruned_together(weights: Sequence[Any], moment: Any, method: str) -> list[Any]:
+    """Copies of weights that multiply the same inputs, pruned as the rows of one by :func:`pruned_for`."""
+    rows = pruned_for(_namespace(moment).concatenate(list(weights)), moment, method)
+    starts = itertools.accumulate((len(weight) for weight in weights), initial=0)
+    return [rows[start : start + len(weight)] for start, weight in zip(starts, weights, strict=False)]
 
 
 def output_error(weight: Any, pruned: Any, moment: Any) -> float:
