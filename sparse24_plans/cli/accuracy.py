@@ -62,8 +62,8 @@ def show_accuracy(found: Json | None) -> None:
     )
     columns = (
         Column("method", "method"),
-        Column("mean cosine", lambda row: f"{row['mean_cosine']:.3f}", right=True),
-        Column("worst", lambda row: f"{row['worst_cosine']:.3f}", right=True),
+        Column("mean cosine", lambda row: f"{row['mean_cosine']:.2f}", right=True),
+        Column("worst", lambda row: f"{row['worst_cosine']:.2f}", right=True),
         Column("output error of a layer", lambda row: share_text(row["mean_output_error"]), right=True),
     )
     show_table(columns, found["methods"])

@@ -213,8 +213,7 @@ def _recorded(
         if not rests:
             result = type(block).forward(block, hidden, *others, **kwargs)
             rests.append(result[1:] if isinstance(result, tuple) else None)
-        own = {name: _uncached(name, value) for name, value in kwargs.items()}
-        seen.append(_moved((tuple(others), own), device, moved))
+        seen.append(_moved((tuple(others), kwargs), device, moved))
         return hidden if rests[0] is None else (hidden, *rests[0])
 
     with ExitStack() as stack:
@@ -235,13 +234,13 @@ def _recorded(
     return calls
 
 
-def _uncached(name: str, value: Any) -> Any:
-    """The argument of a block, without a cache of keys and values, which would grow with every call."""
-    return None if name.startswith("past_key_value") else False if name == "use_cache" else value
-
-
 def _moved(value: Any, device: torch.device | None, known: dict[int, Any]) -> Any:
-    """The value with its tensors on the device. ``known`` keeps those that several calls share."""
+    """The value with its tensors on the device. ``known`` keeps those that several calls share.
+
+    A cache of keys and values becomes None, because it would grow with every call.
+    """
+    if hasattr(value, "get_seq_length"):
+        return None
     if isinstance(value, (tuple, list)):
         return type(value)(_moved(one, device, known) for one in value)
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import Sparse24Weight
@@ -22,6 +22,7 @@ def problem(seed: int, m: int = 24, k: int = 128, n: int = 512, dtype: type = np
 
 
 @every_method
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     m=st.integers(1, 9),
@@ -40,6 +41,7 @@ def test_the_result_is_24_for_any_inputs(method, seed, m, groups, n, dead):
     assert np.array_equal(weight, before)
 
 
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_more_of_the_inputs_gives_smaller_errors(seed):
     weight, x = problem(seed)
@@ -75,6 +77,7 @@ def test_sparsegpt_solves_for_the_kept_weights():
     assert least <= output_error(weight, pruned, moment) < 1.1 * least
 
 
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_the_error_is_that_of_the_outputs(seed):
     weight, x = problem(seed, dtype=np.float64)
