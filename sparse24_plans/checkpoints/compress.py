@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.weight import Sparse24Weight
 from .checkpoint_format import Sparse24Checkpoint
 from .folder import DTYPES, ModelReader, check_destination
-from .layers import Layer, dense_blocks, write_weight
+from .layers import CALIBRATED, Layer, dense_blocks, write_weight
 from .rewrite import Rewrite
 from .safetensors_file import SafetensorsWriter, TensorInfo
 from .selection import Selection, dense_lines
@@ -51,6 +51,14 @@ class TensorReport:
     bytes_before: int
     bytes_after: int
     kept_energy: float | None = None
+
+
+@dataclass(frozen=True)
+class CalibratedWeights:
+    """Weights [M, K] that a ``method`` has pruned to 2:4, each read by a call, by names of tensors."""
+
+    method: str
+    read: Mapping[str, Callable[[], np.ndarray[Any, Any]]]
 
 
 class CompressionReport(list[TensorReport]):
@@ -88,6 +96,7 @@ def compress_checkpoint(
     device: int | str | None = None,
     overwrite: bool = True,
     dry_run: bool = False,
+    calibrated: CalibratedWeights | None = None,
     on_tensor: Callable[[TensorReport], None] | None = None,
 ) -> CompressionReport:
     """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
@@ -118,6 +127,8 @@ def compress_checkpoint(
         Whether an existing file is replaced. Otherwise it is an error.
     dry_run : bool
         Read the headers alone and report what a run would do, without ``kept_energy``. Write nothing.
+    calibrated : CalibratedWeights, optional
+        Weights to write instead of the source's. The source's other matrices are copied.
     on_tensor : callable, optional
         A function that is called with each tensor's report, in the order of the source's data.
 
@@ -140,7 +151,8 @@ def compress_checkpoint(
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        run = _Compression(model, selection, place, on_tensor, _checked_element(element))
+        quantized = _checked_element(element)
+        run = _Compression(model, selection, place, calibrated, on_tensor, quantized)
         return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
@@ -154,18 +166,26 @@ class _Compression(Rewrite[TensorReport]):
         model: ModelReader,
         selection: Selection,
         place: Device,
+        calibrated: CalibratedWeights | None,
         on_tensor: Callable[[TensorReport], None] | None,
         element: ElementKind | None,
     ) -> None:
-        self._place, self._element = place, element
+        self._place, self._calibrated, self._element = place, calibrated, element
         target = Sparse24Checkpoint() if element is None else _QuantizedCheckpoint(element)
-        super().__init__(model, target, *selection.split(model), on_tensor)
+        layers, reasons = selection.split(model)
+        if calibrated is not None:
+            reasons |= {one.name: "not calibrated" for one in layers if one.name not in calibrated.read}
+            options = {CALIBRATED: calibrated.method}
+            layers = [replace(one, options=options) for one in layers if one.name in calibrated.read]
+        super().__init__(model, target, layers, reasons, on_tensor)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> TensorReport:
         kept = total = 0.0
         lost = 0
-        for _, dense in dense_blocks(self.model, layer):
-            weight = _prune_compress(dense, self._place)
+        pruned = None if self._calibrated is None else self._calibrated.read[layer.name]()
+        for rows, dense in dense_blocks(self.model, layer):
+            source = dense if pruned is None else pruned[rows].astype(dense.dtype)
+            weight = _prune_compress(source, self._place)
             stored = weight
             if self._element is not None:
                 values, scale = quantized_rows(weight.values, self._element)

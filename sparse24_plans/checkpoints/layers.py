@@ -8,7 +8,8 @@ A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
 ``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
 unchanged. The note of a weight that the model holds as [K, M], like transformers' Conv1D, also has
-``"transposed": true``. The note of a weight in a foreign format also has ``"format"`` and its options.
+``"transposed": true``; that of a calibrated weight has ``"calibrated"`` with the method. The note of a weight
+in a foreign format also has ``"format"`` and its options.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 SPARSE24 = "sparse24"
 FORMAT_KEY, FORMAT_VERSION = "sparse24_format", "1"
 LAYER_KEY_PREFIX = "sparse24."
+CALIBRATED = "calibrated"
+"""The option of a layer with the method that has pruned it, unless that was by magnitude."""
 VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
 
 
@@ -82,6 +85,8 @@ def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
     note = {"shape": [layer.m, layer.k], "element": layer.element.value, **more}
     if layer.transposed:
         note["transposed"] = True
+    if CALIBRATED in layer.options:
+        note[CALIBRATED] = layer.options[CALIBRATED]
     metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
 
 
@@ -195,7 +200,8 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
     if type(transposed) is not bool:
         raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
     sources = (name + VALUES_SUFFIX, name + META_SUFFIX)
-    layer = Layer(name, note.m, note.k, note.element, sources, transposed=transposed)
+    options = {CALIBRATED: note.options[CALIBRATED]} if CALIBRATED in note.options else {}
+    layer = Layer(name, note.m, note.k, note.element, sources, options, transposed)
     for expected in stored_tensors(layer):
         info = model.tensors.get(expected.name)
         if info is None:

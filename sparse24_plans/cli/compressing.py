@@ -14,13 +14,14 @@ from typing import Annotated
 import typer
 
 from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
-from ..checkpoints.compress import SPARSE_ALREADY, TensorReport, compress_checkpoint
+from ..checkpoints.compress import SPARSE_ALREADY, CalibratedWeights, TensorReport, compress_checkpoint
 from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import stored_bytes
 from ..checkpoints.selection import families_of
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from ..weights.quantize import LARGEST
+from .calibrating import OUTPUT_ERROR, CalibrateOption, MethodOption, calibration
 from .options import (
     A_MODEL,
     AsJson,
@@ -67,6 +68,8 @@ def compress(
         ),
     ] = None,
     device: DeviceOption = "auto",
+    calibrate: CalibrateOption = None,
+    method: MethodOption = "sparsegpt",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would be compressed, and write nothing.")
     ] = False,
@@ -81,17 +84,24 @@ def compress(
     """
     with reported(as_json):
         overwrite = dry_run or may_replace(out, source, force, as_json)
+        chosen: Json = {"include": include or (), "exclude": exclude or (), "quiet": as_json}
+        run = None
+        if calibrate is not None:
+            if dry_run:
+                raise InvalidProblemError("--dry-run: expected no --calibrate, which has to run the model")
+            run = calibration(source, calibrate, out, method, device, **chosen)
         document = compressed(
             source,
             out,
             device,
-            include=include or (),
-            exclude=exclude or (),
             element=element,
             overwrite=overwrite,
             dry_run=dry_run,
-            quiet=as_json,
+            calibrated=None if run is None else run.weights,
+            **chosen,
         )
+        if run is not None:
+            run.finish(document)
         emit(document, partial(_show_compression, everything=everything), as_json=as_json)
 
 
@@ -180,6 +190,7 @@ def compressed(
     element: ElementKind | None = None,
     overwrite: bool,
     dry_run: bool = False,
+    calibrated: CalibratedWeights | None = None,
     quiet: bool,
 ) -> Json:
     before = stored_bytes(source)
@@ -193,6 +204,7 @@ def compressed(
             device=device,
             overwrite=overwrite,
             dry_run=dry_run,
+            calibrated=calibrated,
             on_tensor=lambda report: advance(report.bytes_before),
         )
     document = {**_rewrite_document(source, out, before, reports), "sparse_share": reports.sparse_share}
@@ -225,7 +237,13 @@ _NAME = Column("tensor", "name")
 def _show_compression(document: Json, *, everything: bool = False) -> None:
     done = rows_of(document, "compressed")
     columns: tuple[Column, ...] = (_BEFORE, _AFTER, _SHAPE, _ELEMENT, _NAME)
-    if document.get("dry_run"):
+    if "calibration" in document:
+        how = document["calibration"]
+        worst = sorted(done, key=lambda row: -row["output_error"])[:FEW]
+        words = f"pruned by {how['method']} on {how['tokens']} tokens; the {{few}} whose outputs err most"
+        shown, title = _selected(done, worst, words, everything)
+        columns = (OUTPUT_ERROR, *columns)
+    elif document.get("dry_run"):
         shown, title = _selected(done, _largest(done), "to compress; the {few} largest", everything)
     else:
         worst = sorted(done, key=_energy)[:FEW]

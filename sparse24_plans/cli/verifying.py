@@ -22,6 +22,7 @@ from ..checkpoints.verify import verify_checkpoint
 from ..device.files import storage_errors
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
+from .accuracy import measured, show_accuracy
 from .compressing import FEW, change_text, compressed, may_replace, rows_of
 from .options import (
     A_MODEL,
@@ -88,9 +89,9 @@ def demo(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress and verify a small checkpoint.
+    """Compress and verify a small checkpoint, and show what pruning costs its accuracy.
 
-    The checkpoint is that of the extra [demo] if it is installed, else random weights.
+    The checkpoint is that of the extra [demo] if it is installed, else random weights, which have no task.
     """
     preference = preference_of(require, backend)
     with (
@@ -109,6 +110,7 @@ def demo(
             "origin": origin,
             "compress": compressed(source, target_file, device, overwrite=overwrite, quiet=as_json),
             "verify": _verify(target_file, source, tokens, device, seed, preference, quiet=as_json),
+            "accuracy": measured(source.parent, as_json) if source == packaged_checkpoint() else None,
         }
         emit(document, partial(_show_demo, everything=everything), as_json=as_json)
     raise typer.Exit(0 if document["verify"]["passed"] else 1)
@@ -256,3 +258,4 @@ def _show_demo(document: Json, *, everything: bool = False) -> None:
     kept = f", keeping {min(energies):.1%} to {max(energies):.1%} of a layer's energy" if energies else ""
     show_line(f"compressed {counted(len(done), 'layer')}{kept}: {change_text(document['compress'])}")
     _show_verification(document["verify"], everything=everything)
+    show_accuracy(document["accuracy"])

@@ -17,6 +17,9 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
 from . import blocksparse as blocksparse
 from . import gemm_ops as gemm_ops  # registers ops
 from . import prepare_ops as prepare_ops  # registers ops
+from .calibration import CalibratedLayer as CalibratedLayer
+from .calibration import CalibrationReport as CalibrationReport
+from .calibration import calibrate as calibrate
 from .gated import GatedBlock as GatedBlock
 from .gated import Sparse24GatedMLP as Sparse24GatedMLP
 from .gated import fuse_gated as fuse_gated
@@ -46,6 +49,8 @@ if _TYPE_CHECKING:
     from .parallel import RowwiseSparse24 as RowwiseSparse24
 
 __all__ = [
+    "CalibratedLayer",
+    "CalibrationReport",
     "ColwiseSparse24",
     "DenseMatrix",
     "LoadReport",
@@ -59,6 +64,7 @@ __all__ = [
     "SwapReport",
     "SwappedLayer",
     "blocksparse",
+    "calibrate",
     "from_pretrained",
     "from_semi_structured",
     "fuse_gated",

@@ -202,15 +202,15 @@ def to_sparse24(
         raise InvalidProblemError(
             f"model: expected a module that holds linear layers, got {type(model).__name__}"
         )
-    choice = _Choice(model, include, exclude, recipe)
+    choice = Choice(model, include, exclude, recipe)
     census = _Census(model)
     layers: list[SwappedLayer] = []
-    with _progress(len(choice.chosen), progress) as advance:
+    with progress_bar(len(choice.chosen), progress) as advance:
         for name, how in choice.chosen.items():
             module = model.get_submodule(name)
             try:
                 swapped = how.layer(name, module)
-            except FormatError as error:  # included layers were checked by _Choice
+            except FormatError as error:  # included layers were checked by Choice
                 choice.skipped[name] = str(error)
             else:
                 layers.append(_entry(name, linear_of(module), swapped))
@@ -277,7 +277,7 @@ def _is_sparse(weight: Tensor) -> bool:
     return bool((groups.sum(-1, dtype=torch.uint8) <= 2).all())
 
 
-class _Choice:
+class Choice:
     """Decides which layers are swapped and how, and notes why others aren't."""
 
     def __init__(
@@ -385,7 +385,7 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
 
 
 @contextmanager
-def _progress(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
+def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
     """Show a bar of ``total`` steps on stderr. The context is the function that advances it."""
     if wanted is None:
         wanted = sys.stderr.isatty()

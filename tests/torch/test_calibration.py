@@ -1,0 +1,319 @@
+"""``calibrate``: blocks in order, inputs from pruned ones, resumable, errors of outputs, bad arguments."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sparse24_plans import FormatError, InvalidProblemError, StorageError
+from sparse24_plans.torch import Sparse24Linear, calibrate, to_sparse24
+from sparse24_plans.torch import calibration as calibration_module
+from sparse24_plans.torch.conv1d import linear_of
+from sparse24_plans.weights.calibrated import METHODS, output_error, pruned_for
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
+LLAMA = {**SMALL, "num_key_value_heads": 2}
+MODELS = {
+    "BertModel": SMALL,
+    "LlamaForCausalLM": LLAMA,
+    "MixtralForCausalLM": {**LLAMA, "num_local_experts": 4},
+    "Gemma3ForCausalLM": {**LLAMA, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6},
+    "GPT2LMHeadModel": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+
+
+def transformer(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**MODELS[name])).eval()
+
+
+def token_batches(count: int = 3, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    return [{"input_ids": torch.randint(1, 128, (4, 24))} for _ in range(count)]
+
+
+def stack(width: int = 32, depth: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU()))
+    return nn.Sequential(*layers)
+
+
+def inputs(width: int = 32, count: int = 4, seed: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(16, width) @ torch.randn(width, width) for _ in range(count)]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_of_the_blocks_becomes_24_and_loads_as_sparse(name):
+    model = transformer(name)
+    before = weights(model)
+    report = calibrate(model, token_batches())
+    assert report.layers
+    for layer in report.layers:
+        weight = linear_of(model.get_submodule(layer.name)).weight
+        assert weight.shape == (layer.m, layer.k)
+        assert ((weight.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
+        assert 0 < layer.output_error < 1
+    pruned = {f"{layer.name}.weight" for layer in report.layers}
+    assert all(
+        torch.equal(before[key], value) for key, value in model.state_dict().items() if key not in pruned
+    )
+    dense = model(**token_batches(1)[0])[0]
+    swapped = to_sparse24(model, recipe="compress")
+    assert {layer.name for layer in swapped.layers} == {layer.name for layer in report.layers}
+    assert torch.allclose(model(**token_batches(1)[0])[0], dense, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_block_is_pruned_for_the_outputs_of_the_pruned_ones_before_it(method):
+    model, batches = stack(), inputs()
+    expected = copy.deepcopy(model)
+    hidden, errors = batches, []
+    for layer in expected:
+        if isinstance(layer, nn.Linear):
+            moment = torch.zeros(32, 32)
+            for x in hidden:
+                moment.addmm_(x.T, x)
+            pruned = pruned_for(layer.weight.detach(), moment, method)
+            errors.append(output_error(layer.weight.detach(), pruned, moment))
+            layer.weight.data = pruned
+        hidden = [layer(x).detach() for x in hidden]
+    report = calibrate(model, batches, method=method)
+    assert [layer.output_error for layer in report.layers] == pytest.approx(errors)
+    assert same(weights(model), weights(expected))
+
+
+def test_calibration_costs_the_models_output_less():
+    errors = {}
+    for method in METHODS:
+        model, batches = stack(width=64), inputs(width=64, count=20)
+        fresh = torch.cat(inputs(width=64, count=20)) + 0.1
+        dense = model(fresh).detach()
+        calibrate(model, batches, method=method)
+        errors[method] = float((model(fresh).detach() - dense).norm() / dense.norm())
+    assert errors["sparsegpt"] < errors["wanda"] < errors["magnitude"]
+
+
+def test_layers_with_one_input_count_as_one_group(monkeypatch):
+    seen = []
+    together = calibration_module.pruned_together
+
+    def noted(weights, moment, method):
+        seen.append(len(weights))
+        return together(weights, moment, method)
+
+    monkeypatch.setattr(calibration_module, "pruned_together", noted)
+    calibrate(transformer("LlamaForCausalLM"), token_batches())
+    assert seen == 3 * [3, 1, 2, 1]  # q, k and v; o; gate and up; down
+
+
+def test_padding_does_not_count():
+    padded = transformer("BertModel")
+    mask = torch.ones(4, 24, dtype=torch.int64)
+    ids = token_batches(1)[0]["input_ids"]
+    mask[:, 16:] = 0
+    report = calibrate(padded, [{"input_ids": ids, "attention_mask": mask}])
+    plain = calibrate(transformer("BertModel"), [{"input_ids": ids[:, :16]}])
+    first = slice(0, 3)  # the mask changes sums of later layers' inputs in their last bits
+    for ours, theirs in zip(report.layers[first], plain.layers[first], strict=True):
+        assert ours.output_error == pytest.approx(theirs.output_error, rel=1e-4)
+
+
+def test_batches_may_be_tensors_tuples_or_mappings():
+    found = []
+    for wrap in (lambda x: x, lambda x: (x,), lambda x: {"input": x}):
+        model = stack()
+        calibrate(model, [wrap(x) for x in inputs()])
+        found.append(weights(model))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+def test_the_model_is_left_in_its_modes_and_without_hooks():
+    model = transformer("BertModel").train()
+    model.encoder.layer[1].eval()
+    modes = [module.training for module in model.modules()]
+    calibrate(model, token_batches(), device="cpu")
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_patterns_and_places_choose_layers():
+    report = calibrate(transformer("BertModel"), token_batches(), exclude=["*.query", "*layer.0*"])
+    names = {layer.name for layer in report.layers}
+    assert len(names) == 2 * 5
+    assert report.left_dense["encoder.layer.1.attention.self.query"].startswith("excluded by pattern")
+    assert report.left_dense["pooler.dense"] == "it is outside of the blocks encoder.layer.*"
+    assert str(report).splitlines()[-1].startswith("10 layers pruned by sparsegpt, output error at most ")
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_interrupted_run_goes_on_after_its_last_block(name, dtype, tmp_path, monkeypatch):
+    whole = transformer(name).to(dtype)
+    expected = calibrate(whole, token_batches())
+
+    original, started = calibration_module._Block.prune, []
+
+    def interrupted(self, *args):
+        started.append(self)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_module._Block, "prune", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(transformer(name).to(dtype), token_batches(), resume=tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["block-0000.safetensors"]
+
+    groups: list[int] = []
+    together = calibration_module.pruned_together
+    monkeypatch.setattr(
+        calibration_module, "pruned_together", lambda *given: groups.append(1) or together(*given)
+    )
+    resumed = transformer(name).to(dtype)
+    report = calibrate(resumed, token_batches(), resume=tmp_path / "run")
+    assert len(groups) == 4 * (len(list((tmp_path / "run").iterdir())) - 1)  # the first block is read
+    assert same(weights(resumed), weights(whole))
+    assert report == expected
+
+
+def change_batches(options):
+    options["batches"] = token_batches(seed=9)
+
+
+def change_model(options):
+    options["model"] = transformer("BertModel", seed=5)
+
+
+def change_method(options):
+    options["method"] = "wanda"
+
+
+def change_layers(options):
+    options["exclude"] = ["*query"]
+
+
+@pytest.mark.parametrize("change", [change_batches, change_model, change_method, change_layers])
+def test_files_of_another_run_are_refused(change, tmp_path):
+    calibrate(transformer("BertModel"), token_batches(), resume=tmp_path)
+    options = {"model": transformer("BertModel"), "batches": token_batches(), "resume": tmp_path}
+    change(options)
+    before = weights(options["model"])
+    with pytest.raises(
+        InvalidProblemError, match="resume: expected blocks of this model, batches and method"
+    ):
+        calibrate(**options)
+    assert same(before, weights(options["model"]))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -1])
+def test_a_broken_file_is_refused(cut, tmp_path):
+    calibrate(stack(), inputs(), resume=tmp_path)
+    file = tmp_path / "block-0002.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(FormatError, match=re.escape(str(file))):
+        calibrate(stack(), inputs(), resume=tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_storage(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError):
+        calibrate(stack(), inputs(), resume=tmp_path / "file" / "folder")
+
+
+class Twice(nn.Module):
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.order = order
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def holed(value: float) -> nn.Module:
+    model = stack()
+    model[2].weight.data[3, 5] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("model", {}, "model: expected a module, got str"),
+        (nn.Linear(8, 8), {}, "model: expected linear layers in an nn.ModuleList or nn.Sequential, got none"),
+        (nn.Sequential(nn.ReLU()), {}, "model: expected linear layers in an nn.ModuleList"),
+        (
+            nn.Sequential(nn.Linear(30, 8)),
+            {},
+            "expected a layer to prune, got none: .*K=30 is not a multiple",
+        ),
+        (stack(), {"method": "best"}, "method: expected one of magnitude, wanda, sparsegpt, got 'best'"),
+        (stack(), {"method": None}, "method: expected one of"),
+        (stack(), {"batches": []}, r"batches: expected a list of inputs, got \[\]"),
+        (stack(), {"batches": torch.ones(4, 32)}, "batches: expected a list of inputs"),
+        (stack(), {"batches": "text"}, "batches: expected a list of inputs, got 'text'"),
+        (stack(), {"include": "*"}, "include: expected a sequence of patterns"),
+        (stack(), {"exclude": ["*typo*"]}, r"exclude: pattern '\*typo\*' matches no linear layer"),
+        (stack(), {"exclude": ["*"]}, "model: expected a layer to prune, got none"),
+        (stack(), {"resume": 5}, "resume: expected a path, got 5"),
+        (
+            stack(),
+            {"batches": [torch.full((4, 32), torch.inf)]},
+            "expected finite inputs, got a moment with NaN",
+        ),
+        (stack(), {"batches": [torch.full((4, 32), torch.nan)]}, "0: expected finite inputs"),
+        (holed(torch.nan), {}, "2: expected a finite weight in memory"),
+        (holed(torch.inf), {}, "2: expected a finite weight in memory"),
+        (stack().to("meta"), {}, "0: expected a finite weight in memory"),
+        (Twice([0, 1, 1, 2]), {}, "expected blocks that pass a tensor on, called once each, in order"),
+        (Twice([0, 2, 1]), {}, "expected blocks that pass a tensor on, called once each, in order"),
+        (Twice([0, 1]), {}, "model: expected a model that calls each of its blocks"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_and_stays(model, options, message):
+    before = weights(model) if isinstance(model, nn.Module) else {}
+    with pytest.raises(InvalidProblemError, match=message):
+        calibrate(**{"model": model, "batches": inputs(), **options})
+    if isinstance(model, nn.Module) and not any(tensor.is_meta for tensor in before.values()):
+        assert all(
+            torch.equal(before[name].nan_to_num(), one.nan_to_num()) for name, one in weights(model).items()
+        )
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_inputs_that_are_always_zero_are_no_error():
+    model = stack()
+    report = calibrate(model, [torch.zeros(8, 32)])
+    assert report.layers[0].output_error == 0
+    assert to_sparse24(model, recipe="compress").least_kept_energy == 1
+    assert isinstance(model[0], Sparse24Linear)
+
+
+def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys, tmp_path: Path):
+    calibrate(stack(), inputs(), progress=True)
+    assert "100%" in capsys.readouterr().err
+    calibrate(stack(), inputs(), progress=False)
+    assert capsys.readouterr() == ("", "")
