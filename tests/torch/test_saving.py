@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -442,6 +442,7 @@ KEYS = (
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_a_hostile_configuration_is_refused_by_a_typed_error(folder, tmp_path_factory, key, value):
     if key == "num_hidden_layers" and isinstance(value, int) and value > 100:
