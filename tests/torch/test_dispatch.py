@@ -357,28 +357,3 @@ def test_many_calls_hold_no_memory():
             S.linear(x, values, meta)
         alive.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
     assert alive[0] == alive[2]
-
-
-SIDES = [(n, m, k) for n in (0, 3) for m in (0, 16) for k in (0, 16) if 0 in (n, m, k)]
-
-
-@pytest.mark.parametrize(("n", "m", "k"), SIDES)
-@pytest.mark.parametrize("activation", ["none", "silu"])
-def test_empty_sides_have_results_and_gradients(n, m, k, activation):
-    """The strides of an x without elements are any, too."""
-    values, meta = S.prune_compress(torch.randn(m, k))
-    values = values.detach().requires_grad_()
-    for x in (torch.randn(n, k), torch.randn(k, n).t(), torch.randn(2, n, k), torch.randn(16, 5)[:, :0].t()):
-        if x.shape[-1] != k:
-            continue
-        x = x.detach().requires_grad_()
-        y = S.linear(x, values, meta, activation=activation)
-        assert y.shape == (*x.shape[:-1], m)
-        y.square().sum().backward()
-        assert x.grad.shape == x.shape
-    assert values.grad.shape == values.shape
-    dy, b = torch.randn(n, m, requires_grad=True), torch.randn(k, n, requires_grad=True)
-    for result, shape in ((S.dgrad(dy, values, meta), (n, k)), (S.mm(values, meta, b), (m, n))):
-        assert result.shape == shape
-        result.sum().backward()
-    assert (dy.grad.shape, b.grad.shape) == (dy.shape, b.shape)
