@@ -79,7 +79,7 @@ def run_blocks(page: Path) -> None:
 
 
 def test_the_guides_show_code_that_runs():
-    """Pages of tables, the contributors' page and the page on versions need no code."""
+    """Pages of tables and advice, the contributors' page and the page on versions need no code."""
     shown = {
         relative(page)
         for page in DOCUMENTS
@@ -92,6 +92,7 @@ def test_the_guides_show_code_that_runs():
         "docs/kernels.md",
         "docs/performance.md",
         "docs/versioning.md",
+        "docs/when-it-pays.md",
     }
 
 

@@ -99,7 +99,7 @@ def compress_checkpoint(
     calibrated: CalibratedWeights | None = None,
     on_tensor: Callable[[TensorReport], None] | None = None,
 ) -> CompressionReport:
-    """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
+    """Prune and compress the weights of a dense checkpoint, copy everything else, and report on each tensor.
 
     It compresses 2-D tensors of F32, F16 and BF16 whose K is a multiple of 8, and keeps the two largest of
     every four. Matrices [in, out], of transformers' Conv1D (GPT-2), are found by biases or ``config.json``.
@@ -118,8 +118,8 @@ def compress_checkpoint(
         Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
         copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
     element : ElementKind, optional
-        ``fp8_e4m3`` or ``s8``: kept values are quantized, with a scale for each row in ``NAME_scale``, for
-        layers that quantize their input too. By default they keep their element.
+        ``fp8_e4m3`` or ``s8``, for layers that quantize their input too: kept values are quantized, with a
+        scale for each row in ``NAME_scale``. By default they keep their element.
     device : int or str, optional
         The device that compresses: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the
         host if there is no GPU of compute capability 8.0. The file is the same, byte for byte.
@@ -132,27 +132,16 @@ def compress_checkpoint(
     on_tensor : callable, optional
         A function that is called with each tensor's report, in the order of the source's data.
 
-    Returns
-    -------
-    CompressionReport
-        A list with a report on each tensor.
-
-    Raises
-    ------
-    InvalidProblemError
-        A pattern matches no tensor; source and destination are the same, or the destination must not be
-        replaced; the source is compressed already, or has a tensor with a name that this would write.
-    FormatError, StorageError
-        The source isn't a valid checkpoint; a file can't be read or written.
-    UnsupportedError, BackendUnavailableError
-        The given device can't be used.
+    Raises InvalidProblemError where a pattern matches no tensor, source and destination are the same, the
+    destination must not be replaced, or the source is compressed already or has a tensor with a name that
+    this would write; FormatError for a source that is no valid checkpoint; StorageError; UnsupportedError or
+    BackendUnavailableError for a device that can't be used.
     """
     place = HOST if checked_flag("dry_run", dry_run) else _working_place(device)
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        quantized = _checked_element(element)
-        run = _Compression(model, selection, place, calibrated, on_tensor, quantized)
+        run = _Compression(model, selection, place, calibrated, on_tensor, _checked_element(element))
         return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
