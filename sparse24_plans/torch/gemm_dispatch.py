@@ -236,6 +236,8 @@ def _rows(x: Tensor) -> Tensor | None:
     """x as [n, width] with contiguous rows, without a copy; None if only a copy can be."""
     width = x.shape[-1]
     n = x.numel() // width if width else _product(x.shape[:-1])
+    if not x.numel():  # PyTorch calls any strides of such a tensor contiguous
+        return x.new_empty(n, width)
     try:
         rows = x.view(n, width)
     except RuntimeError:  # the leading dimensions have no common stride

@@ -8,6 +8,7 @@ errors before they write anything.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _fake_mm(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor, values: Tensor, meta: Tensor | None) -> Tensor | None:
