@@ -196,8 +196,18 @@ def test_a_step_that_was_left_out_is_named(monkeypatch):
     ("element", "name", "step", "place"),
     [
         ("f32", "hopper_tc_f32x6/slices=1", 12, "columns 64 to 95 for term 2 of X and term 0 of W (slice 0)"),
-        ("f32", "hopper_tc_f32x6/slices=2", 53, "columns 288 to 319 for term 1 of X and term 0 of W (slice 1)"),
-        ("f32", "hopper_tc_f32x3/slices=1", 24, "columns 256 to 287 for term 1 of X and term 0 of W (slice 0)"),
+        (
+            "f32",
+            "hopper_tc_f32x6/slices=2",
+            53,
+            "columns 288 to 319 for term 1 of X and term 0 of W (slice 1)",
+        ),
+        (
+            "f32",
+            "hopper_tc_f32x3/slices=1",
+            24,
+            "columns 256 to 287 for term 1 of X and term 0 of W (slice 0)",
+        ),
         ("f32", "hopper_tc_f32x3/slices=2", 5, "columns 32 to 63 for term 0 of X and term 0 of W (slice 0)"),
         ("fp8_e4m3", "hopper_tc_fp8/promoted=128", 4, "columns 256 to 319 (slice 2)"),
     ],
@@ -210,14 +220,19 @@ def test_a_missing_step_is_named_in_sums_that_leave_the_tensor_cores(monkeypatch
     assert said == f"as if the step of {place} were left out"
 
 
-@pytest.mark.parametrize(("name", "last"), [("hopper_tc_f32x6/slices=1", 11), ("hopper_tc_f32x3/slices=1", 5)])
+@pytest.mark.parametrize(
+    ("name", "last"), [("hopper_tc_f32x6/slices=1", 11), ("hopper_tc_f32x3/slices=1", 5)]
+)
 def test_a_unit_of_a_split_float32s_accumulator_is_found(monkeypatch, name, last):
     """K is one sum, so that the result is its last accumulator."""
     said = parted(
         monkeypatch,
         lambda number, new, old: new + np.spacing(new.astype(np.float32)) * (number == last),
         name,
-        **{"element": "f32", "n": 1, "m": 1, "k": 64},
+        element="f32",
+        n=1,
+        m=1,
+        k=64,
     )
     assert said.startswith("as if the accumulator came out a unit off after the step of columns ")
 

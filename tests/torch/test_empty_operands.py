@@ -48,7 +48,7 @@ def test_linear(n, m, k, leading, activation):
 
 @sizes
 def test_mm_and_dgrad(n, m, k):
-    values, meta, dense = weight(m, k)
+    values, meta, _ = weight(m, k)
     b, dy = randn(k, n), randn(n, m)
     assert_same(
         gradients(lambda v, b: S.mm(v, meta, b), values, b),
