@@ -1,7 +1,8 @@
 """``Sparse24Tensor``: a 2:4 matrix as a tensor, for code written against PyTorch's semi-structured sparsity.
 
 It is a ``torch.sparse.SparseSemiStructuredTensor`` with the same constructor, attributes, operations and
-errors. docs/pytorch.md lists what it can do beyond PyTorch's own two classes. tensor_ops.py has its operations.
+errors. docs/pytorch.md lists what it can do beyond PyTorch's own two classes; tensor_ops.py has its
+operations.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         for op, function in custom.items():
             if not isinstance(op, torch._ops.OpOverloadPacket) or not callable(function):
                 raise InvalidProblemError(
-                    "custom_dispatch_table: expected functions by operations such as torch.ops.aten.relu, got "
-                    f"{shown(function)} for {shown(op)}"
+                    "custom_dispatch_table: expected functions by operations such as torch.ops.aten.relu, "
+                    f"got {shown(function)} for {shown(op)}"
                 )
         cls.SPARSE_DISPATCH = {**cls.SPARSE_DISPATCH, **custom}
 

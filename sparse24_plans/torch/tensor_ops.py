@@ -232,7 +232,7 @@ def _keeps_cells_of(like: Sparse24Tensor, other: Sparse24Tensor) -> bool:
 
 
 def _at_cells_of(like: Sparse24Tensor, operand: Any, function: str) -> tuple[Any, Any]:
-    """The operand's values at the kept cells of a tensor and of its transpose. A scalar is the same at each."""
+    """The operand's values at the kept cells of a tensor and of its transpose; a scalar as it is."""
     if not isinstance(operand, Tensor) or operand.dim() == 0:
         return operand, operand
     if isinstance(operand, Sparse24Tensor) and _keeps_cells_of(like, operand):

@@ -1,4 +1,4 @@
-"""Products with an empty side have the shapes, results and gradients of dense ones, however the empty side lies."""
+"""Products with an empty side have the results and gradients of dense ones, however it lies in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
 @pytest.mark.parametrize("leading", LEADING.values(), ids=LEADING)
 @pytest.mark.parametrize("activation", ["none", "relu"])
 def test_linear(n, m, k, leading, activation):
-    values, meta, dense = weight(m, k)
+    values, meta, _ = weight(m, k)
     function = torch.relu if activation == "relu" else lambda y: y
 
     def wanted(x, values, bias):
