@@ -26,7 +26,7 @@ def is_canonical(packed: Tensor, meta: Tensor | None) -> bool:
 
     For float32, PyTorch's metadata has as many words as ours, so nothing but its source tells them apart.
     """
-    return meta is not None and packed.dim() == 2 and 4 * meta.shape[-1] == packed.shape[-1]
+    return meta is not None and packed.dim() == meta.dim() == 2 and 4 * meta.shape[1] == packed.shape[1]
 
 
 def canonical_parts(

@@ -1,11 +1,13 @@
 """``Sparse24Tensor``: a 2:4 matrix as a tensor, for code written against PyTorch's semi-structured sparsity.
 
 It is a ``torch.sparse.SparseSemiStructuredTensor`` with the same constructor, attributes, operations and
-errors. docs/pytorch.md lists what it can do beyond PyTorch's own two classes.
+errors. docs/pytorch.md lists what it can do beyond PyTorch's own two classes; tensor_ops.py has its
+operations.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.sparse.semi_structured import SparseSemiStructuredTensor
 
-from ..errors import InvalidProblemError, UnsupportedError
-from ..vocab import TileRule
-from .elements import in_dtype
+from .._version import __version__
+from ..errors import InvalidProblemError, UnsupportedError, shown
+from ..vocab import TileRule, integer
+from .elements import canonical_weight, in_dtype, weight_sizes
 from .foreign import is_canonical
 
 _ops: Any = torch.ops.sparse24
-_aten = torch.ops.aten
 
 
 class SemiStructuredError(InvalidProblemError, RuntimeError):
@@ -41,7 +43,7 @@ class ShapeConstraints(NamedTuple):
 
 _ANY_ROWS = ShapeConstraints(1, 8, 1, 1)
 _FP8 = torch.float8_e4m3fn
-_PARTS = ("packed", "meta", "packed_t", "meta_t", "compressed_swizzled_bitmask")
+PARTS = ("packed", "meta", "packed_t", "meta_t", "compressed_swizzled_bitmask")
 TILE_ALGORITHMS = {
     "": TileRule.GREEDY_VALUE,
     "largest_abs_values_greedy": TileRule.GREEDY_MAGNITUDE,
@@ -91,23 +93,31 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
     ) -> Sparse24Tensor:
         """Make a tensor from parts: ours, or CUTLASS's of 16 and 8 bits, which are converted.
 
-        Raises InvalidProblemError (a ValueError) without parts, and for parts that cuSPARSELt compressed,
-        because they don't tell the device; FormatError for bad metadata. :func:`from_semi_structured` takes
-        all of PyTorch's tensors.
+        Raises InvalidProblemError (a ValueError) without parts, for parts that don't fit the shape or one
+        another, and for parts that cuSPARSELt compressed, because they don't tell the device; FormatError for
+        bad metadata of CUTLASS. :func:`from_semi_structured` takes all of PyTorch's tensors.
         """
-        packed, meta = _own(packed, meta, shape)
-        packed_t, meta_t = _own(packed_t, meta_t, shape[::-1])
-        held = packed if packed is not None else packed_t
-        if held is None:
-            raise InvalidProblemError("packed: expected packed or packed_t, got neither")
-        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, device=held.device, dtype=held.dtype, layout=held.layout, requires_grad=requires_grad
+        m, k = sizes = _sizes_of(shape)
+        parts = (
+            *_own("", packed, meta, sizes),
+            *_own("_t", packed_t, meta_t, (k, m)),
+            compressed_swizzled_bitmask,
         )
-        tensor.packed, tensor.meta = packed, meta
-        tensor.packed_t, tensor.meta_t = packed_t, meta_t
-        tensor.compressed_swizzled_bitmask = compressed_swizzled_bitmask
-        tensor.fuse_transpose_cusparselt = fuse_transpose_cusparselt
-        tensor.alg_id_cusparselt = alg_id_cusparselt
+        _check_together(sizes, *parts)
+        options = fuse_transpose_cusparselt, alg_id_cusparselt, requires_grad
+        return cls._of(torch.Size(sizes), parts, *options)
+
+    @classmethod
+    def _of(cls, shape: Any, parts: Any, fused: bool, algorithm: int, requires_grad: bool) -> Sparse24Tensor:
+        """A tensor of canonical parts, unchecked."""
+        held = parts[0] if parts[0] is not None else parts[2]
+        about = {"device": held.device, "dtype": held.dtype, "layout": held.layout}
+        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, requires_grad=requires_grad, **about
+        )
+        for name, part in zip(PARTS, parts, strict=True):
+            setattr(tensor, name, part)
+        tensor.fuse_transpose_cusparselt, tensor.alg_id_cusparselt = fused, algorithm
         made: Sparse24Tensor = tensor
         return made
 
@@ -115,7 +125,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         return f"{type(self).__name__}(shape={self.shape})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in _PARTS if getattr(self, name) is not None]
+        names = [name for name in PARTS if getattr(self, name) is not None]
         about = self.shape, self.fuse_transpose_cusparselt, self.alg_id_cusparselt, self.requires_grad
         return names, about
 
@@ -128,10 +138,29 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         outer_stride: Any,
     ) -> Sparse24Tensor:
         shape, fused, algorithm, requires_grad = tensor_meta
-        parts: Any = [inner_tensors.get(name) for name in _PARTS]
-        made: Any = cls
-        tensor: Sparse24Tensor = made(shape, *parts, fused, algorithm, requires_grad)
-        return tensor
+        parts = [inner_tensors.get(name) for name in PARTS]
+        return cls._of(shape, parts, fused, algorithm, requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What code that PyTorch compiled for this tensor depends on; the same in every process."""
+        names, about = self.__tensor_flatten__()
+        parts = [(p.dtype, p.shape, p.stride(), p.device) for p in (getattr(self, name) for name in names)]
+        served = [
+            (str(op), f"{function.__module__}.{getattr(function, '__qualname__', function)}")
+            for op, function in self.SPARSE_DISPATCH.items()
+        ]
+        known = type(self).__qualname__, __version__, served, names, about, parts
+        return hashlib.blake2b(str(known).encode(), digest_size=16).hexdigest()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let ``torch.load`` rebuild a tensor through :func:`load_tensor`, which checks what a file holds."""
+        if type(self) is not Sparse24Tensor:
+            return super().__reduce_ex__(protocol)
+        options = self.fuse_transpose_cusparselt, self.alg_id_cusparselt, self.requires_grad
+        held = {"fuse_transpose_cusparselt", "alg_id_cusparselt"}
+        others = {name: value for name, value in self.__dict__.items() if name not in held}
+        parts = [getattr(self, name) for name in PARTS]
+        return load_tensor, (tuple(self.shape), *parts, *options, others)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -144,6 +173,26 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                 f"({func.__name__})"
             )
         return found(func, types, args, kwargs or {})
+
+    @classmethod
+    def _load_dispatch_table(
+        cls, custom_dispatch_table: Mapping[Any, Callable[..., Any]] | None = None
+    ) -> None:
+        """Serve the operations of a custom table, too, in place of ours where both have one.
+
+        A table maps an operation, such as ``torch.ops.aten.relu``, to a function of (func, types, args,
+        kwargs), as in PyTorch. It holds for the class and its subclasses. Raises InvalidProblemError.
+        """
+        custom = {} if custom_dispatch_table is None else custom_dispatch_table
+        if not isinstance(custom, Mapping):
+            raise InvalidProblemError(f"custom_dispatch_table: expected a mapping, got {shown(custom)}")
+        for op, function in custom.items():
+            if not isinstance(op, torch._ops.OpOverloadPacket) or not callable(function):
+                raise InvalidProblemError(
+                    "custom_dispatch_table: expected functions by operations such as torch.ops.aten.relu, "
+                    f"got {shown(function)} for {shown(op)}"
+                )
+        cls.SPARSE_DISPATCH = {**cls.SPARSE_DISPATCH, **custom}
 
     # Making one ---------------------------------------------------------------------------------------
 
@@ -241,7 +290,8 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
     def _by_transpose(self, rows: Tensor) -> Tensor:
         """``rows @ self^T`` from the transpose's parts. Raises UnsupportedError if no kernel serves it."""
         try:
-            return _tensor(_ops.dgrad(rows, self.packed_t, self.meta_t, None, self.shape[0]))
+            y: Tensor = _ops.dgrad(rows, self.packed_t, self.meta_t, None, self.shape[0])
+            return y
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"`SparseSemiStructuredTensor` matmul: operation is not supported on a transpose: {error}"
@@ -275,211 +325,105 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
             )
 
 
-def _tensor(value: Any) -> Tensor:
-    made: Tensor = value
-    return made
+# Parts --------------------------------------------------------------------------------------------
 
 
-def _own(packed: Tensor | None, meta: Tensor | None, shape: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The canonical parts of a matrix of this shape, converted if they are CUTLASS's."""
-    if packed is None or is_canonical(packed, meta):
-        return packed, meta
+def _sizes_of(shape: Any) -> tuple[int, int]:
+    """M and K. Raises InvalidProblemError for what is no shape of a matrix."""
+    sizes = [integer(size) for size in shape] if isinstance(shape, (tuple, list)) else []
+    if len(sizes) != 2 or any(size is None or size < 0 for size in sizes):
+        raise InvalidProblemError(f"shape: expected the two sizes [M, K], got {shown(shape)}")
+    return sizes[0], sizes[1]  # type: ignore[return-value]
+
+
+def _own(
+    which: str, packed: Tensor | None, meta: Tensor | None, sizes: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The canonical parts of a matrix [M, K], converted if they are CUTLASS's.
+
+    ``which`` ends the parts' names. Raises InvalidProblemError for parts of another shape.
+    """
+    for name, part in (("packed", packed), ("meta", meta)):
+        if part is not None and not isinstance(part, Tensor):
+            raise InvalidProblemError(f"{name}{which}: expected a tensor or None, got {shown(part)}")
+    if packed is None:
+        if meta is not None:
+            raise InvalidProblemError(f"meta{which}: expected None without packed{which}, got a tensor")
+        return None, None
+    if packed.dtype not in Sparse24Tensor._DTYPE_SHAPE_CONSTRAINTS:
+        raise InvalidProblemError(f"packed{which}: expected a dtype of 2:4 matrices, got {packed.dtype}")
     if meta is None:
         raise InvalidProblemError(
-            "meta: expected a tensor, got None; from_semi_structured converts cuSPARSELt's tensors"
+            f"meta{which}: expected a tensor, got None; from_semi_structured converts cuSPARSELt's tensors"
         )
-    m, k = shape
-    values, words = _ops.from_cutlass(packed.detach(), meta, m, k)
-    return _tensor(values), _tensor(words)
+    if not is_canonical(packed, meta):
+        packed, meta = _ops.from_cutlass(packed.detach(), meta, *sizes)
+    found = weight_sizes(packed, meta, None, None)
+    if found != sizes:
+        raise InvalidProblemError(
+            f"packed{which}: expected parts of a matrix {list(sizes)}, got those of {list(found)}"
+        )
+    return packed, meta
 
 
-# Operations ---------------------------------------------------------------------------------------
+def _check_together(
+    sizes: tuple[int, int],
+    packed: Tensor | None,
+    meta: Tensor | None,
+    packed_t: Tensor | None,
+    meta_t: Tensor | None,
+    mask: Tensor | None,
+) -> None:
+    """Raise InvalidProblemError for parts that don't belong to one tensor."""
+    held = packed if packed is not None else packed_t
+    if held is None:
+        raise InvalidProblemError("packed: expected packed or packed_t, got neither")
+    if packed_t is not None and (packed_t.dtype, packed_t.device) != (held.dtype, held.device):
+        raise InvalidProblemError(
+            f"packed_t: expected {held.dtype} on {held.device}, as packed, got {packed_t.dtype} on "
+            f"{packed_t.device}"
+        )
+    if mask is None:
+        return
+    least = [-(-size // 8) for size in sizes]  # PyTorch's packer pads a mask
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.uint8 and mask.dim() == 3
+    if not is_mask or mask.shape[2] != 8 or any(n < m for n, m in zip(mask.shape, least, strict=False)):
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
+        raise InvalidProblemError(
+            f"compressed_swizzled_bitmask: expected uint8 {[*least, 8]} or larger, got {got}"
+        )
+    if mask.device != held.device:
+        raise InvalidProblemError(
+            f"compressed_swizzled_bitmask: expected a tensor on {held.device}, got {mask.device}"
+        )
 
 
-def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **options: Any) -> Sparse24Tensor:
-    """A tensor of the same shape whose parts ``change`` makes."""
-    parts = [None if (part := getattr(tensor, name)) is None else change(part) for name in _PARTS]
-    kind: Any = type(tensor)
-    made: Sparse24Tensor = kind(
-        tensor.shape, *parts, tensor.fuse_transpose_cusparselt, tensor.alg_id_cusparselt, **options
+def load_tensor(
+    shape: Any,
+    packed: Tensor | None,
+    meta: Tensor | None,
+    packed_t: Tensor | None,
+    meta_t: Tensor | None,
+    mask: Tensor | None,
+    fused: bool,
+    algorithm: int,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> Sparse24Tensor:
+    """The tensor that a file of ``torch.save`` holds. ``torch.load(weights_only=True)`` may call this.
+
+    Raises what the constructor raises, and FormatError for bad metadata.
+    """
+    tensor = Sparse24Tensor(
+        shape, packed, meta, packed_t, meta_t, mask, fused, algorithm, bool(requires_grad)
     )
-    return made
+    if not isinstance(attributes, dict):
+        raise InvalidProblemError(f"attributes: expected a dict, got {shown(attributes)}")
+    for values, words in ((tensor.packed, tensor.meta), (tensor.packed_t, tensor.meta_t)):
+        if values is not None and words is not None and not values.is_meta:
+            canonical_weight(values.detach(), words, validate=True)
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
-def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    (tensor,) = args
-    return _tensor(_part(tensor, "packed").detach())
-
-
-def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """Metadata in CUTLASS's layout, which PyTorch's functions of values and indices read."""
-    (tensor,) = args
-    return _tensor(_ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
-
-
-def _part(tensor: Sparse24Tensor, name: str) -> Tensor:
-    part = getattr(tensor, name)
-    if part is None:
-        raise UnsupportedError(f"{name}: expected a tensor that isn't a transpose; transpose it back first")
-    return _tensor(part)
-
-
-def _is_same_size(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
-    return bool(args[0].shape == args[1].shape)
-
-
-def _detach(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
-    return _rebuilt(args[0], lambda part: part)
-
-
-def _detach_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._DisableTorchDispatch():
-        return func(*args)
-
-
-def _clone(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
-    return _rebuilt(args[0], torch.clone, requires_grad=args[0].requires_grad)
-
-
-def _transpose(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
-    (tensor,) = args
-    mask = tensor.compressed_swizzled_bitmask
-    made: Sparse24Tensor = type(tensor)(
-        torch.Size([tensor.shape[1], tensor.shape[0]]),
-        tensor.packed_t,
-        tensor.meta_t,
-        tensor.packed,
-        tensor.meta,
-        None if mask is None else mask.transpose(0, 1),
-        tensor.fuse_transpose_cusparselt,
-        tensor.alg_id_cusparselt,
-    )
-    return made
-
-
-def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
-    tensor, shape = args
-    if tuple(shape) not in (tuple(tensor.shape), (-1, tensor.shape[1]), (tensor.shape[0], -1)):
-        raise UnsupportedError(
-            f"`view` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
-            f"(shape={shape})"
-        )
-    return _rebuilt(tensor, lambda part: part)
-
-
-def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
-    if isinstance(first, Sparse24Tensor):
-        return first._mm(second)
-    return _tensor(second.t()._mm(first, should_transpose_dense=True))
-
-
-def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    bias, first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
-    if bias.ndim != 1:
-        raise UnsupportedError(
-            f"`SparseSemiStructuredTensor` matmul: only bias dim=1 supported. Shape={bias.shape}"
-        )
-    if isinstance(first, Sparse24Tensor) or isinstance(bias, Sparse24Tensor):
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: only operand B of `addmm` can be sparse")
-    if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-        raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha and beta 1, got {kwargs}")
-    return _tensor(second.t()._mm(first, bias=bias, should_transpose_dense=True))
-
-
-def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    x, weight, *rest = args
-    bias = rest[0] if rest else kwargs.get("bias")
-    if isinstance(x, Sparse24Tensor) or not isinstance(weight, Sparse24Tensor):
-        raise UnsupportedError("`SparseSemiStructuredTensor` linear: only the weight can be sparse")
-    rows = x.reshape(-1, x.shape[-1])
-    y = weight._mm(rows, bias=bias, should_transpose_dense=True)
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """A dense tensor on the CPU, as PyTorch's classes do it; on other devices a Sparse24Tensor."""
-    tensor = args[0]
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    if device is not None and torch.device(device).type == "cpu":
-        return _tensor(func(tensor.to_dense(), **kwargs))
-    if dtype is not None and (
-        dtype not in Sparse24Tensor._DTYPE_SHAPE_CONSTRAINTS or _narrow(tensor.dtype, dtype)
-    ):
-        raise UnsupportedError(
-            f"`_to_copy()` with dtype={dtype} is not implemented for a SparseSemiStructuredTensor of "
-            f"{tensor.dtype}"
-        )
-
-    def change(part: Tensor) -> Tensor:
-        return part.to(device=device, dtype=dtype if part.dtype == tensor.dtype else None, copy=True)
-
-    return _rebuilt(tensor, change)
-
-
-def _narrow(*dtypes: torch.dtype) -> bool:
-    """Whether the dtypes differ and one has 8 bits: 8-bit values mean little without a scale."""
-    return dtypes[0] != dtypes[1] and any(dtype.itemsize == 1 for dtype in dtypes)
-
-
-def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """Serve aten.to, which arrives instead of aten._to_copy in inference mode."""
-    tensor, *rest = args
-    for given in rest:
-        if isinstance(given, (str, torch.device)):
-            kwargs = {"device": given, **kwargs}
-        elif isinstance(given, torch.dtype):
-            kwargs = {"dtype": given, **kwargs}
-    wanted = {name: kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None}
-    return _to_copy(_aten._to_copy.default, types, (tensor,), wanted)
-
-
-def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """``scale_a * scale_b * (a @ b)``, one operand sparse. A float32 scale is for all rows or for each."""
-    names = ("bias", "scale_result", "out_dtype", "use_fast_accum")
-    a, b, scale_a, scale_b, *rest = args
-    options = {**dict(zip(names, rest, strict=False)), **kwargs}
-    out = options.get("out_dtype")
-    if options.get("bias") is not None or options.get("scale_result") is not None:
-        raise UnsupportedError(
-            "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
-        )
-    if out in (None, _FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
-        wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
-        most = torch.finfo(_FP8).max
-        return wide.clamp(-most, most).to(_FP8)
-    if out not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UnsupportedError(
-            "`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16, float32 or "
-            f"float8_e4m3fn, got {out}"
-        )
-    if isinstance(a, Sparse24Tensor):
-        values, meta = _part(a, "packed"), _part(a, "meta")
-        y = _ops.scaled_linear(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
-        return _tensor(y.t().contiguous())
-    sparse = b.t()
-    values, meta = _part(sparse, "packed"), _part(sparse, "meta")
-    return _tensor(_ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
-
-
-Sparse24Tensor.SPARSE_DISPATCH = {
-    _aten.values: _values,
-    _aten.indices: _indices,
-    _aten.is_same_size: _is_same_size,
-    _aten.detach_: _detach_in_place,
-    _aten.detach: _detach,
-    _aten.t: _transpose,
-    _aten.view: _view,
-    _aten.mm: _mm,
-    _aten.matmul: _mm,
-    _aten.addmm: _addmm,
-    _aten.linear: _linear,
-    _aten._to_copy: _to_copy,
-    _aten.to: _to,
-    _aten._scaled_mm: _scaled,
-    _aten.clone: _clone,
-}
+torch.serialization.add_safe_globals([load_tensor])

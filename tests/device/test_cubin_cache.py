@@ -67,7 +67,7 @@ def someone_elses(monkeypatch, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("umask", "file_mode", "folder_mode"),
-    [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o755), (0, 0o664, 0o755)],
+    [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o644, 0o755), (0, 0o644, 0o755)],
 )
 def test_what_is_made_is_as_readable_as_the_umask_allows(folder, compilations, umask, file_mode, folder_mode):
     before = os.umask(umask)
@@ -127,14 +127,14 @@ def test_a_sound_file_under_another_kernels_name_is_not_loaded(folder, compilati
     assert len(compilations) == 3
 
 
-@pytest.mark.parametrize("owner", ["another user's", "writable by everybody"])
-def test_a_file_that_another_user_can_have_written_is_replaced(monkeypatch, folder, compilations, owner):
+@pytest.mark.parametrize("mode", [None, 0o666, 0o664, 0o620], ids=["another user's", "666", "664", "620"])
+def test_a_file_that_another_user_can_have_written_is_replaced(monkeypatch, folder, compilations, mode):
     path = cubins.cubin_path(*INFLATE)
     inode = path.stat().st_ino
-    if owner == "another user's":
+    if mode is None:
         someone_elses(monkeypatch, path)
     else:
-        path.chmod(0o666)
+        path.chmod(mode)
     assert cubins.cubin(*INFLATE) == CUBIN
     assert len(compilations) == 2
     assert path.stat().st_ino != inode
@@ -166,15 +166,25 @@ def test_a_folder_of_another_user_is_refused(monkeypatch, folder, compilations):
     assert len(compilations) == 1, "compiled for nothing"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
-def test_a_folder_that_everybody_can_write_is_refused(folder, compilations, mode):
+@pytest.mark.parametrize(
+    ("mode", "who"),
+    [
+        (0o777, "everybody"),
+        (0o757, "everybody"),
+        (0o703, "everybody"),
+        (0o775, r"its group \(gid \d+\)"),
+        (0o730, "its group .*"),
+        (0o2770, "its group .*"),
+    ],
+)
+def test_a_folder_that_others_can_write_is_refused(folder, compilations, mode, who):
     folder.mkdir()
     folder.chmod(mode)
-    assert_refused(folder, "everybody can write")
+    assert_refused(folder, f"a folder that {who} can write")
     assert not compilations
 
 
-@pytest.mark.parametrize("mode", [0o1777, 0o775, 0o700])
+@pytest.mark.parametrize("mode", [0o1777, 0o1775, 0o755, 0o700, 0o2755])
 def test_other_folders_are_taken(folder, compilations, mode):
     folder.mkdir()
     folder.chmod(mode)

@@ -23,7 +23,7 @@ from sparse24_plans.plan.arithmetic import Arithmetic
 from ..support import random_data
 
 NAMES = {
-    "f32": ["fma32_in_order"],
+    "f32": ["fma32_in_order", "hopper_tc_f32x6/slices=2", "hopper_tc_f32x3/slices=1"],
     "f16": ["fma32_in_order", "hopper_tc/slices=4"],
     "bf16": ["fma32_in_order", "hopper_tc/slices=1"],
     "s8": ["exact_sum"],
@@ -171,8 +171,8 @@ def test_progress_counts_every_result():
 # The first difference -------------------------------------------------------------------------------
 
 
-def parted(monkeypatch, wrong_step, **problem: object) -> str | None:
-    """Return the replay of a run in which one step of the tensor cores was changed."""
+def parted(monkeypatch, wrong_step, name: str = "hopper_tc/slices=2", **problem: object) -> str | None:
+    """Return the explanation of a run in which one step of the tensor cores was changed."""
     right, calls = tensor_core.add_products, []
 
     def faulty(products, exponents, accumulator, step):
@@ -181,7 +181,7 @@ def parted(monkeypatch, wrong_step, **problem: object) -> str | None:
 
     with monkeypatch.context() as patch:
         patch.setattr(tensor_core, "add_products", faulty)
-        plan, args, _ = ran("hopper_tc/slices=2", element="bf16", out_element="f32", **problem)
+        plan, args, _ = ran(name, **{"element": "bf16", "out_element": "f32", **problem})
     found = plan.replay(args)
     assert not found.equal
     return found.first.parting
@@ -190,6 +190,51 @@ def parted(monkeypatch, wrong_step, **problem: object) -> str | None:
 def test_a_step_that_was_left_out_is_named(monkeypatch):
     said = parted(monkeypatch, lambda number, new, old: old if number == 9 else new, n=1, m=3)
     assert said == "as if the step of columns 288 to 319 (slice 1) were left out"
+
+
+@pytest.mark.parametrize(
+    ("element", "name", "step", "place"),
+    [
+        ("f32", "hopper_tc_f32x6/slices=1", 12, "columns 64 to 95 for term 2 of X and term 0 of W (slice 0)"),
+        (
+            "f32",
+            "hopper_tc_f32x6/slices=2",
+            53,
+            "columns 288 to 319 for term 1 of X and term 0 of W (slice 1)",
+        ),
+        (
+            "f32",
+            "hopper_tc_f32x3/slices=1",
+            24,
+            "columns 256 to 287 for term 1 of X and term 0 of W (slice 0)",
+        ),
+        ("f32", "hopper_tc_f32x3/slices=2", 5, "columns 32 to 63 for term 0 of X and term 0 of W (slice 0)"),
+        ("fp8_e4m3", "hopper_tc_fp8/promoted=128", 4, "columns 256 to 319 (slice 2)"),
+    ],
+)
+def test_a_missing_step_is_named_in_sums_that_leave_the_tensor_cores(monkeypatch, element, name, step, place):
+    """A sum's first step starts from zero, whatever the sum before it came to."""
+    said = parted(
+        monkeypatch, lambda number, new, old: old if number == step else new, name, element=element, n=1, m=3
+    )
+    assert said == f"as if the step of {place} were left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("hopper_tc_f32x6/slices=1", 11), ("hopper_tc_f32x3/slices=1", 5)]
+)
+def test_a_unit_of_a_split_float32s_accumulator_is_found(monkeypatch, name, last):
+    """K is one sum, so that the result is its last accumulator."""
+    said = parted(
+        monkeypatch,
+        lambda number, new, old: new + np.spacing(new.astype(np.float32)) * (number == last),
+        name,
+        element="f32",
+        n=1,
+        m=1,
+        k=64,
+    )
+    assert said.startswith("as if the accumulator came out a unit off after the step of columns ")
 
 
 def test_a_unit_in_the_last_place_is_found(monkeypatch):

@@ -38,7 +38,7 @@ def wanting(tensor: torch.Tensor) -> torch.Tensor:
 
 def pruned(dense: torch.Tensor) -> torch.Tensor:
     """The two largest |values| of every four, found by sorting: independent of the package."""
-    groups = dense.reshape(dense.shape[0], -1, 4)
+    groups = dense.reshape(dense.shape[0], dense.shape[1] // 4, 4)
     order = groups.abs().float().argsort(dim=-1, descending=True, stable=True)
     keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :2], True)
     return torch.where(keep, groups, torch.zeros_like(groups)).reshape(dense.shape)

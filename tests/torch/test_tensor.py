@@ -207,7 +207,7 @@ def test_scaled_mm_into_float8_saturates(out):
 UNSERVED = {
     "not supported by the hardware": lambda a: a @ a.t(),
     "specific set of operations, can't perform requested op \\(mv": lambda a: a @ randn(128),
-    "specific set of operations, can't perform requested op \\(add": lambda a: a + 1,
+    "specific set of operations, can't perform requested op \\(sub": lambda a: a - a,
     "specific set of operations, can't perform requested op \\(expand": lambda a: torch.bmm(
         randn(2, 5, 128), a.t().expand(2, 128, 64)
     ),
@@ -249,6 +249,44 @@ def test_detach_clone_view_t_and_sizes():
     assert not a.is_same_size(sparse().t())
     copied = copy.deepcopy(nn.Parameter(a.detach(), requires_grad=False))
     assert torch.equal(copied.to_dense(), a.to_dense())
+
+
+TRANSPOSES = {
+    "t": lambda a: a.t(),
+    "T": lambda a: a.T,
+    "mT": lambda a: a.mT,
+    "permute": lambda a: a.permute(1, 0),
+    "negative": lambda a: a.permute(-1, 0),
+    "transpose": lambda a: a.transpose(0, 1),
+    "swapdims": lambda a: torch.swapdims(a, -1, -2),
+}
+
+
+@pytest.mark.parametrize("how", TRANSPOSES)
+@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_is_transposed_in_any_way(how, leading, compiled):
+    def product(x, a):
+        return x @ TRANSPOSES[how](a)
+
+    torch._dynamo.reset()
+    call = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    a, x, dy = sparse().requires_grad_(), randn(*leading, 128).requires_grad_(), randn(*leading, 64, seed=4)
+    y = call(x, a)
+    close(y, x.double() @ a.to_dense().double().t())
+    dx, da = torch.autograd.grad(y, (x, a), dy)
+    close(dx, dy.double() @ a.to_dense().double())
+    close(da, dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double())
+
+
+def test_other_permutations_leave_it_or_are_refused():
+    a = sparse()
+    for same in (a.permute(0, 1), a.transpose(1, 1), a.permute(0, -1)):
+        assert same.shape == a.shape
+        assert torch.equal(same.to_dense(), a.to_dense())
+    for wrong in (lambda: a.permute(0, 0), lambda: a.permute(0, 1, 2), lambda: a.transpose(0, 2)):
+        with pytest.raises((SemiStructuredError, IndexError, RuntimeError), match="dim"):
+            wrong()
 
 
 def test_moves_and_dtypes():

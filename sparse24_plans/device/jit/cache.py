@@ -4,9 +4,10 @@ A file's name holds a hash of the source, its includes, the options and the comp
 32 bytes of a file are a SHA-256 over its name and its cubin. A file that is damaged, or that another user can
 have written, is compiled again and replaced. The driver loads the bytes that were checked, not the file.
 
-A cubin runs with the caller's rights. The folder must therefore belong to the caller or root and, if
-everybody can write there, be sticky like /tmp; any other folder raises StorageError. New folders and files
-are as readable as the umask allows and never writable for everybody, so one cache of root's serves all users.
+A cubin runs with the caller's rights. The folder must therefore belong to the caller or root and, if its
+group or everybody can write there, be sticky like /tmp; any other folder raises StorageError. New folders and
+files are as readable as the umask allows and writable for their owner alone, so one cache of root's serves
+all users.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..files import open_regular, storage_errors, written_whole
 from ..log import COMPILE
 from . import compiler
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -131,8 +133,9 @@ def _check_safe(folder: Path) -> None:
         return
     if not _is_ours(about):
         raise PermissionError(errno.EPERM, f"a folder of another user (uid {about.st_uid})")
-    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-        raise PermissionError(errno.EPERM, "a folder that everybody can write")
+    if about.st_mode & _OTHERS_WRITE and not about.st_mode & stat.S_ISVTX:
+        who = "everybody" if about.st_mode & stat.S_IWOTH else f"its group (gid {about.st_gid})"
+        raise PermissionError(errno.EPERM, f"a folder that {who} can write; take that right away")
 
 
 def _checksum(path: Path, found: bytes) -> bytes:
@@ -144,7 +147,7 @@ def _read(path: Path) -> bytes | None:
     try:
         with open_regular(path) as file:
             about = os.fstat(file.fileno())
-            if not _is_ours(about) or about.st_mode & stat.S_IWOTH:
+            if not _is_ours(about) or about.st_mode & _OTHERS_WRITE:
                 COMPILE.warning("%s: another user can have written it; it is compiled again", path)
                 return None
             data = file.readall()
@@ -160,6 +163,6 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, found: bytes) -> None:
     with written_whole(path) as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if mode & stat.S_IWOTH:
-            os.fchmod(file.fileno(), mode & ~stat.S_IWOTH)
+        if mode & _OTHERS_WRITE:
+            os.fchmod(file.fileno(), mode & ~_OTHERS_WRITE)
         file.write(found + _checksum(path, found))

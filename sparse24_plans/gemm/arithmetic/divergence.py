@@ -14,7 +14,7 @@ import numpy as np
 from ...vocab import EpilogueKind, ScaleKind
 from . import tensor_core
 from .results import Results
-from .sums import AfterStep, StepPlace, step_places
+from .sums import AfterStep, StepPlace, multiplied_element, step_places
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ def _left_out(results: Results, token: int, output: int, recorded: int) -> str |
     before = np.zeros(len(steps))
 
     def without(number: int, accumulator: Array) -> Array:
-        if number == 0 or steps[number].slice != steps[number - 1].slice:
+        if number == 0 or steps[number].accumulator != steps[number - 1].accumulator:
             before[:] = 0
         accumulator[number] = before[number]
         before[:] = accumulator
@@ -63,7 +63,7 @@ def _off_by_a_unit(results: Results, token: int, output: int, recorded: int) -> 
     steps = _steps(results)
     if not steps:
         return None
-    bits = tensor_core.STEPS[results.desc.element].result_bits
+    bits = tensor_core.STEPS[multiplied_element(results.desc, results.arithmetic)].result_bits
 
     def nudged(number: int, accumulator: Array) -> Array:
         for at, sign in ((2 * number, 1), (2 * number + 1, -1)):
@@ -81,7 +81,8 @@ def _off_by_a_unit(results: Results, token: int, output: int, recorded: int) -> 
 
 def _where(place: StepPlace) -> str:
     first, below = place.columns
-    return f"the step of columns {first} to {below - 1} (slice {place.slice})"
+    terms = "" if place.terms is None else " for term {} of X and term {} of W".format(*place.terms)
+    return f"the step of columns {first} to {below - 1}{terms} (slice {place.slice})"
 
 
 def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> str | None:

@@ -91,10 +91,15 @@ class StepPlace(NamedTuple):
     group: int = 0
     """Number of the blocked sum in its slice."""
 
+    @property
+    def accumulator(self) -> tuple[int, int]:
+        """The slice and the sum, which begin with a new accumulator."""
+        return self.slice, self.sum
+
 
 def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[StepPlace, ...]:
     """The positions of all steps in their order. Promoted groups of columns count as slices."""
-    width = tensor_core.STEPS[_multiplied(desc, arithmetic)].columns
+    width = tensor_core.STEPS[multiplied_element(desc, arithmetic)].columns
     starts = _slice_starts(desc, arithmetic)
     places, at = [], 0
     for begin in range(0, desc.k, SPLIT_TILE if arithmetic.parts else width):
@@ -113,7 +118,7 @@ def step_places(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> tuple[S
     return tuple(places)
 
 
-def _multiplied(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> ElementKind:
+def multiplied_element(desc: GemmSparse24Descriptor, arithmetic: Arithmetic) -> ElementKind:
     """The element that the tensor cores multiply."""
     return ElementKind.BF16 if arithmetic.parts else desc.element
 
@@ -137,13 +142,13 @@ def _on_tensor_cores(
     outputs: Array,
     after_step: AfterStep | None,
 ) -> Array:
-    element = _multiplied(factors.desc, arithmetic)
+    element = multiplied_element(factors.desc, arithmetic)
     step, places = tensor_core.STEPS[element], step_places(factors.desc, arithmetic)
     acc = np.zeros(len(tokens), np.float64)
     total = of_slice = of_group = np.zeros(len(tokens), np.float32)
     columns, last = _Columns(factors, arithmetic, tokens, outputs), StepPlace(0, (0, 0))
     for number, place in enumerate(places):
-        if (place.slice, place.sum) != (last.slice, last.sum):
+        if place.accumulator != last.accumulator:
             of_group, acc = of_group + acc.astype(np.float32), np.zeros_like(acc)
         if (place.slice, place.group) != (last.slice, last.group):
             of_slice, of_group = of_slice + of_group, np.zeros_like(of_group)
@@ -180,7 +185,7 @@ class _Columns:
 
     def __init__(self, factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> None:
         self._factors, self._terms = factors, arithmetic.parts
-        self._element = _multiplied(factors.desc, arithmetic)
+        self._element = multiplied_element(factors.desc, arithmetic)
         self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
         self._rows, self._row_at = np.unique(outputs, return_inverse=True)
         self._first = -1

@@ -1,0 +1,323 @@
+"""The operations of ``Sparse24Tensor``, as its dispatch table lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from .prepare_ops import kept_values
+from .tensor import PARTS, SemiStructuredError, Sparse24Tensor
+
+_ops: Any = torch.ops.sparse24
+_aten = torch.ops.aten
+_FP8 = torch.float8_e4m3fn
+
+
+def _tensor(value: Any) -> Tensor:
+    made: Tensor = value
+    return made
+
+
+def _parts(tensor: Sparse24Tensor) -> list[Tensor | None]:
+    return [getattr(tensor, name) for name in PARTS]
+
+
+def _with(tensor: Sparse24Tensor, shape: Any, parts: Any, requires_grad: bool = False) -> Sparse24Tensor:
+    """A tensor of other parts, with the options of ``tensor``."""
+    options = tensor.fuse_transpose_cusparselt, tensor.alg_id_cusparselt, requires_grad
+    return type(tensor)._of(shape, parts, *options)
+
+
+def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **options: Any) -> Sparse24Tensor:
+    """A tensor of the same shape whose parts ``change`` makes."""
+    parts = [None if part is None else change(part) for part in _parts(tensor)]
+    return _with(tensor, tensor.shape, parts, **options)
+
+
+def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    (tensor,) = args
+    return _tensor(_part(tensor, "packed").detach())
+
+
+def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Metadata in CUTLASS's layout, which PyTorch's functions of values and indices read."""
+    (tensor,) = args
+    return _tensor(_ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
+
+
+def _part(tensor: Sparse24Tensor, name: str) -> Tensor:
+    part = getattr(tensor, name)
+    if part is None:
+        raise UnsupportedError(f"{name}: expected a tensor that isn't a transpose; transpose it back first")
+    return _tensor(part)
+
+
+def _is_same_size(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _detach(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    return _rebuilt(args[0], lambda part: part)
+
+
+def _detach_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._DisableTorchDispatch():
+        return func(*args)
+
+
+def _clone(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    return _rebuilt(args[0], torch.clone, requires_grad=args[0].requires_grad)
+
+
+def _t(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    (tensor,) = args
+    packed, meta, packed_t, meta_t, mask = _parts(tensor)
+    turned = packed_t, meta_t, packed, meta, None if mask is None else mask.transpose(0, 1)
+    return _with(tensor, torch.Size([tensor.shape[1], tensor.shape[0]]), turned)
+
+
+def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    """``permute`` has one list of dimensions, ``transpose`` two that it exchanges."""
+    tensor, *dims = args
+    given = [int(one) for one in (dims[0] if len(dims) == 1 else dims)]
+    order = [one + 2 if one < 0 else one for one in given]
+    if any(one not in (0, 1) for one in order) or (len(dims) == 1 and sorted(order) != [0, 1]):
+        raise SemiStructuredError(f"dims: expected the dimensions 0 and 1 of a matrix, got {given}")
+    turns = order == [1, 0] if len(dims) == 1 else order[0] != order[1]
+    return _t(func, types, (tensor,), kwargs) if turns else _rebuilt(tensor, lambda part: part)
+
+
+def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    tensor, shape = args
+    if tuple(shape) not in (tuple(tensor.shape), (-1, tensor.shape[1]), (tensor.shape[0], -1)):
+        raise UnsupportedError(
+            f"`view` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
+            f"(shape={shape})"
+        )
+    return _rebuilt(tensor, lambda part: part)
+
+
+def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    first, second = args
+    if first.ndim != 2 or second.ndim != 2:
+        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
+    if isinstance(first, Sparse24Tensor):
+        return first._mm(second)
+    return _tensor(second.t()._mm(first, should_transpose_dense=True))
+
+
+def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    bias, first, second = args
+    if first.ndim != 2 or second.ndim != 2:
+        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
+    if bias.ndim != 1:
+        raise UnsupportedError(
+            f"`SparseSemiStructuredTensor` matmul: only bias dim=1 supported. Shape={bias.shape}"
+        )
+    if isinstance(first, Sparse24Tensor) or isinstance(bias, Sparse24Tensor):
+        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: only operand B of `addmm` can be sparse")
+    if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha and beta 1, got {kwargs}")
+    return _tensor(second.t()._mm(first, bias=bias, should_transpose_dense=True))
+
+
+def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, weight, *rest = args
+    bias = rest[0] if rest else kwargs.get("bias")
+    if isinstance(x, Sparse24Tensor) or not isinstance(weight, Sparse24Tensor):
+        raise UnsupportedError("`SparseSemiStructuredTensor` linear: only the weight can be sparse")
+    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    y = weight._mm(rows, bias=bias, should_transpose_dense=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """A dense tensor on the CPU, as PyTorch's classes do it; on other devices a Sparse24Tensor."""
+    tensor = args[0]
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if device is not None and torch.device(device).type == "cpu":
+        return _tensor(func(tensor.to_dense(), **kwargs))
+    if dtype is not None and (
+        dtype not in Sparse24Tensor._DTYPE_SHAPE_CONSTRAINTS or _narrow(tensor.dtype, dtype)
+    ):
+        raise UnsupportedError(
+            f"`_to_copy()` with dtype={dtype} is not implemented for a SparseSemiStructuredTensor of "
+            f"{tensor.dtype}"
+        )
+
+    def change(part: Tensor) -> Tensor:
+        return part.to(device=device, dtype=dtype if part.dtype == tensor.dtype else None, copy=True)
+
+    return _rebuilt(tensor, change)
+
+
+def _narrow(*dtypes: torch.dtype) -> bool:
+    """Whether the dtypes differ and one has 8 bits: 8-bit values mean little without a scale."""
+    return dtypes[0] != dtypes[1] and any(dtype.itemsize == 1 for dtype in dtypes)
+
+
+def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Serve aten.to, which arrives instead of aten._to_copy in inference mode."""
+    tensor, *rest = args
+    for given in rest:
+        if isinstance(given, (str, torch.device)):
+            kwargs = {"device": given, **kwargs}
+        elif isinstance(given, torch.dtype):
+            kwargs = {"dtype": given, **kwargs}
+    wanted = {name: kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None}
+    return _to_copy(_aten._to_copy.default, types, (tensor,), wanted)
+
+
+def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """``scale_a * scale_b * (a @ b)``, one operand sparse. A float32 scale is for all rows or for each."""
+    names = ("bias", "scale_result", "out_dtype", "use_fast_accum")
+    a, b, scale_a, scale_b, *rest = args
+    options = {**dict(zip(names, rest, strict=False)), **kwargs}
+    out = options.get("out_dtype")
+    if options.get("bias") is not None or options.get("scale_result") is not None:
+        raise UnsupportedError(
+            "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
+        )
+    if out in (None, _FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
+        wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
+        most = torch.finfo(_FP8).max
+        return wide.clamp(-most, most).to(_FP8)
+    if out not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UnsupportedError(
+            "`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16, float32 or "
+            f"float8_e4m3fn, got {out}"
+        )
+    if isinstance(a, Sparse24Tensor):
+        values, meta = _part(a, "packed"), _part(a, "meta")
+        y = _ops.scaled_linear(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
+        return _tensor(y.t().contiguous())
+    sparse = b.t()
+    values, meta = _part(sparse, "packed"), _part(sparse, "meta")
+    return _tensor(_ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
+
+
+# One cell at a time ---------------------------------------------------------------------------------
+
+
+def _pointwise(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    """``func`` of the kept cells of the last sparse operand, whose cells the result keeps; others stay zero.
+
+    A dense operand, and a sparse one that keeps other cells, counts at these cells alone. Gradients of a
+    function are thus gradients of the kept cells, as in PyTorch's semi-structured training.
+    """
+    like = [one for one in args if isinstance(one, Sparse24Tensor)][-1]
+    if like.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"{func.__name__}: expected float32, float16 or bfloat16, got {like.dtype}")
+    operands = [_at_cells_of(like, one, func.__name__) for one in args]
+    packed, packed_t = (
+        None if part is None else func(*(one[side] for one in operands), **kwargs)
+        for side, part in enumerate((like.packed, like.packed_t))
+    )
+    return _with_values(like, packed, packed_t)
+
+
+def _with_values(like: Sparse24Tensor, packed: Any, packed_t: Any) -> Sparse24Tensor:
+    parts = packed, like.meta, packed_t, like.meta_t, like.compressed_swizzled_bitmask
+    return _with(like, like.shape, parts)
+
+
+def _keeps_cells_of(like: Sparse24Tensor, other: Sparse24Tensor) -> bool:
+    """Whether both share their metadata, so that their values are of the same cells in the same order."""
+    return other.meta is like.meta and other.meta_t is like.meta_t
+
+
+def _at_cells_of(like: Sparse24Tensor, operand: Any, function: str) -> tuple[Any, Any]:
+    """The operand's values at the kept cells of a tensor and of its transpose; a scalar as it is."""
+    if not isinstance(operand, Tensor) or operand.dim() == 0:
+        return operand, operand
+    if isinstance(operand, Sparse24Tensor) and _keeps_cells_of(like, operand):
+        return operand.packed, operand.packed_t
+    if operand.dtype != like.dtype or operand.device != like.device:
+        raise UnsupportedError(
+            f"{function}: expected {like.dtype} on {like.device}, as the sparse operand, got {operand.dtype} "
+            f"on {operand.device}"
+        )
+    dense = operand.to_dense() if isinstance(operand, Sparse24Tensor) else operand
+    if dense.shape != like.shape:
+        try:
+            dense = dense.expand(like.shape)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{function}: expected an operand that broadcasts to {list(like.shape)}, the shape of the "
+                f"sparse one, got {list(operand.shape)}"
+            ) from error
+    if like.packed is not None and like.packed_t is not None:
+        # Metadata names spare cells in groups that keep fewer than two, which the transpose's may lack.
+        both = _cells(like.packed, like.meta) & _cells(like.packed_t, like.meta_t).t()
+        dense = torch.where(both, dense, torch.zeros_like(dense))
+    return (
+        None if like.meta is None else kept_values(dense, like.meta),
+        None if like.meta_t is None else kept_values(dense.t(), like.meta_t),
+    )
+
+
+def _cells(packed: Tensor, meta: Any) -> Tensor:
+    """The cells that metadata names, as booleans [M, K]."""
+    return _tensor(_ops.decompress(torch.ones_like(packed), meta) != 0)
+
+
+def _add(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
+    """The sum of two tensors that keep the same cells. Any other sum may not be 2:4."""
+    first, second = args
+    if not (
+        isinstance(first, Sparse24Tensor)
+        and isinstance(second, Sparse24Tensor)
+        and (_keeps_cells_of(first, second) or _have_equal_metadata(first, second))
+    ):
+        raise UnsupportedError(
+            "add: expected two Sparse24Tensors that keep the same cells, whose sum is 2:4; else add their "
+            "to_dense()"
+        )
+    sides = ((first.packed, second.packed), (first.packed_t, second.packed_t))
+    packed, packed_t = (None if one is None else func(one, other, **kwargs) for one, other in sides)
+    if func is _aten.add_.Tensor:  # backward passes sum gradients in place
+        return first
+    return _with_values(first, packed, packed_t)
+
+
+def _have_equal_metadata(first: Sparse24Tensor, second: Sparse24Tensor) -> bool:
+    """On a GPU, this waits for the device."""
+    return first.shape == second.shape and all(
+        one is other or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in ((first.meta, second.meta), (first.meta_t, second.meta_t))
+    )
+
+
+Sparse24Tensor.SPARSE_DISPATCH = {
+    _aten.values: _values,
+    _aten.indices: _indices,
+    _aten.is_same_size: _is_same_size,
+    _aten.detach_: _detach_in_place,
+    _aten.detach: _detach,
+    _aten.t: _t,
+    _aten.permute: _permute,
+    _aten.transpose: _permute,
+    _aten.view: _view,
+    _aten.mm: _mm,
+    _aten.matmul: _mm,
+    _aten.addmm: _addmm,
+    _aten.linear: _linear,
+    _aten._to_copy: _to_copy,
+    _aten.to: _to,
+    _aten._scaled_mm: _scaled,
+    _aten.clone: _clone,
+    _aten.relu: _pointwise,
+    _aten.gelu: _pointwise,
+    _aten.silu: _pointwise,
+    _aten.mul: _pointwise,
+    _aten.add: _add,
+    _aten.add_: _add,
+    _aten.threshold_backward: _pointwise,
+    _aten.gelu_backward: _pointwise,
+    _aten.silu_backward: _pointwise,
+}
