@@ -92,6 +92,7 @@ def test_the_guides_show_code_that_runs():
         "docs/kernels.md",
         "docs/performance.md",
         "docs/versioning.md",
+        "docs/when-it-pays.md",
     }
 
 

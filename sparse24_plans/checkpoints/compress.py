@@ -99,7 +99,7 @@ def compress_checkpoint(
     calibrated: CalibratedWeights | None = None,
     on_tensor: Callable[[TensorReport], None] | None = None,
 ) -> CompressionReport:
-    """Prune and compress the weights of a dense checkpoint; copy everything else unchanged.
+    """Prune and compress the weights of a dense checkpoint; copy everything else, and report on each tensor.
 
     It compresses 2-D tensors of F32, F16 and BF16 whose K is a multiple of 8, and keeps the two largest of
     every four. Matrices [in, out], of transformers' Conv1D (GPT-2), are found by biases or ``config.json``.
@@ -112,11 +112,9 @@ def compress_checkpoint(
     destination : path
         A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
         index, and copies of the source folder's other files.
-    include : sequence of str
-        Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed.
-    exclude : sequence of str
-        Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
-        copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
+    include, exclude : sequences of str
+        Shell patterns (``fnmatch``) of tensor names. If any is included, nothing else is compressed; exclusion
+        wins. Embeddings, heads, routers and adapters are copied unless included (:data:`DEFAULT_EXCLUDE`).
     element : ElementKind, optional
         ``fp8_e4m3`` or ``s8``: kept values are quantized, with a scale for each row in ``NAME_scale``, for
         layers that quantize their input too. By default they keep their element.
@@ -130,12 +128,7 @@ def compress_checkpoint(
     calibrated : CalibratedWeights, optional
         Weights to write instead of the source's. The source's other matrices are copied.
     on_tensor : callable, optional
-        A function that is called with each tensor's report, in the order of the source's data.
-
-    Returns
-    -------
-    CompressionReport
-        A list with a report on each tensor.
+        A function that is called with each report, in the order of the source's data.
 
     Raises
     ------
@@ -151,8 +144,7 @@ def compress_checkpoint(
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        quantized = _checked_element(element)
-        run = _Compression(model, selection, place, calibrated, on_tensor, quantized)
+        run = _Compression(model, selection, place, calibrated, on_tensor, _checked_element(element))
         return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
