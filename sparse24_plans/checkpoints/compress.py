@@ -113,7 +113,7 @@ def compress_checkpoint(
         A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
         index, and copies of the source folder's other files.
     include, exclude : sequences of str
-        Shell patterns (``fnmatch``) of tensor names. If any is included, nothing else is compressed; exclusion
+        Shell patterns (``fnmatch``) of tensor names. If any is included, nothing else is compressed; exclude
         wins. Embeddings, heads, routers and adapters are copied unless included (:data:`DEFAULT_EXCLUDE`).
     element : ElementKind, optional
         ``fp8_e4m3`` or ``s8``: kept values are quantized, with a scale for each row in ``NAME_scale``, for
