@@ -89,7 +89,7 @@ def demo(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress and verify a small checkpoint, and show what pruning costs its accuracy.
+    """Compress and verify a small checkpoint, and show its accuracy.
 
     The checkpoint is that of the extra [demo] if it is installed, else random weights, which have no task.
     """

@@ -10,7 +10,7 @@ from ..device.jit.cache import CompiledKernel
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, shown
 from ..plan.kernel import Choice
 from ..plan.kernel_table import choose
-from ..plan.plan import Plan
+from ..plan.plan import Plan, considered_by
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, integer
 from .descriptor import GemmSparse24Descriptor
@@ -136,7 +136,7 @@ class GemmSparse24TokenPlans(Generic[P]):
         """The name of the kernel that serves n tokens. Raises what ``select`` raises."""
         problem = self._problem(n)
         try:
-            entry = choose(self._kind.consider(problem, self._preference, self._device, self._tuning))
+            entry = choose(considered_by(self._kind, problem, self._preference, self._device, self._tuning))
         except (UnsupportedError, BackendUnavailableError) as error:
             raise type(error)(f"{n} tokens: {error}") from error
         if entry.name not in self._largest or self._largest[entry.name].descriptor.n < n:

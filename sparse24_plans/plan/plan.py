@@ -151,7 +151,7 @@ class Plan:
         """Explain what ``select`` would choose, uncompiled. ``device`` may describe an absent GPU."""
         cls._check_descriptor(descriptor)
         wishes, (properties, _) = PlanPreference.of(preference), described(device)
-        considered = cls.consider(descriptor, wishes, properties, tuning)
+        considered = considered_by(cls, descriptor, wishes, properties, tuning)
         entry = next((one.entry for one in considered if one.reason is None), None)
         if entry is None or entry.on_host:  # a host's plan costs no more than its explanation would
             return _explanation(properties, considered, entry, None)
@@ -187,21 +187,6 @@ class Plan:
             raise InvalidProblemError(
                 f"descriptor: expected {cls.descriptor_type.__name__}, got {type(descriptor).__name__}"
             )
-
-    @classmethod
-    def consider(
-        cls,
-        descriptor: Descriptor,
-        preference: PlanPreference,
-        device: DeviceProperties,
-        tuning: Tuning | None,
-    ) -> tuple[JudgedEntry[Any], ...]:
-        """Every kernel of the family, in order of preference, with the reason why it can't serve."""
-        tested = tuning.promises(descriptor, cls.table, device) if tuning else {}
-        cuts = None
-        if tuning and preference.require.arithmetic is not None:  # it depends on configurations
-            cuts = tuning.configurations(descriptor, cls.table, device)
-        return consider(cls.table, descriptor, preference, device, tested, cuts)
 
     # Identity ---------------------------------------------------------------------------------------
 
@@ -424,10 +409,25 @@ def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
 ) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
     """The choice, and every entry with its reason."""
-    considered = cls.consider(descriptor, preference, device, tuning)
+    considered = considered_by(cls, descriptor, preference, device, tuning)
     try:
         entry = choose(considered)
     finally:
         log_choice(descriptor, device, considered)
     configuration = tuning.configuration(descriptor, entry, device) if tuning else {}
     return Choice(descriptor, device, entry, preference, configuration), considered
+
+
+def considered_by(
+    kind: type[Plan],
+    descriptor: Descriptor,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tuning: Tuning | None,
+) -> tuple[JudgedEntry[Any], ...]:
+    """Every kernel of the family, in order of preference, with the reason why it can't serve."""
+    tested = tuning.promises(descriptor, kind.table, device) if tuning else {}
+    cuts = None
+    if tuning and preference.require.arithmetic is not None:  # it depends on configurations
+        cuts = tuning.configurations(descriptor, kind.table, device)
+    return consider(kind.table, descriptor, preference, device, tested, cuts)

@@ -74,6 +74,11 @@ def test_a_calibrated_model_verifies_and_loads(bert, samples, tmp_path, method):
     assert from_pretrained(tmp_path / "out").config.model_type == "bert"
 
 
+def test_a_calibrated_model_may_have_8_bits(bert, samples, tmp_path):
+    calibrated(bert, tmp_path / "out", "--calibrate", samples, "--element", "fp8_e4m3")
+    assert run_json("verify", tmp_path / "out", "--against", bert, "--device", "host")["passed"]
+
+
 def test_the_file_holds_what_calibrate_gives(bert, samples, tmp_path):
     import torch
     import transformers

@@ -139,6 +139,24 @@ _call(
     out=ElementKind.F32,
     alpha=1.0,
 )
+_call(
+    "PrecisionGuarantee.softmax_tolerance",
+    _HOST.guarantee.softmax_tolerance,
+    k=32,
+    scores=np.ones((3, 4)),
+    sizes=np.ones((3, 4)),
+    out=ElementKind.F32,
+)
+_call(
+    "PrecisionGuarantee.attention_tolerance",
+    _HOST.guarantee.attention_tolerance,
+    k=32,
+    scores=np.ones((3, 4)),
+    sizes=np.ones((3, 4)),
+    values=np.ones((4, 8)),
+    element=ElementKind.F32,
+    head_size=8,
+)
 
 
 # Plans --------------------------------------------------------------------------------------------
@@ -218,6 +236,21 @@ for _desc in PROBLEMS:
     _plan_calls(PLANS[type(_desc)], _desc)
 
 
+_call(
+    "GemmSparse24Plan.for_tokens",
+    GemmSparse24Plan.for_tokens,
+    descriptor=DESC,
+    most_n=16,
+    preference=None,
+    device="host",
+    tuning=None,
+)
+_call(
+    "GemmSparse24TokenPlans.compile",
+    GemmSparse24Plan.for_tokens(DESC, 16, device="host").compile,
+    ns=[1, 16],
+)
+_call("Caller.alignment", _STRICT.caller(_ran()).alignment, operand="x")
 _call("GemmSparse24Plan.replay", _replay, args=None, weight=_ran().weight, x=_ran().x, y=_ran().y, **_SAMPLED)
 
 

@@ -27,6 +27,9 @@ WITHOUT_ARGUMENTS = {
     *(
         "Bound",
         "Bound.launch",
+        "Caller",
+        "Caller.launch",
+        "GemmSparse24TokenPlans",
         "RecordedRun",
         "Verdict",
         "Device",

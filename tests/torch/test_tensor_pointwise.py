@@ -219,7 +219,9 @@ def test_a_table_of_pytorchs_kind_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "table", [[aten.neg], {"neg": negative}, {aten.neg.default: negative}, {aten.neg: None}], ids=str
+    "table",
+    [[aten.neg], {"neg": negative}, {aten.neg.default: negative}, {aten.neg: None}],
+    ids=["a list", "a name", "an overload", "no function"],
 )
 def test_what_is_no_table_is_refused(table):
     with pytest.raises(InvalidProblemError, match="custom_dispatch_table: expected"):
