@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
@@ -31,12 +32,25 @@ class Device(NamedTuple):
 HOST = Device("host", 0)
 
 
+_import_failures: list[str] = []
+
+
 def import_cupy() -> Any:
-    """CuPy, imported when first needed, because its import takes half a second."""
+    """CuPy, imported when first needed, because its import takes half a second.
+
+    An import that failed isn't tried again: each try would search the disk under Python's import lock.
+    """
+    if _import_failures and "cupy" not in sys.modules:
+        raise BackendUnavailableError(_import_failures[0])
     try:
         import cupy
-    except ImportError as error:
-        raise BackendUnavailableError(f"CuPy is not installed; {install_advice('cuda')}") from error
+    except Exception as error:  # whatever a broken installation raises
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        state = "is not installed" if absent else f"can't be imported ({error})"
+        message = f"CuPy {state}; {install_advice('cuda')}"
+        if "cupy" not in sys.modules:
+            _import_failures.append(message)
+        raise BackendUnavailableError(message) from error
     return cupy
 
 
