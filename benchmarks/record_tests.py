@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse24_plans.bench.record import kernel_files, kernels_sha256, machine
-from sparse24_plans.device.tensors import import_cupy
+from sparse24_plans.device.install import import_cupy
 
 from . import changed_kernels
 

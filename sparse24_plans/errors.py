@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 _SHOWN_CHARACTERS = 80
+_MESSAGE_CHARACTERS = 4000
 
 
 def shown(value: object) -> str:
@@ -29,6 +30,14 @@ def _rebuild(kind: type[Sparse24Error], args: tuple[Any, ...], state: dict[str, 
 
 class Sparse24Error(Exception):
     """Base of all errors raised by sparse24_plans. Errors survive pickling, with their attributes."""
+
+    def __str__(self) -> str:
+        """The message, which any log can hold: of bounded length, and with lone surrogates escaped."""
+        text = super().__str__()
+        if len(text) > _MESSAGE_CHARACTERS:
+            half = _MESSAGE_CHARACTERS // 2
+            text = f"{text[:half]} [...] {text[-half:]}"
+        return text.encode(errors="backslashreplace").decode()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)

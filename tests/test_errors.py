@@ -77,6 +77,25 @@ def test_messages_say_what_was_needed_and_what_came(error, words):
         assert word in str(error)
 
 
+@every_error
+def test_a_message_fits_into_any_log(error):
+    """However long, and whatever characters, the text is that a caller or a file gave."""
+    text = "begin" + 50_000 * "\ud800" + "end"
+    long = type(error)(28, text, text) if isinstance(error, OSError) else copy_with(error, text)
+    said = str(long)
+    assert len(said.encode()) < 40_000
+    assert "begin" in said
+    assert "end" in said
+    assert str(pickle.loads(pickle.dumps(long))) == said
+    assert long.args[-1] == text
+
+
+def copy_with(error: Sparse24Error, message: str) -> Sparse24Error:
+    made = type(error).__new__(type(error), message)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
 def test_a_format_error_needs_no_place():
     error = FormatError("not a safetensors file")
     assert (error.row, error.group, str(error)) == (None, None, "not a safetensors file")

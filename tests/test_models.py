@@ -218,6 +218,24 @@ def test_fields_by_position_are_refused_with_their_names():
         GemmSparse24Descriptor(1, 16, 8, "bf16")
 
 
-def test_text_that_json_cannot_hold_is_refused():
-    with pytest.raises(InvalidProblemError, match="name: expected text that UTF-8 can encode"):
-        DeviceProperties(kind="cuda", name="\ud800")
+@pytest.mark.parametrize("field", ["name", "cublaslt", "cusparselt", "driver"])
+def test_a_devices_text_that_json_cannot_hold_is_refused(field):
+    with pytest.raises(InvalidProblemError, match=f"{field}: expected text that UTF-8 can encode"):
+        DeviceProperties(kind="cuda", **{field: "\ud800"})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kernel": "\ud800"}, "kernel"),
+        ({"backend": "a\udfff"}, "backend"),
+        ({"layout": "\ud800"}, "layout"),
+        ({"op": "\ud800"}, "op"),
+    ],
+)
+def test_a_skus_text_that_json_cannot_hold_is_refused(change, field):
+    plan = GemmSparse24Plan.select(GemmSparse24Descriptor(n=1, m=8, k=8, element="f32"), device="host")
+    with pytest.raises(InvalidProblemError, match=f"{field}: expected text that UTF-8 can encode"):
+        plan.sku.model_copy(update=change)
+    with pytest.raises(InvalidProblemError, match="expected text that UTF-8 can encode"):
+        explain(plan.descriptor, device="host").model_copy(update={"details": "\ud800"})

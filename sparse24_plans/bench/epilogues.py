@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ..arithmetic.epilogue import apply_epilogue
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan

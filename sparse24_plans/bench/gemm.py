@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..device.devices import cuda_properties
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.kernel_table import ENTRIES

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import Sparse24Error
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor

@@ -8,7 +8,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..tuning.data import Array, Matrix, random_bits
 from ..tuning.timing import Contender, Launch, copies_beyond_l2
 from ..vocab import ElementKind, TileRule

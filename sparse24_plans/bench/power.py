@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 
 _SM_CLOCK = 1
 _POWER_INSTANT = 186

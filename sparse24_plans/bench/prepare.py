@@ -26,7 +26,7 @@ from .. import (
     TilePruneSparse24Descriptor,
     TilePruneSparse24Plan,
 )
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import UnsupportedError
 from ..plan.operands import fields_of
 from ..prepare.kernel_table import PACKED_ELEMENTS

@@ -21,8 +21,8 @@ from typing import Any
 from .._version import __version__
 from ..device.devices import cuda_properties
 from ..device.files import read_whole, written_whole
+from ..device.install import import_cupy
 from ..device.jit.compiler import KERNEL_FOLDER, closure, load_nvrtc, nvrtc_build
-from ..device.tensors import import_cupy
 from ..errors import FormatError, InvalidProblemError, shown
 from ..plan.plan import Plan
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..tuning.timing import Contender, capture_for
 from . import power
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..device.install import import_cupy
 from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
-from ..device.tensors import import_cupy
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
 from .descriptor import BlockSparseAttentionDescriptor

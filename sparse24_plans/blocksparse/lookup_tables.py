@@ -12,8 +12,9 @@ import numpy as np
 
 from ..device.adapters import Unmoving
 from ..device.devices import current_on
+from ..device.install import import_cupy
 from ..device.streams import stream_handle
-from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy
+from ..device.tensors import HOST, Device, TensorView, check_device
 from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .shape import BlockSparseShape

@@ -11,8 +11,9 @@ import numpy as np
 
 from ..device.devices import home_of, resolve
 from ..device.files import StrPath
+from ..device.install import import_cupy
 from ..device.log import SELECT
-from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..prepare.args import PruneCompressSparse24Args
 from ..prepare.descriptor import PruneCompressSparse24Descriptor

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..device.devices import resolve
 from ..device.files import StrPath, path_of
-from ..device.tensors import TensorView, import_cupy
+from ..device.install import import_cupy
+from ..device.tensors import TensorView
 from ..errors import InvalidProblemError
 from ..errors import shown as shown_value
 from ..gemm.args import GemmSparse24Args

@@ -12,7 +12,7 @@ import typer
 
 from .. import _version
 from ..device.devices import GPUS, HOST_PROPERTIES, absent_gpu, cuda_device_count, cuda_properties
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import BackendUnavailableError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.kernel_table import ENTRIES, GemmEntry

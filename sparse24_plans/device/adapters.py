@@ -19,6 +19,7 @@ from .._vendor import dlpack_abi
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from .dlpack import ELEMENT_OF_TYPE
+from .install import import_cupy
 from .tensors import (
     ELEMENT_NAMES,
     HOST,
@@ -32,7 +33,6 @@ from .tensors import (
     contiguous_strides,
     element_of,
     honest_view,
-    import_cupy,
     register,
 )
 

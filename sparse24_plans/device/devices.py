@@ -10,8 +10,9 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 from .._vendor import cublaslt_abi, cusparselt_abi
 from ..errors import BackendUnavailableError
 from ..vocab import DeviceProperties, integer
+from .install import import_cupy
 from .log import SELECT
-from .tensors import HOST, Device, import_cupy, wrong
+from .tensors import HOST, Device, wrong
 
 _MOST_ORDINAL = 1 << 31
 _MOST_DIGITS = 11

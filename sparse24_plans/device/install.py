@@ -1,4 +1,4 @@
-"""Advice on installing missing libraries, from the installed package's metadata.
+"""The import of CuPy, and advice on installing missing libraries, from the installed package's metadata.
 
 The advice names the libraries, not this package with an extra: an index may lack the package, or have another
 one of its name.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from functools import cache
 from importlib import metadata
+from typing import Any
+
+from ..errors import BackendUnavailableError
 
 _DISTRIBUTION = "sparse24_plans"
 _EXTRA = re.compile(r"""^(?P<what>[^;]+);.*\bextra\s*==\s*["'](?P<extra>\w+)["']""")
@@ -31,3 +35,25 @@ def _command(extra: str) -> str:
     if not found:
         return f"pip install '.[{extra}]' in the package's source folder"
     return shlex.join(["pip", "install", *found])
+
+
+_import_failures: list[str] = []
+
+
+def import_cupy() -> Any:
+    """CuPy, imported when first needed, because its import takes half a second.
+
+    An import that failed isn't tried again: each try would search the disk under Python's import lock.
+    """
+    if _import_failures and "cupy" not in sys.modules:
+        raise BackendUnavailableError(_import_failures[0])
+    try:
+        import cupy
+    except Exception as error:  # whatever a broken installation raises
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        state = "is not installed" if absent else f"can't be imported ({error})"
+        message = f"CuPy {state}; {install_advice('cuda')}"
+        if "cupy" not in sys.modules:
+            _import_failures.append(message)
+        raise BackendUnavailableError(message) from error
+    return cupy

@@ -11,7 +11,8 @@ from typing import Any
 
 from .._vendor.library_error import LibraryError
 from ..errors import BackendUnavailableError, DriverError, InvalidProblemError, Sparse24Error, shown
-from .tensors import HOST, Device, import_cupy, wrong
+from .install import import_cupy
+from .tensors import HOST, Device, wrong
 
 Launch = Callable[[int], None]
 """Enqueues work on the stream with the given handle, whose device is current."""

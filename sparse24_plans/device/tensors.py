@@ -13,7 +13,7 @@ from .._vendor import dlpack_abi
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, shown
 from ..vocab import ElementKind, ElementLike, element_kind
 from .dlpack import capsule_of
-from .install import install_advice
+from .install import import_cupy
 
 
 class Device(NamedTuple):
@@ -29,15 +29,6 @@ class Device(NamedTuple):
 
 
 HOST = Device("host", 0)
-
-
-def import_cupy() -> Any:
-    """CuPy, imported when first needed, because its import takes half a second."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise BackendUnavailableError(f"CuPy is not installed; {install_advice('cuda')}") from error
-    return cupy
 
 
 _MOST, _MOST_ADDRESS = 1 << 63, 1 << 64

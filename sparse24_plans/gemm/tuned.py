@@ -21,7 +21,7 @@ from pydantic import Field
 from ..device.files import read_whole, written_whole
 from ..device.log import TUNING
 from ..errors import FormatError, InvalidProblemError, shown
-from ..vocab import INT64_MAX, DeviceProperties, Integer, Listed, Model, Number
+from ..vocab import INT64_MAX, DeviceProperties, Integer, Listed, Model, Number, Text
 from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
@@ -46,10 +46,10 @@ class TunedKernel(Model):
     table. An empty ``configuration`` means that none was faster than the default by enough.
     """
 
-    kernel: str
-    version: str
+    kernel: Text
+    version: Text
     problem: GemmSparse24Descriptor
-    configuration: Mapping[str, Annotated[int, Integer(least=-INT64_MAX, most=INT64_MAX)]] = Field(
+    configuration: Mapping[Text, Annotated[int, Integer(least=-INT64_MAX, most=INT64_MAX)]] = Field(
         default_factory=dict
     )
     promises: Annotated[tuple[Confirmable, ...], Listed] = ()

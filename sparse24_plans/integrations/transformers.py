@@ -88,7 +88,8 @@ class _Parts(nn.Module):
             from accelerate.hooks import add_hook_to_module
 
             add_hook_to_module(layer, hook)
-        return layer.train(self.training)
+        layer.train(self.training)
+        return layer
 
 
 class _Decompress(ConversionOps):  # type: ignore[misc]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
+from ..device.install import import_cupy
 from ..device.streams import CurrentStream, Launch, launch_on, stream_handle
-from ..device.tensors import Device, import_cupy
+from ..device.tensors import Device
 from ..errors import InvalidProblemError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..errors import Sparse24Error
-from ..vocab import ArchSku, ElementKind, EpilogueKind, Flag, Listed, Model, OpCategory, Size
+from ..vocab import ArchSku, ElementKind, EpilogueKind, Flag, Listed, Model, OpCategory, Size, Text
 from .guarantee import PrecisionGuarantee
 
 
@@ -15,21 +15,21 @@ class KernelSku(Model):
 
     category: OpCategory
     """The kind of work: a product, pruning, packing."""
-    op: str
+    op: Text
     """The op, such as ``gemm_sparse24_forward``."""
     element: ElementKind
     """Element of the weight."""
     aux_element: ElementKind
     """Element of the result."""
-    layout: str
+    layout: Text
     """Weight layout the kernel reads or writes: ``canonical``, or a packed ``layout_id``."""
     epilogue: EpilogueKind
     """The epilogue of a product; ``identity`` for other ops."""
     arch: ArchSku
     """The oldest architecture that the kernel is built for."""
-    backend: str
+    backend: Text
     """The name of the backend that launches the kernel."""
-    kernel: str
+    kernel: Text
     """The name of the kernel entry, which ``explain`` lists and ``prefer_kernel`` takes."""
     precision_guarantee: PrecisionGuarantee
     """The kernel's promises about its numbers."""
@@ -38,11 +38,11 @@ class KernelSku(Model):
 class Explanation(Model):
     """The reason why a kernel was chosen, and why each other one was not."""
 
-    device: str
+    device: Text
     """The device that the selection was for."""
-    chosen: str | None
+    chosen: Text | None
     """Name of the chosen kernel; None if no kernel can serve."""
-    details: str
+    details: Text
     """Description of how the chosen kernel cuts the problem, or why nobody can tell without the GPU. Empty
     for the host unless a plan explains itself."""
     workspace_size: Size | None
@@ -50,7 +50,7 @@ class Explanation(Model):
     unless a plan explains itself."""
     workspace_is_exact: Flag = False
     """Whether ``workspace_size`` is what a plan needs. A library tells it on the GPU alone."""
-    rows: Annotated[tuple[tuple[str, str, str | None], ...], Listed]
+    rows: Annotated[tuple[tuple[Text, Text, Text | None], ...], Listed]
     """(kernel, backend, reason why it can't serve or None) for every kernel, in order of preference."""
 
     def __str__(self) -> str:

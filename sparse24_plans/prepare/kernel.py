@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from ..device.install import import_cupy
 from ..device.streams import Launch
-from ..device.tensors import TensorView, import_cupy
+from ..device.tensors import TensorView
 from ..plan.kernel import Kernel
 from ..plan.operands import Alignment
 from ..vocab import ElementKind

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, overload
 
 import numpy as np
 
+from ..device.install import import_cupy
 from ..device.streams import current_stream_of, launch_on, stream_handle
-from ..device.tensors import HOST, TensorView, import_cupy
+from ..device.tensors import HOST, TensorView
 from ..plan.operands import Args
 from ..plan.plan import Plan
 from ..vocab import PrepareOp

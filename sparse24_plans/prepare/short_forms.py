@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..device.tensors import HOST, Device, TensorView, import_cupy
+from ..device.install import import_cupy
+from ..device.tensors import HOST, Device, TensorView
 from ..errors import UnsupportedError
 from ..plan.plan import Plan
 from ..vocab import ElementKind

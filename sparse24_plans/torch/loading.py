@@ -217,7 +217,8 @@ class Load:
             **options,
         )
         layer.transposed = is_conv1d(module)
-        return layer.train(linear.training)
+        layer.train(linear.training)
+        return layer
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -298,7 +299,8 @@ def sparse_like(module: Any, options: Mapping[str, Any], device: Any = None) -> 
         **options,
     )
     layer.transposed = is_conv1d(module)
-    return layer.train(linear.training)
+    layer.train(linear.training)
+    return layer
 
 
 def in_order_of(layer: Sparse24Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

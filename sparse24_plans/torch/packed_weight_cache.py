@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 from ..errors import UnsupportedError
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import CANONICAL_LAYOUT

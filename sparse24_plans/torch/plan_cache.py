@@ -8,7 +8,6 @@ allocate with PyTorch's allocator and launch on PyTorch's current stream.
 from __future__ import annotations
 
 from functools import lru_cache
-from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -16,10 +15,14 @@ from torch import Tensor
 
 from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
+from ..weights.threads import lock_across_forks
 from .elements import plan_device, stream_getter
 
 MOST_FORMS = 4096
 """Forms that a cache keeps: a server's numbers of tokens, times the shapes of its model's layers."""
+
+
+_lock = lock_across_forks()
 
 
 class PlanCache(dict[Any, Any]):
@@ -28,13 +31,9 @@ class PlanCache(dict[Any, Any]):
     Threads may share a cache. ``get`` is that of ``dict``, so finding an entry takes no lock.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = Lock()
-
     def keep(self, form: Any, entry: Any) -> Any:
         """Store the entry and return it."""
-        with self._lock:
+        with _lock:
             while len(self) >= MOST_FORMS:
                 del self[next(iter(self))]
             self[form] = entry

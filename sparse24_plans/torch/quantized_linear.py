@@ -141,7 +141,8 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             layer.weight_scale.copy_(scale)
             if layer.input_scale is not None:
                 layer.input_scale.fill_(_checked_scale(input_scale))
-        return layer.train(linear.training)
+        layer.train(linear.training)
+        return layer
 
     def padded(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
         """A canonical weight of fewer columns, with zeros up to the layer's."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..device.tensors import TensorView, import_cupy
+from ..device.install import import_cupy
+from ..device.tensors import TensorView
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.tensors import import_cupy
+from ..device.install import import_cupy
 
 Launch = Callable[[int], None]
 _WARM_UP_US = 20_000

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from functools import cache
 from importlib import util
-from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..device.log import COMPILE
 from .groups import Scratch
+from .threads import lock_across_forks
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -110,7 +110,7 @@ def _moved(name: str, cells: Array, codes: Array, out: Array) -> None:
 # Compiling ----------------------------------------------------------------------------------------
 
 _known: dict[tuple[str, int], Callable[..., Any]] = {}
-_lock = Lock()
+_lock = lock_across_forks()
 
 
 def _compiled(name: str, itemsize: int) -> Callable[..., Any]:

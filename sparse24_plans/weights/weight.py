@@ -13,8 +13,9 @@ import numpy as np
 
 from ..device.adapters import Unmoving
 from ..device.devices import DeviceLike, home_of, resolve
+from ..device.install import import_cupy
 from ..device.streams import on_stream
-from ..device.tensors import HOST, Device, TensorView, check_device, import_cupy, wrong
+from ..device.tensors import HOST, Device, TensorView, check_device, wrong
 from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
 from ..vocab import (
     CANONICAL_LAYOUT,

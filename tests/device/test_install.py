@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -52,3 +54,46 @@ def test_nothing_tells_to_fetch_the_package_from_an_index():
     texts += [*(ROOT / "sparse24_plans").rglob("*.py"), *(ROOT / "vendor").rglob("*.py")]
     wrong = re.compile(r"pip install [^`|\n]*\bsparse24[_-]plans\b")
     assert [path.name for path in texts if path.is_file() and wrong.search(path.read_text())] == []
+
+
+# Importing CuPy -----------------------------------------------------------------------------------
+
+WITHOUT_CUPY = """
+import sys
+from sparse24_plans import BackendUnavailableError, GemmSparse24Descriptor, GemmSparse24Plan
+from sparse24_plans.device.install import import_cupy
+
+searches = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cupy":
+            searches.append(name)
+            raise {error}
+
+sys.meta_path.insert(0, Finder())
+for _ in range(3):
+    GemmSparse24Plan.select(GemmSparse24Descriptor(n=1, m=8, k=8, element="f32"))
+    try:
+        import_cupy()
+    except BackendUnavailableError as error:
+        print(error)
+assert searches == ["cupy"], searches
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ModuleNotFoundError(name='cupy')", "CuPy is not installed; "),
+        ("ImportError('libfoo.so is missing')", "CuPy can't be imported (libfoo.so is missing); "),
+        ("OSError('bad image')", "CuPy can't be imported (bad image); "),
+    ],
+)
+def test_an_import_of_cupy_that_failed_is_not_tried_again(error, said):
+    script = WITHOUT_CUPY.format(error=error)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(line == f"{said}{install.install_advice('cuda')}" for line in lines)

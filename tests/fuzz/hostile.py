@@ -26,6 +26,8 @@ from .hostile_values import PATHS, PLAIN, TENSORS, VALUES
 
 LIMIT_S = 20.0
 """A call that takes longer hangs. None of them has much to do."""
+LONGEST_MESSAGE = 5000
+"""Bytes of a message in UTF-8. A log may hold it."""
 FUNCTIONS = ("on_", "multiply")
 """How the names of arguments begin that are functions of the caller's."""
 
@@ -130,7 +132,8 @@ def _served(call: Callable[[], object], attack: Attack) -> bool:
                 list(found)
             repr(found)
     except Sparse24Error as error:
-        str(error)
+        if len(str(error).encode()) > LONGEST_MESSAGE:
+            raise AssertionError(f"{attack} has a message of {len(str(error))} characters") from error
         return False
     except CallersError:
         return False

@@ -93,6 +93,13 @@ def test_every_value_where_an_operand_is_expected(value):
     check_attack(Attack("TuningTable.load", (("path", value),)))
 
 
+@pytest.mark.parametrize("value", ["long text", "surrogate"])
+def test_no_text_makes_a_long_message_or_one_that_cannot_be_encoded(value):
+    for name, call in CALLS.items():
+        for argument in call.arguments:
+            check_attack(Attack(name, ((argument, value),)))
+
+
 @pytest.mark.parametrize(
     ("call", "argument", "value"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -29,7 +31,7 @@ from sparse24_plans import (
     Sparse24Weight,
     prune,
 )
-from sparse24_plans.weights import canonical, groups, host_code, threads
+from sparse24_plans.weights import canonical, compiled, groups, host_code, threads
 
 from ..support import same_bits
 from .canonical_model import assert_is, every_element, model_prune
@@ -226,3 +228,71 @@ def test_running_again_takes_no_fresh_memory():
 
     pages = dense.nbytes // resource.getpagesize()
     assert min(faults() for _ in range(3)) < pages
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+FORK = """
+import os, signal, threading, time
+from sparse24_plans.weights.threads import lock_across_forks
+
+lock, held = lock_across_forks(), threading.Event()
+
+def hold():
+    with lock:
+        held.set()
+        time.sleep(0.5)
+
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    os._exit(not lock.acquire(timeout=20))
+holder.join()
+assert lock.acquire(timeout=20)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+FORK_WHILE_COMPILING = """
+import os, signal, threading, time
+import numpy as np
+from sparse24_plans import Sparse24Weight
+from sparse24_plans.weights import compiled, host_code
+
+host_code.LEAST_CELLS = 0
+begun, compile_now = threading.Event(), compiled._compile
+
+def compile_slowly(*given):
+    begun.set()
+    time.sleep(0.5)
+    return compile_now(*given)
+
+compiled._compile = compile_slowly
+matrix = np.ones((64, 64), np.float32)
+threading.Thread(target=Sparse24Weight.prune_compress, args=(matrix,)).start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    weight = Sparse24Weight.prune_compress(matrix)
+    os._exit(int(weight.decompress().sum() != 64 * 32))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system doesn't fork")
+@pytest.mark.parametrize(
+    "script",
+    [
+        FORK,
+        pytest.param(
+            FORK_WHILE_COMPILING,
+            marks=pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle())),
+        ),
+    ],
+    ids=["a lock", "compressing"],
+)
+def test_a_forks_child_finds_no_lock_held(script):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

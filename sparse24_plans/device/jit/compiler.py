@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BackendUnavailableError, DriverError
-from ..install import install_advice
-from ..tensors import import_cupy
+from ..install import import_cupy, install_advice
 
 _PACKAGE = Path(__file__).parents[2]
 KERNEL_FOLDER = _PACKAGE / "kernels_cu"

@@ -14,8 +14,8 @@ from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
 from ...errors import DriverError
 from ...vocab import DeviceProperties
+from ..install import import_cupy
 from ..streams import driver_error
-from ..tensors import import_cupy
 from .cache import CompiledKernel, compiled, cubin
 
 _SHARED_BY_DEFAULT = 48 << 10

@@ -15,10 +15,10 @@ import numpy as np
 
 from ..._vendor import cusparselt_abi as abi
 from ..._vendor.library_error import LibraryError
-from ...device.install import install_advice
+from ...device.install import import_cupy, install_advice
 from ...device.jit.launcher import is_sizing
 from ...device.streams import Launch, driver_error
-from ...device.tensors import TensorView, import_cupy
+from ...device.tensors import TensorView
 from ...errors import BackendUnavailableError, UnsupportedError
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views, leading_dimension

@@ -106,4 +106,5 @@ def _like(theirs: nn.MultiheadAttention, sparsity: Any, options: dict[str, Any])
     )
     state = {name: one for name, one in theirs.state_dict().items() if one is not None}
     ours.load_state_dict(state, strict=False)
-    return ours.train(theirs.training)
+    ours.train(theirs.training)
+    return ours
