@@ -119,6 +119,28 @@ def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
     assert (error[covered] <= allowed[covered]).all()
 
 
+@pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
+@pytest.mark.parametrize("element", ["f32", "bf16"])
+@settings(max_examples=60, deadline=None)
+@given(steps=st.floats(0.51, 2), seed=seeds)
+def test_an_alpha_that_float32_stores_roughly_is_within_the_tolerance(element, kernel, steps, seed):
+    """A subnormal alpha is rounded by up to its size. The sums are large, so that results are normal."""
+    rng, alpha, kind = np.random.default_rng(seed), steps * TINY, ElementKind(element)
+    desc = GemmSparse24Descriptor(n=N, m=M, k=K, element=element, alpha=alpha)
+    plan = GemmSparse24Plan.select(desc, preference={"prefer_kernel": kernel}, device="host")
+    w, x = (
+        (1e18 * rng.uniform(1, 2, shape)).astype(np.float32).astype(kind.dtype) for shape in ((M, K), (N, K))
+    )
+    weight, y = Sparse24Weight.prune_compress(w), np.zeros((N, M), kind.dtype)
+    plan.run(GemmSparse24Args(plan.pack(weight), x, y))
+    sums = x.astype(np.float64) @ weight.decompress().astype(np.float64).T
+    allowed = plan.guarantee.tolerance(K, alpha * sums, sums, element, alpha)
+    assert (np.abs(y.astype(np.float64) - alpha * sums) <= allowed).all()
+    rounded = abs(float(np.float32(alpha)) - alpha) / alpha
+    most = rounded + (40 * U + 1.1 * kind.unit_roundoff) * (1 + rounded)
+    assert (allowed <= most * alpha * sums).all()
+
+
 def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator) -> np.ndarray:
     """FastMath of common/epilogue.cuh, with functions that are as wrong as CUDA may make them."""
     f32 = np.float32

@@ -145,7 +145,7 @@ class Layout(nn.Module):
         error_msgs: list[str],
     ) -> None:
         given = state_dict.get(f"{prefix}bitmap")
-        found = self.layout
+        found, errors = self.layout, len(error_msgs)
         if isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
@@ -154,11 +154,15 @@ class Layout(nn.Module):
             except Sparse24Error as error:
                 error_msgs.append(f"{prefix}bitmap: {error}")
                 return
+            # The bitmap may come as integers, or without the dimension of heads.
+            own = torch.from_numpy(found.bitmap.copy()).to(given.device)
+            state_dict = {**state_dict, f"{prefix}bitmap": own}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self.layout = found
-        self._fill()
+        if len(error_msgs) == errors:
+            self.layout = found
+            self._fill()
 
     # Conversions ------------------------------------------------------------------------------------
 

@@ -129,6 +129,26 @@ def test_a_state_that_cannot_be_is_refused_and_changes_nothing(bitmap, message):
         layer.load_state_dict({})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_a_state_may_have_the_bitmap_in_any_form_of_the_constructor(assign, dtype, dimensions):
+    bitmap = torch.tensor(OTHER, dtype=dtype)[:1]
+    layer, wanted = Layout(bitmap.flip(2), 16), Layout(bitmap, 16)
+    layer.load_state_dict({"bitmap": bitmap[0] if dimensions == 2 else bitmap}, assign=assign)
+    assert same(layer, wanted)
+    assert layer.bitmap.dtype == torch.bool
+    assert layer.bitmap.shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("bitmap", ["text", torch.ones(2, 2, 3, dtype=torch.bool, device="meta")], ids=str)
+def test_a_state_that_pytorch_refuses_changes_nothing(bitmap):
+    layer = Layout(OTHER, 16)
+    with pytest.raises(RuntimeError, match="bitmap"):
+        layer.load_state_dict({"bitmap": bitmap})
+    assert same(layer, Layout(OTHER, 16))
+
+
 def test_a_linear_layers_state_goes_round():
     layer = Linear(32, 48, 16, BITMAPS["two heads"][0], bias=True)
     other = Linear(32, 48, 16, [[0, 0, 1], [1, 1, 0]], bias=True)
