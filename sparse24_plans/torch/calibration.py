@@ -209,7 +209,7 @@ def _recorded(
                 "model: expected blocks that pass a tensor on, called once each, in order"
             )
         if not seen:
-            calls.hidden.append(_moved(hidden, device, moved))
+            calls.hidden.append(hidden.to(device, copy=True))
         if not rests:
             result = type(block).forward(block, hidden, *others, **kwargs)
             rests.append(result[1:] if isinstance(result, tuple) else None)
@@ -314,9 +314,10 @@ class _Block:
 
     def _output(self, batch: int) -> Tensor:
         args, kwargs = self._calls.arguments[batch][self._index]
-        result = self._block(self._calls.hidden[batch], *args, **kwargs)
-        hidden: Tensor = result[0] if isinstance(result, tuple) else result
-        return hidden
+        hidden = self._calls.hidden[batch].clone()  # a block may change its input in place
+        result = self._block(hidden, *args, **kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
 
     @contextmanager
     def _seen(self, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:

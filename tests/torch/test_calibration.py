@@ -146,6 +146,20 @@ def test_batches_may_be_tensors_tuples_or_mappings():
     assert same(found[0], found[2])
 
 
+def test_blocks_may_change_their_inputs_in_place():
+    found = []
+    for inplace in (False, True):
+        model = stack()
+        model[1] = nn.SiLU(inplace=inplace)
+        model[3] = nn.Sequential(nn.SiLU(inplace=inplace), nn.Linear(32, 32))
+        torch.manual_seed(7)
+        nn.init.normal_(model[3][1].weight)
+        nn.init.zeros_(model[3][1].bias)
+        calibrate(nn.Sequential(nn.SiLU(inplace=inplace), *model), inputs())
+        found.append(list(weights(model).values()))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_the_model_is_left_in_its_modes_and_without_hooks():
     model = transformer("BertModel").train()
     model.encoder.layer[1].eval()
