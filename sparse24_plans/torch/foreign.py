@@ -52,6 +52,15 @@ def canonical_parts(
         return values, tensor_of(weight.metadata, ElementKind.U16).clone()
 
 
+def from_bitmask(compressed: Tensor, bitmask: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [M, K/2] and metadata int16 [M, K/8] from compressed-tensors' parts. Raises FormatError."""
+    element = element_of(compressed.dtype, "compressed")
+    with cupy_on_torch_stream(compressed):
+        parts = {"compressed": compressed, "bitmask": bitmask}
+        weight = from_foreign("compressed_tensors", parts, element=element)
+        return tensor_of(weight.values, element), tensor_of(weight.metadata, ElementKind.U16)
+
+
 def blob_format(packed: Tensor, capability: int | None) -> str:
     """The format of cuSPARSELt's compressed matrices. Raises UnsupportedError for an unknown device."""
     if capability is None and packed.is_cuda:

@@ -387,13 +387,16 @@ class Sparse24Linear(nn.Module):
 
         Raises InvalidProblemError for another width.
         """
+        return self.product(x, self._parameters["bias"])
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's."""
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
         meta = None
         if weight is None:
             weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
-        bias = self._parameters["bias"]
         # The dispatcher would take as long as everything else that the host does.
         if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
             return linear(x, weight, meta, bias, *self._direct_options)

@@ -223,8 +223,8 @@ class Sparse24QuantizedLinear(Sparse24Linear):
 
     # Use ----------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., in_features] to [..., out_features], or half of it if the activation is gated.
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.
 
         x is bfloat16, float16 or float32. Raises InvalidProblemError for another width or dtype, and
         UnsupportedError for an x that requires gradients.
@@ -245,7 +245,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
         y: Tensor = _ops.scaled_linear(
-            rows, self._weight, meta, scale, self.weight_scale, self.bias, m, activation,
+            rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes,
         )  # fmt: skip
         return y

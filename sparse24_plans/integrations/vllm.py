@@ -1,0 +1,326 @@
+"""vLLM serves compressed checkpoints: ours, and compressed-tensors' ``sparse-24-bitmask``.
+
+Importing this registers the quantisation method ``sparse24``. vLLM's own parameters and loaders cut and merge
+the parts of a weight; each layer is packed once its parts are loaded. Tested against vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+from .._vendor import compressed_tensors
+from ..checkpoints.layers import META_SUFFIX, SPARSE24, VALUES_SUFFIX
+from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..plan.guarantee import GuaranteeRequirement
+from ..plan.preference import PlanPreference
+from ..torch.elements import META_DTYPES
+from ..torch.foreign import from_bitmask
+from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from ..torch.loading import DTYPES_BY_NAME
+from ..torch.quantized_linear import INPUT_SCALE, LARGEST, WEIGHT_SCALE, Sparse24QuantizedLinear
+from ..torch.saved_form import SavedForm, SavedLayer
+
+_WEIGHT = ".weight"
+_VALUES, _META, _BITMASK_VALUES, _BITMASK = "values24", "meta24", "compressed", "bitmask"
+_KINDS = {
+    _WEIGHT + VALUES_SUFFIX: (_VALUES, _META, META_DTYPES[1]),
+    f".{_BITMASK_VALUES}": (_BITMASK_VALUES, _BITMASK, torch.uint8),
+}
+"""The end of a stored weight's name -> the names of its parts in a vLLM layer, and the second one's dtype."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The form in which a checkpoint holds a compressed weight. Weights that vLLM merges have the same."""
+
+    parts: tuple[str, str, torch.dtype]
+    dtype: torch.dtype
+    scale_dims: tuple[int, ...] | None = None
+    """The dimensions of the scales after the first, if each row has a scale; None if one serves all rows."""
+    static_input: bool = False
+    preference: PlanPreference = field(default_factory=PlanPreference)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in LARGEST
+
+
+def _stored(name: str, suffix: str, tensors: Mapping[str, Any], preference: PlanPreference) -> Stored:
+    """The form of a weight, named without ``.weight``. Raises UnsupportedError for what no layer takes."""
+    dtype = DTYPES_BY_NAME.get(tensors[name + suffix]["dtype"])
+    if dtype is None or dtype not in (*DTYPES, *LARGEST):
+        raise UnsupportedError(
+            f"{name}: expected a 2:4 weight of 32, 16 or 8 bits, got {tensors[name + suffix]['dtype']}"
+        )
+    if dtype not in LARGEST:
+        return Stored(_KINDS[suffix], dtype, preference=preference)
+    scale = tensors.get(f"{name}.{WEIGHT_SCALE}")
+    if scale is None:
+        raise UnsupportedError(f"{name}: expected {WEIGHT_SCALE} beside a weight of {dtype}, got none")
+    rows, sizes = tensors[name + suffix]["shape"][0], tuple(scale["shape"])
+    is_whole = sizes in ((), (1,))
+    if not is_whole and sizes not in ((rows,), (rows, 1)):
+        raise UnsupportedError(f"{name}.{WEIGHT_SCALE}: expected 1 or {rows} scales, got {list(sizes)}")
+    static = f"{name}.{INPUT_SCALE}" in tensors
+    return Stored(_KINDS[suffix], dtype, None if is_whole else sizes[1:], static, preference)
+
+
+def _check_quantization(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for what compressed-tensors' configuration asks for and no layer does."""
+    for key in ("kv_cache_scheme", "transform_config"):
+        if config.get(key):
+            raise UnsupportedError(f"{key}: expected none in a 2:4 checkpoint, got {config[key]!r:.80}")
+    found = (config.get("sparsity_config") or {}).get("format")
+    if found != compressed_tensors.FORMAT:
+        raise UnsupportedError(
+            f"sparsity_config.format: expected {compressed_tensors.FORMAT}, got {found!r}; "
+            "`sparse24 convert` writes dense 2:4 weights in a format that loads"
+        )
+    for name, group in (config.get("config_groups") or {}).items():
+        for part, served in (
+            ("weights", {("tensor", False), ("channel", False)}),
+            ("input_activations", {("tensor", False), ("token", True)}),
+        ):
+            given = group.get(part) or {}
+            got = given.get("strategy"), bool(given.get("dynamic"))
+            if given.get("num_bits") != 8 or not given.get("symmetric", True) or got not in served:
+                raise UnsupportedError(
+                    f"config_groups.{name}.{part}: expected symmetric 8 bits, (strategy, dynamic) one of "
+                    f"{sorted(served)}, got {given!r:.160}"
+                )
+        if group["weights"].get("type") != group["input_activations"].get("type"):
+            raise UnsupportedError(f"config_groups.{name}: expected weights and inputs of one type")
+        if group.get("output_activations"):
+            raise UnsupportedError(f"config_groups.{name}.output_activations: expected none")
+
+
+@register_quantization_config(SPARSE24)
+class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
+    """Which layers of a model have compressed weights, and their form, as the checkpoint's headers say."""
+
+    def __init__(self, form: SavedForm) -> None:
+        super().__init__()
+        self._form = form
+        self.sparse: dict[str, Stored] = {}
+        """The form of each compressed weight, by its name in vLLM without ``.weight``."""
+        self.dense: dict[str, str] = {}
+        """The safetensors type of each dense weight, by its name without ``.weight``."""
+
+    def get_name(self) -> str:
+        return SPARSE24
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim compressed-tensors' 2:4 checkpoints, unless the user asks for another method."""
+        sparsity = hf_quant_cfg.get("sparsity_config") or {}
+        is_theirs = hf_quant_cfg.get("quant_method") == compressed_tensors.METHOD
+        claims = is_theirs and sparsity.get("sparsity_structure") == "2:4" and sparsity.get("targets")
+        return SPARSE24 if claims and user_quant in (None, SPARSE24) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Sparse24VllmConfig:
+        """Take an entry of either format. Raises UnsupportedError for what can't be served."""
+        if config.get("quant_method") == compressed_tensors.METHOD:
+            _check_quantization(config)
+            return cls(SavedForm())
+        form = SavedForm.model_validate(config)
+        wishes = {name: one.preference for name, one in form.gated_blocks.items()}
+        for name, layer in form.layers.items():
+            if layer.activation != "none" or layer.out_dtype is not None:
+                raise UnsupportedError(
+                    f"{name}: expected a layer without activation and out_dtype, got {layer}"
+                )
+        for name, preference in wishes.items():
+            if preference != PlanPreference():
+                raise UnsupportedError(
+                    f"{name}: expected a gated block without preferences, got {preference}"
+                )
+        return cls(form)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Read the names and types of the checkpoint's tensors. Raises as ``_stored``."""
+        tensors = get_safetensors_params_metadata(model_name, revision=revision)
+        for name, tensor in tensors.items():
+            for suffix in _KINDS:
+                if name.endswith(suffix):
+                    place = name.removesuffix(suffix)
+                    saved = self._form.layers.get(place, SavedLayer())
+                    self.sparse[place] = _stored(place, suffix, tensors, saved.preference)
+            if name.endswith(_WEIGHT):
+                self.dense[name.removesuffix(_WEIGHT)] = tensor["dtype"]
+        if not self.sparse:
+            raise InvalidProblemError(f"model: expected a checkpoint with 2:4 weights, got {model_name}")
+        if lost := [name for name in self._form.layers if name not in self.sparse]:
+            raise UnsupportedError(f"{lost[0]}: expected the checkpoint's name of a saved layer")
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        def mapped(found: dict[str, Any]) -> dict[str, Any]:
+            names = {name: hf_to_vllm_mapper.map_name(name + _WEIGHT) for name in found}
+            return {new.removesuffix(_WEIGHT): found[name] for name, new in names.items() if new is not None}
+
+        self.sparse, self.dense = mapped(self.sparse), mapped(self.dense)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """A parameter's name has no dots, so ``weight.values24`` becomes ``values24``."""
+        parts = {_WEIGHT + VALUES_SUFFIX: f".{_VALUES}", _WEIGHT + META_SUFFIX: f".{_META}", ".shape": None}
+        return WeightsMapper(orig_to_new_suffix=parts)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """The method of a layer. Raises UnsupportedError for a compressed weight that can't be served."""
+        if not isinstance(layer, LinearBase):
+            inside = [name for name in self.sparse if f"{name}.".startswith(f"{prefix}.")]
+            if inside:
+                raise UnsupportedError(
+                    f"{inside[0]}: expected a 2:4 weight of a linear layer, got a {type(layer).__name__}'s"
+                )
+            return None
+        home, dot, own = prefix.rpartition(".")
+        names = [home + dot + part for part in self.packed_modules_mapping.get(own, ())]
+        if prefix in self.sparse or prefix in self.dense or not names:
+            names = [prefix]
+        forms = {name: self.sparse.get(name) for name in names}
+        if len(set(forms.values())) > 1:
+            shown = ", ".join(f"{name}: {'dense' if form is None else form}" for name, form in forms.items())
+            raise UnsupportedError(
+                f"{prefix}: expected one form for the weights that vLLM merges, got {shown}"
+            )
+        stored = forms[names[0]]
+        if stored is not None:
+            return Sparse24VllmMethod(prefix, stored)
+        for name in names:
+            if (kind := self.dense.get(name, "BF16")) not in ("F32", "F16", "BF16"):
+                raise UnsupportedError(f"{name}: expected a dense weight of 32 or 16 bits, got {kind}")
+        return UnquantizedLinearMethod()
+
+
+@register_weight_loader_v2_supported_method
+class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
+    """The weight of a layer: its parts while vLLM loads them, then a Sparse24Linear that has it packed."""
+
+    def __init__(self, prefix: str, stored: Stored) -> None:
+        self._prefix, self._stored = prefix, stored
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parts as vLLM's parameters. Raises UnsupportedError for columns that can't be cut."""
+        stored, loader = self._stored, extra_weight_attrs["weight_loader"]
+        m, k = sum(output_partition_sizes), input_size_per_partition
+        if k != input_size and k % 8:
+            raise UnsupportedError(
+                f"{self._prefix}: expected a multiple of 8 columns on each rank, got {k} of {input_size}"
+            )
+        wide = k + -k % 8
+        values, meta, meta_dtype = stored.parts
+        dtype = stored.dtype if stored.is_quantized else params_dtype
+        parts = {values: torch.empty(m, wide // 2, dtype=dtype)}
+        parts[meta] = torch.empty(m, wide // 8, dtype=meta_dtype)
+        for name, data in parts.items():
+            parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+            layer.register_parameter(name, parameter)
+        count = len(output_partition_sizes)
+        if stored.is_quantized and stored.scale_dims is not None:
+            scales = torch.empty(m, *stored.scale_dims)
+            layer.register_parameter(
+                WEIGHT_SCALE, ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
+            )
+        elif stored.is_quantized:
+            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            layer.register_parameter(WEIGHT_SCALE, parameter)
+        if stored.static_input:
+            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            layer.register_parameter(INPUT_SCALE, parameter)
+        layer.sparse24_sizes = (m, k, tuple(output_partition_sizes))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the parts by the packed weight. Raises FormatError for bad metadata.
+
+        Raises UnsupportedError if no kernel serves, or none that is batch-invariant where vLLM asks for it.
+        """
+        stored = self._stored
+        m, k, widths = layer.sparse24_sizes
+        values, meta = (_taken(layer, name) for name in stored.parts[:2])
+        if stored.parts[0] == _BITMASK_VALUES:
+            values, meta = from_bitmask(values, meta)
+        wishes = stored.preference
+        if envs.VLLM_BATCH_INVARIANT:
+            require = wishes.require.model_copy(update={"batch_invariant": True})
+            wishes = wishes.model_copy(update={"require": GuaranteeRequirement.model_validate(require)})
+        sparse: Sparse24Linear
+        state: dict[str, Tensor] = {}
+        if stored.is_quantized:
+            quantized = Sparse24QuantizedLinear(
+                k, m, False, dtype=values.dtype, static_input=stored.static_input, preference=wishes,
+                device="meta",
+            )  # fmt: skip
+            values, meta = quantized.padded(values, meta)
+            scale = _taken(layer, WEIGHT_SCALE)
+            if stored.scale_dims is None:  # each of the merged matrices has its scale
+                scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
+            state[WEIGHT_SCALE] = scale
+            if stored.static_input:
+                state[INPUT_SCALE] = _taken(layer, INPUT_SCALE).max()
+            sparse = quantized
+        else:
+            sparse = Sparse24Linear(k, m, False, dtype=values.dtype, preference=wishes, device="meta")
+        try:
+            sparse.load_state_dict({VALUES_KEY: values, META_KEY: meta, **state}, assign=True)
+        except RuntimeError as error:
+            raise FormatError(f"{self._prefix}: {error}") from error
+        sparse.plan()
+        layer.sparse24 = sparse.eval()
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = layer.sparse24.product(x, bias)
+        return y
+
+
+def _taken(layer: nn.Module, name: str) -> Tensor:
+    """A loaded parameter's data, which the layer doesn't hold any longer."""
+    data: Tensor = getattr(layer, name).data.as_subclass(Tensor)
+    delattr(layer, name)
+    return data

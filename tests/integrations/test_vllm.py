@@ -1,0 +1,330 @@
+"""The plugin in vLLM's own layers and loaders, on CPU tensors: what it claims, loads, computes, refuses."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from .vllm_sources import stub_what_is_compiled  # noqa: E402
+
+stub_what_is_compiled()
+pytest.importorskip("vllm")
+
+import vllm.envs as envs  # noqa: E402
+import vllm.model_executor.parameter as vllm_parameter  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import nn  # noqa: E402
+from vllm.model_executor.layers import linear as vllm_linear  # noqa: E402
+from vllm.model_executor.layers.quantization import (  # noqa: E402
+    _CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
+    QUANTIZATION_METHODS,
+)
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper  # noqa: E402
+
+from sparse24_plans import FormatError, UnsupportedError, compress_checkpoint, convert_checkpoint  # noqa: E402
+from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, save_sparse24, to_sparse24  # noqa: E402
+
+next(iter(entry_points(group="vllm.general_plugins", name="sparse24"))).load()()
+from sparse24_plans.integrations.vllm import Sparse24VllmConfig  # noqa: E402
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 64, 4, 2, 16, 96
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+SIZES = {
+    "qkv_proj": {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
+    "gate_up_proj": {"gate_proj": INNER, "up_proj": INNER},
+}
+FORMATS = ("sparse24", "compressed_tensors")
+STACKED = {
+    f".{part}.": (f".{merged}.", part[0] if merged == "qkv_proj" else at)
+    for merged, parts in SIZES.items()
+    for at, part in enumerate(parts)
+}
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+    "input_activations": {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    },
+}
+
+
+def tensors_of_a_model(dtype=BF16) -> dict[str, torch.Tensor]:
+    """A dense model by the names of a checkpoint: merged layers apart."""
+    shapes = {part: (rows, HIDDEN) for parts in SIZES.values() for part, rows in parts.items()}
+    shapes |= {"o_proj": (HIDDEN, HEADS * HEAD), "down_proj": (HIDDEN, INNER)}
+    found = {f"block.{name}.weight": torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+    return found | {
+        f"block.{name}.bias": torch.randn(shape[0], dtype=dtype) for name, shape in shapes.items()
+    }
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor], form: str, element: str | None = None) -> Path:
+    """A compressed checkpoint of the tensors in a form, by the package's own command."""
+    dense, ours, theirs = (folder / name for name in ("dense", "sparse24", "theirs"))
+    dense.mkdir()
+    save_file(tensors, dense / "model.safetensors")
+    (dense / "config.json").write_text("{}")
+    compress_checkpoint(dense, ours, **({"element": element} if element else {}))
+    if form == "sparse24":
+        return ours
+    convert_checkpoint(ours, theirs, from_format="sparse24", to_format=form)
+    return theirs
+
+
+def dense_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The matrices of a checkpoint as the package itself decompresses them, scaled, in float64."""
+    from sparse24_plans.checkpoints.folder import ModelReader
+    from sparse24_plans.torch.loading import Source
+
+    with ModelReader(folder) as reader:
+        source = Source(reader, None)
+        found = {name: source.tensor(name).double() for name in (*source.weights, *source.others)}
+    return {name: tensor * found.get(f"{name}_scale", torch.ones(())) for name, tensor in found.items()}
+
+
+@pytest.fixture
+def at_rank(monkeypatch):
+    """A function that makes vLLM take this process for a rank of so many."""
+
+    def set_rank(rank: int, size: int) -> None:
+        for module in (vllm_linear, vllm_parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
+
+    set_rank(0, 1)
+    return set_rank
+
+
+class Block(nn.Module):
+    """The linear layers of a transformer's block, as vLLM's models make them."""
+
+    def __init__(self, config, dtype=BF16) -> None:
+        super().__init__()
+        more = {"bias": True, "params_dtype": dtype, "quant_config": config, "return_bias": False}
+        self.qkv_proj = vllm_linear.QKVParallelLinear(
+            HIDDEN, HEAD, HEADS, KV_HEADS, prefix="block.qkv_proj", **more
+        )
+        self.gate_up_proj = vllm_linear.MergedColumnParallelLinear(
+            HIDDEN, [INNER, INNER], prefix="block.gate_up_proj", **more
+        )
+        self.o_proj = vllm_linear.RowParallelLinear(HEADS * HEAD, HIDDEN, prefix="block.o_proj", **more)
+        self.down_proj = vllm_linear.RowParallelLinear(INNER, HIDDEN, prefix="block.down_proj", **more)
+
+
+class Model(nn.Module):
+    def __init__(self, config, dtype=BF16) -> None:
+        super().__init__()
+        self.quant_config = config
+        self.block = Block(config, dtype)
+
+
+def config_for(folder: Path) -> Sparse24VllmConfig:
+    """The configuration as vLLM makes it of a checkpoint's ``config.json``."""
+    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == "sparse24" or Sparse24VllmConfig.override_quantization_method(entry, None)
+    config = Sparse24VllmConfig.from_config(entry)
+    config.maybe_update_config(str(folder))
+    config.packed_modules_mapping = {merged: list(parts) for merged, parts in SIZES.items()}
+    return config
+
+
+def load(folder: Path, dtype=BF16, process: bool = True) -> Model:
+    """The model by vLLM's own loader, processed as vLLM does after loading."""
+    from safetensors.torch import load_file
+
+    model = Model(config_for(folder), dtype)
+    mapper = WeightsMapper(orig_to_new_stacked=STACKED)
+    weights = [one for file in sorted(folder.glob("*.safetensors")) for one in load_file(file).items()]
+    loaded = AutoWeightsLoader(model).load_weights(iter(weights), mapper=mapper)
+    assert loaded == set(dict(model.named_parameters()))
+    for layer in model.block.children() if process else ():
+        layer.quant_method.process_weights_after_loading(layer)
+    return model
+
+
+def own_part(dense, name: str, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's weight and bias of a layer, cut as tensor parallelism is defined."""
+    if name in SIZES:
+        parts = [
+            torch.cat([dense[f"block.{part}.{kind}"].chunk(size)[rank] for part in SIZES[name]])
+            for kind in ("weight", "bias")
+        ]
+        return parts[0], parts[1]
+    return dense[f"block.{name}.weight"].chunk(size, 1)[rank], dense[f"block.{name}.bias"]
+
+
+def test_the_entry_point_registers_the_method():
+    assert "sparse24" in QUANTIZATION_METHODS
+    assert _CUSTOMIZED_METHOD_TO_QUANT_CONFIG["sparse24"] is Sparse24VllmConfig
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("element", [None, "fp8_e4m3"], ids=["bf16", "fp8"])
+def test_each_rank_computes_with_its_part_of_the_weight(tmp_path, at_rank, form, rank, size, element):
+    folder = saved(tmp_path, tensors_of_a_model(), form, element)
+    if form == "compressed_tensors" and element:
+        add_groups(folder, GROUP)
+    at_rank(rank, size)
+    model, dense = load(folder), dense_of(folder)
+    for name, layer in model.block.named_children():
+        assert type(layer.sparse24) is (Sparse24QuantizedLinear if element else Sparse24Linear)
+        assert not {"values24", "meta24", "compressed", "bitmask"} & set(dict(layer.named_parameters()))
+        weight, bias = own_part(dense, name, rank, size)
+        torch.testing.assert_close(layer.sparse24.dense_weight().double(), weight, rtol=1e-6, atol=0)
+        x = torch.randn(7, weight.shape[1], dtype=BF16)
+        for given in (layer.bias, None):
+            y = layer.quant_method.apply(layer, x, given)
+            wanted = x.double() @ weight.T + (0 if given is None else bias)
+            assert (y.dtype, y.shape) == (BF16, wanted.shape)
+            off = (y.double() - wanted).norm() / wanted.norm()
+            assert off < (0.05 if element else 0.004)
+
+
+def add_groups(folder: Path, group: dict, **more) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"config_groups": {"group_0": group}, **more}
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_one_scale_for_each_merged_matrix(tmp_path, at_rank, static):
+    """Scales of whole matrices stay those of their rows, and the inputs' scale is the largest."""
+    from safetensors.torch import load_file
+
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", "fp8_e4m3")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    places = [name.removesuffix(".weight.values24") for name in tensors if name.endswith(".weight.values24")]
+    for at, place in enumerate(places):
+        tensors[f"{place}.weight_scale"] = torch.tensor([0.01 * (at + 1)])
+        if static:
+            tensors[f"{place}.input_scale"] = torch.tensor(0.02 * (at + 1))
+    save_file(tensors, file, {"sparse24_format": "1"})
+    model = load(folder)
+    qkv = model.block.qkv_proj.sparse24
+    wanted = [tensors[f"block.{part}.weight_scale"].expand(rows) for part, rows in SIZES["qkv_proj"].items()]
+    assert torch.equal(qkv.weight_scale.flatten(), torch.cat(wanted))
+    if static:
+        largest = max(tensors[f"block.{part}.input_scale"] for part in SIZES["qkv_proj"])
+        assert torch.equal(qkv.input_scale, largest[None])
+    else:
+        assert qkv.input_scale is None
+
+
+def test_a_saved_model_with_layers_left_dense(tmp_path, at_rank):
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.ModuleDict(
+                {part: nn.Linear(HIDDEN, rows) for parts in SIZES.values() for part, rows in parts.items()}
+                | {"o_proj": nn.Linear(HEADS * HEAD, HIDDEN), "down_proj": nn.Linear(INNER, HIDDEN)}
+            )
+
+    whole = Whole().to(BF16)
+    to_sparse24(whole, exclude=["*.o_proj"])
+    save_sparse24(whole, tmp_path / "saved")
+    model = load(tmp_path / "saved", process=False)
+    assert type(model.block.o_proj.quant_method) is vllm_linear.UnquantizedLinearMethod
+    assert torch.equal(model.block.o_proj.weight, whole.block["o_proj"].weight)
+    layer = model.block.down_proj
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(3, INNER, dtype=BF16)
+    assert torch.equal(layer(x), whole.block["down_proj"](x))
+
+
+@pytest.mark.parametrize("element", [None, "fp8_e4m3"], ids=["bf16", "fp8"])
+def test_batch_invariance_is_required_of_the_kernels(tmp_path, at_rank, monkeypatch, element):
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", element)
+    assert not load(folder).block.qkv_proj.sparse24.preference.require.batch_invariant
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    layer = load(folder).block.qkv_proj
+    assert layer.sparse24.preference.require.batch_invariant
+    assert layer.sparse24.plan(8).guarantee.batch_invariant
+    x = torch.randn(33, HIDDEN, dtype=BF16)
+    assert torch.equal(layer(x)[:1], layer(x[:1]))
+
+
+def test_a_compiled_graph_holds_the_op(tmp_path, at_rank):
+    layer = load(saved(tmp_path, tensors_of_a_model(), "sparse24")).block.down_proj
+    x = torch.randn(5, INNER, dtype=BF16)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("user", [None, "sparse24", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("structure", ["2:4", "unstructured"])
+def test_2_4_checkpoints_of_compressed_tensors_are_claimed(user, method, structure):
+    sparsity = {"format": "sparse-24-bitmask", "sparsity_structure": structure, "targets": ["Linear"]}
+    entry = {"quant_method": method, "sparsity_config": sparsity}
+    claims = (method, structure) == ("compressed-tensors", "2:4") and user != "compressed-tensors"
+    found = Sparse24VllmConfig.override_quantization_method(entry, user, hf_config=None)
+    assert found == ("sparse24" if claims else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"transform_config": {"a": 1}}, "transform_config"),
+        ({"sparsity_config": {"format": "dense"}}, "sparsity_config.format: expected sparse-24-bitmask"),
+        ({"config_groups": {"g": GROUP | {"input_activations": None}}}, "config_groups.g.input_activations"),
+        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"num_bits": 4}}}}, "g.weights"),
+        (
+            {"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"strategy": "block"}}}},
+            "g.weights",
+        ),
+        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"type": "int"}}}}, "one type"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change, words):
+    entry = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+    Sparse24VllmConfig.from_config(entry | {"config_groups": {"g": GROUP}})
+    with pytest.raises(UnsupportedError, match=words):
+        Sparse24VllmConfig.from_config(entry | change)
+
+
+@pytest.mark.parametrize("entry", [{"activation": "silu"}, {"out_dtype": "float32"}])
+def test_layers_that_fuse_more_than_a_product_are_refused(entry):
+    with pytest.raises(UnsupportedError, match=r"model\.a: expected a layer without"):
+        Sparse24VllmConfig.from_config({"quant_method": "sparse24", "layers": {"model.a": entry}})
+
+
+def test_merged_matrices_of_different_forms_are_refused(tmp_path, at_rank):
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
+    del config.sparse["block.up_proj"]
+    with pytest.raises(UnsupportedError, match=r"block\.gate_up_proj: expected one form"):
+        Model(config)
+
+
+def test_compressed_weights_outside_linear_layers_are_refused(tmp_path, at_rank):
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
+    assert config.get_quant_method(nn.Embedding(4, 4), "block.attn") is None
+    with pytest.raises(UnsupportedError, match=r"block\.\w+_proj: expected a 2:4 weight of a linear layer"):
+        config.get_quant_method(nn.Embedding(4, 4), "block")
+
+
+def test_columns_that_cannot_be_cut_are_refused(tmp_path, at_rank):
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
+    at_rank(0, 16)
+    with pytest.raises(UnsupportedError, match="expected a multiple of 8 columns on each rank, got 6 of 96"):
+        vllm_linear.RowParallelLinear(INNER, HIDDEN, quant_config=config, prefix="block.down_proj")
+
+
+def test_a_group_without_two_positions_is_refused(tmp_path, at_rank):
+    model = load(saved(tmp_path, tensors_of_a_model(), "sparse24"), process=False)
+    layer = model.block.down_proj
+    layer.meta24.data.view(torch.int16)[3, 2] = 0
+    with pytest.raises(FormatError, match=r"(?s)block\.down_proj: .*\(row 3, group 4\)"):
+        layer.quant_method.process_weights_after_loading(layer)
