@@ -32,7 +32,6 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from .._vendor import compressed_tensors
 from ..checkpoints.layers import META_SUFFIX, SPARSE24, VALUES_SUFFIX
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..torch.elements import META_DTYPES
 from ..torch.foreign import from_bitmask
@@ -158,13 +157,12 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
             _check_quantization(config)
             return cls(SavedForm())
         form = SavedForm.model_validate(config)
-        wishes = {name: one.preference for name, one in form.gated_blocks.items()}
         for name, layer in form.layers.items():
             if layer.activation != "none" or layer.out_dtype is not None:
                 raise UnsupportedError(
                     f"{name}: expected a layer without activation and out_dtype, got {layer}"
                 )
-        for name, preference in wishes.items():
+        for name, preference in ((name, one.preference) for name, one in form.gated_blocks.items()):
             if preference != PlanPreference():
                 raise UnsupportedError(
                     f"{name}: expected a gated block without preferences, got {preference}"
@@ -289,7 +287,7 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         wishes = stored.preference
         if envs.VLLM_BATCH_INVARIANT:
             require = wishes.require.model_copy(update={"batch_invariant": True})
-            wishes = wishes.model_copy(update={"require": GuaranteeRequirement.model_validate(require)})
+            wishes = wishes.model_copy(update={"require": require})
         sparse: Sparse24Linear
         state: dict[str, Tensor] = {}
         if stored.is_quantized:

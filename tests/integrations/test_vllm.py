@@ -169,11 +169,12 @@ def test_the_entry_point_registers_the_method():
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.parametrize("element", [None, "fp8_e4m3"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("element", [None, "fp8_e4m3", "s8"])
 def test_each_rank_computes_with_its_part_of_the_weight(tmp_path, at_rank, form, rank, size, element):
     folder = saved(tmp_path, tensors_of_a_model(), form, element)
     if form == "compressed_tensors" and element:
-        add_groups(folder, GROUP)
+        kind = {"type": "int" if element == "s8" else "float"}
+        add_groups(folder, {part: GROUP[part] | kind for part in ("weights", "input_activations")})
     at_rank(rank, size)
     model, dense = load(folder), dense_of(folder)
     for name, layer in model.block.named_children():
