@@ -6,7 +6,10 @@ Provenance: VENDOR.md.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -260,8 +263,65 @@ def _tiling(
     )
 
 
+class MapDescription(NamedTuple):
+    """The arguments of ``cuTensorMapEncodeTiled``. Sizes come from the innermost dimension to the outermost."""
+
+    data_type: int
+    address: int
+    sizes: tuple[int, ...]
+    pitches: tuple[int, ...]
+    """Bytes from one index of a dimension to the next, without the innermost dimension's."""
+    box: tuple[int, ...]
+    swizzle: int
+    promotion: int
+
+    _LAYOUT = struct.Struct("<8sQ5Q4Q5H4B")
+    _MARK = b"tiledmap"
+
+    def to_bytes(self) -> bytes:
+        """As many bytes as a tensor map has."""
+        sizes, pitches, box = (
+            one + (0,) * (most - len(one))
+            for one, most in zip((self.sizes, self.pitches, self.box), (5, 4, 5), strict=True)
+        )
+        rank = len(self.sizes)
+        codes = self.data_type, rank, self.swizzle, self.promotion
+        packed = self._LAYOUT.pack(self._MARK, self.address, *sizes, *pitches, *box, *codes)
+        return packed.ljust(TENSOR_MAP_BYTES, b"\0")
+
+    @classmethod
+    def of(cls, described: bytes) -> MapDescription | None:
+        """The description in these bytes, or None where no map was written."""
+        mark, address, *numbers = cls._LAYOUT.unpack_from(described)
+        if mark != cls._MARK:
+            return None
+        data_type, rank, swizzle, promotion = numbers[14:]
+        sizes, pitches, box = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
+        return cls(data_type, address, tuple(sizes), tuple(pitches), tuple(box), swizzle, promotion)
+
+
+_describing: ContextVar[bool] = ContextVar("describing", default=False)
+
+
+@contextmanager
+def describing_maps() -> Iterator[None]:
+    """Write a :class:`MapDescription` in place of each tensor map. The driver is not needed.
+
+    Maps are cached by their addresses, so describe them for addresses that no device has.
+    """
+    before = _describing.set(True)
+    try:
+        yield
+    finally:
+        _describing.reset(before)
+
+
 def _encoded(encoder: str, *arguments: Any) -> bytes:
     """The map that this function of the driver writes."""
+    if _describing.get():
+        data_type, _, address, sizes, pitches, box, _, _, swizzle, promotion, _ = arguments
+        shape = tuple(sizes), tuple(pitches), tuple(box)
+        return MapDescription(data_type, address, *shape, swizzle, promotion).to_bytes()
     space = _Space()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
     status = getattr(_driver(), encoder)(at, *arguments)

@@ -147,6 +147,7 @@ _CUSPARSELT = GemmEntry(
     scales=True,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
+    exportable=False,
 )
 
 ENTRIES: tuple[GemmEntry, ...] = (
@@ -185,6 +186,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
         missing=needs_cublaslt,
+        exportable=False,
     ),
     _MMA_SP_MANY,
     GemmEntry(

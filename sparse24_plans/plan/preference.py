@@ -24,6 +24,8 @@ class PlanPreference(Model):
     """The only kernel entry that may serve: ``plan.kernel`` of another plan, or a name of ``explain``."""
     tier: Tier | None = None
     """The only tier that may serve."""
+    exportable: Flag = False
+    """Whether only kernels that ``export_plans`` can export may serve: neither a library's nor the host's."""
     require: GuaranteeRequirement = GuaranteeRequirement()
     """Promises that the kernel must make."""
     whole_m: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
@@ -40,6 +42,7 @@ class PlanPreference(Model):
             prefer_backend: str | None = ...,
             prefer_kernel: str | None = ...,
             tier: Tier | str | None = ...,
+            exportable: bool = ...,
             require: GuaranteeRequirement | Mapping[str, Any] = ...,
             whole_m: SupportsIndex | None = ...,
         ) -> None: ...

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..device.install import import_cupy
+from ..device.jit.launcher import fill
 from ..device.streams import Launch
 from ..device.tensors import TensorView
-from ..plan.kernel import Kernel
+from ..plan.kernel import Kernel, launch_in_order
 from ..plan.operands import Alignment
 from ..vocab import ElementKind
 from ..weights import canonical
@@ -38,10 +38,4 @@ def element_defines(element: ElementKind) -> dict[str, int]:
 def reset_then(status: TensorView, kernel: Launch) -> Launch:
     """Return a launch that fills the status with ones, which mean that nothing was found, then launches
     ``kernel``."""
-    fill = import_cupy().cuda.runtime.memsetAsync
-
-    def launch(stream: int) -> None:
-        fill(status.address, 0xFF, _STATUS_BYTES, stream)
-        kernel(stream)
-
-    return launch
+    return launch_in_order(fill(status.address, 0xFF, _STATUS_BYTES), kernel)

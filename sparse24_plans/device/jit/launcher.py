@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._vendor import cuda_driver_abi
 from ..._vendor.library_error import LibraryError
@@ -17,6 +17,7 @@ from ...vocab import DeviceProperties
 from ..install import import_cupy
 from ..streams import driver_error
 from .cache import CompiledKernel, compiled, cubin
+from .structs import KernelParams
 
 _SHARED_BY_DEFAULT = 48 << 10
 """Bytes of dynamic shared memory that a kernel gets without an attribute."""
@@ -79,14 +80,28 @@ def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...], ordina
 
 
 _load_lock = threading.Lock()
-_instead: ContextVar[Callable[[str, str, Mapping[str, int]], object] | None] = ContextVar(
-    "instead", default=None
-)
-"""What :func:`load` does with a source, architecture and macros where it touches no device."""
+
+
+class KernelCode(NamedTuple):
+    """What :func:`load` is asked for, apart from the device."""
+
+    source: str
+    """Path below kernels_cu/."""
+    arch: str
+    """The compiler's target."""
+    defines: tuple[tuple[str, int], ...]
+    name: str
+    """The kernel's symbol."""
+    threads: int
+    shared_bytes: int
+
+
+_instead: ContextVar[Callable[[KernelCode], Function | None] | None] = ContextVar("instead", default=None)
+"""What :func:`load` does where it touches no device. It returns what :func:`load` is to return, if anything."""
 
 
 @contextmanager
-def _loading_nothing(instead: Callable[[str, str, Mapping[str, int]], object]) -> Iterator[None]:
+def _loading_nothing(instead: Callable[[KernelCode], Function | None]) -> Iterator[None]:
     before = _instead.set(instead)
     try:
         yield
@@ -98,7 +113,7 @@ def _loading_nothing(instead: Callable[[str, str, Mapping[str, int]], object]) -
 def compiling_only() -> Iterator[list[CompiledKernel]]:
     """Make :func:`load` compile into the cache and touch no device. Yields the compiled kernels."""
     found: list[CompiledKernel] = []
-    with _loading_nothing(lambda *kernel: found.append(compiled(*kernel))):
+    with _loading_nothing(lambda code: found.append(compiled(code.source, code.arch, dict(code.defines)))):
         yield found
 
 
@@ -112,8 +127,50 @@ def is_sizing() -> bool:
     return _instead.get() is _nothing
 
 
-def _nothing(source: str, arch: str, defines: Mapping[str, int]) -> None:
+def _nothing(code: KernelCode) -> None:
     pass
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch of a kernel that :func:`recording` has not loaded. A call with a list appends it there."""
+
+    code: KernelCode
+    blocks: int
+    parameters: KernelParams
+    overlapping: bool
+
+    def __call__(self, stream: Any) -> None:
+        stream.append(self)
+
+
+class RecordedFill(NamedTuple):
+    """A fill under :func:`recording`. A call with a list appends it there."""
+
+    address: int
+    byte: int
+    nbytes: int
+
+    def __call__(self, stream: Any) -> None:
+        stream.append(self)
+
+
+def recording() -> AbstractContextManager[None]:
+    """Make kernels whose launches are :class:`RecordedLaunch`, and encode tensor maps without a driver.
+
+    It touches neither NVRTC nor a device. Make launches inside of it, and call them with a list.
+    """
+    stack = ExitStack()
+    stack.enter_context(_loading_nothing(_Recorded))
+    stack.enter_context(cuda_driver_abi.describing_maps())
+    return stack
+
+
+def fill(address: int, byte: int, nbytes: int) -> Callable[[int], None]:
+    """A launch that fills memory with a byte. Raises BackendUnavailableError without CuPy."""
+    if _instead.get() is _Recorded:
+        return RecordedFill(address, byte, nbytes)
+    enqueue = import_cupy().cuda.runtime.memsetAsync
+    return lambda stream: enqueue(address, byte, nbytes, stream)
 
 
 class _NotLoaded(Function):
@@ -121,6 +178,19 @@ class _NotLoaded(Function):
 
     def __init__(self) -> None:
         pass
+
+
+class _Recorded(Function):
+    """Returned by :func:`load` under :func:`recording`."""
+
+    def __init__(self, code: KernelCode) -> None:
+        self._code = code
+
+    def bind(
+        self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
+    ) -> Callable[[int], None]:
+        assert isinstance(parameters, KernelParams)
+        return RecordedLaunch(self._code, blocks, parameters, overlapping)
 
 
 def load(
@@ -137,8 +207,8 @@ def load(
     the kernel, and StorageError if the cache can't be used.
     """
     if (instead := _instead.get()) is not None:
-        instead(source, device.cuda_arch, defines)
-        return _NotLoaded()
+        code = KernelCode(source, device.cuda_arch, tuple(sorted(defines.items())), name, threads, shared_bytes)
+        return instead(code) or _NotLoaded()
     cuda = import_cupy().cuda
     try:
         with _load_lock, cuda.Device(device.ordinal):

@@ -1,0 +1,273 @@
+"""``export_plans``: selects, records and compiles plans, and writes them to a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..device.devices import PlaceLike, described
+from ..device.files import StrPath, written_whole
+from ..device.jit.cache import cubin
+from ..device.jit.launcher import KernelCode
+from ..errors import InvalidProblemError, UnsupportedError
+from ..plan.descriptor import Descriptor, ProductDescriptor
+from ..plan.families import plan_of
+from ..plan.plan import PreferenceLike
+from ..plan.preference import PlanPreference
+from ..vocab import EpilogueKind
+from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
+from .tables import Number, Record, Tables, no_place
+
+PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
+"""Flags of the guarantee, from bit 0 of a plan's ``promises``."""
+Row = tuple[int, ...]
+
+
+class Exported(NamedTuple):
+    """What ``export_plans`` wrote."""
+
+    folder: Path
+    problems: tuple[str, ...]
+    """The names by which ``s24_find`` finds them."""
+    plans: int
+    cubins: int
+    nbytes: int
+    """Bytes of all files."""
+
+
+def export_plans(
+    descriptors: Mapping[str, Descriptor] | Iterable[Descriptor],
+    folder: StrPath,
+    *,
+    preference: PreferenceLike = None,
+    device: PlaceLike = "h200",
+    progress: Callable[[int], None] = lambda steps: None,
+) -> Exported:
+    """Write all that a program without Python needs to run plans: see docs/export.md.
+
+    Parameters
+    ----------
+    descriptors
+        Problems of products and of preparing weights, by their names or named by :func:`name_of`. A product
+        is exported for 1 to as many tokens as its descriptor has, with the kernels that ``select`` chooses
+        under the same preference.
+    folder
+        Made if it isn't there. Files of an earlier export are replaced.
+    preference
+        As for ``select``; ``exportable`` is set.
+    device
+        The GPU that will run the plans, as ``select`` takes it; it needn't be present.
+    progress
+        Called with the number of selections and compilations that have just ended.
+
+    Needs NVRTC, and neither CuPy nor a GPU. Raises InvalidProblemError for descriptors of one name,
+    UnsupportedError where a library or the host alone serves, what ``select`` raises, and StorageError.
+    """
+    wishes = PlanPreference.of(preference).model_copy(update={"exportable": True})
+    properties, _ = described(device)
+    if properties.kind != "cuda":
+        raise UnsupportedError(f"device: expected a CUDA device, got {properties}")
+    named = _named(descriptors)
+    tables = Tables(properties.compute_capability, properties.multiprocessors)
+    writer = _Writer(tables, Path(folder), progress)
+    for name, descriptor in named.items():
+        writer.add(name, descriptor, wishes, properties)
+    written = writer.write()
+    records = tables.records
+    return Exported(Path(folder), tuple(named), len(records["plans"]), len(records["cubins"]), written)
+
+
+def name_of(descriptor: Descriptor) -> str:
+    """The name of a problem: its op, element, sizes, and its epilogue unless that is identity."""
+    name = f"{descriptor.op_name}-{descriptor.element}-{descriptor.m}x{descriptor.k}"
+    epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
+    return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
+
+
+def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict[str, Descriptor]:
+    if isinstance(descriptors, Mapping):
+        pairs = list(descriptors.items())
+    else:
+        pairs = [(name_of(_exportable(one)), one) for one in descriptors]
+    named: dict[str, Descriptor] = {}
+    for name, descriptor in pairs:
+        if type(name) is not str or not name or "\0" in name:
+            raise InvalidProblemError(f"descriptors: expected names that are text, got {name!r}")
+        if name in named:
+            raise InvalidProblemError(
+                f"descriptors: expected one problem of each name, got {name} twice; "
+                "give them names in a mapping"
+            )
+        named[name] = _exportable(descriptor)
+    if not named:
+        raise InvalidProblemError("descriptors: expected at least one, got none")
+    return named
+
+
+def _exportable(descriptor: Any) -> Descriptor:
+    plan_of(descriptor)  # raises for anything else
+    found: Descriptor = descriptor
+    if not hasattr(descriptor, "k"):
+        raise UnsupportedError(
+            f"descriptors: expected products or ops that prepare weights, got {type(descriptor).__name__}"
+        )
+    return found
+
+
+class _Writer:
+    def __init__(self, tables: Tables, folder: Path, progress: Callable[[int], None]) -> None:
+        self._tables, self._folder, self._progress = tables, folder, progress
+        self._codes: dict[KernelCode, int] = {}
+        self._cubins: dict[str, bytes] = {}
+
+    def add(self, name: str, descriptor: Descriptor, preference: PlanPreference, device: Any) -> None:
+        """Select and record the plans of a problem."""
+        kind, tokens = plan_of(descriptor), isinstance(descriptor, ProductDescriptor)
+        ns = range(1, descriptor.n + 1) if tokens else range(1)
+        found: dict[Recipe, dict[int, Row]] = {}
+        for n in ns:
+            problem = descriptor.model_copy(update={"n": n}) if tokens else descriptor
+            try:
+                plan = kind.select(problem, preference=preference, device=device)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}") from error
+            recipe, numbers = record(plan)
+            found.setdefault(recipe, {})[n] = numbers
+            self._progress(1)
+        at: dict[int, tuple[int, Row]] = {}
+        for recipe, rows in found.items():
+            index, columns = self._add_plan(recipe, rows)
+            at |= {n: (index, tuple(row[slot] for slot in columns)) for n, row in rows.items()}
+        ranges = []
+        for key, group in itertools.groupby(ns, at.__getitem__):
+            row = self._tables.add("numbers", [{"number": number} for number in key[1]])
+            ranges.append({"first_n": next(group), "plan": key[0], "row": row})
+        problem_record = {
+            "name": name,
+            "descriptor": descriptor.model_dump_json(),
+            "first_range": self._tables.add("ranges", ranges),
+            "ranges": len(ranges),
+            "least_n": ns[0],
+            "most_n": ns[-1],
+        }
+        self._tables.add("problems", [problem_record])
+
+    def _add_plan(self, recipe: Recipe, rows: dict[int, Row]) -> tuple[int, list[int]]:
+        """Add a plan; return its index and the slots whose numbers stand in the rows of its ranges."""
+        numbers, columns = _numbers(rows)
+        guarantee = json.loads(recipe.guarantee)
+        operands = [_operand_record(one, numbers) for one in recipe.operands]
+        launches = [self._launch_record(one, numbers) for one in recipe.launches]
+        plan = {
+            "kernel": recipe.kernel,
+            "guarantee": recipe.guarantee,
+            "promises": sum(bool(guarantee[flag]) << bit for bit, flag in enumerate(PROMISES)),
+            "workspace_alignment": recipe.workspace_alignment,
+            "workspace": numbers[recipe.workspace],
+            "first_operand": self._tables.add("operands", operands),
+            "operands": len(operands),
+            "first_launch": self._tables.add("launches", launches),
+            "launches": len(launches),
+        }
+        return self._tables.add("plans", [plan]), columns
+
+    def _launch_record(self, launch: Launch | Fill, numbers: list[Number]) -> Record:
+        if isinstance(launch, Fill):
+            places, maps = [_place_record(launch.address, numbers)], []
+            rest: Record = {"fill": 1, "symbol": "", "byte": launch.byte, "size": numbers[launch.nbytes]}
+            rest |= dict.fromkeys(("cubin", "threads", "shared_bytes", "overlapping", "parameter_bytes"), 0)
+        else:
+            code = launch.code
+            places = [_place_record(one, numbers) for one in launch.places]
+            maps = [_map_record(one, numbers) for one in launch.maps]
+            rest = {
+                "fill": 0,
+                "cubin": self._cubin(code),
+                "symbol": code.name,
+                "threads": code.threads,
+                "shared_bytes": code.shared_bytes,
+                "overlapping": int(launch.overlapping),
+                "parameter_bytes": launch.nbytes,
+                "byte": 0,
+                "size": numbers[launch.grid],
+            }
+        first_place, first_map = self._tables.add("places", places), self._tables.add("maps", maps)
+        counts = {"places": len(places), "maps": len(maps)}
+        return rest | {"first_place": first_place, "first_map": first_map} | counts
+
+    def _cubin(self, code: KernelCode) -> int:
+        """The index of a kernel's cubin, compiled now if the cache hasn't it."""
+        code = code._replace(name="", threads=0, shared_bytes=0)
+        if code not in self._codes:
+            content = cubin(code.source, code.arch, dict(code.defines))
+            digest = hashlib.sha256(content).hexdigest()
+            file = f"{Path(code.source).stem}-{digest[:16]}.cubin"
+            if file not in self._cubins:
+                record = {"file": file, "zero": 0, "nbytes": len(content), "sha256": digest}
+                self._tables.add("cubins", [record])
+                self._cubins[file] = content
+            self._codes[code] = list(self._cubins).index(file)
+            self._progress(1)
+        return self._codes[code]
+
+    def write(self) -> int:
+        """Write all files, ``plans.bin`` last. Returns their bytes."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        manifest = json.dumps(self._tables.document(), indent=1).encode()
+        files = {**self._cubins, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
+        for name, content in files.items():
+            with written_whole(self._folder / name) as file:
+                file.write(content)
+        return sum(map(len, files.values()))
+
+
+def _numbers(rows: dict[int, Row]) -> tuple[list[Number], list[int]]:
+    """The slots' numbers as functions of n, each checked for every n, and the slots that need a column."""
+    ns = list(rows)
+    numbers, columns = [], []
+    for slot in range(len(rows[ns[0]])):
+        values = [rows[n][slot] for n in ns]
+        by_n = 0
+        if len(ns) > 1 and (values[1] - values[0]) % (ns[1] - ns[0]) == 0:
+            by_n = (values[1] - values[0]) // (ns[1] - ns[0])
+        constant = values[0] - by_n * ns[0]
+        if all(value == constant + by_n * n for n, value in zip(ns, values, strict=True)):
+            numbers.append(Number(constant, by_n))
+        else:
+            columns.append(slot)
+            numbers.append(Number(0, 0, len(columns)))
+    return numbers, columns
+
+
+def _operand_record(use: OperandUse, numbers: list[Number]) -> Record:
+    record = {name: int(value) if type(value) is bool else value for name, value in use._asdict().items()}
+    return record | {"lines": numbers[use.lines], "width": numbers[use.width]}
+
+
+def _place_record(place: Place, numbers: list[Number]) -> Record:
+    record: Record = place._asdict()
+    number = numbers[record.pop("slot")]
+    return {**record, "kind": int(place.kind), "number": number}
+
+
+def _map_record(place: MapPlace, numbers: list[Number]) -> Record:
+    record: Record = {
+        "at": place.at,
+        "data_type": place.data_type,
+        "rank": len(place.sizes),
+        "swizzle": place.swizzle,
+        "promotion": place.promotion,
+        "only_if_aligned": place.only_if_aligned,
+        "address": _place_record(place.address, numbers),
+    }
+    none = Number(0)
+    for at in range(4):
+        pitch = _place_record(place.pitches[at], numbers) if at < len(place.pitches) else no_place()
+        record[f"pitch{at}"] = pitch
+    for part, slots in (("size", place.sizes), ("box", place.box)):
+        record |= {f"{part}{at}": numbers[slots[at]] if at < len(slots) else none for at in range(5)}
+    return record

@@ -1,0 +1,387 @@
+"""Records how a plan's launches follow from its operands, by making them for operands that don't exist.
+
+A kernel's own code makes the launches, for several sets of addresses and strides. A number that follows the
+address of an operand, its stride or its alignment is told by how it differs between them; all others are the
+problem's. So no fact of a kernel is written a second time, and a launch that can't be told so is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from .._vendor.cuda_driver_abi import MapDescription
+from ..device.jit.launcher import KernelCode, RecordedFill, RecordedLaunch, recording
+from ..device.tensors import TensorView
+from ..errors import UnsupportedError
+from ..plan.operands import Operand, Role, Views
+from ..plan.plan import Plan
+from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
+from ..weights.packed_layouts import layout_called
+
+WORKSPACE = -1
+"""The operand that stands for the workspace."""
+_VECTOR = 16
+"""Bytes that an alignment flag of a kernel is about."""
+_FIRST, _APART, _STEP = 1 << 60, 1 << 50, 1 << 45
+
+
+class Kind(IntEnum):
+    """The origin of a number in a parameter struct."""
+
+    NUMBER = 0
+    """The problem's."""
+    ADDRESS = 1
+    """The operand's address and a number; 0 without the operand."""
+    STRIDE = 2
+    """``factor`` times the operand's stride in elements."""
+    LAUNCH_ID = 3
+    """A number that no other launch has."""
+    ALIGNED = 4
+    """1 if the operand's lines all begin at multiples of 16 bytes, else 0. ``factor``: bytes of an element."""
+
+
+class Place(NamedTuple):
+    """A number and where it comes from. ``slot`` indexes the numbers of a recording."""
+
+    at: int
+    """Offset in the parameter struct."""
+    size: int
+    """Bytes: 4 or 8."""
+    kind: Kind
+    operand: int
+    factor: int
+    slot: int
+
+
+class MapPlace(NamedTuple):
+    """A tensor map: the arguments of ``cuTensorMapEncodeTiled``, innermost dimension first."""
+
+    at: int
+    data_type: int
+    swizzle: int
+    promotion: int
+    only_if_aligned: int
+    """The operand without whose 16-byte alignment the map isn't written; WORKSPACE: it always is."""
+    address: Place
+    sizes: tuple[int, ...]
+    """Slots."""
+    pitches: tuple[Place, ...]
+    """Bytes from one index of a dimension to the next, without the innermost."""
+    box: tuple[int, ...]
+    """Slots."""
+
+
+class Launch(NamedTuple):
+    """A kernel's launch. Its threads and shared memory are those of ``code``."""
+
+    code: KernelCode
+    overlapping: bool
+    """Whether it may begin before the launch in front of it has ended."""
+    grid: int
+    """Slot of the number of CTAs."""
+    nbytes: int
+    """Size of the parameter struct."""
+    places: tuple[Place, ...]
+    maps: tuple[MapPlace, ...]
+
+
+class Fill(NamedTuple):
+    """A fill of memory with a byte."""
+
+    byte: int
+    address: Place
+    nbytes: int
+    """Slot."""
+
+
+class OperandUse(NamedTuple):
+    """What a caller passes for an operand, and what is checked of it."""
+
+    name: str
+    """As in Args; a weight's buffers are ``weight.values``, ``weight.metadata`` or ``weight.packed``."""
+    written: bool
+    optional: bool
+    itemsize: int
+    strided: bool
+    """Whether lines may lie apart. Else the operand is one line."""
+    lines: int
+    """Slot of the number of rows, or columns if these are contiguous."""
+    width: int
+    """Slot of a line's elements."""
+    alignment: int
+    """Bytes that divide the address."""
+    line_alignment: int
+    """Bytes that divide the distance of lines."""
+    may_be: int
+    """The operand that may begin at the same address; WORKSPACE: none."""
+
+
+class Recipe(NamedTuple):
+    """All of a plan's launches but their numbers. Hashable: many n share one."""
+
+    kernel: str
+    guarantee: str
+    """The guarantee as JSON."""
+    workspace_alignment: int
+    workspace: int
+    """Slot of the workspace's size."""
+    operands: tuple[OperandUse, ...]
+    launches: tuple[Launch | Fill, ...]
+
+
+def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
+    """The recipe of a plan, and the numbers that its slots index. Needs neither NVRTC nor a GPU.
+
+    Raises UnsupportedError for a library's or the host's kernel, and where a launch follows from its operands
+    in a way that a recipe can't say.
+    """
+    entry = plan._entry
+    if entry.on_host or not entry.exportable:
+        raise UnsupportedError(f"plan: expected a kernel that can be exported, got {entry.name}")
+    with recording():
+        return _Recorder(plan).recipe()
+
+
+class _Probe(NamedTuple):
+    """Operands at chosen places, and the launches that the kernel makes for them."""
+
+    views: Views
+    strides: tuple[int, ...]
+    launches: list[Any]
+
+
+class _Buffer(NamedTuple):
+    """One buffer of an operand."""
+
+    view: str
+    operand: Operand
+    shape: tuple[int, ...]
+    element: ElementKind
+
+
+class _Recorder:
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._kernel = plan, plan._entry.kernel(plan._choice)
+        self._buffers = [one for operand in plan._operands for one in _buffers_of(operand, plan._entry.layout)]
+        self._numbers: list[int] = []
+        self._first = self._probe()
+        self._again = self._probe()
+        self._moved = self._probe(step=1)
+        self._displaced = dict(self._displacements())
+
+    def recipe(self) -> tuple[Recipe, tuple[int, ...]]:
+        plan = self._plan
+        operands = tuple(map(self._use, range(len(self._buffers))))
+        launches = tuple(map(self._launch, range(len(self._first.launches))))
+        found = Recipe(
+            plan.kernel,
+            plan.guarantee.model_dump_json(),
+            plan.workspace_alignment,
+            self._slot(plan.workspace_size()),
+            operands,
+            launches,
+        )
+        return found, tuple(self._numbers)
+
+    def _slot(self, number: int) -> int:
+        self._numbers.append(int(number))
+        return len(self._numbers) - 1
+
+    # Operands -----------------------------------------------------------------------------------------
+
+    def _use(self, at: int) -> OperandUse:
+        buffer, checks = self._buffers[at], self._plan._check
+        operand, name = buffer.operand, checks.arguments[buffer.view]
+        lines, width = _lines(buffer)
+        may_be = [number for number, one in enumerate(self._buffers) if one.operand.name == operand.may_be]
+        return OperandUse(
+            name,
+            operand.role is Role.OUT,
+            operand.optional,
+            buffer.element.itemsize,
+            operand.lines is not None,
+            self._slot(lines),
+            self._slot(width),
+            checks.alignments[name],
+            self._kernel.alignment_of(operand.name).line,
+            may_be[0] if may_be else WORKSPACE,
+        )
+
+    def _probe(self, step: int = 0, displaced: int = -1, by: int = 0, wider: int = 0) -> _Probe:
+        """``step`` moves all operands; ``displaced`` is one that lies ``by`` bytes, with a ``wider`` stride."""
+        views: Views = {}
+        strides = []
+        for at, buffer in enumerate(self._buffers):
+            address = self._address(at, step) + (by if at == displaced else 0)
+            stride = _stride(buffer, at, step) + (wider if at == displaced else 0)
+            both = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
+            layout = both if buffer.operand.lines is not None else None
+            views[buffer.view] = TensorView(
+                address, buffer.shape, buffer.element, self._plan._home, strides=layout
+            )
+            strides.append(stride)
+        launches: list[Any] = []
+        self._kernel.launcher(views, self._address(WORKSPACE, step))(launches)
+        return _Probe(views, tuple(strides), launches)
+
+    def _address(self, at: int, step: int) -> int:
+        at = len(self._buffers) if at == WORKSPACE else at
+        return _FIRST + at * _APART + step * (_STEP + 256 * (at + 1))
+
+    def _displacements(self) -> Iterator[tuple[int, tuple[_Probe, ...]]]:
+        """For each operand that needn't be aligned to 16 bytes, probes in which it isn't."""
+        for at, buffer in enumerate(self._buffers):
+            name = self._plan._check.arguments[buffer.view]
+            address = self._plan._check.alignments[name]
+            line = self._kernel.alignment_of(buffer.operand.name).line
+            found = []
+            if address < _VECTOR:
+                found.append(self._probe(displaced=at, by=address))
+            if buffer.operand.lines is not None and _lines(buffer)[0] > 1 and line < _VECTOR:
+                found.append(self._probe(displaced=at, wider=max(1, line // buffer.element.itemsize)))
+            if found:
+                yield at, tuple(found)
+
+    # Launches -----------------------------------------------------------------------------------------
+
+    def _launch(self, at: int) -> Launch | Fill:
+        first, again, moved = (one.launches[at] for one in (self._first, self._again, self._moved))
+        if isinstance(first, RecordedFill):
+            address = self._told(0, 8, first.address, again.address, moved.address)
+            return Fill(first.byte, address, self._slot(first.nbytes))
+        assert isinstance(first, RecordedLaunch)
+        if (first.code, first.blocks, first.overlapping) != (moved.code, moved.blocks, moved.overlapping):
+            raise self._refused("the grid")
+        places, maps = [], []
+        for name, field in type(first.parameters).declared.items():
+            raw = [self._bytes_of(one, at, name) for one in (self._first, self._again, self._moved)]
+            where = getattr(type(first.parameters), name).offset
+            if field.cxx == "TensorMap":
+                if (tensor_map := self._map(at, name, where, raw)) is not None:
+                    maps.append(tensor_map)
+                continue
+            if len(raw[0]) not in (4, 8):
+                raise self._refused(name)
+            place = self._told(where, len(raw[0]), *(int.from_bytes(one, "little") for one in raw))
+            places.append(self._aligned(at, name, place))
+        nbytes = ctypes.sizeof(first.parameters)
+        grid = self._slot(first.blocks)
+        return Launch(first.code, first.overlapping, grid, nbytes, tuple(places), tuple(maps))
+
+    def _bytes_of(self, probe: _Probe, launch: int, name: str) -> bytes:
+        parameters = probe.launches[launch].parameters
+        field = getattr(type(parameters), name)
+        return ctypes.string_at(ctypes.addressof(parameters) + field.offset, field.size)
+
+    def _told(self, at: int, size: int, first: int, again: int, moved: int) -> Place:
+        """The place of a number, from its values for the first operands, once more, and for moved ones."""
+        if first != again:
+            return Place(at, size, Kind.LAUNCH_ID, WORKSPACE, 0, self._slot(0))
+        if first == moved:
+            return Place(at, size, Kind.NUMBER, WORKSPACE, 0, self._slot(first))
+        for operand in (*range(len(self._buffers)), WORKSPACE):
+            offset = first - self._address(operand, 0)
+            if 0 <= offset < _STEP and offset == moved - self._address(operand, 1):
+                return Place(at, size, Kind.ADDRESS, operand, 0, self._slot(offset))
+        for operand, (stride, wider) in enumerate(zip(self._first.strides, self._moved.strides, strict=True)):
+            if stride and stride != wider and first % stride == 0 and first // stride * wider == moved:
+                return Place(at, size, Kind.STRIDE, operand, first // stride, self._slot(0))
+        raise self._refused(f"the number at {at}")
+
+    def _aligned(self, launch: int, name: str, place: Place) -> Place:
+        """``place``, or that of a flag, if operands that aren't aligned change its number."""
+        for operand, probes in self._displaced.items():
+            found = [int.from_bytes(self._bytes_of(one, launch, name), "little") for one in probes]
+            expected = [self._value(place, one, operand) for one in probes]
+            if place.kind is Kind.LAUNCH_ID or found == expected:
+                continue
+            if place.kind is not Kind.NUMBER or self._numbers[place.slot] != 1 or any(found):
+                raise self._refused(name)
+            itemsize = self._buffers[operand].element.itemsize
+            return place._replace(kind=Kind.ALIGNED, operand=operand, factor=itemsize)
+        return place
+
+    def _value(self, place: Place, probe: _Probe, displaced: int) -> int:
+        """The number that a probe should have at the place."""
+        number = self._numbers[place.slot]
+        if place.kind is Kind.ADDRESS:
+            view = self._buffers[place.operand].view if place.operand != WORKSPACE else None
+            return number + (probe.views[view].address if view else self._address(WORKSPACE, 0))
+        return probe.strides[place.operand] * place.factor if place.kind is Kind.STRIDE else number
+
+    def _map(self, launch: int, name: str, at: int, raw: list[bytes]) -> MapPlace | None:
+        first, _, moved = map(MapDescription.of, raw)
+        if first is None or moved is None:
+            if first is not moved:
+                raise self._refused(name)
+            return None
+        same = "data_type", "sizes", "box", "swizzle", "promotion"
+        if any(getattr(first, one) != getattr(moved, one) for one in same):
+            raise self._refused(name)
+        address = self._told(0, 8, first.address, first.address, moved.address)
+        pitches = tuple(
+            self._told(0, 8, one, one, other) for one, other in zip(first.pitches, moved.pitches, strict=True)
+        )
+        return MapPlace(
+            at,
+            first.data_type,
+            first.swizzle,
+            first.promotion,
+            self._condition(launch, name),
+            address,
+            tuple(map(self._slot, first.sizes)),
+            pitches,
+            tuple(map(self._slot, first.box)),
+        )
+
+    def _condition(self, launch: int, name: str) -> int:
+        """The operand without whose alignment the map isn't written."""
+        for operand, probes in self._displaced.items():
+            written = {MapDescription.of(self._bytes_of(one, launch, name)) is not None for one in probes}
+            if written == {False}:
+                return operand
+            if written == {False, True}:
+                raise self._refused(name)
+        return WORKSPACE
+
+    def _refused(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"plan: expected launches that a recipe can say, got {what} of {self._plan.kernel} that follows "
+            "from its operands in another way"
+        )
+
+
+def _buffers_of(operand: Operand, layout: str) -> Iterator[_Buffer]:
+    if operand.role is not Role.WEIGHT:
+        yield _Buffer(operand.name, operand, operand.shape, operand.element)
+        return
+    (m, k), layout = operand.shape, operand.layout or layout
+    if layout == CANONICAL_LAYOUT:
+        yield _Buffer("values", operand, (m, k // 2), operand.element)
+        yield _Buffer("metadata", operand, (m, k // 8), ElementKind.U16)
+    else:
+        yield _Buffer("packed", operand, layout_called(layout).packed_shape(m, k), ElementKind.U8)
+
+
+def _lines(buffer: _Buffer) -> tuple[int, int]:
+    """Number of lines, and a line's elements."""
+    shape = buffer.shape
+    if buffer.operand.lines is None:
+        width = 1
+        for size in shape:
+            width *= size
+        return 1, width
+    return shape if buffer.operand.lines is MatrixOrder.ROW else (shape[1], shape[0])
+
+
+def _stride(buffer: _Buffer, at: int, step: int) -> int:
+    lines, width = _lines(buffer)
+    if lines <= 1:
+        return width
+    return -(-width // _VECTOR) * _VECTOR + _VECTOR * (5 + 3 * at + step * (11 + 7 * at))
+
+

@@ -1,0 +1,168 @@
+"""A C program launches what Python would launch: kernel, grid, and every byte of the parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+
+from sparse24_plans import (
+    CompressSparse24Descriptor,
+    DecompressSparse24Descriptor,
+    GemmSparse24Descriptor,
+    MaskSparse24Descriptor,
+    PackSparse24Descriptor,
+    PruneCompressSparse24Descriptor,
+    PruneSparse24Descriptor,
+    TilePruneSparse24Descriptor,
+)
+from sparse24_plans.device.devices import absent_gpu
+from sparse24_plans.device.jit.launcher import RecordedFill, recording
+from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.export import export_plans
+from sparse24_plans.export.recording import _buffers_of, _lines
+from sparse24_plans.plan.families import plan_of
+from sparse24_plans.vocab import MatrixOrder
+from tests.export.c_library import Refused
+from tests.export.conftest import cubin_text
+
+H200 = absent_gpu("h200")
+MATRIX = {"m": 192, "k": 320}
+TYPES: dict[str, dict[str, Any]] = {
+    "bf16": {"element": "bf16"},
+    "f16 with a bias": {"element": "f16", "epilogue": "bias_silu"},
+    "f16 gated": {"element": "f16", "epilogue": "bias_swiglu"},
+    "bf16 in columns": {"element": "bf16", "x_order": "column", "y_order": "column"},
+    "bf16 from columns": {"element": "bf16", "x_order": "column"},
+    "f32": {"element": "f32"},
+    "f32 in steps": {"element": "f32", "epilogue": "bias_relu"},
+    "s8": {"element": "s8", "out_element": "bf16", "scale_x": "row", "scale_w": "tensor"},
+    "s8 sums": {"element": "s8", "out_element": "i32"},
+    "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
+    "bf16 backward": {"element": "bf16", "op": "dgrad"},
+}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "any": {},
+    "invariant": {"require": {"batch_invariant": True}},
+    "strict": {"require": {"bit_stable_across_hardware": True}},
+    "mma_sp": {"prefer_backend": "mma_sp"},
+}
+ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated"
+SERVED = [
+    *((kind, required) for kind in TYPES for required in ("any", "invariant")),
+    *((kind, "strict") for kind in (*ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward")),
+    *((kind, "mma_sp") for kind in ROWS_OF_HALVES),
+]
+PREPARED = {
+    "prune": PruneSparse24Descriptor(**MATRIX, element="bf16", scores="f32"),
+    "compress": CompressSparse24Descriptor(**MATRIX, element="f16"),
+    "prune and compress": PruneCompressSparse24Descriptor(**MATRIX, element="s8"),
+    "decompress": DecompressSparse24Descriptor(**MATRIX, element="bf16"),
+    "pack": PackSparse24Descriptor(**MATRIX, element="bf16"),
+    "unpack": PackSparse24Descriptor(**MATRIX, element="fp8_e4m3", direction="unpack"),
+    "prune tiles": TilePruneSparse24Descriptor(**MATRIX, element="bf16"),
+    "mask": MaskSparse24Descriptor(**MATRIX, element="bf16"),
+}
+
+
+def random_operands(plan: Any, seed: random.Random) -> tuple[dict[str, TensorView], list[tuple[int, int]]]:
+    """Views of all operands at random places, and the same for C. No two of them touch."""
+    views, given = {}, []
+    buffers = [one for operand in plan._operands for one in _buffers_of(operand, plan._entry.layout)]
+    for at, buffer in enumerate(buffers):
+        name = plan._check.arguments[buffer.view]
+        alignment = plan._check.alignments[name]
+        line_alignment = plan._kernel.alignment_of(buffer.operand.name).line
+        lines, width = _lines(buffer)
+        step = max(1, line_alignment // buffer.element.itemsize)
+        stride = width if lines == 1 else -(-width // step) * step + step * seed.choice((0, 1, 2, 5, 8, 64))
+        address = (1 << 60) + (at << 45) + alignment * seed.choice((0, 1, 3, 8, 16, 1024))
+        strides = None
+        if buffer.operand.lines is not None:
+            strides = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
+        views[buffer.view] = TensorView(address, buffer.shape, buffer.element, plan._home, strides=strides)
+        given.append((address, stride))
+    return views, given
+
+
+def without_ids(parameters: Any, content: bytes) -> bytes:
+    """The bytes of the struct without the launch's own number, which no two launches share."""
+    field = getattr(type(parameters), "launch_id", None)
+    if field is None:
+        return content
+    return content[: field.offset] + bytes(field.size) + content[field.offset + field.size :]
+
+
+def compare(c: Any, opened: Any, name: str, descriptor: Any, preference: Any, n: int, seed: random.Random) -> str:
+    """Compare one problem's launches; return the kernel's name."""
+    plan = plan_of(descriptor).select(descriptor, preference={**preference, "exportable": True}, device=H200)
+    found = c.find(opened, name, n)
+    promises = c.library.s24_guarantee(ctypes.byref(found))
+    alignment = ctypes.c_uint32()
+    nbytes = c.library.s24_workspace(ctypes.byref(found), ctypes.byref(alignment))
+    assert promises.kernel.decode() == plan.kernel
+    assert promises.guarantee.decode() == plan.guarantee.model_dump_json()
+    assert (nbytes, alignment.value) == (plan.workspace_size(), plan.workspace_alignment)
+    views, given = random_operands(plan, seed)
+    assert c.names(found) == [plan._check.arguments[view] for view in views]
+    workspace = (1 << 61) + 256 * seed.randrange(1000)
+    stream = seed.randrange(1 << 40)
+    calls = c.run(found, given, workspace, nbytes, stream)
+    with recording():
+        expected: list[Any] = []
+        plan._entry.kernel(plan._choice).launcher(views, workspace)(expected)
+    assert len(calls) == len(expected)
+    for call, launch in zip(calls, expected, strict=True):
+        assert call.stream == stream
+        if isinstance(launch, RecordedFill):
+            assert (call.kind, call.address, call.byte, call.nbytes) == (1, *launch)
+            continue
+        code, size = launch.code, ctypes.sizeof(launch.parameters)
+        assert call.code == cubin_text(code.source, code.arch, dict(code.defines)).rstrip(b"\0")
+        assert call.symbol.decode() == code.name
+        assert (call.grid, call.threads, call.shared_bytes) == (launch.blocks, code.threads, code.shared_bytes)
+        assert bool(call.early) == launch.overlapping
+        bytes_expected = without_ids(launch.parameters, bytes(launch.parameters))
+        assert without_ids(launch.parameters, bytes(call.parameters)[:size]) == bytes_expected
+    return plan.kernel
+
+
+@pytest.mark.parametrize(("kind", "required"), SERVED)
+def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, required):
+    seed = random.Random()
+    most = seed.choice((24, 70, 150))
+    sizes = {"m": 16 * seed.randrange(1, 80), "k": 16 * seed.randrange(1, 120)}
+    descriptor = GemmSparse24Descriptor(n=most, **sizes, **TYPES[kind])
+    preference = REQUIRED[required]
+    export_plans({"product": descriptor}, tmp_path, preference=preference, device="h200")
+    opened = c.open(tmp_path)
+    ns = {1, 2, most, *(seed.randrange(1, most + 1) for _ in range(20))}
+    for n in ns:
+        compare(c, opened, "product", descriptor.model_copy(update={"n": n}), preference, n, seed)
+    c.library.s24_close(opened)
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind):
+    export_plans({kind: PREPARED[kind]}, tmp_path, device="h200")
+    opened, seed = c.open(tmp_path), random.Random()
+    for _ in range(5):
+        compare(c, opened, kind, PREPARED[kind], {}, 0, seed)
+    c.library.s24_close(opened)
+
+
+@pytest.mark.parametrize("sizes", [{"m": 4096, "k": 4096}, {"m": 1536, "k": 7168}], ids=["4096x4096", "1536x7168"])
+def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path, named_cubins, sizes):
+    descriptor = GemmSparse24Descriptor(n=700, **sizes, element="bf16")
+    export_plans({"product": descriptor}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    for n in range(1, 701):
+        compare(c, opened, "product", descriptor.model_copy(update={"n": n}), {}, n, random.Random(n))
+    with pytest.raises(Refused, match="n: expected 1 to 700 tokens, got 701"):
+        c.find(opened, "product", 701)
+    with pytest.raises(Refused, match="got another"):
+        c.find(opened, "another", 1)
+    c.library.s24_close(opened)
+    assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0

@@ -1,0 +1,121 @@
+"""C refuses the operands that Python refuses, with a code of the same meaning, and launches nothing then."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+
+from sparse24_plans import GemmSparse24Descriptor, PruneSparse24Descriptor
+from sparse24_plans.device.devices import absent_gpu
+from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.errors import InvalidProblemError, MisalignedOperandError, Sparse24Error, WorkspaceTooSmallError
+from sparse24_plans.export import export_plans
+from sparse24_plans.export.recording import _buffers_of
+from sparse24_plans.plan.families import plan_of
+from sparse24_plans.vocab import MatrixOrder
+from sparse24_plans.weights.weight import PackedWeight, Sparse24Weight
+from tests.export.c_library import Refused
+from tests.export.test_launches import random_operands
+
+H200 = absent_gpu("h200")
+CODES = {InvalidProblemError: 1, MisalignedOperandError: 3, WorkspaceTooSmallError: 4}
+PROBLEMS = {
+    "bf16": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16"),
+    "gated": GemmSparse24Descriptor(n=40, m=128, k=256, element="f16", epilogue="bias_swiglu"),
+    "columns": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16", x_order="column", y_order="column"),
+    "f32": GemmSparse24Descriptor(n=7, m=64, k=512, element="f32", epilogue="bias"),
+    "one token": GemmSparse24Descriptor(n=1, m=64, k=512, element="bf16"),
+    "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
+    "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
+}
+
+
+def python_refuses(plan: Any, given: list[tuple[int, int]], workspace: int, nbytes: int) -> int:
+    """The code of what Python raises for these operands, or 0."""
+    try:
+        buffers = [one for operand in plan._operands for one in _buffers_of(operand, plan._entry.layout)]
+        fields: dict[str, Any] = {}
+        weight = []
+        for buffer, (address, stride) in zip(buffers, given, strict=True):
+            operand, strides = buffer.operand, None
+            if operand.lines is not None:
+                strides = (1, stride) if operand.lines is MatrixOrder.COLUMN else (stride, 1)
+            if not address and operand.optional:
+                continue
+            view = TensorView(address, buffer.shape, buffer.element, plan._home, strides=strides)
+            if buffer.view in ("values", "metadata", "packed"):
+                weight.append(view)
+            else:
+                fields[operand.argument] = view
+        if weight:
+            desc = plan.descriptor
+            layout, home = plan._entry.layout, plan._home
+            packed = PackedWeight(layout, desc.m, desc.k, desc.element, home, tuple(weight))
+            both = len(weight) == 2
+            fields["weight"] = Sparse24Weight(*weight, element=desc.element, validate=False) if both else packed
+        views = plan._check(plan._args_type(**fields))
+        if plan.workspace_size() and (not workspace or nbytes < plan.workspace_size()):
+            return CODES[WorkspaceTooSmallError]
+        plan._launches.check_workspace(workspace, views)
+    except Sparse24Error as error:
+        return next(code for kind, code in CODES.items() if isinstance(error, kind))
+    return 0
+
+
+def spoiled(
+    seed: random.Random, given: list[tuple[int, int]], workspace: int, nbytes: int, changes: int
+) -> tuple[list[tuple[int, int]], int, int]:
+    """The operands and the workspace after so many changes, any of which may be harmless."""
+    given, where, size = list(given), workspace, nbytes
+    for _ in range(changes):
+        if seed.random() < 0.2:
+            where = seed.choice((0, workspace + 1, workspace + 16, given[0][0]))
+            continue
+        if seed.random() < 0.1:
+            size = seed.choice((nbytes + 1, max(0, nbytes - 1)))
+            continue
+        at = seed.randrange(len(given))
+        address, stride = given[at]
+        other = given[seed.randrange(len(given))][0]
+        given[at] = seed.choice(
+            [
+                (0, stride),
+                (address + seed.choice((1, 2, 4, 8)), stride),
+                (address, stride + seed.choice((-64, -8, -1, 1, 4, 8))),
+                (address, -stride),
+                (address, 0),
+                (other, stride),
+                (other + seed.choice((-4096, -16, 16, 64, 512)), stride),
+                (workspace + seed.choice((-64, 0, 16)), stride),
+            ]
+        )
+    return given, where, size
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_c_and_python_refuse_the_same_operands(c, tmp_path, named_cubins, name):
+    descriptor, seed = PROBLEMS[name], random.Random()
+    export_plans({name: descriptor}, tmp_path, device="h200")
+    n = getattr(descriptor, "n", 0)
+    plan = plan_of(descriptor).select(descriptor, preference={"exportable": True}, device=H200)
+    opened = c.open(tmp_path)
+    found = c.find(opened, name, n)
+    codes = set()
+    for changes in (0, 1, 2, 3) * 100:
+        _, given = random_operands(plan, seed)
+        case = spoiled(seed, given, 1 << 61, plan.workspace_size(), changes)
+        expected = python_refuses(plan, *case)
+        try:
+            code = 0 if c.run(found, *case) else -1
+        except Refused as refused:
+            code = refused.code
+            assert ctypes.c_uint.in_dll(c.stub, "stub_count").value == 0
+        assert (code == 0) == (expected == 0), case
+        if changes == 1:  # of several faults either side may name any
+            assert code == expected, case
+        codes.add(code)
+    assert {0, 1, 3} <= codes
+    c.library.s24_close(opened)
