@@ -145,9 +145,9 @@ static void add_block(uint32_t state[8], const uint8_t *block) {
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expected[32]) {
+static void sha256(const uint8_t *bytes, uint64_t length, uint8_t found[32]) {
     uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    uint8_t last[128] = {0}, found[32];
+    uint8_t last[128] = {0};
     uint64_t whole = length / 64 * 64, rest = length - whole, size = rest < 56 ? 64 : 128;
     for (uint64_t at = 0; at < whole; at += 64) add_block(state, bytes + at);
     if (rest) memcpy(last, bytes + whole, rest);
@@ -155,10 +155,17 @@ static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expec
     for (int i = 0; i < 8; i++) last[size - 1 - i] = (uint8_t)(length * 8 >> (8 * i));
     for (uint64_t at = 0; at < size; at += 64) add_block(state, last + at);
     for (int i = 0; i < 32; i++) found[i] = (uint8_t)(state[i / 4] >> (24 - 8 * (i % 4)));
+}
+
+static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expected[32]) {
+    uint8_t found[32];
+    sha256(bytes, length, found);
     return memcmp(found, expected, sizeof found) == 0;
 }
 
 /* Opening a folder ----------------------------------------------------------------------------------------- */
+
+static const long MOST_FILE = 1l << 30;
 
 static int read_file(const char *folder, const char *name, uint8_t **content, uint64_t *length, s24_error *error) {
     int code = S24_STORAGE;
@@ -171,6 +178,8 @@ static int read_file(const char *folder, const char *name, uint8_t **content, ui
     snprintf(path, size, "%s/%s", folder, name);
     if (!(file = fopen(path, "rb")) || fseek(file, 0, SEEK_END) || (end = ftell(file)) < 0 || fseek(file, 0, SEEK_SET))
         fail(error, code, "%s: %s", path, strerror(errno));
+    else if (end > MOST_FILE) /* A folder's end is the largest number. */
+        fail(error, code, "%s: expected a file of at most %ld bytes, got another", path, MOST_FILE);
     else if (!(*content = malloc((size_t)end + 1)))
         fail(error, code, "%s: no memory for %ld bytes", path, end);
     else if (fread(*content, 1, (size_t)end, file) != (size_t)end)
@@ -504,16 +513,22 @@ s24_promises s24_guarantee(const s24_plan *given) {
 
 /* Checks --------------------------------------------------------------------------------------------------- */
 
+/* Addresses and sizes end here, so that no sum of three of them overflows. */
+static const uint64_t MOST_BYTES = (uint64_t)1 << 61 | (uint64_t)1 << 60;
+
 /* Pieces of width bytes that begin pitch bytes apart. */
 typedef struct { uint64_t address, lines, pitch, width; } Span;
 
 static uint64_t end_of(Span span) { return span.address + (span.lines - 1) * span.pitch + span.width; }
 
+static int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+
+/* Whether a piece has a byte of the width bytes from start. */
 static int shares(Span span, uint64_t start, uint64_t width) {
-    int64_t pitch = (int64_t)span.pitch, from = (int64_t)(start - span.width - span.address), to = (int64_t)(start + width - span.address);
-    int64_t first = from >= 0 ? from / pitch + 1 : -((-from + pitch - 1) / pitch) + 1;
-    int64_t last = to > 0 ? (to + pitch - 1) / pitch - 1 : -(-to / pitch) - 1;
-    return (first > 0 ? first : 0) <= (last < (int64_t)span.lines - 1 ? last : (int64_t)span.lines - 1);
+    int64_t pitch = (int64_t)span.pitch, last = (int64_t)span.lines - 1;
+    int64_t first = floor_of((int64_t)(start - span.width - span.address), pitch) + 1;
+    int64_t behind = -floor_of(-(int64_t)(start + width - span.address), pitch);
+    return (first > 0 ? first : 0) <= (behind - 1 < last ? behind - 1 : last);
 }
 
 static int overlap(Span one, Span other) {
@@ -557,10 +572,12 @@ static int check_operand(const s24_plan *given, const s24_operand *operands, uin
     int64_t stride = operands[at].stride;
     if (!lines || !width) return S24_OK;
     if (!address) return one->optional ? S24_OK : fail(error, S24_INVALID, "%s: expected memory, got a null address", name);
+    if (lines > MOST_BYTES / one->itemsize || width > MOST_BYTES / one->itemsize / lines)
+        return fail(error, S24_DAMAGED, "%s: expected a size that memory has room for, got %" PRIu64 " x %" PRIu64, name, lines, width);
     if (one->strided && lines > 1) {
         if (stride < 0 || (uint64_t)stride < width)
             return fail(error, S24_INVALID, "%s: expected a stride of at least %" PRIu64 " elements, got %" PRId64, name, width, stride);
-        if ((uint64_t)stride > INT64_MAX / one->itemsize / lines)
+        if ((uint64_t)stride > MOST_BYTES / one->itemsize / lines)
             return fail(error, S24_INVALID, "%s: expected a stride that memory has room for, got %" PRId64, name, stride);
         if ((uint64_t)stride * one->itemsize % one->line_alignment)
             return fail(error, S24_MISALIGNED, "%s stride: expected a multiple of %" PRIu32 " bytes, got %" PRIu64, name, one->line_alignment,
@@ -568,7 +585,7 @@ static int check_operand(const s24_plan *given, const s24_operand *operands, uin
     }
     if (address % one->alignment)
         return fail(error, S24_MISALIGNED, "%s: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, name, one->alignment, address);
-    if (address > INT64_MAX || end_of(span_of(given, operands, at)) > INT64_MAX)
+    if (address > MOST_BYTES || end_of(span_of(given, operands, at)) > MOST_BYTES)
         return fail(error, S24_INVALID, "%s: expected an address of the device's memory, got %#" PRIx64, name, address);
     return S24_OK;
 }
@@ -597,6 +614,8 @@ static int check_workspace(const s24_plan *given, const s24_operand *operands, u
     uint64_t needed = s24_workspace(given, &alignment);
     Span scratch = {workspace, 1, needed, needed};
     if (!needed) return S24_OK;
+    if (needed > MOST_BYTES || workspace > MOST_BYTES)
+        return fail(error, S24_INVALID, "workspace: expected an address of the device's memory, got %#" PRIx64, workspace);
     if (!workspace || nbytes < needed)
         return fail(error, S24_WORKSPACE_TOO_SMALL, "workspace: expected %" PRIu64 " bytes, got %" PRIu64, needed, workspace ? nbytes : 0);
     if (workspace % alignment)

@@ -1,0 +1,107 @@
+"""Damaged folders give an error and nothing else: no crash, no read outside of the file, no undefined behaviour."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import subprocess
+
+import pytest
+
+from sparse24_plans import CompressSparse24Descriptor, GemmSparse24Descriptor
+from sparse24_plans.errors import FormatError
+from sparse24_plans.export import export_plans
+from sparse24_plans.export.tables import Tables
+from tests.export.c_library import FLAGS, SOURCES, STUB, Refused
+
+DESCRIPTORS = {
+    "bf16": GemmSparse24Descriptor(n=33, m=128, k=256, element="bf16", epilogue="bias_silu"),
+    "f32": GemmSparse24Descriptor(n=20, m=128, k=256, element="f32"),
+    "compress": CompressSparse24Descriptor(m=64, k=64, element="bf16"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, named_cubins):
+    export_plans(DESCRIPTORS, tmp_path, device="h200")
+    return tmp_path
+
+
+def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):
+    built = tmp_path_factory.mktemp("hostile")
+    checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    hostile, driver = str(built / "hostile"), str(built / "libcuda.so.1")
+    source = str(STUB.parent / "hostile.c")
+    subprocess.run(
+        ["cc", *FLAGS, *checks, "-I", str(SOURCES), source, "-o", hostile, "-ldl", "-lpthread"], check=True
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", *FLAGS, str(STUB), "-o", driver], check=True)
+    seed = random.randrange(1 << 40)
+    done = subprocess.run(
+        [hostile, str(folder), "1500", str(seed)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(built), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+
+
+def test_a_changed_byte_anywhere_is_refused(c, folder):
+    path = folder / "plans.bin"
+    sound, seed = path.read_bytes(), random.Random()
+    for _ in range(100):
+        at = seed.randrange(len(sound))
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << seed.randrange(8)]) + sound[at + 1 :])
+        with pytest.raises(Refused) as refused:
+            c.open(folder)
+        assert refused.value.code in (2, 5)
+        with pytest.raises(FormatError):
+            Tables.of(path.read_bytes())
+    path.write_bytes(sound)
+    c.library.s24_close(c.open(folder))
+
+
+def test_a_changed_cubin_is_refused(c, folder):
+    for cubin in folder.glob("*.cubin"):
+        cubin.write_bytes(cubin.read_bytes() + b" ")
+    opened = c.open(folder)
+    with pytest.raises(Refused, match=r"\.cubin: expected the bytes that its SHA-256 is of"):
+        c.find(opened, "bf16", 1)
+    c.library.s24_close(opened)
+
+
+@pytest.mark.parametrize(("name", "value"), [("multiprocessors", 114), ("major", 8), ("minor", 1)])
+def test_another_gpu_is_refused(c, folder, name, value):
+    number = ctypes.c_uint.in_dll(c.stub, f"stub_{name}")
+    before, number.value = number.value, value
+    try:
+        with pytest.raises(Refused, match="device: expected compute capability 9.0 with 132 multiprocessors"):
+            c.open(folder)
+    finally:
+        number.value = before
+
+
+def test_what_the_driver_refuses_is_named(c, folder):
+    opened = c.open(folder)
+    status = ctypes.c_int.in_dll(c.stub, "stub_fails")
+    status.value = 719
+    try:
+        with pytest.raises(Refused, match="cuModuleLoadData: CUDA error 719"):
+            c.find(opened, "bf16", 1)
+    finally:
+        status.value = 0
+    c.library.s24_close(opened)
+
+
+def test_a_missing_folder_is_named(c, tmp_path):
+    with pytest.raises(Refused, match="none/plans.bin: No such file"):
+        c.open(tmp_path / "none")
+
+
+def test_the_manifest_says_what_the_tables_say(folder):
+    tables = Tables.of((folder / "plans.bin").read_bytes())
+    assert json.loads((folder / "manifest.json").read_text()) == json.loads(json.dumps(tables.document()))
+    assert tables.to_bytes() == (folder / "plans.bin").read_bytes()
+    assert {one["name"] for one in tables.records["problems"]} == set(DESCRIPTORS)
