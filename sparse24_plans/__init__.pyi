@@ -45,6 +45,8 @@ from .errors import Sparse24Error as Sparse24Error
 from .errors import StorageError as StorageError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import WorkspaceTooSmallError as WorkspaceTooSmallError
+from .export.folder import Exported as Exported
+from .export.folder import export_plans as export_plans
 from .formats.convert import from_foreign as from_foreign
 from .formats.convert import to_foreign as to_foreign
 from .formats.product import from_product as from_product

@@ -263,8 +263,12 @@ def _tiling(
     )
 
 
+_DESCRIPTION = struct.Struct("<8sQ5Q4Q5H4B")
+_MARK = b"tiledmap"
+
+
 class MapDescription(NamedTuple):
-    """The arguments of ``cuTensorMapEncodeTiled``. Sizes come from the innermost dimension to the outermost."""
+    """The arguments of ``cuTensorMapEncodeTiled``, from the innermost dimension to the outermost."""
 
     data_type: int
     address: int
@@ -275,9 +279,6 @@ class MapDescription(NamedTuple):
     swizzle: int
     promotion: int
 
-    _LAYOUT = struct.Struct("<8sQ5Q4Q5H4B")
-    _MARK = b"tiledmap"
-
     def to_bytes(self) -> bytes:
         """As many bytes as a tensor map has."""
         sizes, pitches, box = (
@@ -286,14 +287,14 @@ class MapDescription(NamedTuple):
         )
         rank = len(self.sizes)
         codes = self.data_type, rank, self.swizzle, self.promotion
-        packed = self._LAYOUT.pack(self._MARK, self.address, *sizes, *pitches, *box, *codes)
+        packed = _DESCRIPTION.pack(_MARK, self.address, *sizes, *pitches, *box, *codes)
         return packed.ljust(TENSOR_MAP_BYTES, b"\0")
 
     @classmethod
     def of(cls, described: bytes) -> MapDescription | None:
         """The description in these bytes, or None where no map was written."""
-        mark, address, *numbers = cls._LAYOUT.unpack_from(described)
-        if mark != cls._MARK:
+        mark, address, *numbers = _DESCRIPTION.unpack_from(described)
+        if mark != _MARK:
             return None
         data_type, rank, swizzle, promotion = numbers[14:]
         sizes, pitches, box = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]

@@ -33,6 +33,7 @@ class BlockSparseEntry(KernelEntry):
     """A kernel entry of the family."""
 
     layout: str = BLOCKS_LAYOUT
+    exportable: bool = False  # the addresses of look-up tables would be the device's
     strict: bool = False
     """Whether the host computes every step in a defined order; otherwise BLAS multiplies."""
 

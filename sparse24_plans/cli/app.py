@@ -1,7 +1,7 @@
 """The ``sparse24`` command.
 
 ``info``, ``compress``, ``convert``, ``verify``, ``explain``, ``replay``, ``demo``, ``bench``, ``tune``,
-``warmup``.
+``warmup``, ``export``.
 
 Results go to stdout, as tables or (``--json``) as one JSON document; progress and errors go to stderr.
 Exit codes are 0 for success, 1 for an error or a failed check, 2 for wrong usage.
@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
-from . import compressing, explaining, measuring, replaying, verifying, warmup
+from . import compressing, explaining, exporting, measuring, replaying, verifying, warmup
 from .output import print_json, show_warning
 
 _UsageError: Any = typer.BadParameter.__base__  # Typer exports it under no name of its own
@@ -75,6 +75,7 @@ for command in (
     measuring.bench,
     measuring.tune,
     warmup.warmup,
+    exporting.export,
 ):
     app.command()(command)
 

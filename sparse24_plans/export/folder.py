@@ -7,17 +7,19 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..device.devices import PlaceLike, described
-from ..device.files import StrPath, written_whole
+from ..device.files import StrPath, storage_errors, written_whole
 from ..device.jit.cache import cubin
 from ..device.jit.launcher import KernelCode
 from ..errors import InvalidProblemError, UnsupportedError
-from ..plan.descriptor import Descriptor, ProductDescriptor
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
 from ..plan.plan import PreferenceLike
 from ..plan.preference import PlanPreference
+from ..prepare.descriptor import PrepareDescriptor
 from ..vocab import EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
 from .tables import Number, Record, Tables, no_place
@@ -25,16 +27,20 @@ from .tables import Number, Record, Tables, no_place
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
 Row = tuple[int, ...]
+Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor"
 
 
 class Exported(NamedTuple):
     """What ``export_plans`` wrote."""
 
-    folder: Path
+    folder: str
+    """Path of the folder."""
     problems: tuple[str, ...]
     """The names by which ``s24_find`` finds them."""
     plans: int
+    """Number of plans: kernels with a recipe of their launches."""
     cubins: int
+    """Number of compiled kernels, which plans share."""
     nbytes: int
     """Bytes of all files."""
 
@@ -56,7 +62,7 @@ def export_plans(
         is exported for 1 to as many tokens as its descriptor has, with the kernels that ``select`` chooses
         under the same preference.
     folder
-        Made if it isn't there. Files of an earlier export are replaced.
+        New or empty.
     preference
         As for ``select``; ``exportable`` is set.
     device
@@ -64,36 +70,41 @@ def export_plans(
     progress
         Called with the number of selections and compilations that have just ended.
 
-    Needs NVRTC, and neither CuPy nor a GPU. Raises InvalidProblemError for descriptors of one name,
-    UnsupportedError where a library or the host alone serves, what ``select`` raises, and StorageError.
+    Needs NVRTC, and neither CuPy nor a GPU. Raises InvalidProblemError for descriptors of one name and for a
+    folder with files in it, UnsupportedError where a library alone serves, what ``select`` raises, and
+    StorageError.
     """
     wishes = PlanPreference.of(preference).model_copy(update={"exportable": True})
     properties, _ = described(device)
     if properties.kind != "cuda":
         raise UnsupportedError(f"device: expected a CUDA device, got {properties}")
-    named = _named(descriptors)
+    named, path = _named(descriptors), Path(folder)
+    with storage_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise InvalidProblemError(f"folder: expected a new or empty one, got {path} with files in it")
     tables = Tables(properties.compute_capability, properties.multiprocessors)
-    writer = _Writer(tables, Path(folder), progress)
+    writer = _Writer(tables, path, progress)
     for name, descriptor in named.items():
         writer.add(name, descriptor, wishes, properties)
     written = writer.write()
     records = tables.records
-    return Exported(Path(folder), tuple(named), len(records["plans"]), len(records["cubins"]), written)
+    return Exported(str(path), tuple(named), len(records["plans"]), len(records["cubins"]), written)
 
 
-def name_of(descriptor: Descriptor) -> str:
+def name_of(descriptor: Problem) -> str:
     """The name of a problem: its op, element, sizes, and its epilogue unless that is identity."""
     name = f"{descriptor.op_name}-{descriptor.element}-{descriptor.m}x{descriptor.k}"
     epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
     return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
 
 
-def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict[str, Descriptor]:
+def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict[str, Problem]:
     if isinstance(descriptors, Mapping):
-        pairs = list(descriptors.items())
+        pairs = [(name, _exportable(one)) for name, one in descriptors.items()]
     else:
-        pairs = [(name_of(_exportable(one)), one) for one in descriptors]
-    named: dict[str, Descriptor] = {}
+        pairs = [(name_of(_exportable(one)), _exportable(one)) for one in descriptors]
+    named: dict[str, Problem] = {}
     for name, descriptor in pairs:
         if type(name) is not str or not name or "\0" in name:
             raise InvalidProblemError(f"descriptors: expected names that are text, got {name!r}")
@@ -102,20 +113,19 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
                 f"descriptors: expected one problem of each name, got {name} twice; "
                 "give them names in a mapping"
             )
-        named[name] = _exportable(descriptor)
+        named[name] = descriptor
     if not named:
         raise InvalidProblemError("descriptors: expected at least one, got none")
     return named
 
 
-def _exportable(descriptor: Any) -> Descriptor:
+def _exportable(descriptor: Descriptor) -> Problem:
     plan_of(descriptor)  # raises for anything else
-    found: Descriptor = descriptor
-    if not hasattr(descriptor, "k"):
+    if not isinstance(descriptor, (GemmSparse24Descriptor, PrepareDescriptor)):
         raise UnsupportedError(
             f"descriptors: expected products or ops that prepare weights, got {type(descriptor).__name__}"
         )
-    return found
+    return descriptor
 
 
 class _Writer:
@@ -124,17 +134,22 @@ class _Writer:
         self._codes: dict[KernelCode, int] = {}
         self._cubins: dict[str, bytes] = {}
 
-    def add(self, name: str, descriptor: Descriptor, preference: PlanPreference, device: Any) -> None:
+    def add(self, name: str, descriptor: Problem, preference: PlanPreference, device: Any) -> None:
         """Select and record the plans of a problem."""
-        kind, tokens = plan_of(descriptor), isinstance(descriptor, ProductDescriptor)
-        ns = range(1, descriptor.n + 1) if tokens else range(1)
+        kind = plan_of(descriptor)
+        tokens = descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else 0
+        if isinstance(descriptor, GemmSparse24Descriptor) and not tokens:
+            raise InvalidProblemError(f"{name}: expected the most tokens, from 1, as n, got 0")
+        ns = range(1, tokens + 1) if tokens else range(1)
         found: dict[Recipe, dict[int, Row]] = {}
         for n in ns:
             problem = descriptor.model_copy(update={"n": n}) if tokens else descriptor
             try:
                 plan = kind.select(problem, preference=preference, device=device)
             except UnsupportedError as error:
-                raise UnsupportedError(f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}") from error
+                raise UnsupportedError(
+                    f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}"
+                ) from error
             recipe, numbers = record(plan)
             found.setdefault(recipe, {})[n] = numbers
             self._progress(1)
@@ -216,7 +231,6 @@ class _Writer:
 
     def write(self) -> int:
         """Write all files, ``plans.bin`` last. Returns their bytes."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         manifest = json.dumps(self._tables.document(), indent=1).encode()
         files = {**self._cubins, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
         for name, content in files.items():

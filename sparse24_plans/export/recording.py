@@ -8,9 +8,9 @@ problem's. So no fact of a kernel is written a second time, and a launch that ca
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from math import prod
 from typing import Any, NamedTuple
 
 from .._vendor.cuda_driver_abi import MapDescription
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     LAUNCH_ID = 3
     """A number that no other launch has."""
     ALIGNED = 4
-    """1 if the operand's lines all begin at multiples of 16 bytes, else 0. ``factor``: bytes of an element."""
+    """1 if all lines of the operand begin at multiples of 16 bytes. ``factor``: bytes of an element."""
 
 
 class Place(NamedTuple):
@@ -139,7 +139,7 @@ def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
     Raises UnsupportedError for a library's or the host's kernel, and where a launch follows from its operands
     in a way that a recipe can't say.
     """
-    entry = plan._entry
+    entry = plan.parts.choice.entry
     if entry.on_host or not entry.exportable:
         raise UnsupportedError(f"plan: expected a kernel that can be exported, got {entry.name}")
     with recording():
@@ -154,7 +154,7 @@ class _Probe(NamedTuple):
     launches: list[Any]
 
 
-class _Buffer(NamedTuple):
+class Buffer(NamedTuple):
     """One buffer of an operand."""
 
     view: str
@@ -165,8 +165,10 @@ class _Buffer(NamedTuple):
 
 class _Recorder:
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._kernel = plan, plan._entry.kernel(plan._choice)
-        self._buffers = [one for operand in plan._operands for one in _buffers_of(operand, plan._entry.layout)]
+        self._plan = plan
+        choice, operands, self._checks, self._home = plan.parts
+        self._kernel = choice.entry.kernel(choice)
+        self._buffers = buffers_of(operands, choice.entry.layout)
         self._numbers: list[int] = []
         self._first = self._probe()
         self._again = self._probe()
@@ -194,9 +196,9 @@ class _Recorder:
     # Operands -----------------------------------------------------------------------------------------
 
     def _use(self, at: int) -> OperandUse:
-        buffer, checks = self._buffers[at], self._plan._check
+        buffer, checks = self._buffers[at], self._checks
         operand, name = buffer.operand, checks.arguments[buffer.view]
-        lines, width = _lines(buffer)
+        lines, width = lines_of(buffer)
         may_be = [number for number, one in enumerate(self._buffers) if one.operand.name == operand.may_be]
         return OperandUse(
             name,
@@ -212,7 +214,7 @@ class _Recorder:
         )
 
     def _probe(self, step: int = 0, displaced: int = -1, by: int = 0, wider: int = 0) -> _Probe:
-        """``step`` moves all operands; ``displaced`` is one that lies ``by`` bytes, with a ``wider`` stride."""
+        """``step`` moves all operands. ``displaced`` lies ``by`` bytes further and has a ``wider`` stride."""
         views: Views = {}
         strides = []
         for at, buffer in enumerate(self._buffers):
@@ -220,9 +222,7 @@ class _Recorder:
             stride = _stride(buffer, at, step) + (wider if at == displaced else 0)
             both = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
             layout = both if buffer.operand.lines is not None else None
-            views[buffer.view] = TensorView(
-                address, buffer.shape, buffer.element, self._plan._home, strides=layout
-            )
+            views[buffer.view] = TensorView(address, buffer.shape, buffer.element, self._home, strides=layout)
             strides.append(stride)
         launches: list[Any] = []
         self._kernel.launcher(views, self._address(WORKSPACE, step))(launches)
@@ -235,13 +235,13 @@ class _Recorder:
     def _displacements(self) -> Iterator[tuple[int, tuple[_Probe, ...]]]:
         """For each operand that needn't be aligned to 16 bytes, probes in which it isn't."""
         for at, buffer in enumerate(self._buffers):
-            name = self._plan._check.arguments[buffer.view]
-            address = self._plan._check.alignments[name]
+            name = self._checks.arguments[buffer.view]
+            address = self._checks.alignments[name]
             line = self._kernel.alignment_of(buffer.operand.name).line
             found = []
             if address < _VECTOR:
                 found.append(self._probe(displaced=at, by=address))
-            if buffer.operand.lines is not None and _lines(buffer)[0] > 1 and line < _VECTOR:
+            if buffer.operand.lines is not None and lines_of(buffer)[0] > 1 and line < _VECTOR:
                 found.append(self._probe(displaced=at, wider=max(1, line // buffer.element.itemsize)))
             if found:
                 yield at, tuple(found)
@@ -355,33 +355,34 @@ class _Recorder:
         )
 
 
-def _buffers_of(operand: Operand, layout: str) -> Iterator[_Buffer]:
+def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:
+    """The buffers of operands, in order. A weight whose layout isn't declared has ``layout``."""
+    return [one for operand in operands for one in _buffers_of(operand, layout)]
+
+
+def _buffers_of(operand: Operand, layout: str) -> Iterator[Buffer]:
     if operand.role is not Role.WEIGHT:
-        yield _Buffer(operand.name, operand, operand.shape, operand.element)
+        yield Buffer(operand.name, operand, operand.shape, operand.element)
         return
     (m, k), layout = operand.shape, operand.layout or layout
     if layout == CANONICAL_LAYOUT:
-        yield _Buffer("values", operand, (m, k // 2), operand.element)
-        yield _Buffer("metadata", operand, (m, k // 8), ElementKind.U16)
+        yield Buffer("values", operand, (m, k // 2), operand.element)
+        yield Buffer("metadata", operand, (m, k // 8), ElementKind.U16)
     else:
-        yield _Buffer("packed", operand, layout_called(layout).packed_shape(m, k), ElementKind.U8)
+        yield Buffer("packed", operand, layout_called(layout).packed_shape(m, k), ElementKind.U8)
 
 
-def _lines(buffer: _Buffer) -> tuple[int, int]:
+def lines_of(buffer: Buffer) -> tuple[int, int]:
     """Number of lines, and a line's elements."""
     shape = buffer.shape
     if buffer.operand.lines is None:
-        width = 1
-        for size in shape:
-            width *= size
-        return 1, width
-    return shape if buffer.operand.lines is MatrixOrder.ROW else (shape[1], shape[0])
+        return 1, prod(shape)
+    rows, columns = shape
+    return (rows, columns) if buffer.operand.lines is MatrixOrder.ROW else (columns, rows)
 
 
-def _stride(buffer: _Buffer, at: int, step: int) -> int:
-    lines, width = _lines(buffer)
+def _stride(buffer: Buffer, at: int, step: int) -> int:
+    lines, width = lines_of(buffer)
     if lines <= 1:
         return width
     return -(-width // _VECTOR) * _VECTOR + _VECTOR * (5 + 3 * at + step * (11 + 7 * at))
-
-

@@ -1,6 +1,6 @@
 """The tables of an exported folder, and ``plans.bin``, their bytes. docs/export.md describes both.
 
-A table is a list of records; records refer to each other by index. ``sparse24_export.c`` reads the same bytes.
+A table is a list of records, which refer to each other by index. ``sparse24_export.c`` reads the bytes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,61 @@ _NO_PLACE = dict.fromkeys(("at", "size", "kind", "operand", "factor"), 0) | {"nu
 
 RECORDS: Mapping[str, Mapping[str, Any]] = {
     "problems": {
-        **{"name": "text", "descriptor": "text", "first_range": "I", "ranges": "I"},
-        **{"least_n": "q", "most_n": "q"},
+        "name": "text",
+        "descriptor": "text",
+        "first_range": "I",
+        "ranges": "I",
+        "least_n": "q",
+        "most_n": "q",
     },
     "ranges": {"first_n": "q", "plan": "I", "row": "I"},
     "numbers": {"number": "q"},
     "plans": {
-        **{"kernel": "text", "guarantee": "text", "promises": "I", "workspace_alignment": "I"},
-        **{"workspace": _NUMBER, "first_operand": "I", "operands": "I", "first_launch": "I", "launches": "I"},
+        "kernel": "text",
+        "guarantee": "text",
+        "promises": "I",
+        "workspace_alignment": "I",
+        "workspace": _NUMBER,
+        "first_operand": "I",
+        "operands": "I",
+        "first_launch": "I",
+        "launches": "I",
     },
     "operands": {
-        **{"name": "text", "written": "I", "optional": "I", "itemsize": "I", "strided": "I"},
-        **{"alignment": "I", "line_alignment": "I", "may_be": "i", "lines": _NUMBER, "width": _NUMBER},
+        "name": "text",
+        "written": "I",
+        "optional": "I",
+        "itemsize": "I",
+        "strided": "I",
+        "alignment": "I",
+        "line_alignment": "I",
+        "may_be": "i",
+        "lines": _NUMBER,
+        "width": _NUMBER,
     },
     "launches": {
-        **{"fill": "I", "cubin": "I", "symbol": "text", "threads": "I", "shared_bytes": "I"},
-        **{"overlapping": "I", "parameter_bytes": "I", "byte": "I", "size": _NUMBER},
-        **{"first_place": "I", "places": "I", "first_map": "I", "maps": "I"},
+        "fill": "I",
+        "cubin": "I",
+        "symbol": "text",
+        "threads": "I",
+        "shared_bytes": "I",
+        "overlapping": "I",
+        "parameter_bytes": "I",
+        "byte": "I",
+        "size": _NUMBER,
+        "first_place": "I",
+        "places": "I",
+        "first_map": "I",
+        "maps": "I",
     },
     "places": _PLACE,
     "maps": {
-        **{"at": "I", "data_type": "I", "rank": "I", "swizzle": "I", "promotion": "I", "only_if_aligned": "i"},
+        "at": "I",
+        "data_type": "I",
+        "rank": "I",
+        "swizzle": "I",
+        "promotion": "I",
+        "only_if_aligned": "i",
         "address": _PLACE,
         **{f"pitch{at}": _PLACE for at in range(_MAP_DIMENSIONS - 1)},
         **{f"size{at}": _NUMBER for at in range(_MAP_DIMENSIONS)},
@@ -60,7 +94,7 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
     },
     "cubins": {"file": "text", "zero": "I", "nbytes": "Q", "sha256": "32s"},
 }
-"""The fields of each table's records, in the order of their bytes: a format of ``struct``, ``text`` or a record."""
+"""The fields of each table's records, in their order: a format of ``struct``, ``text`` or a record."""
 _HEADER = struct.Struct("<8sIIQ32sIIII")
 _SECTION = struct.Struct("<QQ")
 _SECTIONS = (*RECORDS, "text")
@@ -112,7 +146,9 @@ class Tables:
     def _read(cls, content: bytes) -> Tables:
         magic, schema, header, total, digest, major, minor, multiprocessors, _ = _HEADER.unpack_from(content)
         if (magic, schema, header, total) != (MAGIC, SCHEMA, HEADER_BYTES, len(content)):
-            raise FormatError(f"plans.bin: expected schema {SCHEMA} of {len(content)} bytes, got another file")
+            raise FormatError(
+                f"plans.bin: expected schema {SCHEMA} of {len(content)} bytes, got another file"
+            )
         if hashlib.sha256(content[_HEADER.size - 16 :]).digest() != digest:
             raise FormatError("plans.bin: expected the bytes that its SHA-256 is of, got others")
         found = cls((major, minor), multiprocessors)
@@ -145,7 +181,10 @@ class _Text:
 
 
 def _format_of(fields: Mapping[str, Any], order: str = "<") -> str:
-    parts = ("I" if one == "text" else one if isinstance(one, str) else _format_of(one, "") for one in fields.values())
+    parts = (
+        "I" if one == "text" else one if isinstance(one, str) else _format_of(one, "")
+        for one in fields.values()
+    )
     return order + "".join(parts)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from typing_extensions import Self
 
@@ -27,7 +27,7 @@ from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
 from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
 from .launches import Caller, LaunchCache, Located
-from .operands import Args, OperandChecks, Views, fields_of
+from .operands import Args, Operand, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
@@ -51,6 +51,15 @@ class Tuning(Protocol):
     def configuration(self, descriptor: Any, entry: Any, device: DeviceProperties) -> Mapping[str, int]:
         """A kernel's configuration. Empty without one, or (with a warning) if it is another machine's."""
         ...
+
+
+class PlanParts(NamedTuple):
+    """What a plan consists of."""
+
+    choice: Choice
+    operands: tuple[Operand, ...]
+    checks: OperandChecks
+    home: Device
 
 
 class Plan:
@@ -227,6 +236,11 @@ class Plan:
         """The part of the machine that the kernel uses, and how it uses the sparsity."""
         tier: Tier = self._entry.tier
         return tier
+
+    @property
+    def parts(self) -> PlanParts:
+        """What the plan consists of, for tools that look inside, such as ``export_plans``."""
+        return PlanParts(self._choice, self._operands, self._check, self._home)
 
     def explain(self) -> Explanation:
         """Why this kernel was chosen, and why each other one was not."""

@@ -45,7 +45,7 @@ class Call(ctypes.Structure):
     ]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     def __init__(self, error: Error) -> None:
         super().__init__(error.text.decode())
         self.code = error.code
@@ -59,7 +59,9 @@ class C(NamedTuple):
 
     def open(self, folder: Path) -> ctypes.c_void_p:
         opened, error = ctypes.c_void_p(), Error()
-        self._raise(self.library.s24_open(str(folder).encode(), ctypes.byref(opened), ctypes.byref(error)), error)
+        self._raise(
+            self.library.s24_open(str(folder).encode(), ctypes.byref(opened), ctypes.byref(error)), error
+        )
         return opened
 
     def find(self, opened: ctypes.c_void_p, problem: str, n: int) -> CPlan:
@@ -88,7 +90,13 @@ class C(NamedTuple):
         return [Call.from_buffer_copy(calls[at]) for at in range(count.value)]
 
     def _call(
-        self, function: Any, plan: CPlan, operands: list[tuple[int, int]], workspace: int, nbytes: int, *more: Any
+        self,
+        function: Any,
+        plan: CPlan,
+        operands: list[tuple[int, int]],
+        workspace: int,
+        nbytes: int,
+        *more: Any,
     ) -> None:
         error, given = Error(), (COperand * len(operands))(*operands)
         scratch = ctypes.c_uint64(workspace), ctypes.c_uint64(nbytes)
@@ -97,8 +105,9 @@ class C(NamedTuple):
     @staticmethod
     def _raise(code: int, error: Error) -> None:
         if code:
-            assert code == error.code and error.text
-            raise Refused(error)
+            assert code == error.code
+            assert error.text
+            raise RefusedError(error)
 
 
 def compiled(folder: Path) -> C:

@@ -21,7 +21,7 @@ def c(tmp_path_factory: pytest.TempPathFactory) -> C:
 
 @pytest.fixture
 def named_cubins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cubins that are text with their own source and macros, so that the stub can tell which one it launches."""
+    """Cubins are texts of their source and macros, so that the stub can tell which one it launches."""
     monkeypatch.setattr(export_folder, "cubin", lambda *code: cubin_text(*code))
 
 

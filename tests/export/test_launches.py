@@ -22,10 +22,10 @@ from sparse24_plans.device.devices import absent_gpu
 from sparse24_plans.device.jit.launcher import RecordedFill, recording
 from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.export import export_plans
-from sparse24_plans.export.recording import _buffers_of, _lines
+from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
-from tests.export.c_library import Refused
+from tests.export.c_library import RefusedError
 from tests.export.conftest import cubin_text
 
 H200 = absent_gpu("h200")
@@ -52,7 +52,10 @@ REQUIRED: dict[str, dict[str, Any]] = {
 ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated"
 SERVED = [
     *((kind, required) for kind in TYPES for required in ("any", "invariant")),
-    *((kind, "strict") for kind in (*ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward")),
+    *(
+        (kind, "strict")
+        for kind in (*ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward")
+    ),
     *((kind, "mma_sp") for kind in ROWS_OF_HALVES),
 ]
 PREPARED = {
@@ -70,19 +73,24 @@ PREPARED = {
 def random_operands(plan: Any, seed: random.Random) -> tuple[dict[str, TensorView], list[tuple[int, int]]]:
     """Views of all operands at random places, and the same for C. No two of them touch."""
     views, given = {}, []
-    buffers = [one for operand in plan._operands for one in _buffers_of(operand, plan._entry.layout)]
+    buffers = buffers_of(plan.parts.operands, plan.parts.choice.entry.layout)
     for at, buffer in enumerate(buffers):
-        name = plan._check.arguments[buffer.view]
-        alignment = plan._check.alignments[name]
+        name = plan.parts.checks.arguments[buffer.view]
+        alignment = plan.parts.checks.alignments[name]
         line_alignment = plan._kernel.alignment_of(buffer.operand.name).line
-        lines, width = _lines(buffer)
+        lines, width = lines_of(buffer)
         step = max(1, line_alignment // buffer.element.itemsize)
         stride = width if lines == 1 else -(-width // step) * step + step * seed.choice((0, 1, 2, 5, 8, 64))
         address = (1 << 60) + (at << 45) + alignment * seed.choice((0, 1, 3, 8, 16, 1024))
         strides = None
         if buffer.operand.lines is not None:
             strides = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
-        views[buffer.view] = TensorView(address, buffer.shape, buffer.element, plan._home, strides=strides)
+        if buffer.operand.optional and at % 2 and seed.random() < 0.5:  # never all of them
+            given.append((0, 0))
+            continue
+        views[buffer.view] = TensorView(
+            address, buffer.shape, buffer.element, plan.parts.home, strides=strides
+        )
         given.append((address, stride))
     return views, given
 
@@ -95,7 +103,9 @@ def without_ids(parameters: Any, content: bytes) -> bytes:
     return content[: field.offset] + bytes(field.size) + content[field.offset + field.size :]
 
 
-def compare(c: Any, opened: Any, name: str, descriptor: Any, preference: Any, n: int, seed: random.Random) -> str:
+def compare(
+    c: Any, opened: Any, name: str, descriptor: Any, preference: Any, n: int, seed: random.Random
+) -> str:
     """Compare one problem's launches; return the kernel's name."""
     plan = plan_of(descriptor).select(descriptor, preference={**preference, "exportable": True}, device=H200)
     found = c.find(opened, name, n)
@@ -106,23 +116,28 @@ def compare(c: Any, opened: Any, name: str, descriptor: Any, preference: Any, n:
     assert promises.guarantee.decode() == plan.guarantee.model_dump_json()
     assert (nbytes, alignment.value) == (plan.workspace_size(), plan.workspace_alignment)
     views, given = random_operands(plan, seed)
-    assert c.names(found) == [plan._check.arguments[view] for view in views]
+    assert c.names(found) == list(plan.parts.checks.arguments.values())
     workspace = (1 << 61) + 256 * seed.randrange(1000)
     stream = seed.randrange(1 << 40)
     calls = c.run(found, given, workspace, nbytes, stream)
     with recording():
         expected: list[Any] = []
-        plan._entry.kernel(plan._choice).launcher(views, workspace)(expected)
+        plan.parts.choice.entry.kernel(plan.parts.choice).launcher(views, workspace)(expected)
     assert len(calls) == len(expected)
     for call, launch in zip(calls, expected, strict=True):
         assert call.stream == stream
         if isinstance(launch, RecordedFill):
-            assert (call.kind, call.address, call.byte, call.nbytes) == (1, *launch)
+            expected_fill = 1, launch.address, launch.byte, launch.nbytes
+            assert (call.kind, call.address, call.byte, call.nbytes) == expected_fill
             continue
         code, size = launch.code, ctypes.sizeof(launch.parameters)
         assert call.code == cubin_text(code.source, code.arch, dict(code.defines)).rstrip(b"\0")
         assert call.symbol.decode() == code.name
-        assert (call.grid, call.threads, call.shared_bytes) == (launch.blocks, code.threads, code.shared_bytes)
+        assert (call.grid, call.threads, call.shared_bytes) == (
+            launch.blocks,
+            code.threads,
+            code.shared_bytes,
+        )
         assert bool(call.early) == launch.overlapping
         bytes_expected = without_ids(launch.parameters, bytes(launch.parameters))
         assert without_ids(launch.parameters, bytes(call.parameters)[:size]) == bytes_expected
@@ -153,16 +168,18 @@ def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind
     c.library.s24_close(opened)
 
 
-@pytest.mark.parametrize("sizes", [{"m": 4096, "k": 4096}, {"m": 1536, "k": 7168}], ids=["4096x4096", "1536x7168"])
+@pytest.mark.parametrize(
+    "sizes", [{"m": 4096, "k": 4096}, {"m": 1536, "k": 7168}], ids=["4096x4096", "1536x7168"]
+)
 def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path, named_cubins, sizes):
     descriptor = GemmSparse24Descriptor(n=700, **sizes, element="bf16")
     export_plans({"product": descriptor}, tmp_path, device="h200")
     opened = c.open(tmp_path)
     for n in range(1, 701):
         compare(c, opened, "product", descriptor.model_copy(update={"n": n}), {}, n, random.Random(n))
-    with pytest.raises(Refused, match="n: expected 1 to 700 tokens, got 701"):
+    with pytest.raises(RefusedError, match="n: expected 1 to 700 tokens, got 701"):
         c.find(opened, "product", 701)
-    with pytest.raises(Refused, match="got another"):
+    with pytest.raises(RefusedError, match="got another"):
         c.find(opened, "another", 1)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class KernelCode(NamedTuple):
 
 
 _instead: ContextVar[Callable[[KernelCode], Function | None] | None] = ContextVar("instead", default=None)
-"""What :func:`load` does where it touches no device. It returns what :func:`load` is to return, if anything."""
+"""What :func:`load` does where it touches no device. Its result is then :func:`load`'s."""
 
 
 @contextmanager
@@ -131,7 +132,8 @@ def _nothing(code: KernelCode) -> None:
     pass
 
 
-class RecordedLaunch(NamedTuple):
+@dataclass(frozen=True)
+class RecordedLaunch:
     """A launch of a kernel that :func:`recording` has not loaded. A call with a list appends it there."""
 
     code: KernelCode
@@ -143,7 +145,8 @@ class RecordedLaunch(NamedTuple):
         stream.append(self)
 
 
-class RecordedFill(NamedTuple):
+@dataclass(frozen=True)
+class RecordedFill:
     """A fill under :func:`recording`. A call with a list appends it there."""
 
     address: int
@@ -154,15 +157,14 @@ class RecordedFill(NamedTuple):
         stream.append(self)
 
 
-def recording() -> AbstractContextManager[None]:
+@contextmanager
+def recording() -> Iterator[None]:
     """Make kernels whose launches are :class:`RecordedLaunch`, and encode tensor maps without a driver.
 
     It touches neither NVRTC nor a device. Make launches inside of it, and call them with a list.
     """
-    stack = ExitStack()
-    stack.enter_context(_loading_nothing(_Recorded))
-    stack.enter_context(cuda_driver_abi.describing_maps())
-    return stack
+    with _loading_nothing(_Recorded), cuda_driver_abi.describing_maps():
+        yield
 
 
 def fill(address: int, byte: int, nbytes: int) -> Callable[[int], None]:
@@ -207,7 +209,9 @@ def load(
     the kernel, and StorageError if the cache can't be used.
     """
     if (instead := _instead.get()) is not None:
-        code = KernelCode(source, device.cuda_arch, tuple(sorted(defines.items())), name, threads, shared_bytes)
+        code = KernelCode(
+            source, device.cuda_arch, tuple(sorted(defines.items())), name, threads, shared_bytes
+        )
         return instead(code) or _NotLoaded()
     cuda = import_cupy().cuda
     try:

@@ -1,4 +1,4 @@
-"""Damaged folders give an error and nothing else: no crash, no read outside of the file, no undefined behaviour."""
+"""Exported folders: what they hold, and that damaged ones give an error without undefined behaviour."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import subprocess
 
 import pytest
 
-from sparse24_plans import CompressSparse24Descriptor, GemmSparse24Descriptor
-from sparse24_plans.errors import FormatError
+from sparse24_plans import CompressSparse24Descriptor, GemmSparse24Descriptor, GemmSparse24Plan
+from sparse24_plans.errors import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.tables import Tables
-from tests.export.c_library import FLAGS, SOURCES, STUB, Refused
+from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError
 
 DESCRIPTORS = {
     "bf16": GemmSparse24Descriptor(n=33, m=128, k=256, element="bf16", epilogue="bias_silu"),
@@ -54,7 +54,7 @@ def test_a_changed_byte_anywhere_is_refused(c, folder):
     for _ in range(100):
         at = seed.randrange(len(sound))
         path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << seed.randrange(8)]) + sound[at + 1 :])
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             c.open(folder)
         assert refused.value.code in (2, 5)
         with pytest.raises(FormatError):
@@ -67,7 +67,7 @@ def test_a_changed_cubin_is_refused(c, folder):
     for cubin in folder.glob("*.cubin"):
         cubin.write_bytes(cubin.read_bytes() + b" ")
     opened = c.open(folder)
-    with pytest.raises(Refused, match=r"\.cubin: expected the bytes that its SHA-256 is of"):
+    with pytest.raises(RefusedError, match=r"\.cubin: expected the bytes that its SHA-256 is of"):
         c.find(opened, "bf16", 1)
     c.library.s24_close(opened)
 
@@ -77,7 +77,7 @@ def test_another_gpu_is_refused(c, folder, name, value):
     number = ctypes.c_uint.in_dll(c.stub, f"stub_{name}")
     before, number.value = number.value, value
     try:
-        with pytest.raises(Refused, match="device: expected compute capability 9.0 with 132 multiprocessors"):
+        with pytest.raises(RefusedError, match=r"expected compute capability 9\.0 with 132"):
             c.open(folder)
     finally:
         number.value = before
@@ -88,7 +88,7 @@ def test_what_the_driver_refuses_is_named(c, folder):
     status = ctypes.c_int.in_dll(c.stub, "stub_fails")
     status.value = 719
     try:
-        with pytest.raises(Refused, match="cuModuleLoadData: CUDA error 719"):
+        with pytest.raises(RefusedError, match="cuModuleLoadData: CUDA error 719"):
             c.find(opened, "bf16", 1)
     finally:
         status.value = 0
@@ -96,7 +96,7 @@ def test_what_the_driver_refuses_is_named(c, folder):
 
 
 def test_a_missing_folder_is_named(c, tmp_path):
-    with pytest.raises(Refused, match="none/plans.bin: No such file"):
+    with pytest.raises(RefusedError, match=r"none/plans\.bin: No such file"):
         c.open(tmp_path / "none")
 
 
@@ -105,3 +105,38 @@ def test_the_manifest_says_what_the_tables_say(folder):
     assert json.loads((folder / "manifest.json").read_text()) == json.loads(json.dumps(tables.document()))
     assert tables.to_bytes() == (folder / "plans.bin").read_bytes()
     assert {one["name"] for one in tables.records["problems"]} == set(DESCRIPTORS)
+
+
+def test_exported_cubins_are_the_compiled_kernels(tmp_path):
+    descriptor = GemmSparse24Descriptor(n=1, m=64, k=128, element="bf16")
+    found = export_plans([descriptor], tmp_path, device="h200")
+    assert found.problems == ("gemm_sparse24_forward-bf16-64x128",)
+    (compiled,) = GemmSparse24Plan.compile(descriptor, preference={"exportable": True}, device="h200")
+    (cubin,) = tmp_path.glob("*.cubin")
+    assert cubin.read_bytes().startswith(b"\x7fELF")
+    assert cubin.stat().st_size == compiled.nbytes
+    assert found.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "error", "message"),
+    [
+        ([], InvalidProblemError, "expected at least one"),
+        ([DESCRIPTORS["bf16"]] * 2, InvalidProblemError, "bf16-128x256-bias_silu twice"),
+        ({"": DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text"),
+        (
+            {"one": GemmSparse24Descriptor(n=0, m=64, k=64, element="bf16")},
+            InvalidProblemError,
+            "one: expected the most tokens",
+        ),
+        (
+            {"gelu": GemmSparse24Descriptor(n=2, m=64, k=64, element="bf16", epilogue="gelu_tanh")},
+            UnsupportedError,
+            "gelu, 1 tokens: no kernel can serve this problem",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(tmp_path, descriptors, error, message):
+    with pytest.raises(error, match=message):
+        export_plans(descriptors, tmp_path / "new", device="h200")
+    assert not list(tmp_path.glob("new/*"))

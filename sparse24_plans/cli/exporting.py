@@ -1,0 +1,103 @@
+"""``sparse24 export`` writes plans for programs that have no Python."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..device.devices import GPUS
+from ..errors import InvalidProblemError
+from ..export import export_plans
+from ..export.folder import Problem, name_of
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..prepare.descriptor import PackSparse24Descriptor
+from ..prepare.kernel_table import PACKED_ELEMENTS
+from ..vocab import ElementKind, EpilogueKind
+from .options import (
+    AsJson,
+    BackendOption,
+    ElementsOption,
+    RequireOption,
+    preference_of,
+    shape_of,
+    tokens_of,
+    word_option,
+)
+from .output import emit, progress, reported
+from .tables import Json, show_line, size_text
+
+CODE = "sparse24_export.h", "sparse24_export.c"
+
+
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write.")],
+    n: Annotated[str, typer.Option("--n", metavar="N", help="The most tokens; all from 1 on are exported.")],
+    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    element: ElementsOption = None,
+    epilogue: Annotated[
+        list[EpilogueKind] | None,
+        word_option(known=EpilogueKind, meaning="The epilogue; repeatable, identity by default."),
+    ] = None,
+    device: Annotated[
+        str, word_option("--device", known=GPUS, meaning="The GPU that will run the plans.")
+    ] = "h200",
+    require: RequireOption = None,
+    backend: BackendOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write plans as kernels and tables that C code runs, with that code.
+
+    Exports the product of each combination and the plan that packs its weight. Needs NVRTC, and no GPU.
+    """
+    most = tokens_of(n)
+    if len(most) != 1:
+        raise typer.BadParameter(f"--n: expected one number of tokens, got {n:.80}")
+    descriptors = _descriptors(
+        most[0], shape, element or [ElementKind.BF16], epilogue or [EpilogueKind.IDENTITY]
+    )
+    with reported(as_json):
+        products = sum(isinstance(one, GemmSparse24Descriptor) for one in descriptors.values())
+        with progress("exporting", products * most[0], as_json) as advance:
+            found = export_plans(
+                descriptors,
+                output,
+                preference=preference_of(require, backend),
+                device=device,
+                progress=advance,
+            )
+        for name in CODE:
+            with (files("sparse24_plans.export") / "c" / name).open("rb") as source:
+                shutil.copyfileobj(source, (output / name).open("wb"))
+        document = {**found._asdict(), "problems": list(found.problems)}
+        emit(document, _show, as_json=as_json)
+
+
+def _descriptors(
+    most: int, shapes: list[str], elements: list[ElementKind], epilogues: list[EpilogueKind]
+) -> dict[str, Problem]:
+    found: dict[str, Problem] = {}
+    try:
+        for (m, k), element in product(map(shape_of, shapes), elements):
+            problems: list[Problem] = [
+                GemmSparse24Descriptor(n=most, m=m, k=k, element=element, epilogue=one) for one in epilogues
+            ]
+            if element in PACKED_ELEMENTS:
+                problems.append(PackSparse24Descriptor(m=m, k=k, element=element))
+            found |= {name_of(one): one for one in problems}
+    except InvalidProblemError as error:
+        raise typer.BadParameter(f"--n, --shape, --element, --epilogue: {error}") from error
+    return found
+
+
+def _show(document: Json) -> None:
+    for name in document["problems"]:
+        show_line(name)
+    show_line(
+        f"{document['plans']} plans of {document['cubins']} kernels, {size_text(document['nbytes'])} in "
+        f"{document['folder']}"
+    )
