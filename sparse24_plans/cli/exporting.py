@@ -50,7 +50,7 @@ def export(
     backend: BackendOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write plans as kernels and tables that C code runs, with that code.
+    """Write plans for C programs: kernels, tables and the code.
 
     Exports the product of each combination and the plan that packs its weight. Needs NVRTC, and no GPU.
     """
