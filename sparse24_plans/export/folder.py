@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..device.devices import PlaceLike, described
-from ..device.files import StrPath, storage_errors, written_whole
+from ..device.files import StrPath, new_target, path_of, storage_errors, written_whole
 from ..device.jit.cache import cubin
 from ..device.jit.launcher import KernelCode
-from ..errors import InvalidProblemError, UnsupportedError
+from ..device.tensors import wrong
+from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
@@ -78,7 +79,9 @@ def export_plans(
     properties, _ = described(device)
     if properties.kind != "cuda":
         raise UnsupportedError(f"device: expected a CUDA device, got {properties}")
-    named, path = _named(descriptors), Path(folder)
+    named, path = _named(descriptors), new_target(path_of("folder", folder))
+    if not callable(progress):
+        raise wrong("progress", "a function", progress)
     with storage_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
@@ -103,14 +106,18 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
     if isinstance(descriptors, Mapping):
         pairs = [(name, _exportable(one)) for name, one in descriptors.items()]
     else:
-        pairs = [(name_of(_exportable(one)), _exportable(one)) for one in descriptors]
+        try:
+            given = list(descriptors)
+        except Exception as error:  # whatever a broken iterable raises
+            raise wrong("descriptors", "descriptors or a mapping of them", descriptors) from error
+        pairs = [(name_of(_exportable(one)), _exportable(one)) for one in given]
     named: dict[str, Problem] = {}
     for name, descriptor in pairs:
         if type(name) is not str or not name or "\0" in name:
-            raise InvalidProblemError(f"descriptors: expected names that are text, got {name!r}")
+            raise InvalidProblemError(f"descriptors: expected names that are text, got {shown(name)}")
         if name in named:
             raise InvalidProblemError(
-                f"descriptors: expected one problem of each name, got {name} twice; "
+                f"descriptors: expected one problem of each name, got {shown(name)} twice; "
                 "give them names in a mapping"
             )
         named[name] = descriptor

@@ -139,6 +139,8 @@ def _compile(name: str, itemsize: int) -> Callable[..., Any]:
     result = array(codes if chooses else cells, False)
     signature = (types.boolean if name == "covering" else types.void)(*inputs, result)
     found: Callable[..., Any] = numba.njit(signature, nogil=True)(LOOPS[name])
+    # The first call imports more of NumPy. A fork meanwhile would leave the import's lock held in the child.
+    found(*(np.empty(0, one.dtype.name) for one in (*inputs, result)))
     return found
 
 

@@ -122,7 +122,7 @@ def test_exported_cubins_are_the_compiled_kernels(tmp_path):
     ("descriptors", "error", "message"),
     [
         ([], InvalidProblemError, "expected at least one"),
-        ([DESCRIPTORS["bf16"]] * 2, InvalidProblemError, "bf16-128x256-bias_silu twice"),
+        ([DESCRIPTORS["bf16"]] * 2, InvalidProblemError, "bf16-128x256-bias_silu' twice"),
         ({"": DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text"),
         (
             {"one": GemmSparse24Descriptor(n=0, m=64, k=64, element="bf16")},

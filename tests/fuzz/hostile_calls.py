@@ -26,6 +26,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     GuaranteeRequirement,
+    MaskSparse24Descriptor,
     PackedWeight,
     PlanPreference,
     RecordedRun,
@@ -506,6 +507,17 @@ _on_files(
         "seed": 0,
         "preference": None,
         "on_layer": None,
+    },
+)
+_on_files(
+    "export_plans",
+    sparse24_plans.export_plans,
+    lambda at: {
+        "descriptors": {"mask": MaskSparse24Descriptor(m=64, k=64, element="bf16")},
+        "folder": at / "plans",
+        "preference": None,
+        "device": "h200",
+        "progress": lambda steps: None,
     },
 )
 _on_files("save_run", save_run, lambda at: {"path": at / "new", "plan": _STRICT, "args": _ran()})

@@ -30,6 +30,7 @@ WITHOUT_ARGUMENTS = {
         "Caller",
         "Caller.launch",
         "GemmSparse24TokenPlans",
+        "Exported",
         "RecordedRun",
         "Verdict",
         "Device",

@@ -274,7 +274,7 @@ threading.Thread(target=Sparse24Weight.prune_compress, args=(matrix,)).start()
 begun.wait()
 child = os.fork()
 if child == 0:
-    signal.alarm(300)
+    signal.alarm(60)
     weight = Sparse24Weight.prune_compress(matrix)
     os._exit(int(weight.decompress().sum() != 64 * 32))
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
