@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from ..device.devices import PlaceLike
 from ..device.jit.cache import CompiledKernel
-from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, shown
+from ..device.tensors import wrong
+from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..plan.kernel import Choice
 from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
@@ -90,8 +91,8 @@ class GemmSparse24TokenPlans(Generic[P]):
         minutes. Raises what ``GemmSparse24Plan.compile`` raises.
         """
         found: dict[Any, CompiledKernel] = {}
-        for n in range(1, self.most_n + 1) if ns is None else ns:
-            for kernel in self._kind.compile(self._problem(self._number(n)), **self._options):
+        for n in range(1, self.most_n + 1) if ns is None else self._numbers(ns):
+            for kernel in self._kind.compile(self._problem(n), **self._options):
                 found.setdefault(kernel.path, kernel)
         return tuple(found.values())
 
@@ -103,6 +104,18 @@ class GemmSparse24TokenPlans(Generic[P]):
         if count is None or not 0 <= count <= self.most_n:
             raise InvalidProblemError(f"n: expected a number from 0 to {self.most_n}, got {shown(n)}")
         return count
+
+    def _numbers(self, ns: Iterable[int]) -> list[int]:
+        """The numbers, checked one at a time, because an iterable of other objects may have no end."""
+        found: list[int] = []
+        try:
+            for n in ns:
+                found.append(self._number(n))
+        except Sparse24Error:
+            raise
+        except Exception as error:  # whatever a broken iterable raises
+            raise wrong("ns", "numbers of tokens", ns) from error
+        return found
 
     # Which kernels serve ------------------------------------------------------------------------------
 

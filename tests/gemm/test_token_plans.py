@@ -162,6 +162,13 @@ def test_a_number_of_tokens_beyond_the_range_is_refused(n):
         plans.compile([n])
 
 
+@pytest.mark.parametrize("ns", [7, int, "8", iter("ab"), object()], ids=repr)
+def test_numbers_of_tokens_that_are_none_are_refused(ns):
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, device="host")
+    with pytest.raises(InvalidProblemError, match="^ns?: expected"):
+        plans.compile(ns)
+
+
 @pytest.mark.parametrize("most", [0, -5, 2.0, "8", None, 2**63], ids=repr)
 def test_a_wrong_range_is_refused(most):
     with pytest.raises(InvalidProblemError, match=r"most_n|n: "):
