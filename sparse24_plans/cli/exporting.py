@@ -68,7 +68,7 @@ def export(
                 output,
                 preference=preference_of(require, backend),
                 device=device,
-                progress=advance,
+                on_steps=advance,
             )
         for name in CODE:
             with (files("sparse24_plans.export") / "c" / name).open("rb") as source:

@@ -52,7 +52,7 @@ def export_plans(
     *,
     preference: PreferenceLike = None,
     device: PlaceLike = "h200",
-    progress: Callable[[int], None] = lambda steps: None,
+    on_steps: Callable[[int], None] = lambda steps: None,
 ) -> Exported:
     """Write all that a program without Python needs to run plans: see docs/export.md.
 
@@ -68,7 +68,7 @@ def export_plans(
         As for ``select``; ``exportable`` is set.
     device
         The GPU that will run the plans, as ``select`` takes it; it needn't be present.
-    progress
+    on_steps
         Called with the number of selections and compilations that have just ended.
 
     Needs NVRTC, and neither CuPy nor a GPU. Raises InvalidProblemError for descriptors of one name and for a
@@ -80,14 +80,14 @@ def export_plans(
     if properties.kind != "cuda":
         raise UnsupportedError(f"device: expected a CUDA device, got {properties}")
     named, path = _named(descriptors), new_target(path_of("folder", folder))
-    if not callable(progress):
-        raise wrong("progress", "a function", progress)
+    if not callable(on_steps):
+        raise wrong("on_steps", "a function", on_steps)
     with storage_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             raise InvalidProblemError(f"folder: expected a new or empty one, got {path} with files in it")
     tables = Tables(properties.compute_capability, properties.multiprocessors)
-    writer = _Writer(tables, path, progress)
+    writer = _Writer(tables, path, on_steps)
     for name, descriptor in named.items():
         writer.add(name, descriptor, wishes, properties)
     written = writer.write()
@@ -137,8 +137,8 @@ def _exportable(descriptor: Descriptor) -> Problem:
 
 
 class _Writer:
-    def __init__(self, tables: Tables, folder: Path, progress: Callable[[int], None]) -> None:
-        self._tables, self._folder, self._progress = tables, folder, progress
+    def __init__(self, tables: Tables, folder: Path, on_steps: Callable[[int], None]) -> None:
+        self._tables, self._folder, self._on_steps = tables, folder, on_steps
         self._codes: dict[KernelCode, int] = {}
         self._cubins: dict[str, bytes] = {}
 
@@ -160,7 +160,7 @@ class _Writer:
                 ) from error
             recipe, numbers = record(plan)
             found.setdefault(recipe, {})[n] = numbers
-            self._progress(1)
+            self._on_steps(1)
         at: dict[int, tuple[int, Row]] = {}
         for recipe, rows in found.items():
             index, columns = self._add_plan(recipe, rows)
@@ -234,7 +234,7 @@ class _Writer:
                 self._tables.add("cubins", [record])
                 self._cubins[file] = content
             self._codes[code] = list(self._cubins).index(file)
-            self._progress(1)
+            self._on_steps(1)
         return self._codes[code]
 
     def write(self) -> int:

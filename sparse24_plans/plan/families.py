@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from ..errors import InvalidProblemError, shown
+from .descriptor import Descriptor
 
 _ROOT = __package__.rpartition(".")[0]
 _PLAN_OF: dict[type, Any] = {}
@@ -30,7 +31,7 @@ def register(plan: Any, kernels: Iterable[tuple[str, str]]) -> None:
 def plan_of(descriptor: object) -> Any:
     """The class of plans for a descriptor. Raises InvalidProblemError for anything but a descriptor."""
     kind = type(descriptor)
-    if kind not in _PLAN_OF and kind.__module__.startswith(f"{_ROOT}."):
+    if kind not in _PLAN_OF and issubclass(kind, Descriptor) and kind.__module__.startswith(f"{_ROOT}."):
         import_module(f"{kind.__module__.rpartition('.')[0]}.plan")
     if kind not in _PLAN_OF:
         raise InvalidProblemError(f"descriptor: expected the descriptor of a plan, got {kind.__name__}")

@@ -146,13 +146,11 @@ class PrecisionGuarantee(Model):
             raise InvalidProblemError(
                 f"exact: expected columns in groups of {GATE_GROUP} for epilogue {kind}, got {exact.shape}"
             )
-        given = {"abs_sum": abs_sum, "bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+        given = {"bias": bias, "scale_x": scale_x, "scale_w": scale_w}
         wide = {name: _wide(name, one) for name, one in given.items() if one is not None}
+        wide["abs_sum"] = _wide("abs_sum", abs_sum)
         for name, one in wide.items():
-            if not _broadcasts(one.shape, exact.shape):
-                raise InvalidProblemError(
-                    f"{name}: expected a shape that broadcasts to exact's {exact.shape}, got {one.shape}"
-                )
+            _check_shape(name, one.shape, "exact", exact.shape)
         sums = self.error_bound(k) * wide["abs_sum"] + k * ElementKind.F32.smallest_subnormal
         scales = [wide[name] for name in ("scale_x", "scale_w") if name in wide]
         lost = tolerance.of_factors(exact, sums, alpha, *scales)
@@ -170,7 +168,7 @@ class PrecisionGuarantee(Model):
         Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
-        scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
+        scores, sizes = _scores(scores, sizes, dimensions=1)
         u, tiny = ElementKind.F32.unit_roundoff, ElementKind.F32.smallest_subnormal
         found = tolerance.of_softmax(scores, 6 * u * sizes + 6 * tiny, self.error_bound(k))
         return tolerance.of_rounding(found.weights, found.weights * found.relative + tiny, out)
@@ -192,8 +190,13 @@ class PrecisionGuarantee(Model):
         descriptor's ``reduction``, and ``element`` the type of Q, K, V and O. Raises InvalidProblemError.
         """
         k, depth, kind = _length(k), _length(head_size), element_kind(element, "element")
-        scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
+        scores, sizes = _scores(scores, sizes, dimensions=2)
         values, signed = self.magnitudes(values, kind), _wide("values", values)
+        if values.ndim < 2 or values.shape[-2] != scores.shape[-1]:
+            raise InvalidProblemError(
+                f"values: expected {scores.shape[-1]} rows, as many as scores have columns, got {values.shape}"
+            )
+        _check_shape("values", values.shape[:-2], "scores", scores.shape[:-2])
         f32, sums = ElementKind.F32, self.error_bound(k)
         u, tiny = f32.unit_roundoff, f32.smallest_subnormal
         moved = (self.error_bound(depth) + 3 * u) * sizes + (depth + 3) * tiny
@@ -231,9 +234,21 @@ def of_sums_in_float32(
     )
 
 
-def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+def _check_shape(argument: str, shape: tuple[int, ...], to: str, wanted: tuple[int, ...]) -> None:
     sides = zip(reversed(shape), reversed(wanted), strict=False)
-    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sides)
+    if len(shape) > len(wanted) or not all(one in (1, other) for one, other in sides):
+        raise InvalidProblemError(
+            f"{argument}: expected a shape that broadcasts to the {wanted} of {to}, got {shape}"
+        )
+
+
+def _scores(scores: Float64s, sizes: Float64s, *, dimensions: int) -> tuple[Float64s, Float64s]:
+    """The scores of a softmax along their last axis, with at least so many axes, and their sizes."""
+    scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
+    if scores.ndim < dimensions:
+        raise InvalidProblemError(f"scores: expected at least {dimensions} axes, got shape {scores.shape}")
+    _check_shape("sizes", sizes.shape, "scores", scores.shape)
+    return scores, sizes
 
 
 def _epilogue_kind(epilogue: object) -> EpilogueKind:

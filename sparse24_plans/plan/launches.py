@@ -104,7 +104,7 @@ class Caller:
 
         Raises InvalidProblemError for another name.
         """
-        if operand not in self.operands:
+        if type(operand) is not str or operand not in self.operands:
             raise InvalidProblemError(
                 f"operand: expected one of {', '.join(self.operands)}, got {shown(operand)}"
             )

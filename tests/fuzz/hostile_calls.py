@@ -517,7 +517,7 @@ _on_files(
         "folder": at / "plans",
         "preference": None,
         "device": "h200",
-        "progress": lambda steps: None,
+        "on_steps": lambda steps: None,
     },
 )
 _on_files("save_run", save_run, lambda at: {"path": at / "new", "plan": _STRICT, "args": _ran()})

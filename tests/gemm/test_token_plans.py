@@ -165,7 +165,7 @@ def test_a_number_of_tokens_beyond_the_range_is_refused(n):
 @pytest.mark.parametrize("ns", [7, int, "8", iter("ab"), object()], ids=repr)
 def test_numbers_of_tokens_that_are_none_are_refused(ns):
     plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, device="host")
-    with pytest.raises(InvalidProblemError, match="^ns?: expected"):
+    with pytest.raises(InvalidProblemError, match=r"^ns?: expected"):
         plans.compile(ns)
 
 

@@ -242,7 +242,7 @@ def test_an_error_of_the_sum_is_passed_on(kind, seed, sign):
         ({"bias": np.ones(32)}, "bias: expected None for epilogue identity"),
         (
             {"epilogue": "bias", "bias": np.ones(31)},
-            r"bias: expected a shape that broadcasts to exact's \(2, 32\)",
+            r"bias: expected a shape that broadcasts to the \(2, 32\) of exact",
         ),
         ({"scale_x": np.ones(2)}, "scale_x: expected a shape"),
         ({"scale_w": "x"}, "scale_w: expected numbers"),
@@ -340,3 +340,23 @@ def test_rows_of_which_nothing_is_kept():
         assert np.isfinite(o).all()
         assert o.shape == (2, 4)
         assert lse.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scores": 1.0}, r"scores: expected at least 2 axes, got shape \(\)"),
+        ({"scores": np.ones(4)}, r"scores: expected at least 2 axes, got shape \(4,\)"),
+        ({"sizes": np.ones((3, 5))}, "sizes: expected a shape"),
+        ({"values": np.ones(4)}, "values: expected 4 rows"),
+        ({"values": np.ones((5, 8))}, "values: expected 4 rows"),
+        ({"values": np.ones((2, 4, 8))}, "values: expected a shape"),
+    ],
+)
+def test_scores_sizes_and_values_that_do_not_fit_are_refused(change, said):
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=2, m=32, k=8, element="f32"), device="host"
+    ).guarantee
+    given = {"scores": np.ones((3, 4)), "sizes": np.ones((3, 4)), "values": np.ones((4, 8))} | change
+    with pytest.raises(InvalidProblemError, match=said):
+        promise.attention_tolerance(4, **given, element="f32", head_size=8)
