@@ -194,7 +194,7 @@ class PrecisionGuarantee(Model):
         values, signed = self.magnitudes(values, kind), _wide("values", values)
         if values.ndim < 2 or values.shape[-2] != scores.shape[-1]:
             raise InvalidProblemError(
-                f"values: expected {scores.shape[-1]} rows, as many as scores have columns, got {values.shape}"
+                f"values: expected {scores.shape[-1]} rows (the columns of scores), got {values.shape}"
             )
         _check_shape("values", values.shape[:-2], "scores", scores.shape[:-2])
         f32, sums = ElementKind.F32, self.error_bound(k)
