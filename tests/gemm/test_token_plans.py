@@ -162,7 +162,7 @@ def test_a_number_of_tokens_beyond_the_range_is_refused(n):
         plans.compile([n])
 
 
-@pytest.mark.parametrize("ns", [7, int, "8", iter("ab"), object()], ids=repr)
+@pytest.mark.parametrize("ns", [7, int, "8", ["a"], [1, 34]], ids=repr)
 def test_numbers_of_tokens_that_are_none_are_refused(ns):
     plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, device="host")
     with pytest.raises(InvalidProblemError, match=r"^ns?: expected"):
