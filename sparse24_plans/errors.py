@@ -5,6 +5,8 @@ Messages name the argument, what was expected and what came.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _SHOWN_CHARACTERS = 80
@@ -105,3 +107,14 @@ class DriverError(Sparse24Error, RuntimeError):
     def __init__(self, call: str, code: int, detail: str = "") -> None:
         super().__init__(f"{call} failed with code {code}{': ' + detail if detail else ''}")
         self.call, self.code = call, code
+
+
+@contextmanager
+def refusing(argument: str, expected: str, got: object) -> Iterator[None]:
+    """Raise InvalidProblemError for whatever a broken object raises in the block; our own errors pass."""
+    try:
+        yield
+    except Sparse24Error:
+        raise
+    except Exception as error:
+        raise InvalidProblemError(f"{argument}: expected {expected}, got {shown(got)}") from error

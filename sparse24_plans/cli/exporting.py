@@ -22,7 +22,9 @@ from .options import (
     AsJson,
     BackendOption,
     ElementsOption,
+    EpiloguesOption,
     RequireOption,
+    WeightShapesOption,
     preference_of,
     shape_of,
     tokens_of,
@@ -37,12 +39,9 @@ CODE = "sparse24_export.h", "sparse24_export.c"
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write.")],
     n: Annotated[str, typer.Option("--n", metavar="N", help="The most tokens; all from 1 on are exported.")],
-    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    shape: WeightShapesOption,
     element: ElementsOption = None,
-    epilogue: Annotated[
-        list[EpilogueKind] | None,
-        word_option(known=EpilogueKind, meaning="The epilogue; repeatable, identity by default."),
-    ] = None,
+    epilogue: EpiloguesOption = None,
     device: Annotated[
         str, word_option("--device", known=GPUS, meaning="The GPU that will run the plans.")
     ] = "h200",

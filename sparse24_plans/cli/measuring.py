@@ -25,6 +25,7 @@ from .options import (
     AsJson,
     DeviceOption,
     ElementsOption,
+    WeightShapesOption,
     one_of,
     shape_of,
     tokens_of,
@@ -130,7 +131,7 @@ def _tunable(name: str) -> str:
 def tune(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The table (JSON) to write.")],
     n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Tokens: the n that you serve.")],
-    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    shape: WeightShapesOption,
     element: ElementsOption = None,
     kernel: Annotated[
         list[str] | None,

@@ -16,7 +16,7 @@ from ..errors import InvalidProblemError
 from ..gemm.kernel_table import ENTRIES
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import ElementKind
+from ..vocab import ElementKind, EpilogueKind
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
 """The elements that some kernel multiplies."""
@@ -109,6 +109,13 @@ ElementsOption = Annotated[
     word_option(
         "--element", known=ELEMENTS, meaning="Type of W and X; repeatable, bf16 by default.", metavar="TYPE"
     ),
+]
+WeightShapesOption = Annotated[
+    list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")
+]
+EpiloguesOption = Annotated[
+    list[EpilogueKind] | None,
+    word_option("--epilogue", known=EpilogueKind, meaning="The epilogue; repeatable, identity by default."),
 ]
 TokensOption = Annotated[
     int, typer.Option("--tokens", min=1, max=MAX_TOKENS, metavar="N", help="Rows of random activations.")

@@ -26,7 +26,9 @@ from .options import (
     BackendOption,
     DeviceOption,
     ElementsOption,
+    EpiloguesOption,
     RequireOption,
+    WeightShapesOption,
     preference_of,
     shape_of,
     tokens_of,
@@ -47,12 +49,9 @@ _PREPARING = (
 
 def warmup(
     n: Annotated[str, typer.Option("--n", metavar="N,N,...", help="Numbers of tokens that you serve.")],
-    shape: Annotated[list[str], typer.Option("--shape", metavar="MxK", help="Weight shape; repeatable.")],
+    shape: WeightShapesOption,
     element: ElementsOption = None,
-    epilogue: Annotated[
-        list[EpilogueKind] | None,
-        word_option(known=EpilogueKind, meaning="The epilogue; repeatable, identity by default."),
-    ] = None,
+    epilogue: EpiloguesOption = None,
     op: Annotated[
         list[GemmOp] | None,
         word_option(

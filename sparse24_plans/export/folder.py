@@ -14,7 +14,7 @@ from ..device.files import StrPath, new_target, path_of, storage_errors, written
 from ..device.jit.cache import cubin
 from ..device.jit.launcher import KernelCode
 from ..device.tensors import wrong
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
@@ -103,15 +103,12 @@ def name_of(descriptor: Problem) -> str:
 
 
 def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict[str, Problem]:
-    try:  # one at a time, because an iterable of other objects may have no end
+    # One at a time, because an iterable of other objects may have no end.
+    with refusing("descriptors", "descriptors or a mapping of them", descriptors):
         if isinstance(descriptors, Mapping):
             pairs = [(name, _exportable(one)) for name, one in descriptors.items()]
         else:
             pairs = [(name_of(problem), problem) for problem in map(_exportable, descriptors)]
-    except Sparse24Error:
-        raise
-    except Exception as error:  # whatever a broken iterable raises
-        raise wrong("descriptors", "descriptors or a mapping of them", descriptors) from error
     named: dict[str, Problem] = {}
     for name, descriptor in pairs:
         if type(name) is not str or not name or "\0" in name:

@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from ..device.devices import PlaceLike
 from ..device.jit.cache import CompiledKernel
-from ..device.tensors import wrong
-from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, refusing, shown
 from ..plan.kernel import Choice
 from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
@@ -107,15 +106,8 @@ class GemmSparse24TokenPlans(Generic[P]):
 
     def _numbers(self, ns: Iterable[int]) -> list[int]:
         """The numbers, checked one at a time, because an iterable of other objects may have no end."""
-        found: list[int] = []
-        try:
-            for n in ns:
-                found.append(self._number(n))
-        except Sparse24Error:
-            raise
-        except Exception as error:  # whatever a broken iterable raises
-            raise wrong("ns", "numbers of tokens", ns) from error
-        return found
+        with refusing("ns", "numbers of tokens", ns):
+            return [self._number(n) for n in ns]
 
     # Which kernels serve ------------------------------------------------------------------------------
 

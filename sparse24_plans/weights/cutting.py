@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..device.streams import on_stream, stream_handle
 from ..device.tensors import TensorView, wrong
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
 from .packed_layouts import TILE_LAYOUTS, TILE_M
@@ -149,14 +149,10 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
 def _checked(weights: Iterable[W]) -> list[W]:
     """The weights, checked one at a time, because an iterable of other objects may have no end."""
     found: list[W] = []
-    try:
+    with refusing("weights", "a sequence of weights", weights):
         for one in weights:
             _grid_of(one, f"weights[{len(found)}]")
             found.append(one)
-    except Sparse24Error:
-        raise
-    except Exception as error:  # whatever a broken object raises
-        raise wrong("weights", "a sequence of weights", weights) from error
     return found
 
 
