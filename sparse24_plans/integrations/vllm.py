@@ -162,10 +162,10 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
                 raise UnsupportedError(
                     f"{name}: expected a layer without activation and out_dtype, got {layer}"
                 )
-        for name, preference in ((name, one.preference) for name, one in form.gated_blocks.items()):
-            if preference != PlanPreference():
+        for name, block in form.gated_blocks.items():
+            if block.preference != PlanPreference():
                 raise UnsupportedError(
-                    f"{name}: expected a gated block without preferences, got {preference}"
+                    f"{name}: expected a gated block without preferences, got {block.preference}"
                 )
         return cls(form)
 
