@@ -12,11 +12,11 @@ from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import (
-    FEW_BLOCK_ROWS,
     PANEL_ROWS,
     addresses,
     expected_occupancy,
     head_panels,
+    is_small,
     narrow_panel_block_rows,
     panel_block_rows,
     words,
@@ -60,8 +60,7 @@ class KernelProblem:
         self.left_major = MN_MAJOR if left_transposed else K_MAJOR
         self.right_major = K_MAJOR if desc.dense_k_last else MN_MAJOR
         self.tokens_contiguous = not on_the_right
-        self.small = panel_block_rows(one) > FEW_BLOCK_ROWS
-        """Whether a panel has so many block rows that its columns are looked up together."""
+        self.small = is_small(one)
 
     def transposed_operands(
         self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0
