@@ -6,7 +6,6 @@ two non-zeros: docs/formats.md. W is [M, K], K a multiple of 8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from ..device.install import import_cupy
 from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import HOST, TensorView
-from ..plan.operands import Args
 from ..plan.plan import Plan
 from ..vocab import PrepareOp
 from ..weights import canonical
@@ -51,13 +49,6 @@ class PreparePlan(Plan):
 
     table = ENTRIES
     descriptor: PrepareDescriptor
-    args_types: ClassVar[Mapping[PrepareOp, type[Args]]]
-    """Argument classes by operation."""
-
-    @classmethod
-    def args_type(cls, descriptor: PrepareDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        return cls.args_types[descriptor.op]
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "layout": self.descriptor.layout_id}
@@ -83,12 +74,9 @@ class _Reporting(PreparePlan):
             launch_on(self._home, lambda on: _fetch(view, status, on), handle)
         if int(status[0]) != NOTHING_FOUND:
             at, detail = divmod(int(status[0]), 256)
-            error = canonical.crowded_error if self._reads_dense else canonical.metadata_error
+            reads_dense = self.descriptor.op is PrepareOp.COMPRESS
+            error = canonical.crowded_error if reads_dense else canonical.metadata_error
             raise error(*divmod(at, self.descriptor.k // 4), detail)
-
-    @property
-    def _reads_dense(self) -> bool:
-        return self.descriptor.op is PrepareOp.COMPRESS
 
 
 def _fetch(view: TensorView, status: Any, stream: int) -> None:
