@@ -19,7 +19,7 @@ import numpy as np
 from .._vendor import torch_tile
 from ..device.tensors import Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError, shown
-from ..vocab import ElementKind, ElementLike, element_kind, integer
+from ..vocab import ElementKind, integer
 from ..weights import canonical
 
 ALL_ELEMENTS = (
@@ -59,11 +59,6 @@ def two_sizes(name: str, value: Any) -> tuple[int, int]:
     if min(m, k) < 0 or max(m, k) >= _MOST_CELLS or m * k >= _MOST_CELLS:
         raise InvalidProblemError(f"{name}: expected M * K from 0 to below 2^62, got {shown([m, k])}")
     return m, k
-
-
-def element_of(value: ElementLike | None) -> ElementKind | None:
-    """The element that a caller names, or None. Raises InvalidProblemError."""
-    return None if value is None else element_kind(value)
 
 
 @dataclass(frozen=True, slots=True)

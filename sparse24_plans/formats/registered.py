@@ -30,13 +30,7 @@ Reorder = Callable[[Any], Any]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _STORED = {4: "uint8", 8: "uint8", 16: "int16", 32: "int32"}
 """NumPy's type of the stored metadata, by bits of a word. A byte holds two nibbles."""
-_DEFAULT_ELEMENTS = (
-    ElementKind.F16,
-    ElementKind.BF16,
-    ElementKind.S8,
-    ElementKind.FP8_E4M3,
-    ElementKind.FP8_E5M2,
-)
+_DEFAULT_ELEMENTS = ALL_ELEMENTS[1:]  # all but float32
 _TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
 """Sizes of random metadata that an order is tried on: tiles down and across."""
 _MOST_WORDS = 1 << 20
