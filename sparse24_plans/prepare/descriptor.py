@@ -90,7 +90,7 @@ class PrepareDescriptor(Descriptor):
         return Operand("mask", role, shape, ElementKind.U8, optional=optional)
 
 
-_STATUS = Operand("status", Role.OUT, (8,), ElementKind.U8, alignment=8)
+STATUS = Operand("status", Role.OUT, (8,), ElementKind.U8, alignment=8)
 
 
 class _Scored(PrepareDescriptor):
@@ -157,7 +157,7 @@ class CompressSparse24Descriptor(PrepareDescriptor):
         def __init__(self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike) -> None: ...
 
     def operands(self) -> tuple[Operand, ...]:
-        return (self._matrix("dense", Role.IN), *self._results(), _STATUS)
+        return (self._matrix("dense", Role.IN), *self._results(), STATUS)
 
 
 class PruneCompressSparse24Descriptor(_Scored):
@@ -223,7 +223,7 @@ class PackSparse24Descriptor(PrepareDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         layout = layout_of(self.element)
         if self.op is PrepareOp.UNPACK:
-            return (self._weight("packed", layout.layout_id), *self._results(), _STATUS)
+            return (self._weight("packed", layout.layout_id), *self._results(), STATUS)
         shape = layout.packed_shape(self.m, self.k)
         return self._weight("weight", CANONICAL_LAYOUT), Operand("packed", Role.OUT, shape, ElementKind.U8)
 
