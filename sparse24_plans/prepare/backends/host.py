@@ -15,7 +15,7 @@ from ...plan.operands import Views
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
-from ...weights.weight import PackedWeight, Sparse24Weight
+from ...weights.weight import PackedWeight, Sparse24Weight, ranker
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -73,65 +73,42 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._act(views)
 
-    def _on_rows(self, work: Callable[[slice], None]) -> None:
-        """Run ``work`` on blocks of rows, on all cores. Different blocks write different memory."""
-        threads.for_each(work, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
-
-    def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
-        """Return the codes [groups] of the kept cells."""
-        if "scores" in views:
-            scores = views["scores"]
-            codes: Array = canonical.rank_codes(
-                canonical.value_keys(scores.bits()[rows], scores.element), self._code
-            )
-        else:
-            codes = canonical.magnitude_codes(bits, self.descriptor.element, self._code)
-        return codes
-
     def _prune(self, views: Views) -> None:
-        dense = views["dense"].bits()
+        dense, codes_of = views["dense"].bits(), ranker(views["dense"], views.get("scores"))
 
         def prune(rows: slice) -> None:
-            codes = self._codes(dense[rows], views, rows)
+            codes = codes_of(dense[rows], rows, self._code)
             if "mask" in views:
                 mask = views["mask"].bits()[rows]
                 mask[...] = groups.mask_bytes(codes).reshape(mask.shape)
             if "pruned" in views:
                 self._code.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
 
-        self._on_rows(prune)
+        threads.for_each(prune, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
 
     def _prune_compress(self, views: Views) -> None:
-        dense = views["dense"].bits()
-        self._on_rows(
-            lambda rows: self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
-        )
+        self._write(views, ranker(views["dense"], views.get("scores")))
 
     def _compress(self, views: Views) -> None:
-        desc, dense = self.descriptor, views["dense"].bits()
+        desc = self.descriptor
         crowded: list[tuple[int, int, int]] = []
 
-        def compress(rows: slice) -> None:
-            codes, found = canonical.covering_codes(dense[rows], desc.element, self._code)
+        def codes_of(bits: Array, rows: slice, by: host_code.HostCode) -> Any:
+            codes, found = canonical.covering_codes(bits, desc.element, by)
             if found is not None:
                 crowded.append((rows.start + found[0], *found[1:]))
-            self._write(views, rows, dense[rows], codes)
+            return codes
 
-        self._on_rows(compress)
+        self._write(views, codes_of)
         write_status(views["status"], desc.k, min(crowded, default=None))
 
-    def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
-        self._code.gather(bits, codes, out=views["values"].bits()[rows])
-        views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self.descriptor.k)
+    def _write(self, views: Views, codes_of: canonical.CodesOf) -> None:
+        dense, values, metadata = (views[name].bits() for name in ("dense", "values", "metadata"))
+        canonical.compress(dense, codes_of, values, metadata, self._code)
 
     def _decompress(self, views: Views) -> None:
-        values, metadata = views["values"].bits(), views["metadata"].bits()
-
-        def decompress(rows: slice) -> None:
-            codes = canonical.from_metadata(metadata[rows])
-            self._code.scatter(values[rows], codes, out=views["dense"].bits()[rows])
-
-        self._on_rows(decompress)
+        values, metadata, dense = (views[name].bits() for name in ("values", "metadata", "dense"))
+        canonical.expand(values, metadata, dense, self._code)
 
     def _tile_prune(self, views: Views) -> None:
         desc, bits = self.descriptor, views["dense"].bits()
