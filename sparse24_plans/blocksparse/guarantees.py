@@ -7,7 +7,7 @@ from ..plan.arithmetic import in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import BlockSparseConvOp, ElementKind, InnerPattern, MathPrecision
 from .convolution import BlockSparseConv2dDescriptor
-from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
 """Rows of a tile of the tensor cores."""
@@ -66,6 +66,9 @@ def host_blas_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee
 def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # A result's kept blocks are summed in increasing k. The tensor cores truncate when they align and add: up
     # to 2^-22 a step. Block rows of small blocks share tiles, where zeros replace the blocks that one lacks.
+    # In attention, one CTA computes a block row (a block column for the gradients of K and V), whatever the
+    # other block rows are. Exponentials and gradients of scores enter products rounded to the element, as
+    # math_precision says.
     return PrecisionGuarantee(
         math_precision=MathPrecision.of(problem.element),
         accumulator=ElementKind.F32,
@@ -95,13 +98,6 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     if problem.epilogue in IN_STEPS:
         return strict_matmul(problem)
     return strict(problem).model_copy(update={"bit_stable_across_hardware": False})
-
-
-def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
-    # One CTA computes a block row (a block column for the gradients of K and V) and takes its kept blocks in
-    # order, whatever the other block rows are. Exponentials and gradients of scores enter products rounded to
-    # the element, as math_precision says.
-    return tensor_cores(problem)
 
 
 def convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:

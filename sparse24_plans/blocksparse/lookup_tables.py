@@ -211,7 +211,8 @@ class BlockSparseTables(Unmoving):
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
         self._there = None if device == HOST else _allocated(memory.size, device)
-        self._view = _read_only(TensorView.of(shown if self._there is None else self._there))
+        self._view = TensorView.of(shown if self._there is None else self._there)
+        self._view.readonly = True
 
     def update(self, layout: BlockSparseLayout, *, stream: Any = None) -> None:
         """Write the tables of ``layout``, which has the same shape, in place.
@@ -270,10 +271,6 @@ def _allocated(count: int, device: Device) -> Any:
             return cupy.empty(count, np.int32)
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
         raise BackendUnavailableError(f"no tables on {device}: {error}") from error
-
-
-def _read_only(view: TensorView) -> TensorView:
-    return TensorView(view.address, view.shape, view.element, view.device, readonly=True, owner=view.owner)
 
 
 def _checked(layout: object) -> BlockSparseLayout:
