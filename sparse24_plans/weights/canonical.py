@@ -217,11 +217,12 @@ def _flat_positions(codes: Any) -> tuple[Any, Any]:
 
 def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The kept values [rows, K/2] of ``bits`` [rows, K], written to a contiguous ``out`` if it is given."""
-    if isinstance(bits, np.ndarray):
-        return by.gather(bits, codes, out)
     xp = array_module(bits)
-    flat = xp.ascontiguousarray(bits).reshape(-1)
     values = xp.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
+    if xp is np:
+        by.gather(bits, codes, values)
+        return values
+    flat = xp.ascontiguousarray(bits).reshape(-1)
     for slot, index in enumerate(_flat_positions(codes)):
         values.reshape(-1, 2)[:, slot] = flat[index]
     return values
@@ -229,10 +230,11 @@ def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any
 
 def scatter(values: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
-    if isinstance(values, np.ndarray):
-        return by.scatter(values, codes, out)
     xp = array_module(values)
     dense = xp.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
+    if xp is np:
+        by.scatter(values, codes, dense)
+        return dense
     dense[...] = 0
     pairs = xp.ascontiguousarray(values).reshape(-1, 2)
     for slot, index in enumerate(_flat_positions(codes)):
