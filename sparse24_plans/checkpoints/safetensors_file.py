@@ -96,7 +96,9 @@ class SafetensorsReader:
 
         Raises InvalidProblemError for a name that the file lacks, or a range outside the tensor.
         """
-        info = self.info(name)
+        if name not in self.tensors:
+            raise InvalidProblemError(f"name: {self.path} has no tensor {name!r}")
+        info = self.tensors[name]
         stop = info.nbytes if stop is None else stop
         if not 0 <= start <= stop <= info.nbytes:
             raise InvalidProblemError(
@@ -104,20 +106,11 @@ class SafetensorsReader:
             )
         return self._read_at(self._offsets[name] + start, stop - start)
 
-    def info(self, name: str) -> TensorInfo:
-        """The tensor's entry. Raises InvalidProblemError for a name that the file lacks."""
-        if name not in self.tensors:
-            raise InvalidProblemError(f"name: {self.path} has no tensor {name!r}")
-        return self.tensors[name]
-
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._file.close()
 
     def _read_at(self, position: int, nbytes: int) -> Bytes:
         buffer = np.empty(nbytes, np.uint8)

@@ -73,13 +73,10 @@ def reason_to_leave(names: Sequence[str], include: Sequence[str], exclude: Seque
 
 def families_of(names: Iterable[str]) -> list[str]:
     """Names with a ``*`` for each number in them, and how often each occurs: ``layers.*.weight (32)``."""
-    counts: dict[str, int] = {}
-    alone: dict[str, str] = {}
+    families: dict[str, list[str]] = {}
     for name in names:
-        family = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        counts[family] = counts.get(family, 0) + 1
-        alone[family] = name
-    return [alone[family] if count == 1 else f"{family} ({count})" for family, count in counts.items()]
+        families.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return [one[0] if len(one) == 1 else f"{family} ({len(one)})" for family, one in families.items()]
 
 
 def dense_lines(left: Iterable[tuple[str, int, str | None]]) -> list[str]:

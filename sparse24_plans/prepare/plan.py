@@ -13,6 +13,7 @@ import numpy as np
 from ..device.install import import_cupy
 from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import HOST, TensorView
+from ..plan.operands import Views
 from ..plan.plan import Plan
 from ..vocab import PrepareOp
 from ..weights import canonical
@@ -50,6 +51,10 @@ class PreparePlan(Plan):
     table = ENTRIES
     descriptor: PrepareDescriptor
 
+    def _made(self, views: Views, suffix: str = "") -> Sparse24Weight:
+        values, metadata = views["values" + suffix], views["metadata" + suffix]
+        return Sparse24Weight(values, metadata, element=self.descriptor.element, validate=False)
+
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "layout": self.descriptor.layout_id}
 
@@ -85,10 +90,6 @@ def _fetch(view: TensorView, status: Any, stream: int) -> None:
     runtime.streamSynchronize(stream)
 
 
-def _weight_of(plan: PreparePlan, values: TensorView, metadata: TensorView) -> Sparse24Weight:
-    return Sparse24Weight(values, metadata, element=plan.descriptor.element, validate=False)
-
-
 # The plans ----------------------------------------------------------------------------------------
 
 
@@ -110,8 +111,7 @@ class CompressSparse24Plan(_Reporting):
 
     def weight(self, args: CompressSparse24Args) -> Sparse24Weight:
         """Return the results as a weight that shares their memory; sound once :meth:`check` has passed."""
-        views = self._check(args)
-        return _weight_of(self, views["values"], views["metadata"])
+        return self._made(self._check(args))
 
 
 class PruneCompressSparse24Plan(PreparePlan):
@@ -122,8 +122,7 @@ class PruneCompressSparse24Plan(PreparePlan):
 
     def weight(self, args: PruneCompressSparse24Args) -> Sparse24Weight:
         """Return the results as a weight that shares their memory."""
-        views = self._check(args)
-        return _weight_of(self, views["values"], views["metadata"])
+        return self._made(self._check(args))
 
 
 class DecompressSparse24Plan(PreparePlan):
@@ -156,7 +155,7 @@ class PackSparse24Plan(_Reporting):
         """Return the results as a weight that shares their memory; an unpacked one is sound once checked."""
         views, desc = self._check(args), self.descriptor
         if desc.op is PrepareOp.UNPACK:
-            return _weight_of(self, views["values"], views["metadata"])
+            return self._made(views)
         return PackedWeight(desc.layout_id, desc.m, desc.k, desc.element, self._home, (views["packed"],))
 
 
@@ -172,10 +171,7 @@ class TilePruneSparse24Plan(PreparePlan):
     def weights(self, args: TilePruneSparse24Args) -> tuple[Sparse24Weight, Sparse24Weight]:
         """Return the results as weights, W [M, K] and W^T [K, M], that share their memory."""
         views = self._check(args)
-        return (
-            _weight_of(self, views["values"], views["metadata"]),
-            _weight_of(self, views["values_t"], views["metadata_t"]),
-        )
+        return self._made(views), self._made(views, "_t")
 
 
 class MaskSparse24Plan(PreparePlan):
