@@ -7,8 +7,8 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..device.tensors import wrong
 from ..errors import InvalidProblemError
-from ..errors import shown as shown_value
 from ..formats.compressed_tensors import CompressedTensors
 from .folder import ELEMENTS, ModelReader
 from .layers import LAYER_KEY_PREFIX, Layer, is_compressed
@@ -48,16 +48,14 @@ def patterns_of(argument: str, value: Collection[str]) -> tuple[str, ...]:
                 raise TypeError
             found.append(pattern)
     except Exception:  # noqa: BLE001 - a broken object may raise anything
-        raise InvalidProblemError(
-            f"{argument}: expected a sequence of patterns, got {shown_value(value)}"
-        ) from None
+        raise wrong(argument, "a sequence of patterns", value) from None
     return tuple(found)
 
 
 def check_callback(argument: str, value: Any) -> None:
     """Raise InvalidProblemError for anything but a callable or None."""
     if value is not None and not callable(value):
-        raise InvalidProblemError(f"{argument}: expected a callable, got {shown_value(value)}")
+        raise wrong(argument, "a callable", value)
 
 
 def reason_to_leave(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> str | None:

@@ -285,13 +285,11 @@ def _widths(sizes: object, size: int, axis: str) -> list[int]:
     if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
         widths = [_size("sizes", one) for one in sizes]
         if sum(widths) != size:
-            raise InvalidProblemError(f"sizes: expected a sum of {axis} = {size}, got {shown(sum(widths))}")
+            raise wrong("sizes", f"a sum of {axis} = {size}", sum(widths))
         return widths
     parts = _size("sizes", sizes)
     if not parts or size % parts:
-        raise InvalidProblemError(
-            f"sizes: expected a number of parts that divides {axis} = {size}, got {shown(parts)}"
-        )
+        raise wrong("sizes", f"a number of parts that divides {axis} = {size}", parts)
     return [size // parts] * parts
 
 

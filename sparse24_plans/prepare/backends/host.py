@@ -28,18 +28,13 @@ def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None)
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
 
 
-_CHOOSES = {
-    PrepareOp.PRUNE: "largest",
-    PrepareOp.PRUNE_COMPRESS: "largest",
-    PrepareOp.COMPRESS: "covering",
+_CALLS = {
+    PrepareOp.PRUNE: ("keep", "largest"),
+    PrepareOp.PRUNE_COMPRESS: ("gather", "largest"),
+    PrepareOp.COMPRESS: ("gather", "covering"),
+    PrepareOp.DECOMPRESS: ("scatter",),
 }
-_MOVES = {
-    PrepareOp.PRUNE: "keep",
-    PrepareOp.PRUNE_COMPRESS: "gather",
-    PrepareOp.COMPRESS: "gather",
-    PrepareOp.DECOMPRESS: "scatter",
-}
-"""Functions of host_code.HostCode that an op calls, on keys and on cells. Other ops use NumPy."""
+"""Functions of host_code.HostCode that an op calls: on cells, and on keys. Other ops use NumPy."""
 
 
 class Kernel(BaseKernel[PrepareDescriptor]):
@@ -61,13 +56,12 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def _compiled_code(self) -> host_code.HostCode:
         """The compiled host code, ready before ``run``."""
         desc = self.descriptor
-        if desc.op not in _MOVES:
+        if desc.op not in _CALLS:
             return groups
-        code = host_code.best(desc.m * desc.k)
-        code.ready(desc.element.itemsize, _MOVES[desc.op])
-        if desc.op in _CHOOSES:
-            ranked: ElementKind = getattr(desc, "scores", None) or desc.element
-            code.ready(ranked.itemsize, _CHOOSES[desc.op])
+        code, (on_cells, *on_keys) = host_code.best(desc.m * desc.k), _CALLS[desc.op]
+        ranked: ElementKind = getattr(desc, "scores", None) or desc.element
+        code.ready(desc.element.itemsize, on_cells)
+        code.ready(ranked.itemsize, *on_keys)
         return code
 
     def launcher(self, views: Views, workspace: int) -> Launch:
