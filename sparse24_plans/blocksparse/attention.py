@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..device.install import import_cupy
 from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
-from ..device.streams import Launch
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
 from .descriptor import BlockSparseAttentionDescriptor
@@ -120,17 +118,6 @@ def _maps(views: Views, boxes: dict[str, int]) -> bytes:
 def pipeline_groups(problem: BlockSparseAttentionDescriptor) -> int:
     """Pipeline groups of a CTA."""
     return _SIDE // problem.layout.block
-
-
-def from_zero(counters: int, nbytes: int, kernel: Launch) -> Launch:
-    """Return a launch that zeroes the counters of work tiles, then launches ``kernel``."""
-    fill = import_cupy().cuda.runtime.memsetAsync
-
-    def launch(stream: int) -> None:
-        fill(counters, 0, nbytes, stream)
-        kernel(stream)
-
-    return launch
 
 
 def problem_defines(problem: BlockSparseAttentionDescriptor) -> dict[str, int]:

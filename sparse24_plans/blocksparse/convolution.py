@@ -238,29 +238,17 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         """The layout's tables; ``x``, ``filter``, ``y`` and ``bias`` [K]; or those of gradients."""
         one, (h, w) = self.layout, self.forward
-        read, written = Role.IN, Role.OUT
         images = (self.batch, self.height, self.width, self.channels)
         results = (self.batch, h.results, w.results, one.rows)
         values = (1, one.blocks, one.block, one.block)
-        element, out = self.element, self.out_element
-        if self.op is BlockSparseConvOp.DGRAD:
-            found = [
-                Operand("dy", read, results, element),
-                Operand("filter", read, values, element),
-                Operand("dx", written, images, out),
-            ]
-        elif self.op is BlockSparseConvOp.WGRAD:
-            found = [
-                Operand("x", read, images, element),
-                Operand("dy", read, results, element),
-                Operand("dfilter", written, values, out),
-            ]
-        else:
-            found = [
-                Operand("x", read, images, element),
-                Operand("filter", read, values, element),
-                Operand("y", written, results, out),
-            ]
-            if self.epilogue.has_bias:
-                found.append(Operand("bias", read, (one.rows,), self.bias_element))
+        shapes = {"x": images, "dx": images, "filter": values, "dfilter": values, "y": results, "dy": results}
+        *read, written = {
+            "forward": ("x", "filter", "y"),
+            "dgrad": ("dy", "filter", "dx"),
+            "wgrad": ("x", "dy", "dfilter"),
+        }[self.op]
+        found = [Operand(name, Role.IN, shapes[name], self.element) for name in read]
+        found.append(Operand(written, Role.OUT, shapes[written], self.out_element))
+        if self.epilogue.has_bias:
+            found.append(Operand("bias", Role.IN, (one.rows,), self.bias_element))
         return self._tables(), *found

@@ -7,7 +7,7 @@ from ..plan.arithmetic import in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import BlockSparseConvOp, ElementKind, InnerPattern, MathPrecision
 from .convolution import BlockSparseConv2dDescriptor
-from .descriptor import BlockSparseAttentionDescriptor, BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 
 TILE_ROWS = 64
 """Rows of a tile of the tensor cores."""
@@ -20,8 +20,11 @@ def strict(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 def strict_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # The steps of 2:4 blocks are their kept cells.
-    named = {"arithmetic": in_order(problem.element)}
-    return _of_pattern(problem, strict(problem).model_copy(update=named))
+    return _of_pattern(problem, _in_order(problem))
+
+
+def _in_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
+    return strict(problem).model_copy(update={"arithmetic": in_order(problem.element)})
 
 
 def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
@@ -30,11 +33,14 @@ def _of_pattern(problem: BlockSparseMatmulDescriptor, found: PrecisionGuarantee)
     return found.model_copy(update={"terms_per_k": 0.5}) if half else found
 
 
+def _of_images(problem: BlockSparseConv2dDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
+    """Return the guarantee of a convolution: a filter's gradient sums over every image."""
+    sums_images = problem.op is BlockSparseConvOp.WGRAD
+    return found.model_copy(update={"batch_invariant": False}) if sums_images else found
+
+
 def strict_convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
-    found = strict(problem).model_copy(update={"arithmetic": in_order(problem.element)})
-    if problem.op is BlockSparseConvOp.WGRAD:
-        return found.model_copy(update={"batch_invariant": False})
-    return found
+    return _of_images(problem, _in_order(problem))
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
@@ -53,14 +59,16 @@ def host_blas(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 def host_blas_matmul(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Cells that 2:4 blocks don't keep are multiplied as zeros.
-    half = problem.inner is InnerPattern.SPARSE24
-    found = host_blas(problem)
-    return found.model_copy(update={"nonfinite": "propagates"}) if half else found
+    update = {"nonfinite": "propagates"} if problem.inner is InnerPattern.SPARSE24 else {}
+    return host_blas(problem).model_copy(update=update)
 
 
 def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     # A result's kept blocks are summed in increasing k. The tensor cores truncate when they align and add: up
     # to 2^-22 a step. Block rows of small blocks share tiles, where zeros replace the blocks that one lacks.
+    # In attention, one CTA computes a block row (a block column for the gradients of K and V), whatever the
+    # other block rows are. Exponentials and gradients of scores enter products rounded to the element, as
+    # math_precision says.
     return PrecisionGuarantee(
         math_precision=MathPrecision.of(problem.element),
         accumulator=ElementKind.F32,
@@ -92,30 +100,16 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     return strict(problem).model_copy(update={"bit_stable_across_hardware": False})
 
 
-def fused_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
-    # One CTA computes a block row (a block column for the gradients of K and V) and takes its kept blocks in
-    # order, whatever the other block rows are. Exponentials and gradients of scores enter products rounded to
-    # the element, as math_precision says.
-    return tensor_cores(problem)
-
-
 def convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
-    # A pixel's sum runs over its block row's kept blocks in order. A filter's gradient sums over every image,
-    # in splits of as many pixels as the shape determines, which are added in order.
-    promised = tensor_cores(problem)
-    if problem.op is BlockSparseConvOp.WGRAD:
-        return promised.model_copy(update={"batch_invariant": False})
-    return promised
+    # A pixel's sum runs over its block row's kept blocks in order. A filter's gradient is summed in splits of
+    # as many pixels as the shape determines, which are added in order.
+    return _of_images(problem, tensor_cores(problem))
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, as cuBLAS demands for reproducible bits. It
     # multiplies the zeros of blocks that are not kept, too.
-    on_cores = problem.element is not ElementKind.F32
-    return tensor_cores(problem).model_copy(
-        update={
-            "batch_invariant": False,
-            "nonfinite": "propagates",
-            "unit_roundoff": 2.0**-22 if on_cores else ElementKind.F32.unit_roundoff,
-        }
-    )
+    update: dict[str, object] = {"batch_invariant": False, "nonfinite": "propagates"}
+    if problem.element is ElementKind.F32:
+        update["unit_roundoff"] = ElementKind.F32.unit_roundoff
+    return tensor_cores(problem).model_copy(update=update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device.transpose import Matrices
 from ..plan.kernel import align_up
@@ -12,11 +12,11 @@ from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import (
-    FEW_BLOCK_ROWS,
     PANEL_ROWS,
     addresses,
     expected_occupancy,
     head_panels,
+    is_small,
     narrow_panel_block_rows,
     panel_block_rows,
     words,
@@ -47,7 +47,7 @@ class KernelProblem:
     """
 
     def __init__(self, desc: BlockSparseMatmulDescriptor) -> None:
-        op, one = desc.op, desc.layout
+        self.desc, op, one = desc, desc.op, desc.layout
         self.sampled, on_the_right = op is BlockSparseOp.SDD, op is BlockSparseOp.DDS
         self.left, self.right = ("b", "a") if on_the_right else ("a", "b")
         self.by_columns = desc.trans_sparse != on_the_right
@@ -60,12 +60,9 @@ class KernelProblem:
         self.left_major = MN_MAJOR if left_transposed else K_MAJOR
         self.right_major = K_MAJOR if desc.dense_k_last else MN_MAJOR
         self.tokens_contiguous = not on_the_right
-        self.small = panel_block_rows(one) > FEW_BLOCK_ROWS
-        """Whether a panel has so many block rows that its columns are looked up together."""
+        self.small = is_small(one)
 
-    def transposed_operands(
-        self, desc: BlockSparseMatmulDescriptor, spare: int | None = 0
-    ) -> tuple[Transposed, ...]:
+    def transposed_operands(self, spare: int | None = 0) -> tuple[Transposed, ...]:
         """Operands that are transposed first: those that must be, and within ``spare`` bytes those that
         should be.
 
@@ -73,7 +70,7 @@ class KernelProblem:
         read in pieces of 16 k (for ``sdd`` an MN-major one in pieces of 16 columns), which are 32 bytes. L2
         delivers half as many bytes in such pieces as in pieces of 128 bytes.
         """
-        majors = {self.left: self.left_major, self.right: self.right_major}
+        desc, majors = self.desc, {self.left: self.left_major, self.right: self.right_major}
         if desc.element.itemsize == 1:
             return tuple(Transposed.of(one) for one in desc.operands() if majors.get(one.name) == MN_MAJOR)
         one, in_pieces = desc.layout, MN_MAJOR if self.sampled else K_MAJOR
@@ -81,7 +78,7 @@ class KernelProblem:
             return ()
         x = Transposed.of(next(one for one in desc.operands() if one.name == self.right))
         lines = narrow_panel_block_rows(one) if self.sampled else panel_block_rows(one)
-        panels = self.head_panels(lines * one.block, one.block)
+        panels = self.head_panels(lines * one.block)
         limits = constants("blocks_transpose")  # X must be large and read often for it to be worth it
         often = (
             x.matrices.nbytes >= limits["min_bytes"]
@@ -97,13 +94,28 @@ class KernelProblem:
             _other(self.right_major) if self.right in names else self.right_major,
         )
 
-    def head_panels(self, rows: int, block: int) -> int:
+    def head_panels(self, rows: int) -> int:
         """Row panels of a head, each with ``rows`` rows of op(S)."""
-        return head_panels(self.head_block_rows * block, rows)
+        return head_panels(self.head_block_rows * self.desc.layout.block, rows)
 
-    def tables(self, start: int, desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> dict[str, int]:
+    def sizes(self, rows: int) -> dict[str, Any]:
+        """Sizes and factor for the parameters of kernels that take row panels of ``rows`` rows."""
+        desc, head_panels = self.desc, self.head_panels(rows)
+        return {
+            "blocks": desc.layout.blocks,
+            "alpha": desc.alpha,
+            "panels": desc.layout.heads * head_panels,
+            "head_panels": head_panels,
+            "head_block_rows": self.head_block_rows,
+            "bit_words": self.words,
+            "heads": desc.layout.heads,
+            "batch": desc.batch,
+            "tokens": desc.n,
+        }
+
+    def tables(self, start: int, rows: int = PANEL_ROWS) -> dict[str, int]:
         """Addresses of the kernel's table parameters, for tables at ``start`` and panels of ``rows`` rows."""
-        found = addresses(start, desc.layout)
+        found = addresses(start, self.desc.layout)
         side, other = ("column", "row") if self.by_columns else ("row", "column")
         panel = f"{side}_{'panel' if rows == PANEL_ROWS else 'narrow_panel'}"
         names = {"panel_order": f"{panel}s", "panel_columns": f"{panel}_{other}s", "kept": f"{side}_bits"}
@@ -120,9 +132,9 @@ class KernelProblem:
             }
         return {field: found[name] for field, name in names.items()}
 
-    def entries(self, start: int, desc: BlockSparseMatmulDescriptor) -> dict[str, int]:
+    def entries(self, start: int) -> dict[str, int]:
         """Addresses of the table parameters of a kernel that reads a block row's blocks one by one."""
-        found = addresses(start, desc.layout)
+        found = addresses(start, self.desc.layout)
         names = {"pointers": "row_pointers", "columns": "columns"}
         if self.sampled:
             names |= {"group_rows": "group_rows", "group_firsts": "group_firsts"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
 from ..plan.cublaslt import needs_cublaslt
@@ -10,6 +11,7 @@ from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
     BlockSparseOp,
+    BlockSparsePass,
     ElementKind,
     EpilogueKind,
     InnerPattern,
@@ -48,15 +50,12 @@ class MatmulEntry(BlockSparseEntry):
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
-        if descriptor.inner not in self.inners:
-            return f"does not serve inner {descriptor.inner}"
-        if descriptor.op not in self.ops:
-            return f"does not serve op {descriptor.op}"
-        if descriptor.epilogue not in self.epilogues:
-            return f"does not serve epilogue {descriptor.epilogue}"
+        served = {"inner": self.inners, "op": self.ops, "epilogue": self.epilogues}
+        for field, values in served.items():
+            if (asked := getattr(descriptor, field)) not in values:
+                return f"does not serve {field} {asked}"
         if descriptor.layout.block not in self.blocks:
-            served = ", ".join(map(str, self.blocks))
-            return f"serves blocks of {served}, not {descriptor.layout.block}"
+            return f"serves blocks of {', '.join(map(str, self.blocks))}, not {descriptor.layout.block}"
         return None
 
     def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
@@ -153,9 +152,9 @@ _ATTENTION_WGMMA = with_wgmma(
         "attention_wgmma",
         "attention_wgmma",
         Tier.TENSOR_CORE,
-        guarantees.fused_attention,
+        guarantees.tensor_cores,
         HALVES,
-        limits=limits.attention_wgmma,
+        limits=partial(limits.attention, BlockSparsePass.FORWARD),
         min_workspace=lambda problem: limits.COUNTER_BYTES,
     )
 )
@@ -165,7 +164,7 @@ ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
         _ATTENTION_WGMMA,
         name="attention_backward_wgmma",
         backend="attention_backward_wgmma",
-        limits=limits.attention_backward_wgmma,
+        limits=partial(limits.attention, BlockSparsePass.BACKWARD),
         min_workspace=limits.backward_workspace,
     ),
     BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..device.tensors import HOST, TensorView, wrong
-from ..errors import FormatError, InvalidProblemError, shown
+from ..errors import FormatError, InvalidProblemError, refusing, shown
 from ..vocab import integer
 from .shape import BLOCK_SIZES, MOST, BlockSparseShape
 
@@ -50,23 +50,14 @@ class BlockSparseLayout:
             at = np.argwhere((found != 0) & (found != 1))[0]
             raise InvalidProblemError(f"bitmap: expected 0 or 1, got {found[tuple(at)]} at {place_of(at)}")
         kept = np.array(found, np.bool_, order="C")
-        self._set(kept, block)
-
-    def _set(self, kept: Array, block: object) -> None:
+        kept.flags.writeable = False
         size = integer(block)
         if size is None:
             raise wrong("block", "16, 32, 64 or 128", block)
-        heads, rows, cols = kept.shape
-        kept.flags.writeable = False
-        fixed = object.__setattr__
-        count = int(np.count_nonzero(kept))
-        fixed(
-            self,
-            "shape",
-            BlockSparseShape(heads=heads, rows=rows * size, cols=cols * size, block=size, blocks=count),
-        )
-        fixed(self, "bitmap", kept)
-        fixed(self, "_bits", np.packbits(kept).tobytes())
+        (heads, rows, cols), blocks = kept.shape, int(np.count_nonzero(kept))
+        shape = BlockSparseShape(heads=heads, rows=rows * size, cols=cols * size, block=size, blocks=blocks)
+        for name, value in (("shape", shape), ("bitmap", kept), ("_bits", np.packbits(kept).tobytes())):
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise InvalidProblemError(f"{name}: expected no change, as a BlockSparseLayout is immutable")
@@ -76,14 +67,14 @@ class BlockSparseLayout:
     def __eq__(self, other: object) -> bool:
         if type(other) is not BlockSparseLayout:
             return NotImplemented
-        return self.bitmap.shape == other.bitmap.shape and self._key == other._key
+        return self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.bitmap.shape, self._key))
+        return hash(self._key)
 
     @property
-    def _key(self) -> tuple[int, bytes]:
-        return self.shape.block, self._bits
+    def _key(self) -> tuple[tuple[int, ...], int, bytes]:
+        return self.bitmap.shape, self.shape.block, self._bits
 
     def __copy__(self) -> BlockSparseLayout:
         return self
@@ -161,16 +152,12 @@ class BlockSparseLayout:
 
         The values are its own memory, as a tensor [1, blocks, block, block]. Raises InvalidProblemError.
         """
-        try:
+        with refusing("tensor", "a torch.sparse_bsr tensor", type(tensor).__name__):
             if str(tensor.layout) != "torch.sparse_bsr":
                 raise wrong("tensor", "layout torch.sparse_bsr", str(tensor.layout))
             values, shape = tensor.values(), tuple(tensor.shape)
             block, width = tuple(values.shape)[-2:]
             crow, col = tensor.crow_indices(), tensor.col_indices()
-        except InvalidProblemError:
-            raise
-        except Exception as error:  # whatever a broken object raises
-            raise wrong("tensor", "a torch.sparse_bsr tensor", type(tensor).__name__) from error
         if block != width or len(shape) not in (2, 3):
             raise InvalidProblemError(
                 f"tensor: expected [heads, rows, cols] in square blocks, got {list(shape)} "

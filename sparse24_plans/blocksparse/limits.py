@@ -60,7 +60,7 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     one = problem.layout
     if problem.element.itemsize == 1 and (reason := _of_8_bits(problem)) is not None:
         return reason
-    transposed = [one.name for one in KernelProblem(problem).transposed_operands(problem)]
+    transposed = [one.name for one in KernelProblem(problem).transposed_operands()]
     for operand in problem.operands():
         width = operand.shape[-2 if operand.name in transposed else -1]
         if operand.name in ("a", "b", "c") and width * operand.element.itemsize % _COPIED:
@@ -78,14 +78,14 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 def transpose_workspace(problem: BlockSparseMatmulDescriptor) -> int:
     """Bytes of operands that must be transposed first."""
-    return transpose_bytes(KernelProblem(problem).transposed_operands(problem))
+    return transpose_bytes(KernelProblem(problem).transposed_operands())
 
 
 def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     """Limits of 8-bit elements: the instruction reads 32 neighbouring k of either operand at a time."""
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
-    for one in KernelProblem(problem).transposed_operands(problem):
+    for one in KernelProblem(problem).transposed_operands():
         if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
@@ -110,15 +110,8 @@ def blocks_strict_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _integer_sums(problem) or grid_limit_refusal(BlocksStrictSchedule.of(problem, 2**31).ctas(problem))
 
 
-def attention_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
-    return _of_attention(problem, BlockSparsePass.FORWARD)
-
-
-def attention_backward_wgmma(problem: BlockSparseAttentionDescriptor) -> str | None:
-    return _of_attention(problem, BlockSparsePass.BACKWARD)
-
-
-def _of_attention(problem: BlockSparseAttentionDescriptor, op: BlockSparsePass) -> str | None:
+def attention(op: BlockSparsePass, problem: BlockSparseAttentionDescriptor) -> str | None:
+    """Limits of a kernel that serves ``op`` alone."""
     one = problem.layout
     if problem.op is not op:
         return f"serves op {op}, not {problem.op}"

@@ -33,10 +33,11 @@ GROUP_COLUMNS = 256
 class LookUp(NamedTuple):
     """The tables of a shape, in the order of memory. R and C are its block rows and block columns in a head.
 
-    A row panel has 128 rows of cells, and a narrow one has 64, or one block row of larger blocks; a column
-    panel is the same for columns. S, T and U are the panels of a head, its narrow panels and the columns in
-    which the panels of all heads keep a block. Tables named ``panel_pointers``, ``panel_kept`` and
-    ``panel_places`` have entries for blocks of 16 and 32 alone, of which a panel has several block rows.
+    A row panel has 128 rows of cells, and a narrow one has 64, or one block row of larger blocks. S, T and U
+    are the panels of a head, its narrow panels and the columns in which the panels of all heads keep a block.
+    Narrow panels have the tables of panels, with T for S. Column panels have the tables of row panels, with
+    rows and columns exchanged. Tables named ``panel_pointers``, ``panel_kept`` and ``panel_places`` have
+    entries for blocks of 16 and 32 alone, of which a panel has several block rows.
     """
 
     row_pointers: Array
@@ -58,11 +59,9 @@ class LookUp(NamedTuple):
     row_panels: Array
     """[heads * S]: row panels as h * S + s, those with blocks in the most columns first, ties in order."""
     column_panels: Array
-    """Column panels, ordered like ``row_panels``."""
     row_panel_columns: Array
     """[heads * S]: number of columns in which each row panel keeps a block."""
     column_panel_rows: Array
-    """Number of rows in which each column panel keeps a block."""
     rows_by_length: Array
     """[heads * R]: rows of each head as h * R + r, those with the most blocks first, ties in order."""
     columns_by_length: Array
@@ -78,31 +77,18 @@ class LookUp(NamedTuple):
     row_panel_places: Array
     """[U, 128 / block]: place in the values of each block row's block in that column, -1 if not kept."""
     column_panel_pointers: Array
-    """Index in ``column_panel_kept`` where each column panel begins."""
     column_panel_kept: Array
-    """Increasing rows in which each column panel keeps a block."""
     column_panel_places: Array
-    """Place in the values of each block column's block in that row, -1 if not kept."""
     row_narrow_panels: Array
-    """[heads * T]: narrow row panels, ordered like ``row_panels``."""
     column_narrow_panels: Array
-    """Narrow column panels, ordered like ``row_panels``."""
     row_narrow_panel_columns: Array
-    """[heads * T]: number of columns in which each narrow row panel keeps a block."""
     column_narrow_panel_rows: Array
-    """Number of rows in which each narrow column panel keeps a block."""
     row_narrow_panel_pointers: Array
-    """``row_panel_pointers`` for narrow panels."""
     row_narrow_panel_kept: Array
-    """``row_panel_kept`` for narrow panels."""
     row_narrow_panel_places: Array
-    """``row_panel_places`` for narrow panels."""
     column_narrow_panel_pointers: Array
-    """``column_panel_pointers`` for narrow panels."""
     column_narrow_panel_kept: Array
-    """``column_panel_kept`` for narrow panels."""
     column_narrow_panel_places: Array
-    """``column_panel_places`` for narrow panels."""
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
@@ -113,38 +99,24 @@ class LookUp(NamedTuple):
 
 def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     rows, columns, count = shape.heads * shape.block_rows, shape.heads * shape.block_cols, shape.blocks
+    sparse = rows + 1, count, count, columns + 1, count, count
     bits = rows * words(shape.block_cols), columns * words(shape.block_rows)
-    panels = shape.heads * head_panels(shape.rows), shape.heads * head_panels(shape.cols)
     size = group_size(shape)
     groups = min(count, (count + rows * (size - 1)) // size)  # the most there can be
-    sparse = rows + 1, count, count, columns + 1, count, count
-    tile = narrow_panel_rows(shape.block)
-    narrow = shape.heads * head_panels(shape.rows, tile), shape.heads * head_panels(shape.cols, tile)
-    panels_kept: tuple[int, ...] = (0,) * 6
-    narrow_kept = panels_kept
-    if panel_block_rows(shape) > FEW_BLOCK_ROWS:
-        across = shape.block_cols, shape.block_rows
-        panels_kept, narrow_kept = (
-            _kept_lengths(count, counts, across, lines)
-            for counts, lines in ((panels, panel_block_rows(shape)), (narrow, narrow_panel_block_rows(shape)))
-        )
-    kept_columns = *panels_kept, *narrow, *narrow, *narrow_kept
-    return *sparse, *bits, *panels, *panels, rows, columns, groups, groups, *kept_columns
+    panels, kept = _panel_lengths(shape, panel_block_rows(shape))
+    narrow, narrow_kept = _panel_lengths(shape, narrow_panel_block_rows(shape))
+    whole = *sparse, *bits, *panels, *panels, rows, columns, groups, groups, *kept
+    return *whole, *narrow, *narrow, *narrow_kept
 
 
-def _kept_lengths(
-    count: int, panels: tuple[int, int], across: tuple[int, int], lines: int
-) -> tuple[int, ...]:
-    """Lengths for both sides: pointers of panels, kept columns, and places."""
-    kept_columns = [min(count, one * other) for one, other in zip(panels, across, strict=True)]
-    return (
-        panels[0] + 1,
-        kept_columns[0],
-        kept_columns[0] * lines,
-        panels[1] + 1,
-        kept_columns[1],
-        kept_columns[1] * lines,
-    )
+def _panel_lengths(shape: BlockSparseShape, lines: int) -> tuple[list[int], list[int]]:
+    """Panels of ``lines`` block rows, and of block columns; both sides' pointers, kept columns and places."""
+    panels = [shape.heads * head_panels(cells, lines * shape.block) for cells in (shape.rows, shape.cols)]
+    kept: list[int] = []
+    for count, across in zip(panels, (shape.block_cols, shape.block_rows), strict=True):
+        most = min(shape.blocks, count * across)
+        kept += [count + 1, most, most * lines]
+    return panels, kept if is_small(shape) else [0] * len(kept)
 
 
 def words(bits: int) -> int:
@@ -176,6 +148,11 @@ def expected_occupancy(shape: BlockSparseShape, lines: int) -> float:
 def panel_block_rows(shape: BlockSparseShape) -> int:
     """Block rows of a panel."""
     return PANEL_ROWS // shape.block
+
+
+def is_small(shape: BlockSparseShape) -> bool:
+    """Whether blocks are so small that the columns of a panel's block rows are looked up together."""
+    return panel_block_rows(shape) > FEW_BLOCK_ROWS
 
 
 def group_size(shape: BlockSparseShape) -> int:
@@ -234,7 +211,8 @@ class BlockSparseTables(Unmoving):
         shown.flags.writeable = False
         self.lookup = LookUp.of(shown, shape)
         self._there = None if device == HOST else _allocated(memory.size, device)
-        self._view = _read_only(TensorView.of(shown if self._there is None else self._there))
+        self._view = TensorView.of(shown if self._there is None else self._there)
+        self._view.readonly = True
 
     def update(self, layout: BlockSparseLayout, *, stream: Any = None) -> None:
         """Write the tables of ``layout``, which has the same shape, in place.
@@ -295,10 +273,6 @@ def _allocated(count: int, device: Device) -> Any:
         raise BackendUnavailableError(f"no tables on {device}: {error}") from error
 
 
-def _read_only(view: TensorView) -> TensorView:
-    return TensorView(view.address, view.shape, view.element, view.device, readonly=True, owner=view.owner)
-
-
 def _checked(layout: object) -> BlockSparseLayout:
     if type(layout) is not BlockSparseLayout:
         raise InvalidProblemError(f"layout: expected BlockSparseLayout, got {type(layout).__name__}")
@@ -320,38 +294,29 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
     np.take(row, tables.column_order, out=tables.column_rows)
     tables.column_pointers[0] = 0
     np.cumsum(np.bincount(column, minlength=columns), out=tables.column_pointers[1:])
-    _fill_bits(kept, tables.row_bits)
-    _fill_panels(kept, panel_block_rows(shape), tables.row_panels, tables.row_panel_columns)
-    transposed = np.ascontiguousarray(kept.transpose(0, 2, 1))
-    _fill_bits(transposed, tables.column_bits)
-    _fill_panels(transposed, panel_block_rows(shape), tables.column_panels, tables.column_panel_rows)
-    _fill_panels(
-        kept, narrow_panel_block_rows(shape), tables.row_narrow_panels, tables.row_narrow_panel_columns
-    )
-    _fill_panels(
-        transposed,
-        narrow_panel_block_rows(shape),
-        tables.column_narrow_panels,
-        tables.column_narrow_panel_rows,
-    )
-    tables.rows_by_length[...] = _by_length(tables.row_pointers, shape.heads)
-    tables.columns_by_length[...] = _by_length(tables.column_pointers, shape.heads)
     _fill_groups(tables, group_size(shape))
-    if panel_block_rows(shape) > FEW_BLOCK_ROWS:
-        places = np.full(kept.shape, -1, np.int32)
+    places = np.full(kept.shape if is_small(shape) else (0, 0, 0), -1, np.int32)
+    if places.size:
         places[kept] = np.arange(shape.blocks)
-        found = tables.row_panel_pointers, tables.row_panel_kept, tables.row_panel_places
-        _fill_kept_columns(places, panel_block_rows(shape), *found)
-        found = tables.column_panel_pointers, tables.column_panel_kept, tables.column_panel_places
-        _fill_kept_columns(places.transpose(0, 2, 1), panel_block_rows(shape), *found)
-        found = tables.row_narrow_panel_pointers, tables.row_narrow_panel_kept, tables.row_narrow_panel_places
-        _fill_kept_columns(places, narrow_panel_block_rows(shape), *found)
-        found = (
-            tables.column_narrow_panel_pointers,
-            tables.column_narrow_panel_kept,
-            tables.column_narrow_panel_places,
-        )
-        _fill_kept_columns(places.transpose(0, 2, 1), narrow_panel_block_rows(shape), *found)
+    transposed = np.ascontiguousarray(kept.transpose(0, 2, 1))
+    _fill_side(tables, shape, ("row", "column"), kept, places)
+    _fill_side(tables, shape, ("column", "row"), transposed, places.transpose(0, 2, 1))
+
+
+def _fill_side(
+    tables: LookUp, shape: BlockSparseShape, names: tuple[str, str], kept: Any, places: Array
+) -> None:
+    """Fill the tables of one side but its pointers. ``names`` are that of the side and that of the other."""
+    (side, other), found = names, tables._asdict()
+    _fill_bits(kept, found[f"{side}_bits"])
+    found[f"{side}s_by_length"][...] = _by_length(found[f"{side}_pointers"], shape.heads)
+    sizes = {"panel": panel_block_rows(shape), "narrow_panel": narrow_panel_block_rows(shape)}
+    for kind, size in sizes.items():
+        panel = f"{side}_{kind}"
+        _fill_panels(kept, size, found[f"{panel}s"], found[f"{panel}_{other}s"])
+        if is_small(shape):
+            of_panel = (found[f"{panel}_{name}"] for name in ("pointers", "kept", "places"))
+            _fill_kept_columns(places, size, *of_panel)
 
 
 def _fill_bits(kept: Any, bits: Array) -> None:

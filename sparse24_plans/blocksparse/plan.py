@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..plan.operands import Args
+from typing import ClassVar
+
 from ..plan.plan import Plan
-from ..vocab import BlockSparseConvOp, BlockSparsePass
+from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass
 from .args import (
     BlockSparseAttentionArgs,
     BlockSparseAttentionBackwardArgs,
@@ -48,12 +49,8 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
 
     descriptor_type = BlockSparseMatmulDescriptor
     table = MATMUL_ENTRIES
+    args_types: ClassVar = dict.fromkeys(BlockSparseOp, BlockSparseMatmulArgs)
     descriptor: BlockSparseMatmulDescriptor
-
-    @classmethod
-    def args_type(cls, descriptor: BlockSparseMatmulDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        return BlockSparseMatmulArgs
 
 
 class BlockSparseSoftmaxPlan(BlockSparsePlan):
@@ -64,13 +61,11 @@ class BlockSparseSoftmaxPlan(BlockSparsePlan):
 
     descriptor_type = BlockSparseSoftmaxDescriptor
     table = SOFTMAX_ENTRIES
+    args_types: ClassVar = {
+        BlockSparsePass.FORWARD: BlockSparseSoftmaxArgs,
+        BlockSparsePass.BACKWARD: BlockSparseSoftmaxBackwardArgs,
+    }
     descriptor: BlockSparseSoftmaxDescriptor
-
-    @classmethod
-    def args_type(cls, descriptor: BlockSparseSoftmaxDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        forward = descriptor.op is BlockSparsePass.FORWARD
-        return BlockSparseSoftmaxArgs if forward else BlockSparseSoftmaxBackwardArgs
 
 
 class BlockSparseAttentionPlan(BlockSparsePlan):
@@ -81,13 +76,11 @@ class BlockSparseAttentionPlan(BlockSparsePlan):
 
     descriptor_type = BlockSparseAttentionDescriptor
     table = ATTENTION_ENTRIES
+    args_types: ClassVar = {
+        BlockSparsePass.FORWARD: BlockSparseAttentionArgs,
+        BlockSparsePass.BACKWARD: BlockSparseAttentionBackwardArgs,
+    }
     descriptor: BlockSparseAttentionDescriptor
-
-    @classmethod
-    def args_type(cls, descriptor: BlockSparseAttentionDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        forward = descriptor.op is BlockSparsePass.FORWARD
-        return BlockSparseAttentionArgs if forward else BlockSparseAttentionBackwardArgs
 
 
 class BlockSparseConv2dPlan(BlockSparsePlan):
@@ -99,16 +92,9 @@ class BlockSparseConv2dPlan(BlockSparsePlan):
 
     descriptor_type = BlockSparseConv2dDescriptor
     table = CONVOLUTION_ENTRIES
+    args_types: ClassVar = {
+        BlockSparseConvOp.FORWARD: BlockSparseConv2dArgs,
+        BlockSparseConvOp.DGRAD: BlockSparseConv2dDgradArgs,
+        BlockSparseConvOp.WGRAD: BlockSparseConv2dWgradArgs,
+    }
     descriptor: BlockSparseConv2dDescriptor
-
-    @classmethod
-    def args_type(cls, descriptor: BlockSparseConv2dDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        return _CONVOLUTION_ARGS[descriptor.op]
-
-
-_CONVOLUTION_ARGS: dict[BlockSparseConvOp, type[Args]] = {
-    BlockSparseConvOp.FORWARD: BlockSparseConv2dArgs,
-    BlockSparseConvOp.DGRAD: BlockSparseConv2dDgradArgs,
-    BlockSparseConvOp.WGRAD: BlockSparseConv2dWgradArgs,
-}

@@ -15,7 +15,6 @@ from ..device.install import import_cupy
 from ..device.log import SELECT
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError, shown
-from ..prepare.args import PruneCompressSparse24Args
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind, checked_flag
@@ -223,11 +222,13 @@ def _checked_element(element: ElementKind | str | None) -> ElementKind | None:
 def _working_place(device: int | str | None) -> Device:
     """The device to compress on. A default device that can't serve gives way to the host."""
     place = home_of(resolve(device))
-    if device is None and place != HOST:
+    if place != HOST:
         probe = PruneCompressSparse24Descriptor(m=1, k=8, element=ElementKind.F32)
         try:
             PruneCompressSparse24Plan.select(probe, device=place.ordinal)
         except UnsupportedError as error:
+            if device is not None:
+                raise
             SELECT.warning("compressing on the host: %s", error)
             return HOST
     return place
@@ -237,18 +238,10 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
     """A block of rows compressed on ``place``, in host memory."""
     if place == HOST:
         return Sparse24Weight.prune_compress(dense)
-    (m, k), element = dense.shape, TensorView.of(dense).element
-    desc = PruneCompressSparse24Descriptor(m=m, k=k, element=element)
-    plan = PruneCompressSparse24Plan.select(desc, device=place.ordinal)
-    cupy = import_cupy()
+    cupy, element = import_cupy(), TensorView.of(dense).element
     with cupy.cuda.Device(place.ordinal):
         source = cupy.asarray(dense.view(element.bits_dtype))
-        values = cupy.empty((m, k // 2), element.bits_dtype)
-        metadata = cupy.empty((m, k // 8), np.uint16)
-        typed = [TensorView.of(bits, element=element) for bits in (source, values)]
-        args = PruneCompressSparse24Args(typed[0], typed[1], metadata)
-        plan.run(args)
-        return plan.weight(args).to("host")
+    return Sparse24Weight.prune_compress(source, element=element).to("host")
 
 
 def _energy(array: np.ndarray[Any, Any]) -> float:

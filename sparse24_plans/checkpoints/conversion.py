@@ -8,12 +8,7 @@ from typing import Literal
 
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
-from .checkpoint_format import (
-    DENSE,
-    CheckpointFormat,
-    checkpoint_format,
-    checkpoint_formats,
-)
+from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
 from .rewrite import Rewrite
@@ -113,14 +108,11 @@ class _Conversion(Rewrite[ConversionReport]):
         on_tensor: Callable[[ConversionReport], None] | None,
     ) -> None:
         layers, reasons = source.find(model, target)
-        if not layers and source.name == DENSE:
-            raise InvalidProblemError(
-                f"source: expected a 2:4 matrix in {model.path}, got none; run `sparse24 compress` first"
-            )
         if not layers:
-            raise InvalidProblemError(
-                f"source: expected a weight in the format {source.name} in {model.path}, got none"
-            )
+            wanted, remedy = f"a weight in the format {source.name}", ""
+            if source.name == DENSE:
+                wanted, remedy = "a 2:4 matrix", "; run `sparse24 compress` first"
+            raise InvalidProblemError(f"source: expected {wanted} in {model.path}, got none{remedy}")
         self._source = source
         super().__init__(model, target, layers, reasons, on_tensor)
 

@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from ..device.files import open_regular, storage_errors, written_whole
 from ..errors import FormatError, InvalidProblemError
+from ..errors import shown as shown_value
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MAX_HEADER_BYTES = 100_000_000
@@ -95,7 +96,9 @@ class SafetensorsReader:
 
         Raises InvalidProblemError for a name that the file lacks, or a range outside the tensor.
         """
-        info = self.info(name)
+        if name not in self.tensors:
+            raise InvalidProblemError(f"name: {self.path} has no tensor {name!r}")
+        info = self.tensors[name]
         stop = info.nbytes if stop is None else stop
         if not 0 <= start <= stop <= info.nbytes:
             raise InvalidProblemError(
@@ -103,20 +106,11 @@ class SafetensorsReader:
             )
         return self._read_at(self._offsets[name] + start, stop - start)
 
-    def info(self, name: str) -> TensorInfo:
-        """The tensor's entry. Raises InvalidProblemError for a name that the file lacks."""
-        if name not in self.tensors:
-            raise InvalidProblemError(f"name: {self.path} has no tensor {name!r}")
-        return self.tensors[name]
-
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._file.close()
 
     def _read_at(self, position: int, nbytes: int) -> Bytes:
         buffer = np.empty(nbytes, np.uint8)
@@ -188,15 +182,15 @@ class SafetensorsReader:
             raise self._broken(f"{name!r}: expected dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str):
-            raise self._broken(f"{name!r}: expected the name of a dtype, got {_brief(dtype)}")
+            raise self._broken(f"{name!r}: expected the name of a dtype, got {shown_value(dtype)}")
         if not _are_sizes(shape):
             raise self._broken(
-                f"{name!r}: expected a shape of integers from 0 to 2^63-1, got {_brief(shape)}"
+                f"{name!r}: expected a shape of integers from 0 to 2^63-1, got {shown_value(shape)}"
             )
         if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
             raise self._broken(
                 f"{name!r}: expected data_offsets [start, end] inside the {data_bytes} bytes of data, "
-                f"got {_brief(offsets)}"
+                f"got {shown_value(offsets)}"
             )
         info = TensorInfo(name, dtype, tuple(shape), offsets[1] - offsets[0])
         if (complaint := _size_complaint(info)) is not None:
@@ -308,9 +302,11 @@ def _size_complaint(info: TensorInfo) -> str | None:
     for size in info.shape:
         total *= size
         if total > _LARGEST:  # stops before a long shape grows a giant integer
-            return f"expected fewer than 2^63 bits, got shape {_brief(info.shape)}"
+            return f"expected fewer than 2^63 bits, got shape {shown_value(info.shape)}"
     if total != 8 * info.nbytes:
-        return f"expected {total / 8:g} bytes for {info.dtype}{_brief(list(info.shape))}, got {info.nbytes}"
+        return (
+            f"expected {total / 8:g} bytes for {info.dtype}{shown_value(list(info.shape))}, got {info.nbytes}"
+        )
     return None
 
 
@@ -329,8 +325,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."

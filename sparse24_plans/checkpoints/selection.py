@@ -7,8 +7,8 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..device.tensors import wrong
 from ..errors import InvalidProblemError
-from ..errors import shown as shown_value
 from ..formats.compressed_tensors import CompressedTensors
 from .folder import ELEMENTS, ModelReader
 from .layers import LAYER_KEY_PREFIX, Layer, is_compressed
@@ -48,16 +48,14 @@ def patterns_of(argument: str, value: Collection[str]) -> tuple[str, ...]:
                 raise TypeError
             found.append(pattern)
     except Exception:  # noqa: BLE001 - a broken object may raise anything
-        raise InvalidProblemError(
-            f"{argument}: expected a sequence of patterns, got {shown_value(value)}"
-        ) from None
+        raise wrong(argument, "a sequence of patterns", value) from None
     return tuple(found)
 
 
 def check_callback(argument: str, value: Any) -> None:
     """Raise InvalidProblemError for anything but a callable or None."""
     if value is not None and not callable(value):
-        raise InvalidProblemError(f"{argument}: expected a callable, got {shown_value(value)}")
+        raise wrong(argument, "a callable", value)
 
 
 def reason_to_leave(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> str | None:
@@ -73,13 +71,10 @@ def reason_to_leave(names: Sequence[str], include: Sequence[str], exclude: Seque
 
 def families_of(names: Iterable[str]) -> list[str]:
     """Names with a ``*`` for each number in them, and how often each occurs: ``layers.*.weight (32)``."""
-    counts: dict[str, int] = {}
-    alone: dict[str, str] = {}
+    families: dict[str, list[str]] = {}
     for name in names:
-        family = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        counts[family] = counts.get(family, 0) + 1
-        alone[family] = name
-    return [alone[family] if count == 1 else f"{family} ({count})" for family, count in counts.items()]
+        families.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return [one[0] if len(one) == 1 else f"{family} ({len(one)})" for family, one in families.items()]
 
 
 def dense_lines(left: Iterable[tuple[str, int, str | None]]) -> list[str]:

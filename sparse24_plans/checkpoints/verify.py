@@ -11,9 +11,7 @@ import numpy as np
 from ..device.devices import resolve
 from ..device.files import StrPath, path_of
 from ..device.install import import_cupy
-from ..device.tensors import TensorView
-from ..errors import InvalidProblemError
-from ..errors import shown as shown_value
+from ..device.tensors import TensorView, wrong
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
@@ -114,7 +112,7 @@ def verify_checkpoint(
     """
     for argument, value, least, most in (("tokens", tokens, 1, MAX_TOKENS), ("seed", seed, 0, 2**63 - 1)):
         if type(value) is not int or not least <= value <= most:
-            raise InvalidProblemError(f"{argument}: expected {least} to {most}, got {shown_value(value)}")
+            raise wrong(argument, f"{least} to {most}", value)
     compressed, dense = path_of("compressed", compressed), path_of("dense", dense)
     check_callback("on_layer", on_layer)
     layers: list[LayerResult] = []

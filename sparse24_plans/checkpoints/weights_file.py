@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..device.files import StrPath, path_of
+from ..device.tensors import wrong
 from ..errors import InvalidProblemError
-from ..errors import shown as shown_value
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
 from .layers import (
@@ -31,12 +31,12 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
     """
     path = path_of("path", path)
     if not isinstance(weights, Mapping):
-        raise InvalidProblemError(f"weights: expected weights by name, got {shown_value(weights)}")
+        raise wrong("weights", "weights by name", weights)
     outputs: list[TensorInfo] = []
     metadata = {FORMAT_KEY: FORMAT_VERSION}
     for name, weight in weights.items():
         if not isinstance(name, str):
-            raise InvalidProblemError(f"weights: expected names as strings, got {shown_value(name)}")
+            raise wrong("weights", "names as strings", name)
         if type(weight) is not Sparse24Weight:
             raise InvalidProblemError(f"{shown(name)}: expected Sparse24Weight, got {type(weight).__name__}")
         layer = Layer(name, weight.m, weight.k, weight.element, ())
@@ -58,10 +58,7 @@ def load_weight(path: StrPath, name: str) -> Sparse24Weight:
     with ModelReader(path) as model:
         names = compressed_names(model)
         if not isinstance(name, str) or name not in names:
-            raise InvalidProblemError(
-                f"name: expected one of the {len(names)} compressed tensors of {path}, "
-                f"got {shown_value(name)}"
-            )
+            raise wrong("name", f"one of the {len(names)} compressed tensors of {path}", name)
         return read_weight(model, compressed_layer(model, names[name], name))
 
 

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .._vendor import torch_tile
-from ..device.tensors import Device, TensorView
+from ..device.tensors import Device, TensorView, wrong
 from ..errors import InvalidProblemError, UnsupportedError, shown
-from ..vocab import ElementKind, ElementLike, element_kind, integer
+from ..vocab import ElementKind, integer
 from ..weights import canonical
 
 ALL_ELEMENTS = (
@@ -48,22 +48,17 @@ _WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
 def two_sizes(name: str, value: Any) -> tuple[int, int]:
     """M and K from a sequence or a tensor of two integers. Raises InvalidProblemError naming ``name``."""
     if isinstance(value, (bytes, bytearray, memoryview)):  # these are sequences of integers, too
-        raise InvalidProblemError(f"{name}: expected two sizes, M and K, got {shown(value)}")
+        raise wrong(name, "two sizes, M and K", value)
     try:
         flat = value if isinstance(value, Sequence) else value.reshape(-1)[:3].tolist()
         m, k = (integer(size) for size in islice(flat, 3))
     except Exception:  # noqa: BLE001 - whatever a broken object raises
         m = k = None
     if m is None or k is None:
-        raise InvalidProblemError(f"{name}: expected two sizes, M and K, got {shown(value)}")
+        raise wrong(name, "two sizes, M and K", value)
     if min(m, k) < 0 or max(m, k) >= _MOST_CELLS or m * k >= _MOST_CELLS:
-        raise InvalidProblemError(f"{name}: expected M * K from 0 to below 2^62, got {shown([m, k])}")
+        raise wrong(name, "M * K from 0 to below 2^62", [m, k])
     return m, k
-
-
-def element_of(value: ElementLike | None) -> ElementKind | None:
-    """The element that a caller names, or None. Raises InvalidProblemError."""
-    return None if value is None else element_kind(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ def integer_option(default: int, expected: str, allows: Callable[[int], bool]) -
     def check(name: str, value: Any) -> int:
         number = integer(value)
         if number is None or not allows(number):
-            raise InvalidProblemError(f"{name}: expected {expected}, got {shown(value)}")
+            raise wrong(name, expected, value)
         return number
 
     return Option(default, check)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from .._vendor import compressed_tensors
-from ..errors import FormatError, InvalidProblemError
+from ..device.tensors import wrong
+from ..errors import FormatError
 from ..weights import canonical
 from .base import (
     ALL_ELEMENTS,
@@ -42,13 +43,9 @@ class CompressedTensors(ForeignFormat):
 
     def decode(self, found: Incoming) -> tuple[Any, Any]:
         shape = found.shape
-        if "shape" in found.parts and (sizes := two_sizes("shape", found.parts["shape"])) != (
-            shape.m,
-            shape.k,
-        ):
-            raise InvalidProblemError(
-                f"shape: expected {[shape.m, shape.k]}, as the values have it, got {list(sizes)}"
-            )
+        wanted = (shape.m, shape.k)
+        if (sizes := two_sizes("shape", found.parts.get("shape", wanted))) != wanted:
+            raise wrong("shape", f"{list(wanted)}, as the values have it", list(sizes))
         values = found.values()
         mask = found.words("bitmask")
         xp = canonical.array_module(mask)

@@ -17,7 +17,7 @@ from ..errors import InvalidProblemError, shown
 from ..vocab import ElementLike
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ForeignFormat, Incoming, Outgoing, WeightShape, element_of
+from .base import ForeignFormat, Incoming, Outgoing, WeightShape
 from .positions import canonical_weight
 from .table import FORMATS, find_format, format_names
 
@@ -67,7 +67,7 @@ def from_foreign(
     parts = _check_parts(known, parts)
     settled = known.settle({"shape": shape, **options})
     sizes = settled.pop("shape", None)
-    first = TensorView.of(parts[known.parts[0]], element=element_of(element), argument=known.parts[0])
+    first = TensorView.of(parts[known.parts[0]], element=element, argument=known.parts[0])
     m, k = known.sizes(first) if sizes is None else sizes
     what = WeightShape(m, k, first.element, settled)
     known.check(what)

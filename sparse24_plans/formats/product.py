@@ -13,7 +13,7 @@ from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, ElementLike
 from ..weights import canonical
 from ..weights.weight import Sparse24Weight
-from .base import ALL_ELEMENTS, element_of, two_sizes
+from .base import ALL_ELEMENTS, two_sizes
 from .positions import canonical_weight
 
 
@@ -53,8 +53,7 @@ def from_product(
     """
     if not callable(multiply):
         raise InvalidProblemError(f"multiply: expected a callable, got {type(multiply).__name__}")
-    kind = element_of(element)
-    view = TensorView.of(blob, element=kind, argument="blob")
+    view = TensorView.of(blob, element=element, argument="blob")
     m, k = two_sizes("shape", shape)
     if k % 8 or view.element not in ALL_ELEMENTS:
         raise InvalidProblemError(f"shape: expected K a multiple of 8, got {[m, k]} of {view.element}")
@@ -62,7 +61,7 @@ def from_product(
         raise InvalidProblemError(f"blob: expected {m * k // 2} values or more, contiguous, got {view!r}")
     with current_on(view.device):
         probe = _copied(blob)
-        bits = TensorView.of(probe, element=kind, argument="blob").bits().reshape(-1)
+        bits = TensorView.of(probe, element=element, argument="blob").bits().reshape(-1)
         marks = np.array([1, 2]).astype(view.element.dtype).view(view.element.bits_dtype)
         values = view.bits().reshape(-1)[: m * k // 2].reshape(m, k // 2)
         for slot in range(2):

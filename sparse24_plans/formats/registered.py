@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._vendor import nibbles as nibble_pairs
+from ..device.tensors import wrong
 from ..errors import InvalidProblemError, Sparse24Error, shown
 from ..vocab import ElementKind, ElementLike, checked_flag, element_kind, integer
 from ..weights import canonical
@@ -30,13 +31,7 @@ Reorder = Callable[[Any], Any]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _STORED = {4: "uint8", 8: "uint8", 16: "int16", 32: "int32"}
 """NumPy's type of the stored metadata, by bits of a word. A byte holds two nibbles."""
-_DEFAULT_ELEMENTS = (
-    ElementKind.F16,
-    ElementKind.BF16,
-    ElementKind.S8,
-    ElementKind.FP8_E4M3,
-    ElementKind.FP8_E5M2,
-)
+_DEFAULT_ELEMENTS = ALL_ELEMENTS[1:]  # all but float32
 _TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
 """Sizes of random metadata that an order is tried on: tiles down and across."""
 _MOST_WORDS = 1 << 20
@@ -99,7 +94,7 @@ def register_format(
 def _order(permutation: Any, encode: Any, decode: Any, tile: Any, word_bits: Any) -> _Order:
     """The order that the arguments describe, not tried yet."""
     if type(word_bits) is not int or word_bits not in _STORED:
-        raise InvalidProblemError(f"word_bits: expected 4, 8, 16 or 32, got {shown(word_bits)}")
+        raise wrong("word_bits", "4, 8, 16 or 32", word_bits)
     if permutation is not None and encode is None and decode is None:
         return _permuted(permutation, tile, word_bits)
     if permutation is None and callable(encode) and callable(decode):
@@ -114,7 +109,7 @@ def _order(permutation: Any, encode: Any, decode: Any, tile: Any, word_bits: Any
 
 def _register(name: str, order: _Order, elements: tuple[ElementKind, ...], origin: object) -> None:
     if not isinstance(origin, str):
-        raise InvalidProblemError(f"origin: expected text, got {shown(origin)}")
+        raise wrong("origin", "text", origin)
     for element in elements:
         order.check(element)
     fields = {
@@ -210,7 +205,7 @@ def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
         )
     bad = next((at for at, one in enumerate(stored) if one is None), None)
     if bad is not None or not stored:
-        raise InvalidProblemError(f"permutation: expected integers, got {shown(permutation)}")
+        raise wrong("permutation", "integers", permutation)
     rows, words = (1, len(stored)) if tile is None else _tile(tile)
     if rows * words != len(stored):
         raise InvalidProblemError(
@@ -292,10 +287,7 @@ class _Registered(ForeignFormat):
 
 def _check_name(name: object, replace: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidProblemError(
-            "name: expected letters, digits, '_', '.' and '-', at most 64, the first no sign, "
-            f"got {shown(name)}"
-        )
+        raise wrong("name", "letters, digits, '_', '.' and '-', at most 64, the first no sign", name)
     if name in BUILT_IN or name in NO_FORMATS:
         raise InvalidProblemError(f"name: expected one that the package has no format of, got {name!r}")
     if not checked_flag("replace", replace) and name in FORMATS:
@@ -304,7 +296,7 @@ def _check_name(name: object, replace: object) -> None:
 
 def _elements(elements: Any) -> tuple[ElementKind, ...]:
     if isinstance(elements, str) or not isinstance(elements, Sequence) or not elements:
-        raise InvalidProblemError(f"elements: expected a sequence of elements, got {shown(elements)}")
+        raise wrong("elements", "a sequence of elements", elements)
     kinds = tuple(dict.fromkeys(element_kind(one, "elements") for one in elements))
     for kind in kinds:
         if kind not in ALL_ELEMENTS:
@@ -318,5 +310,5 @@ def _tile(tile: Any) -> tuple[int, int]:
     )
     found = [size for size in sizes if size is not None and size > 0]
     if len(sizes) != 2 or len(found) != 2:
-        raise InvalidProblemError(f"tile: expected two positive sizes, rows and words, got {shown(tile)}")
+        raise wrong("tile", "two positive sizes, rows and words", tile)
     return found[0], found[1]

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from .._vendor import tilelang
-from ..vocab import ElementKind
 from .base import (
+    ALL_ELEMENTS,
     ForeignFormat,
     Incoming,
     Layout,
@@ -28,13 +28,7 @@ def _columns(shape: WeightShape) -> int:
 class TileLang(ForeignFormat):
     name = "tilelang"
     origin = "TileLang's gemm_sp_v2"
-    elements = (
-        ElementKind.F16,
-        ElementKind.BF16,
-        ElementKind.S8,
-        ElementKind.FP8_E4M3,
-        ElementKind.FP8_E5M2,
-    )
+    elements = ALL_ELEMENTS[1:]  # all but float32
     parts = ("packed", "meta")
     constraint = "K a multiple of 8 times the bytes of a metadata word"
     options = MappingProxyType(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -12,7 +12,7 @@ from ..device.streams import on_stream
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
-from ..plan.operands import Args, check_weight, check_weight_fits
+from ..plan.operands import check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, GemmOp
@@ -36,13 +36,9 @@ class GemmSparse24Plan(Plan):
 
     descriptor_type = GemmSparse24Descriptor
     table = ENTRIES
+    args_types: ClassVar = {GemmOp.FORWARD: GemmSparse24Args, GemmOp.DGRAD: DgradSparse24Args}
     descriptor: GemmSparse24Descriptor
     _kernel: GemmKernel
-
-    @classmethod
-    def args_type(cls, descriptor: GemmSparse24Descriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        return GemmSparse24Args if descriptor.op is GemmOp.FORWARD else DgradSparse24Args
 
     @classmethod
     def select(

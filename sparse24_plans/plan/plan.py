@@ -73,6 +73,8 @@ class Plan:
     """The class of descriptors that the plans serve."""
     table: ClassVar[tuple[KernelEntry, ...]]
     """The family's kernels, in order of preference."""
+    args_types: ClassVar[Mapping[Any, type[Args]]]
+    """The classes of the plans' arguments, by the descriptors' ``op``."""
 
     def __init_subclass__(cls) -> None:
         if "descriptor_type" in cls.__dict__:
@@ -106,7 +108,8 @@ class Plan:
     @classmethod
     def args_type(cls, descriptor: Any) -> type[Args]:
         """The class of the arguments of a plan for the descriptor."""
-        raise NotImplementedError
+        cls._check_descriptor(descriptor)
+        return cls.args_types[descriptor.op]
 
     # Selection --------------------------------------------------------------------------------------
 

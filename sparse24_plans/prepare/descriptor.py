@@ -47,11 +47,11 @@ class PrepareDescriptor(Descriptor):
     """Columns of W, a multiple of 8; 0 or more."""
 
     category: ClassVar[OpCategory] = OpCategory.COMPRESS
+    _op: ClassVar[PrepareOp]
 
     @model_validator(mode="after")
     def _sizes(self) -> PrepareDescriptor:
-        if self.element not in ELEMENTS:
-            raise ValueError(f"element: expected one of {', '.join(ELEMENTS)}, got {self.element}")
+        self._expect("element", ELEMENTS)
         if self.m * self.k > INT64_MAX // 16:
             raise ValueError("m, k: expected fewer than 2^59 elements")
         return self
@@ -59,7 +59,7 @@ class PrepareDescriptor(Descriptor):
     @property
     def op(self) -> PrepareOp:
         """The operation."""
-        raise NotImplementedError
+        return self._op
 
     @property
     def op_name(self) -> str:
@@ -90,28 +90,16 @@ class PrepareDescriptor(Descriptor):
         return Operand("mask", role, shape, ElementKind.U8, optional=optional)
 
 
-_STATUS = Operand("status", Role.OUT, (8,), ElementKind.U8, alignment=8)
+STATUS = Operand("status", Role.OUT, (8,), ElementKind.U8, alignment=8)
 
 
 class _Scored(PrepareDescriptor):
     scores: ElementKind | None = None
     """Element of the scores (f32, f16, bf16), or None to rank by |value|."""
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            *,
-            m: SupportsIndex,
-            k: SupportsIndex,
-            element: ElementLike,
-            scores: ElementLike | None = ...,
-        ) -> None: ...
-
     @model_validator(mode="after")
     def _score_element(self) -> _Scored:
-        if self.scores is not None and self.scores not in SCORE_ELEMENTS:
-            raise ValueError(f"scores: expected one of {', '.join(SCORE_ELEMENTS)}, got {self.scores}")
+        self._expect("scores", (*SCORE_ELEMENTS, None))
         return self
 
     def _scores(self) -> tuple[Operand, ...]:
@@ -137,6 +125,7 @@ class PruneSparse24Descriptor(_Scored):
     """
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
+    _op: ClassVar[PrepareOp] = PrepareOp.PRUNE
 
     if TYPE_CHECKING:
 
@@ -148,10 +137,6 @@ class PruneSparse24Descriptor(_Scored):
             element: ElementLike,
             scores: ElementLike | None = ...,
         ) -> None: ...
-
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.PRUNE
 
     def operands(self) -> tuple[Operand, ...]:
         return (
@@ -165,20 +150,20 @@ class PruneSparse24Descriptor(_Scored):
 class CompressSparse24Descriptor(PrepareDescriptor):
     """Compress W [M, K], which is 2:4 already; fields as of PruneSparse24Descriptor. -0.0 counts as zero."""
 
+    _op: ClassVar[PrepareOp] = PrepareOp.COMPRESS
+
     if TYPE_CHECKING:
 
         def __init__(self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike) -> None: ...
 
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.COMPRESS
-
     def operands(self) -> tuple[Operand, ...]:
-        return (self._matrix("dense", Role.IN), *self._results(), _STATUS)
+        return (self._matrix("dense", Role.IN), *self._results(), STATUS)
 
 
 class PruneCompressSparse24Descriptor(_Scored):
     """Prune and compress W [M, K] in one pass; fields and rules as of PruneSparse24Descriptor."""
+
+    _op: ClassVar[PrepareOp] = PrepareOp.PRUNE_COMPRESS
 
     if TYPE_CHECKING:
 
@@ -191,10 +176,6 @@ class PruneCompressSparse24Descriptor(_Scored):
             scores: ElementLike | None = ...,
         ) -> None: ...
 
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.PRUNE_COMPRESS
-
     def operands(self) -> tuple[Operand, ...]:
         return (self._matrix("dense", Role.IN), *self._results(), *self._scores())
 
@@ -203,14 +184,11 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
     """Expand a canonical weight [M, K]; fields as of PruneSparse24Descriptor."""
 
     category: ClassVar[OpCategory] = OpCategory.DECOMPRESS
+    _op: ClassVar[PrepareOp] = PrepareOp.DECOMPRESS
 
     if TYPE_CHECKING:
 
         def __init__(self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike) -> None: ...
-
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.DECOMPRESS
 
     def operands(self) -> tuple[Operand, ...]:
         return (self._weight("weight", CANONICAL_LAYOUT), self._matrix("dense", Role.OUT))
@@ -245,12 +223,9 @@ class PackSparse24Descriptor(PrepareDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         layout = layout_of(self.element)
         if self.op is PrepareOp.UNPACK:
-            return (self._weight("packed", layout.layout_id), *self._results(), _STATUS)
+            return (self._weight("packed", layout.layout_id), *self._results(), STATUS)
         shape = layout.packed_shape(self.m, self.k)
-        return (
-            self._weight("weight", CANONICAL_LAYOUT),
-            Operand("packed", Role.OUT, shape, ElementKind.U8),
-        )
+        return self._weight("weight", CANONICAL_LAYOUT), Operand("packed", Role.OUT, shape, ElementKind.U8)
 
 
 class TilePruneSparse24Descriptor(PrepareDescriptor):
@@ -265,16 +240,13 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
     """Rows of W, a multiple of 8."""
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
+    _op: ClassVar[PrepareOp] = PrepareOp.TILE_PRUNE
 
     if TYPE_CHECKING:
 
         def __init__(
             self, *, m: SupportsIndex, k: SupportsIndex, element: ElementLike, rule: TileRule | str = ...
         ) -> None: ...
-
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.TILE_PRUNE
 
     def operands(self) -> tuple[Operand, ...]:
         values_t, metadata_t = (self.k, self.m // 2), (self.k, self.m // 8)
@@ -298,6 +270,7 @@ class MaskSparse24Descriptor(PrepareDescriptor):
     """Layout of the mask's bits."""
 
     category: ClassVar[OpCategory] = OpCategory.PRUNE
+    _op: ClassVar[PrepareOp] = PrepareOp.MASK
 
     if TYPE_CHECKING:
 
@@ -310,10 +283,6 @@ class MaskSparse24Descriptor(PrepareDescriptor):
         if self.layout is MaskLayout.TILES and self.m % 8:
             raise ValueError(f"m: expected a multiple of 8 for layout tiles, got {self.m}")
         return self
-
-    @property
-    def op(self) -> PrepareOp:
-        return PrepareOp.MASK
 
     def operands(self) -> tuple[Operand, ...]:
         return (

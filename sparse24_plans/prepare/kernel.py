@@ -1,29 +1,53 @@
-"""Base of the GPU backends that prepare weights: alignment, macros of an element, the reported status."""
+"""Base of the GPU backends that prepare weights: alignment, macros of an element, launch, reported status."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
 
-from ..device.jit.launcher import fill
+from ..device.jit.launcher import Function, fill
+from ..device.jit.structs import KernelParams
 from ..device.streams import Launch
-from ..device.tensors import TensorView
-from ..plan.kernel import Kernel, launch_in_order
-from ..plan.operands import Alignment
+from ..plan.kernel import Choice, Kernel, launch_in_order, nothing
+from ..plan.operands import Alignment, Views
 from ..vocab import ElementKind
 from ..weights import canonical
-from .descriptor import PrepareDescriptor
+from .descriptor import STATUS, PrepareDescriptor
 
 P = TypeVar("P", bound=PrepareDescriptor)
 
-_STATUS_BYTES = 8
 _INTEGERS = {ElementKind.U8: 0, ElementKind.S8: 1}
 _FLOAT = 2  # Number::SIGN_MAGNITUDE
 
 
 class PrepareKernel(Kernel[P]):
-    """Base of a GPU kernel; all operands lie at multiples of 16 bytes."""
+    """Base of a GPU kernel; all operands lie at multiples of 16 bytes.
+
+    Parameters have the names of the operands, or those that ``renamed`` has for them. A status is filled with
+    ones first, which mean that nothing was found.
+    """
 
     default_alignment = Alignment(16)
+    parameters: ClassVar[type[KernelParams]]
+    renamed: Mapping[str, str] = {}
+    sizes: Mapping[str, int]
+    """The parameters that are no operands."""
+    blocks: int
+    function: Function
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.launches = 2 if STATUS in self.descriptor.operands() else 1
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        kernel: Launch = nothing
+        if self.blocks:
+            at = {self.renamed.get(name, name): view.address for name, view in views.items()}
+            kernel = self.function.bind(self.blocks, self.parameters(**at, **self.sizes))
+        status = views.get(STATUS.name)
+        if status is None:
+            return kernel
+        return launch_in_order(fill(status.address, 0xFF, status.nbytes_spanned), kernel)
 
 
 def element_defines(element: ElementKind) -> dict[str, int]:
@@ -33,9 +57,3 @@ def element_defines(element: ElementKind) -> dict[str, int]:
         "NUMBER": _INTEGERS.get(element, _FLOAT),
         "FIRST_NAN": canonical.FIRST_NAN.get(element, 0),
     }
-
-
-def reset_then(status: TensorView, kernel: Launch) -> Launch:
-    """Return a launch that fills the status with ones, which mean that nothing was found, then launches
-    ``kernel``."""
-    return launch_in_order(fill(status.address, 0xFF, _STATUS_BYTES), kernel)

@@ -6,7 +6,6 @@ two non-zeros: docs/formats.md. W is [M, K], K a multiple of 8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from ..device.install import import_cupy
 from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import HOST, TensorView
-from ..plan.operands import Args
+from ..plan.operands import Views
 from ..plan.plan import Plan
 from ..vocab import PrepareOp
 from ..weights import canonical
@@ -51,13 +50,10 @@ class PreparePlan(Plan):
 
     table = ENTRIES
     descriptor: PrepareDescriptor
-    args_types: ClassVar[Mapping[PrepareOp, type[Args]]]
-    """Argument classes by operation."""
 
-    @classmethod
-    def args_type(cls, descriptor: PrepareDescriptor) -> type[Args]:
-        cls._check_descriptor(descriptor)
-        return cls.args_types[descriptor.op]
+    def _made(self, views: Views, suffix: str = "") -> Sparse24Weight:
+        values, metadata = views["values" + suffix], views["metadata" + suffix]
+        return Sparse24Weight(values, metadata, element=self.descriptor.element, validate=False)
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "layout": self.descriptor.layout_id}
@@ -83,22 +79,15 @@ class _Reporting(PreparePlan):
             launch_on(self._home, lambda on: _fetch(view, status, on), handle)
         if int(status[0]) != NOTHING_FOUND:
             at, detail = divmod(int(status[0]), 256)
-            error = canonical.crowded_error if self._reads_dense else canonical.metadata_error
+            reads_dense = self.descriptor.op is PrepareOp.COMPRESS
+            error = canonical.crowded_error if reads_dense else canonical.metadata_error
             raise error(*divmod(at, self.descriptor.k // 4), detail)
-
-    @property
-    def _reads_dense(self) -> bool:
-        return self.descriptor.op is PrepareOp.COMPRESS
 
 
 def _fetch(view: TensorView, status: Any, stream: int) -> None:
     runtime = import_cupy().cuda.runtime
     runtime.memcpyAsync(status.ctypes.data, view.address, status.nbytes, runtime.memcpyDeviceToHost, stream)
     runtime.streamSynchronize(stream)
-
-
-def _weight_of(plan: PreparePlan, values: TensorView, metadata: TensorView) -> Sparse24Weight:
-    return Sparse24Weight(values, metadata, element=plan.descriptor.element, validate=False)
 
 
 # The plans ----------------------------------------------------------------------------------------
@@ -122,8 +111,7 @@ class CompressSparse24Plan(_Reporting):
 
     def weight(self, args: CompressSparse24Args) -> Sparse24Weight:
         """Return the results as a weight that shares their memory; sound once :meth:`check` has passed."""
-        views = self._check(args)
-        return _weight_of(self, views["values"], views["metadata"])
+        return self._made(self._check(args))
 
 
 class PruneCompressSparse24Plan(PreparePlan):
@@ -134,8 +122,7 @@ class PruneCompressSparse24Plan(PreparePlan):
 
     def weight(self, args: PruneCompressSparse24Args) -> Sparse24Weight:
         """Return the results as a weight that shares their memory."""
-        views = self._check(args)
-        return _weight_of(self, views["values"], views["metadata"])
+        return self._made(self._check(args))
 
 
 class DecompressSparse24Plan(PreparePlan):
@@ -168,7 +155,7 @@ class PackSparse24Plan(_Reporting):
         """Return the results as a weight that shares their memory; an unpacked one is sound once checked."""
         views, desc = self._check(args), self.descriptor
         if desc.op is PrepareOp.UNPACK:
-            return _weight_of(self, views["values"], views["metadata"])
+            return self._made(views)
         return PackedWeight(desc.layout_id, desc.m, desc.k, desc.element, self._home, (views["packed"],))
 
 
@@ -184,10 +171,7 @@ class TilePruneSparse24Plan(PreparePlan):
     def weights(self, args: TilePruneSparse24Args) -> tuple[Sparse24Weight, Sparse24Weight]:
         """Return the results as weights, W [M, K] and W^T [K, M], that share their memory."""
         views = self._check(args)
-        return (
-            _weight_of(self, views["values"], views["metadata"]),
-            _weight_of(self, views["values_t"], views["metadata_t"]),
-        )
+        return self._made(views), self._made(views, "_t")
 
 
 class MaskSparse24Plan(PreparePlan):

@@ -6,17 +6,18 @@ and scores that the array code of weights/ alone handles. What lies where a kern
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device.install import import_cupy
 from ..device.tensors import HOST, Device, TensorView
 from ..errors import UnsupportedError
+from ..plan.operands import Role
 from ..plan.plan import Plan
 from ..vocab import ElementKind
+from ..weights.packed_layouts import layout_of
 from ..weights.weight import PackedWeight, Sparse24Weight
-from .args import CompressSparse24Args, DecompressSparse24Args, PackSparse24Args, PruneCompressSparse24Args
 from .descriptor import (
     ELEMENTS,
     SCORE_ELEMENTS,
@@ -36,16 +37,12 @@ def compress(dense: TensorView) -> tuple[TensorView, TensorView] | None:
     """Return values and metadata. Raises FormatError, with row and group, for a matrix that is not 2:4."""
     if dense.element not in ELEMENTS:
         return None
-    (m, k), home = dense.shape, dense.device
-    plan = _selected(CompressSparse24Plan, CompressSparse24Descriptor(m=m, k=k, element=dense.element), home)
-    if plan is None:
+    m, k = dense.shape
+    desc = CompressSparse24Descriptor(m=m, k=k, element=dense.element)
+    if (run := _run(CompressSparse24Plan, desc, dense.device, dense=_readable(dense))) is None:
         return None
-    values, metadata = _results(plan.descriptor, home)
-    status = _empty((8,), ElementKind.U8, home)
-    args = CompressSparse24Args(_readable(dense), values, metadata, status)
-    plan.run(args)
-    plan.check(args)
-    return values, metadata
+    run.plan.check(run.args)
+    return run.args.values, run.args.metadata
 
 
 def prune_compress(dense: TensorView, scores: TensorView | None) -> tuple[TensorView, TensorView] | None:
@@ -53,15 +50,11 @@ def prune_compress(dense: TensorView, scores: TensorView | None) -> tuple[Tensor
     ranked_by = None if scores is None else scores.element
     if dense.element not in ELEMENTS or ranked_by not in (None, *SCORE_ELEMENTS):
         return None
-    (m, k), home = dense.shape, dense.device
+    m, k = dense.shape
     desc = PruneCompressSparse24Descriptor(m=m, k=k, element=dense.element, scores=ranked_by)
-    plan = _selected(PruneCompressSparse24Plan, desc, home)
-    if plan is None:
-        return None
-    values, metadata = _results(desc, home)
-    ranks = None if scores is None else _readable(scores)
-    plan.run(PruneCompressSparse24Args(_readable(dense), values, metadata, ranks))
-    return values, metadata
+    given = {"dense": _readable(dense), "scores": None if scores is None else _readable(scores)}
+    run = _run(PruneCompressSparse24Plan, desc, dense.device, **given)
+    return None if run is None else (run.args.values, run.args.metadata)
 
 
 def decompress(weight: Sparse24Weight) -> TensorView | None:
@@ -69,47 +62,42 @@ def decompress(weight: Sparse24Weight) -> TensorView | None:
     if weight.element not in ELEMENTS:
         return None
     desc = DecompressSparse24Descriptor(m=weight.m, k=weight.k, element=weight.element)
-    plan = _selected(DecompressSparse24Plan, desc, weight.device)
-    if plan is None:
-        return None
-    dense = _empty((weight.m, weight.k), weight.element, weight.device)
-    plan.run(DecompressSparse24Args(_readable_weight(weight), dense))
-    return dense
+    run = _run(DecompressSparse24Plan, desc, weight.device, weight=_readable_weight(weight))
+    return None if run is None else run.args.dense
 
 
 def pack(weight: Sparse24Weight) -> PackedWeight | None:
     """Return the weight in its element's tiles. Raises UnsupportedError for an element without any."""
+    layout_of(weight.element)
     desc = PackSparse24Descriptor(m=weight.m, k=weight.k, element=weight.element)
-    (packed,) = (one for one in desc.operands() if one.name == "packed")
-    plan = _selected(PackSparse24Plan, desc, weight.device)
-    if plan is None:
-        return None
-    args = PackSparse24Args(_readable_weight(weight), _empty(packed.shape, packed.element, weight.device))
-    plan.run(args)
-    found: PackedWeight = plan.weight(args)
-    return found
+    run = _run(PackSparse24Plan, desc, weight.device, weight=_readable_weight(weight))
+    return None if run is None else run.plan.weight(run.args)
 
 
 # Parts --------------------------------------------------------------------------------------------
 
 
-def _selected(plan: type[Any], desc: PrepareDescriptor, home: Device) -> Any:
-    assert issubclass(plan, Plan)
+class _Run(NamedTuple):
+    plan: Any
+    args: Any
+
+
+def _run(kind: type[Plan], desc: PrepareDescriptor, home: Device, **given: Any) -> _Run | None:
+    """Run a plan with new memory for its results; None if no kernel serves."""
     try:
-        return plan.select(desc, device=home)
+        plan = kind.select(desc, device=home)
     except UnsupportedError:  # a GPU older than the kernels
         return None
+    written = (one for one in desc.operands() if one.role is Role.OUT)
+    results = {one.argument: _empty(one.shape, one.element, home) for one in written}
+    args: Any = kind.args_type(desc)(**given, **results)
+    plan.run(args)
+    return _Run(plan, args)
 
 
 def _empty(shape: tuple[int, ...], element: ElementKind, home: Device) -> TensorView:
     xp: Any = np if home == HOST else import_cupy()
     return TensorView.of(xp.empty(shape, element.bits_dtype), element=element)
-
-
-def _results(desc: PrepareDescriptor, home: Device) -> tuple[TensorView, TensorView]:
-    operands = {operand.name: operand for operand in desc.operands()}
-    values, metadata = (operands[name] for name in ("values", "metadata"))
-    return _empty(values.shape, values.element, home), _empty(metadata.shape, metadata.element, home)
 
 
 def _readable(view: TensorView) -> TensorView:

@@ -6,16 +6,19 @@ element types take the same path. :mod:`codes` defines a *code*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ..errors import FormatError
 from ..vocab import ElementKind
-from . import groups
+from . import groups, threads
 from .codes import CROWDED, OCCUPANCY, PAIRS, RANKING, VALID_CODES
 from .host_code import HostCode
+
+CodesOf = Callable[[Any, slice, HostCode], Any]
+"""Gives the codes [groups] of bits, which are these rows of a matrix, by the host's code."""
 
 _HOST_STEP = 1 << 17
 """Elements per step, such that NumPy's temporaries stay inside a core's cache."""
@@ -57,7 +60,8 @@ def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
     """
     if element in (ElementKind.S8, ElementKind.I32):
         if isinstance(bits, np.ndarray):  # unsigned, so that the smallest integer has a magnitude
-            return np.absolute(bits.view(element.dtype), out=_typed(out, element)).view(bits.dtype)
+            signed = None if out is None else out.view(element.dtype)
+            return np.absolute(bits.view(element.dtype), out=signed).view(bits.dtype)
         sign = (bits.view(element.dtype) >> (8 * element.itemsize - 1)).view(bits.dtype)  # 0 or all ones
         return (bits ^ sign) - sign
     if element in (ElementKind.U8, ElementKind.U16):
@@ -68,10 +72,6 @@ def magnitude_keys(bits: Any, element: ElementKind, out: Any = None) -> Any:
         # All NaNs get one rank, because their payload is no magnitude.
         magnitude = array_module(bits).minimum(magnitude, bits.dtype.type(FIRST_NAN[element]))
     return magnitude
-
-
-def _typed(out: Any, element: ElementKind) -> Any:
-    return None if out is None else out.view(element.dtype)
 
 
 def _largest_magnitude(bits: Any) -> Any:
@@ -217,11 +217,12 @@ def _flat_positions(codes: Any) -> tuple[Any, Any]:
 
 def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The kept values [rows, K/2] of ``bits`` [rows, K], written to a contiguous ``out`` if it is given."""
-    if isinstance(bits, np.ndarray):
-        return by.gather(bits, codes, out)
     xp = array_module(bits)
-    flat = xp.ascontiguousarray(bits).reshape(-1)
     values = xp.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
+    if xp is np:
+        by.gather(bits, codes, values)
+        return values
+    flat = xp.ascontiguousarray(bits).reshape(-1)
     for slot, index in enumerate(_flat_positions(codes)):
         values.reshape(-1, 2)[:, slot] = flat[index]
     return values
@@ -229,10 +230,11 @@ def gather(bits: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any
 
 def scatter(values: Any, codes: Any, out: Any = None, by: HostCode = groups) -> Any:
     """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
-    if isinstance(values, np.ndarray):
-        return by.scatter(values, codes, out)
     xp = array_module(values)
     dense = xp.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
+    if xp is np:
+        by.scatter(values, codes, dense)
+        return dense
     dense[...] = 0
     pairs = xp.ascontiguousarray(values).reshape(-1, 2)
     for slot, index in enumerate(_flat_positions(codes)):
@@ -248,6 +250,27 @@ def to_metadata(codes: Any, rows: int, k: int) -> Any:
 def from_metadata(metadata: Any) -> Any:
     """Metadata uint16 [rows, K/8] -> codes [groups] as bytes, unchecked."""
     return array_module(metadata).ascontiguousarray(metadata).reshape(-1).view(np.uint8)
+
+
+def compress(bits: Any, codes_of: CodesOf, values: Any, metadata: Any, by: HostCode) -> None:
+    """Write the kept values [rows, K/2] and the metadata [rows, K/8] of ``bits`` [rows, K], on all cores."""
+
+    def fill(rows: slice) -> None:
+        part = bits[rows]
+        codes = codes_of(part, rows, by)
+        gather(part, codes, values[rows], by)
+        metadata[rows] = to_metadata(codes, *part.shape)
+
+    threads.for_each(fill, row_steps(bits.shape[0], bits.shape[1], isinstance(bits, np.ndarray)))
+
+
+def expand(values: Any, metadata: Any, dense: Any, by: HostCode) -> None:
+    """Write the dense bits [rows, K] of values and unchecked metadata, on all cores."""
+
+    def fill(rows: slice) -> None:
+        scatter(values[rows], from_metadata(metadata[rows]), dense[rows], by)
+
+    threads.for_each(fill, row_steps(dense.shape[0], dense.shape[1], isinstance(dense, np.ndarray)))
 
 
 def check_metadata(metadata: Any) -> None:
@@ -271,13 +294,10 @@ def first_invalid(metadata: Any) -> tuple[int, int, int] | None:
 
 def metadata_error(row: int, group: int, byte: int) -> FormatError:
     """The error for an invalid metadata byte."""
-    return FormatError(f"metadata: {_complaint(byte)}", row=row, group=group)
-
-
-def _complaint(byte: int) -> str:
+    complaint = f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"
     if byte > 15:
-        return f"expected bits 4-7 to be zero, got byte {byte:#04x}"
-    return f"expected strictly increasing positions, got {byte & 3} then {byte >> 2}"
+        complaint = f"expected bits 4-7 to be zero, got byte {byte:#04x}"
+    return FormatError(f"metadata: {complaint}", row=row, group=group)
 
 
 # Positions of foreign formats ------------------------------------------------------------------------

@@ -82,27 +82,23 @@ def covering(cells: Array, space: Scratch) -> tuple[Array, Array | None]:
     return codes, np.packbits(used, axis=1, bitorder="little").reshape(-1)
 
 
-def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
+def gather(bits: Array, codes: Array, out: Array) -> None:
     """See :func:`groups.gather`."""
-    values = np.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
-    _moved("gather", bits, codes, values)
-    return values
+    _move("gather", bits, codes, out)
 
 
-def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
+def scatter(values: Array, codes: Array, out: Array) -> None:
     """See :func:`groups.scatter`."""
-    dense = np.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
-    _moved("scatter", values, codes, dense)
-    return dense
+    _move("scatter", values, codes, out)
 
 
 def keep(bits: Array, codes: Array, out: Array) -> None:
     """See :func:`groups.keep`."""
     # A loop that may write what it reads doesn't run as vector code.
-    _moved("keep", bits.copy() if np.may_share_memory(bits, out) else bits, codes, out)
+    _move("keep", bits.copy() if np.may_share_memory(bits, out) else bits, codes, out)
 
 
-def _moved(name: str, cells: Array, codes: Array, out: Array) -> None:
+def _move(name: str, cells: Array, codes: Array, out: Array) -> None:
     flat = np.ascontiguousarray(cells).reshape(-1)
     _compiled(name, flat.itemsize)(flat, np.ascontiguousarray(codes).reshape(-1), out.reshape(-1))
 

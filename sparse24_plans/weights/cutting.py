@@ -126,33 +126,27 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
     found = _checked(weights)
     if not found:
         raise InvalidProblemError("weights: expected at least one weight, got none")
-    grids = [_grid_of(one, f"weights[{at}]") for at, one in enumerate(found)]
-    for at, grid in enumerate(grids):
-        _check_fits(
-            grids[0], grid, at, axis, last=at == len(grids) - 1, same=type(found[at]) is type(found[0])
-        )
-    like = grids[0].weight
-    sizes = [sum((one.m, one.k)[axis] for one in found), (like.k, like.m)[axis]]
+    first, like, grids = found[0][0], found[0][1].weight, [grid for _, grid in found]
+    for at, (one, grid) in enumerate(found):
+        _check_fits(grids[0], grid, at, axis, last=at == len(found) - 1, same=type(one) is type(first))
+    sizes = [sum((one.m, one.k)[axis] for one, _ in found), (like.k, like.m)[axis]]
     m, k = sizes if axis == 0 else sizes[::-1]
+    parts = []
     with on_stream(like.device, stream):
-        buffers = []
         for number in range(len(like.buffers)):
             blocks = [grid.blocks(number) for grid in grids]
             xp = canonical.array_module(blocks[0])
-            joined = xp.ascontiguousarray(
-                xp.concatenate(blocks, axis=axis)
-            )  # concatenate may choose another order
-            buffers.append(grids[0].buffer(number, TensorView.of(joined), m, k))
-    return _made(found[0], like, m, k, tuple(buffers))
+            joined = xp.concatenate(blocks, axis=axis)  # it may choose another order
+            parts.append((TensorView.of(xp.ascontiguousarray(joined)), 0))
+    return grids[0].made(first, m, k, parts)
 
 
-def _checked(weights: Iterable[W]) -> list[W]:
-    """The weights, checked one at a time, because an iterable of other objects may have no end."""
-    found: list[W] = []
+def _checked(weights: Iterable[W]) -> list[tuple[W, _Grid]]:
+    """The weights and their grids, one at a time, because an iterable of other objects may have no end."""
+    found: list[tuple[W, _Grid]] = []
     with refusing("weights", "a sequence of weights", weights):
         for one in weights:
-            _grid_of(one, f"weights[{len(found)}]")
-            found.append(one)
+            found.append((one, _grid_of(one, f"weights[{len(found)}]")))
     return found
 
 
@@ -176,29 +170,30 @@ class _Grid(NamedTuple):
 
     def blocks(self, number: int) -> Any:
         """A buffer as bytes [blocks along M, blocks along K, bytes of a block]."""
-        down, across = self.counts(self.weight.m, self.weight.k)
-        view, size = self.weight.buffers[number], self.block_bytes[number]
-        return TensorView(
-            view.address,
-            (down, across, size),
-            ElementKind.U8,
-            view.device,
-            readonly=view.readonly,
-            owner=view.owner if view.owner is not None else view,
-        ).bits()
+        shape = (*self.counts(self.weight.m, self.weight.k), self.block_bytes[number])
+        return _view(self.weight.buffers[number], 0, ElementKind.U8, shape).bits()
 
-    def buffer(self, number: int, memory: TensorView, m: int, k: int) -> TensorView:
-        """A buffer of a weight [m, k] in the same layout, with the layout's type and shape, in ``memory``."""
-        down, across = self.counts(m, k)
+    def made(self, like: W, m: int, k: int, parts: Iterable[tuple[TensorView, int]]) -> W:
+        """A weight [m, k] of the type of ``like`` in this layout, of each buffer's memory and offset."""
+        packed = self.weight
         shapes: dict[str, tuple[tuple[ElementKind, tuple[int, ...]], ...]] = {
-            CANONICAL_LAYOUT: ((self.weight.element, (m, k // 2)), (ElementKind.U16, (m, k // 8))),
+            CANONICAL_LAYOUT: ((packed.element, (m, k // 2)), (ElementKind.U16, (m, k // 8))),
             DENSE_F32_LAYOUT: ((ElementKind.F32, (m, k)),),
         }
-        tiles = ((ElementKind.U8, (down, across, self.block_bytes[number])),)
-        element, shape = shapes.get(self.weight.layout_id, tiles)[number]
-        return TensorView(
-            memory.address, shape, element, memory.device, readonly=memory.readonly, owner=memory.owner
-        )
+        tiles = ((ElementKind.U8, (*self.counts(m, k), self.block_bytes[0])),)
+        wanted = shapes.get(packed.layout_id, tiles)
+        buffers = tuple(_view(*part, *typed) for part, typed in zip(parts, wanted, strict=True))
+        if isinstance(like, Sparse24Weight):
+            return Sparse24Weight(*buffers, element=packed.element, validate=False)
+        return PackedWeight(packed.layout_id, m, k, packed.element, packed.device, buffers)
+
+
+def _view(memory: TensorView, offset: int, element: ElementKind, shape: tuple[int, ...]) -> TensorView:
+    """Memory from ``offset`` bytes on, with the owner of ``memory``."""
+    owner = memory if memory.owner is None else memory.owner
+    return TensorView(
+        memory.address + offset, shape, element, memory.device, readonly=memory.readonly, owner=owner
+    )
 
 
 def _grid_of(weight: Any, argument: str) -> _Grid:
@@ -249,15 +244,15 @@ def _slice(
     if not _is_view(copy, whole_rows, f"columns {cells[0]} to {cells[1]} of {packed.m} rows"):
         with on_stream(packed.device, stream):
             found = [grid.blocks(number) for number in range(len(packed.buffers))]
-            parts = [TensorView.of((part[window] if axis == 0 else part[:, window]).copy()) for part in found]
+            parts = [
+                (TensorView.of((part[window] if axis == 0 else part[:, window]).copy()), 0) for part in found
+            ]
     else:
         stream_handle(stream, packed.device)  # refuses an object that is no stream
         first = window.start * (across if axis == 0 else 1)
-        parts = [
-            _behind(view, first * block) for view, block in zip(packed.buffers, grid.block_bytes, strict=True)
-        ]
-    buffers = tuple(grid.buffer(number, part, m, k) for number, part in enumerate(parts))
-    return _made(weight, packed, m, k, buffers)
+        offsets = (first * block for block in grid.block_bytes)
+        parts = list(zip(packed.buffers, offsets, strict=True))
+    return grid.made(weight, m, k, parts)
 
 
 def _is_view(copy: object, possible: bool, cells: str) -> bool:
@@ -268,20 +263,6 @@ def _is_view(copy: object, possible: bool, cells: str) -> bool:
             f"copy: expected None or True, because {cells} are no contiguous memory, got False"
         )
     return possible and not copy
-
-
-def _behind(view: TensorView, offset: int) -> TensorView:
-    """The memory of ``view`` from ``offset`` bytes on, with the owner of ``view``."""
-    owner = view.owner if view.owner is not None else view
-    return TensorView(
-        view.address + offset, (0,), ElementKind.U8, view.device, readonly=view.readonly, owner=owner
-    )
-
-
-def _made(like: W, packed: PackedWeight, m: int, k: int, buffers: tuple[TensorView, ...]) -> W:
-    if isinstance(like, Sparse24Weight):
-        return Sparse24Weight(*buffers, element=packed.element, validate=False)
-    return PackedWeight(packed.layout_id, m, k, packed.element, packed.device, buffers)
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -304,13 +285,11 @@ def _widths(sizes: object, size: int, axis: str) -> list[int]:
     if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
         widths = [_size("sizes", one) for one in sizes]
         if sum(widths) != size:
-            raise InvalidProblemError(f"sizes: expected a sum of {axis} = {size}, got {shown(sum(widths))}")
+            raise wrong("sizes", f"a sum of {axis} = {size}", sum(widths))
         return widths
     parts = _size("sizes", sizes)
     if not parts or size % parts:
-        raise InvalidProblemError(
-            f"sizes: expected a number of parts that divides {axis} = {size}, got {shown(parts)}"
-        )
+        raise wrong("sizes", f"a number of parts that divides {axis} = {size}", parts)
     return [size // parts] * parts
 
 

@@ -45,7 +45,8 @@ def inflate(values: Array, metadata: Array, element: ElementKind, out: Array) ->
         with groups.scratch() as space:
             cells = out[rows]
             bits = space.array("cells", cells.size, values.dtype).reshape(cells.shape)
-            widen(groups.scatter(values[rows], codes, bits), element, cells)
+            groups.scatter(values[rows], codes, bits)
+            widen(bits, element, cells)
 
     threads.for_each(fill, canonical.row_steps(out.shape[0], out.shape[1], True))
 

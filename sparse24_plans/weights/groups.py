@@ -151,31 +151,28 @@ def _words_of_masks() -> Array:
 # Moving values ----------------------------------------------------------------------------------------
 
 
-def gather(bits: Array, codes: Array, out: Array | None = None) -> Array:
-    """The kept values [rows, K/2] of ``bits`` [rows, K]; codes are unchecked. ``out`` is contiguous."""
-    flat = np.ascontiguousarray(bits).reshape(-1)
-    values = np.empty((bits.shape[0], bits.shape[1] // 2), bits.dtype) if out is None else out
+def gather(bits: Array, codes: Array, out: Array) -> None:
+    """Write the kept values [rows, K/2] of ``bits`` [rows, K] to contiguous ``out``; codes are unchecked."""
+    flat, values = np.ascontiguousarray(bits).reshape(-1), out.reshape(-1)
     word = _WORD_OF_GROUP.get(flat.itemsize)
     with scratch() as space:
         if word is None:
-            np.take(flat, _positions(codes, space), out=values.reshape(-1), mode="clip")
-            return values
+            np.take(flat, _positions(codes, space), out=values, mode="clip")
+            return
         for slot, shift in enumerate(_shifts(codes, word, space)):
             np.right_shift(flat.view(word), shift, out=shift)
-            np.copyto(values.reshape(-1)[slot::2], shift.view(flat.dtype)[::4])
-    return values
+            np.copyto(values[slot::2], shift.view(flat.dtype)[::4])
 
 
-def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
+def scatter(values: Array, codes: Array, out: Array) -> None:
     """The inverse of :func:`gather`: dense bits [rows, K], zero where nothing was kept."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    dense = np.empty((values.shape[0], 2 * values.shape[1]), values.dtype) if out is None else out
+    flat, dense = np.ascontiguousarray(values).reshape(-1), out.reshape(-1)
     word = _WORD_OF_GROUP.get(flat.itemsize)
     with scratch() as space:
         if word is None:
             dense[...] = 0
-            dense.reshape(-1)[_positions(codes, space)] = flat
-            return dense
+            dense[_positions(codes, space)] = flat
+            return
         cell = 8 * flat.itemsize
         low, high = _shifts(codes, word, space)
         pairs, first = (space.array(name, codes.size, word) for name in ("pairs", "first"))
@@ -184,8 +181,7 @@ def scatter(values: Array, codes: Array, out: Array | None = None) -> Array:
         np.left_shift(first, low, out=low)
         np.right_shift(pairs, word.type(cell), out=pairs)
         np.left_shift(pairs, high, out=high)
-        np.bitwise_or(low, high, out=dense.reshape(-1).view(word))
-    return dense
+        np.bitwise_or(low, high, out=dense.view(word))
 
 
 def keep(bits: Array, codes: Array, out: Array) -> None:

@@ -131,10 +131,6 @@ def _steps(layout: TileLayout, m: int, k: int, device: Device) -> list[tuple[sli
     return [(step, slice(step.start * TILE_M, min(step.stop * TILE_M, m))) for step in steps]
 
 
-def _tile_rows(rows: int) -> int:
-    return -(-rows // TILE_M)
-
-
 # Axes of a tile row of float32 values as rows hold them, [mt, w, half, g, kt, step, columns, t, pair], and
 # where each comes from in fragment order, [mt, kt, step, columns, w, g, t, half, pair].
 _VALUE_AXES = (0, 4, 5, 6, 1, 3, 7, 2, 8)
@@ -144,7 +140,7 @@ _VALUE_SHAPE = (4, 2, 8), (2, 2, 4, 2)
 def _tiled(values: Any, kt: int) -> Any:
     """Values, unsigned [rows, K/2] -> their bytes in tiles, uint8 [mt, kt, VALUE_BYTES]."""
     xp = canonical.array_module(values)
-    mt = _tile_rows(values.shape[0])
+    mt = -(-values.shape[0] // TILE_M)
     padded = xp.zeros((mt * TILE_M, kt * ROW_BYTES // values.itemsize), values.dtype)
     padded[: values.shape[0], : values.shape[1]] = values
     if values.itemsize == 4:
@@ -188,7 +184,7 @@ def _row_axes(layout: TileLayout, mt: int, kt: int) -> tuple[type[np.unsignedint
 def _fragments(metadata: Any, kt: int, layout: TileLayout) -> Any:
     """Metadata uint16 [rows, K/8] -> the words of the lanes in tiles, uint8 [mt, kt, bytes]."""
     xp = canonical.array_module(metadata)
-    mt = _tile_rows(metadata.shape[0])
+    mt = -(-metadata.shape[0] // TILE_M)
     nibbles = xp.full((mt * TILE_M, kt * layout.tile_k // 8), _PAD_NIBBLES, np.uint8)
     low, high = metadata & 0x0F, metadata >> 4 & 0xF0
     nibbles[: metadata.shape[0], : metadata.shape[1]] = (low | high).astype(np.uint8)

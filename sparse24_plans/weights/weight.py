@@ -137,24 +137,16 @@ class Sparse24Weight(Unmoving):
                 ranks = None if scores is None else _scores_view(view, scores)
                 if made := device_code.short_forms().prune_compress(view, ranks):
                     return cls(*made, element=view.element, validate=False)
-            return cls._build(view, _ranker(view, scores))
+            return cls._build(view, ranker(view, scores))
 
     @classmethod
-    def _build(cls, view: TensorView, codes_of: Any) -> Sparse24Weight:
+    def _build(cls, view: TensorView, codes_of: canonical.CodesOf) -> Sparse24Weight:
         bits = view.bits()
         xp = canonical.array_module(bits)
         m, k = view.shape
         values = xp.empty((m, k // 2), bits.dtype)
         metadata = xp.empty((m, k // 8), np.uint16)
-        by = host_code.best(m * k)
-
-        def fill(rows: slice) -> None:
-            part = bits[rows]
-            codes = codes_of(part, rows, by)
-            canonical.gather(part, codes, values[rows], by)
-            metadata[rows] = canonical.to_metadata(codes, *part.shape)
-
-        threads.for_each(fill, canonical.row_steps(m, k, view.device == HOST))
+        canonical.compress(bits, codes_of, values, metadata, host_code.best(m * k))
         return cls(values, metadata, element=view.element, validate=False)
 
     def decompress(self, *, stream: Any = None) -> Any:
@@ -167,15 +159,9 @@ class Sparse24Weight(Unmoving):
             return (dense or self._expanded()).array()
 
     def _expanded(self) -> TensorView:
-        values, metadata = self.values_view.bits(), self.metadata
-        xp = canonical.array_module(values)
-        dense = xp.empty((self.m, self.k), values.dtype)
-        by = host_code.best(self.m * self.k)
-
-        def fill(rows: slice) -> None:
-            canonical.scatter(values[rows], canonical.from_metadata(metadata[rows]), dense[rows], by)
-
-        threads.for_each(fill, canonical.row_steps(self.m, self.k, self.device == HOST))
+        values = self.values_view.bits()
+        dense = canonical.array_module(values).empty((self.m, self.k), values.dtype)
+        canonical.expand(values, self.metadata, dense, host_code.best(self.m * self.k))
         return TensorView.of(dense, element=self.element)
 
     def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24Weight:
@@ -234,7 +220,8 @@ def _copy_to(view: TensorView, target: Device) -> Any:
         return cupy.array(bits)
 
 
-def _ranker(view: TensorView, scores: Any) -> Any:
+def ranker(view: TensorView, scores: Any) -> canonical.CodesOf:
+    """Gives the codes of the two largest of every group of ``view``, by |value| or by signed scores."""
     if scores is None:
         return lambda bits, rows, by: canonical.magnitude_codes(bits, view.element, by)
     if isinstance(scores, np.ndarray) and scores.dtype == np.float64:  # no element, but NumPy's default
@@ -270,7 +257,7 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
         weight = Sparse24Weight.prune_compress(view, scores=scores, stream=stream)
         return weight.decompress(stream=stream)
     with on_stream(HOST, stream):
-        bits, codes_of = view.bits(), _ranker(view, scores)
+        bits, codes_of = view.bits(), ranker(view, scores)
         pruned = np.empty(view.shape, bits.dtype)
         by = host_code.best(bits.size)
         threads.for_each(

@@ -67,9 +67,10 @@ def assert_the_same(bits: np.ndarray, keys: np.ndarray) -> None:
     with groups.scratch() as space, groups.scratch() as other:
         codes = groups.largest(keys, space).copy()
         assert same_bits(compiled.largest(keys, other), codes)
-        values = groups.gather(bits, codes)
-        assert same_bits(compiled.gather(bits, codes), values)
-        assert same_bits(compiled.scatter(values, codes), groups.scatter(values, codes))
+        values = canonical.gather(bits, codes, by=groups)
+        assert same_bits(canonical.gather(bits, codes, by=compiled), values)
+        scattered = canonical.scatter(values, codes, by=groups)
+        assert same_bits(canonical.scatter(values, codes, by=compiled), scattered)
         kept, again = np.ones_like(bits), np.ones_like(bits)
         groups.keep(bits, codes, kept)
         compiled.keep(bits, codes, again)

@@ -87,8 +87,7 @@ class Pixels:
 
 def _margins(axis: Axis) -> tuple[int, int]:
     """Numbers of zeros before and behind the pixels."""
-    last = axis.lower + axis.most_offset + axis.stride * (axis.results - 1)
-    return max(0, -axis.lower), max(0, last - (axis.size - 1))
+    return max(0, -axis.lower), max(0, axis.upper + axis.most_offset)
 
 
 def of_results(

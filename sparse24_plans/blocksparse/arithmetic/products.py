@@ -18,6 +18,8 @@ from ..shape import BlockSparseShape
 Array = np.ndarray[Any, Any]
 Multiply = Callable[[Array, Array], Array]
 """Multiplies [Z, m, k] by [Z, k, n] into [Z, m, n]: float32, or for integers exactly in float64."""
+blas: Multiply = np.matmul
+"""Multiplies in the order that BLAS chooses."""
 
 
 class Line(NamedTuple):
@@ -49,12 +51,6 @@ def lines(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Itera
         part = slice(pointers[at], pointers[at + 1])
         cells = slice(line * shape.block, (line + 1) * shape.block)
         yield Line(head, cells, inner[part], order[part])
-
-
-def blas(left: Array, right: Array) -> Array:
-    """Multiply in the order that BLAS chooses."""
-    product: Array = left @ right
-    return product
 
 
 def exact(left: Array, right: Array) -> Array:

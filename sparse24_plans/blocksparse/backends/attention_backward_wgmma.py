@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from ...device.jit.launcher import load
+from ...device.jit.launcher import fill, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...plan.kernel import Choice, align_up, nothing
+from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties
@@ -21,7 +21,6 @@ from ..attention import (
     THREADS,
     AttentionTables,
     Walk,
-    from_zero,
     pipeline_groups,
     problem_defines,
 )
@@ -133,13 +132,8 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             bound.append(one.function.bind(one.blocks, parameters))
         if not bound:
             return nothing
-
-        def launch(stream: int) -> None:
-            for part in bound:
-                part(stream)
-
         counters = workspace + 8 * rows_of_queries(self.descriptor)
-        return from_zero(counters, PASSES * COUNTER_BYTES, launch)
+        return launch_in_order(fill(counters, 0, PASSES * COUNTER_BYTES), *bound)
 
 
 def _tile(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:

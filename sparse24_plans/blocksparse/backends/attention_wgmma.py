@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ...device.jit.launcher import load
+from ...device.jit.launcher import fill, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..attention import (
@@ -16,7 +16,6 @@ from ..attention import (
     THREADS,
     AttentionTables,
     Walk,
-    from_zero,
     pipeline_groups,
     problem_defines,
 )
@@ -83,7 +82,8 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         parameters.o, parameters.lse = views["o"].address, views["lse"].address
         block = desc.layout.block
         self._walk.fill(parameters, views, {"q": BOX, "k": block, "v": block}, workspace)
-        return from_zero(workspace, COUNTER_BYTES, self._function.bind(self._blocks, parameters))
+        kernel = self._function.bind(self._blocks, parameters)
+        return launch_in_order(fill(workspace, 0, COUNTER_BYTES), kernel)
 
 
 def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:

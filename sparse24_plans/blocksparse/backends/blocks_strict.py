@@ -60,18 +60,18 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._ctas = tiles.ctas(desc)
         self.details = f"{self._ctas} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
         self._function = load(_SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles))
-        one, n = desc.layout, desc.n
+        one, n, k = desc.layout, desc.n, desc.reduction
         # How far it is to the next k, and to the next row or token.
         width = one.block if not problem.sampled else one.rows if desc.trans_a else n
         left = (1, width) if problem.left_major == K_MAJOR else (width, 1)
         across = one.cols if problem.sampled else n
-        right = (1, self._k) if problem.right_major == K_MAJOR else (across, 1)
+        right = (1, k) if problem.right_major == K_MAJOR else (across, 1)
         rows = problem.head_block_rows * one.block
         self._parameters = BlocksStrictParams(
             left_matrix=one.rows * n,
             left_k=left[0],
             left_row=left[1],
-            right_matrix=self._k * across,
+            right_matrix=k * across,
             right_k=right[0],
             right_token=right[1],
             out_matrix=rows * n,
@@ -87,17 +87,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             alpha=desc.alpha,
         )
 
-    @property
-    def _k(self) -> int:
-        """Length of the sums, including blocks that are not kept."""
-        return self.descriptor.reduction
-
     def launcher(self, views: Views, workspace: int) -> Launch:
         problem = self._problem
         if self._ctas == 0:
             return nothing
         parameters = BlocksStrictParams.from_buffer_copy(self._parameters)
-        for name, at in problem.entries(views["layout"].address, self.descriptor).items():
+        for name, at in problem.entries(views["layout"].address).items():
             setattr(parameters, name, at)
         parameters.left, parameters.right = views[problem.left].address, views[problem.right].address
         parameters.out = views["c"].address

@@ -69,7 +69,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
-        self._transposed = problem.transposed_operands(desc, choice.preference.max_workspace_bytes)
+        self._transposed = problem.transposed_operands(choice.preference.max_workspace_bytes)
         self._transpose = transpose.Transpose(desc.element.itemsize, device) if self._transposed else None
         self.workspace_size = transpose_bytes(self._transposed)
         self.launches = 1 + len(self._transposed)
@@ -92,17 +92,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             defines(desc, schedule, self._majors),
             shared_bytes=schedule.shared_bytes(),
         )
-        head_panels = problem.head_panels(schedule.rows, desc.layout.block)
         self._parameters = BlocksWgmmaParams(
-            blocks=desc.layout.blocks,
-            alpha=desc.alpha,
-            panels=desc.layout.heads * head_panels,
-            head_panels=head_panels,
-            head_block_rows=problem.head_block_rows,
-            bit_words=problem.words,
-            heads=desc.layout.heads,
-            batch=desc.batch,
-            tokens=desc.n,
+            **problem.sizes(schedule.rows),
             cluster_tiles=schedule.cluster_tiles(desc),
             raster_tiles=schedule.raster_tiles(desc),
             panel_groups=schedule.groups(desc.layout),
@@ -111,11 +102,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc, problem = self.descriptor, self._problem
+        problem = self._problem
         if self._ctas == 0:
             return nothing
         parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
-        for name, at in problem.tables(views["layout"].address, desc, self._schedule.rows).items():
+        for name, at in problem.tables(views["layout"].address, self._schedule.rows).items():
             setattr(parameters, name, at)
         views, transposes = self._transposes(views, workspace)
         put_maps(parameters, self._maps, views)

@@ -75,17 +75,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             defines(desc, schedule),
             shared_bytes=schedule.shared_bytes(desc.layout.block),
         )
-        head_panels = problem.head_panels(PANEL_ROWS, desc.layout.block)
         self._parameters = BlocksWgmmaSpParams(
-            blocks=desc.layout.blocks,
-            alpha=desc.alpha,
-            panels=desc.layout.heads * head_panels,
-            head_panels=head_panels,
-            head_block_rows=problem.head_block_rows,
-            bit_words=problem.words,
-            heads=desc.layout.heads,
-            batch=desc.batch,
-            tokens=desc.n,
+            **problem.sizes(PANEL_ROWS),
             cluster_tiles=schedule.cluster_tiles(desc),
             raster_tiles=raster_tiles,
             raster_groups=raster_groups,
@@ -95,7 +86,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         if self._ctas == 0:
             return nothing
         parameters = BlocksWgmmaSpParams.from_buffer_copy(self._parameters)
-        for name, at in self._problem.tables(views["layout"].address, self.descriptor).items():
+        for name, at in self._problem.tables(views["layout"].address).items():
             setattr(parameters, name, at)
         put_maps(parameters, self._maps, views)
         parameters.metadata = views["metadata"].address

@@ -29,7 +29,7 @@ from ...weights import dense
 from .. import pattern24
 from ..arithmetic import convolution, products, softmax
 from ..arithmetic.attention import Attention
-from ..convolution import BlockSparseConv2dDescriptor
+from ..convolution import BlockSparseConv2dDescriptor, Geometry
 from ..descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseDescriptor,
@@ -60,22 +60,23 @@ class Kernel(BaseKernel[BlockSparseDescriptor]):
 class _Work:
     """The work of a plan on the host."""
 
-    details = "NumPy"
-
     def __init__(self, choice: Choice) -> None:
-        raise NotImplementedError
+        self.descriptor: Any = choice.descriptor
+        self.strict: bool = choice.entry.strict
+        self.multiply = products.in_order if self.strict else products.blas
+        self.details = "NumPy, emulated float32 fma" if self.strict else "NumPy, BLAS"
 
     def run(self, views: Views, tables: LookUp) -> None:
         raise NotImplementedError
 
 
 class _Matmul(_Work):
+    descriptor: BlockSparseMatmulDescriptor
+
     def __init__(self, choice: Choice) -> None:
-        self.descriptor: BlockSparseMatmulDescriptor = choice.descriptor
-        self.details, self._multiply = _multiplication(choice)
-        self._strict = choice.entry.strict
+        super().__init__(choice)
         if self.descriptor.element is ElementKind.S8:
-            self._multiply = products.exact
+            self.multiply = products.exact
 
     def run(self, views: Views, tables: LookUp) -> None:
         if self.descriptor.op is BlockSparseOp.SDD:
@@ -90,7 +91,7 @@ class _Matmul(_Work):
             _transposed(_widened(views["b"]), desc.trans_b),
         )
         for line in products.lines(desc.layout, tables, transposed=False):
-            sums = products.dense_times_dense(line, left, right, self._multiply, desc.layout.block)
+            sums = products.dense_times_dense(line, left, right, self.multiply, desc.layout.block)
             c[:, line.places] = finished(sums, desc)
 
     def _one_sparse(self, views: Views, tables: LookUp) -> None:
@@ -107,10 +108,10 @@ class _Matmul(_Work):
         transposed = desc.trans_sparse != on_the_right
         patterned = desc.inner is InnerPattern.SPARSE24
         transpose = transposed and not patterned
-        multiply = partial(products.sparse_times_dense, multiply=self._multiply, transposed=transpose)
+        multiply = partial(products.sparse_times_dense, multiply=self.multiply, transposed=transpose)
         if patterned:
             codes = pattern24.codes_of(views["metadata"].bits())
-            if self._strict:
+            if self.strict:
                 multiply = partial(products.kept_times_dense, columns=pattern24.positions(codes))
             else:
                 values = pattern24.whole(values, codes)
@@ -121,8 +122,11 @@ class _Matmul(_Work):
 
 
 class _Softmax(_Work):
+    descriptor: BlockSparseSoftmaxDescriptor
+
     def __init__(self, choice: Choice) -> None:
-        self.descriptor: BlockSparseSoftmaxDescriptor = choice.descriptor
+        super().__init__(choice)
+        self.details = "NumPy"
 
     def run(self, views: Views, tables: LookUp) -> None:
         desc = self.descriptor
@@ -154,9 +158,7 @@ class _Softmax(_Work):
 
 
 class _Attention(_Work):
-    def __init__(self, choice: Choice) -> None:
-        self.descriptor: BlockSparseAttentionDescriptor = choice.descriptor
-        self.details, self._multiply = _multiplication(choice)
+    descriptor: BlockSparseAttentionDescriptor
 
     def run(self, views: Views, tables: LookUp) -> None:
         forward = self.descriptor.op is BlockSparsePass.FORWARD
@@ -166,50 +168,41 @@ class _Attention(_Work):
             for name, view in views.items()
             if name not in results
         }
-        work = Attention(self.descriptor, tables, self._multiply, read)
+        work = Attention(self.descriptor, tables, self.multiply, read)
         for name, found in zip(results, work.forward() if forward else work.backward(), strict=True):
             views[name].bits()[...] = encoded(found, views[name].element)
 
 
 class _Convolution(_Work):
-    def __init__(self, choice: Choice) -> None:
-        self.descriptor: BlockSparseConv2dDescriptor = choice.descriptor
-        self.details, self._multiply = _multiplication(choice)
-        self._geometry = self.descriptor.geometry
+    descriptor: BlockSparseConv2dDescriptor
 
     def run(self, views: Views, tables: LookUp) -> None:
-        desc = self.descriptor
+        desc, geometry = self.descriptor, self.descriptor.geometry
         transposed = desc.op is BlockSparseConvOp.DGRAD
         read = "dy" if transposed else "x"
-        pixels = convolution.Pixels(_widened(views[read]), self._geometry)
-        lines = convolution.lines(desc.layout, tables, self._geometry, transposed=transposed)
+        pixels = convolution.Pixels(_widened(views[read]), geometry)
+        lines = convolution.lines(desc.layout, tables, geometry, transposed=transposed)
         if desc.op is BlockSparseConvOp.WGRAD:
             dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
             for line in lines:
-                sums = convolution.of_filter(line, dy, pixels, self._multiply)
+                sums = convolution.of_filter(line, dy, pixels, self.multiply)
                 out[0, line.places] = finished(sums, desc)
             return
         values, out = _widened(views["filter"])[0], views["dx" if transposed else "y"].bits()
         bias = views["bias"].array() if "bias" in views else None
         for line in lines:
-            sums = convolution.of_results(line, values, pixels, self._multiply, transposed=transposed)
+            sums = convolution.of_results(line, values, pixels, self.multiply, transposed=transposed)
             found = finished(sums, desc, bias=None if bias is None else bias[line.cells])
-            self._place(found, line, out)
-
-    def _place(self, found: Array, line: convolution.FilterLine, out: Array) -> None:
-        """Store the results of a phase, as many as exist."""
-        h, w = self._geometry
-        row, column = divmod(line.phase, w.divide)
-        into = out[:, row :: h.divide, column :: w.divide, line.cells]
-        made = found.reshape(out.shape[0], h.results, w.results, found.shape[-1])
-        into[...] = made[:, : into.shape[1], : into.shape[2]]
+            _place(geometry, found, line, out)
 
 
-def _multiplication(choice: Choice) -> tuple[str, products.Multiply]:
-    """Return the multiplication of a kernel entry, with a line for ``explain``."""
-    if choice.entry.strict:
-        return "NumPy, emulated float32 fma", products.in_order
-    return "NumPy, BLAS", products.blas
+def _place(geometry: Geometry, found: Array, line: convolution.FilterLine, out: Array) -> None:
+    """Store the results of a phase, as many as exist."""
+    h, w = geometry
+    row, column = divmod(line.phase, w.divide)
+    into = out[:, row :: h.divide, column :: w.divide, line.cells]
+    made = found.reshape(out.shape[0], h.results, w.results, found.shape[-1])
+    into[...] = made[:, : into.shape[1], : into.shape[2]]
 
 
 _WORK: dict[type[BlockSparseDescriptor], type[_Work]] = {

@@ -15,7 +15,7 @@ from ...plan.operands import Views
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
-from ...weights.weight import PackedWeight, Sparse24Weight
+from ...weights.weight import PackedWeight, Sparse24Weight, ranker
 from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -28,18 +28,13 @@ def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None)
     status.bits()[...] = np.array([word], np.uint64).view(np.uint8)
 
 
-_CHOOSES = {
-    PrepareOp.PRUNE: "largest",
-    PrepareOp.PRUNE_COMPRESS: "largest",
-    PrepareOp.COMPRESS: "covering",
+_CALLS = {
+    PrepareOp.PRUNE: ("keep", "largest"),
+    PrepareOp.PRUNE_COMPRESS: ("gather", "largest"),
+    PrepareOp.COMPRESS: ("gather", "covering"),
+    PrepareOp.DECOMPRESS: ("scatter",),
 }
-_MOVES = {
-    PrepareOp.PRUNE: "keep",
-    PrepareOp.PRUNE_COMPRESS: "gather",
-    PrepareOp.COMPRESS: "gather",
-    PrepareOp.DECOMPRESS: "scatter",
-}
-"""Functions of host_code.HostCode that an op calls, on keys and on cells. Other ops use NumPy."""
+"""Functions of host_code.HostCode that an op calls: on cells, and on keys. Other ops use NumPy."""
 
 
 class Kernel(BaseKernel[PrepareDescriptor]):
@@ -61,77 +56,53 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def _compiled_code(self) -> host_code.HostCode:
         """The compiled host code, ready before ``run``."""
         desc = self.descriptor
-        if desc.op not in _MOVES:
+        if desc.op not in _CALLS:
             return groups
-        code = host_code.best(desc.m * desc.k)
-        code.ready(desc.element.itemsize, _MOVES[desc.op])
-        if desc.op in _CHOOSES:
-            ranked: ElementKind = getattr(desc, "scores", None) or desc.element
-            code.ready(ranked.itemsize, _CHOOSES[desc.op])
+        code, (on_cells, *on_keys) = host_code.best(desc.m * desc.k), _CALLS[desc.op]
+        ranked: ElementKind = getattr(desc, "scores", None) or desc.element
+        code.ready(desc.element.itemsize, on_cells)
+        code.ready(ranked.itemsize, *on_keys)
         return code
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return lambda stream: self._act(views)
 
-    def _on_rows(self, work: Callable[[slice], None]) -> None:
-        """Run ``work`` on blocks of rows, on all cores. Different blocks write different memory."""
-        threads.for_each(work, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
-
-    def _codes(self, bits: Array, views: Views, rows: slice) -> Array:
-        """Return the codes [groups] of the kept cells."""
-        if "scores" in views:
-            scores = views["scores"]
-            codes: Array = canonical.rank_codes(
-                canonical.value_keys(scores.bits()[rows], scores.element), self._code
-            )
-        else:
-            codes = canonical.magnitude_codes(bits, self.descriptor.element, self._code)
-        return codes
-
     def _prune(self, views: Views) -> None:
-        dense = views["dense"].bits()
+        dense, codes_of = views["dense"].bits(), ranker(views["dense"], views.get("scores"))
 
         def prune(rows: slice) -> None:
-            codes = self._codes(dense[rows], views, rows)
+            codes = codes_of(dense[rows], rows, self._code)
             if "mask" in views:
                 mask = views["mask"].bits()[rows]
                 mask[...] = groups.mask_bytes(codes).reshape(mask.shape)
             if "pruned" in views:
                 self._code.keep(dense[rows], codes, out=views["pruned"].bits()[rows])
 
-        self._on_rows(prune)
+        threads.for_each(prune, canonical.row_steps(self.descriptor.m, self.descriptor.k, True))
 
     def _prune_compress(self, views: Views) -> None:
-        dense = views["dense"].bits()
-        self._on_rows(
-            lambda rows: self._write(views, rows, dense[rows], self._codes(dense[rows], views, rows))
-        )
+        self._write(views, ranker(views["dense"], views.get("scores")))
 
     def _compress(self, views: Views) -> None:
-        desc, dense = self.descriptor, views["dense"].bits()
+        desc = self.descriptor
         crowded: list[tuple[int, int, int]] = []
 
-        def compress(rows: slice) -> None:
-            codes, found = canonical.covering_codes(dense[rows], desc.element, self._code)
+        def codes_of(bits: Array, rows: slice, by: host_code.HostCode) -> Any:
+            codes, found = canonical.covering_codes(bits, desc.element, by)
             if found is not None:
                 crowded.append((rows.start + found[0], *found[1:]))
-            self._write(views, rows, dense[rows], codes)
+            return codes
 
-        self._on_rows(compress)
+        self._write(views, codes_of)
         write_status(views["status"], desc.k, min(crowded, default=None))
 
-    def _write(self, views: Views, rows: slice, bits: Array, codes: Array) -> None:
-        self._code.gather(bits, codes, out=views["values"].bits()[rows])
-        views["metadata"].bits()[rows] = canonical.to_metadata(codes, bits.shape[0], self.descriptor.k)
+    def _write(self, views: Views, codes_of: canonical.CodesOf) -> None:
+        dense, values, metadata = (views[name].bits() for name in ("dense", "values", "metadata"))
+        canonical.compress(dense, codes_of, values, metadata, self._code)
 
     def _decompress(self, views: Views) -> None:
-        values, metadata = views["values"].bits(), views["metadata"].bits()
-
-        def decompress(rows: slice) -> None:
-            codes = canonical.from_metadata(metadata[rows])
-            self._code.scatter(values[rows], codes, out=views["dense"].bits()[rows])
-
-        self._on_rows(decompress)
+        values, metadata, dense = (views[name].bits() for name in ("values", "metadata", "dense"))
+        canonical.expand(values, metadata, dense, self._code)
 
     def _tile_prune(self, views: Views) -> None:
         desc, bits = self.descriptor, views["dense"].bits()

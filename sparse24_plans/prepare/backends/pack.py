@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
-from ...plan.operands import Views
-from ...vocab import PrepareOp
+from ...plan.kernel import Choice
 from ...weights.packed_layouts import layout_of
 from ..descriptor import PackSparse24Descriptor
-from ..kernel import PrepareKernel, element_defines, reset_then
+from ..kernel import PrepareKernel, element_defines
 
 _SOURCE = "prepare/pack.cu"
 _THREADS = 256
@@ -30,29 +27,12 @@ class PackParams(KernelParams):
 
 class Kernel(PrepareKernel[PackSparse24Descriptor]):
     sources = (_SOURCE,)
+    parameters = PackParams
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
         down, across, _ = layout_of(desc.element).packed_shape(desc.m, desc.k)
-        self._blocks = down * across
-        self._reports = desc.op is PrepareOp.UNPACK
-        self.launches = 2 if self._reports else 1
-        self.details = f"{desc.op}, {self._blocks} tiles"
-        self._function = load(
-            _SOURCE,
-            str(desc.op),
-            _THREADS,
-            choice.device,
-            element_defines(desc.element),
-        )
-
-    def launcher(self, views: Views, workspace: int) -> Launch:
-        names = ("values", "metadata", "packed", "status")
-        at = {name: views[name].address for name in names if name in views}
-        kernel: Launch = nothing
-        if self._blocks:
-            kernel = self._function.bind(
-                self._blocks, PackParams(m=self.descriptor.m, k=self.descriptor.k, **at)
-            )
-        return reset_then(views["status"], kernel) if self._reports else kernel
+        self.blocks, self.sizes = down * across, {"m": desc.m, "k": desc.k}
+        self.details = f"{desc.op}, {self.blocks} tiles"
+        self.function = load(_SOURCE, str(desc.op), _THREADS, choice.device, element_defines(desc.element))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from ...device.jit.enum_codes import ELEMENT_CODES
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
-from ...plan.operands import Views
+from ...plan.kernel import Choice
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ..descriptor import MaskSparse24Descriptor, PrepareDescriptor
-from ..kernel import PrepareKernel, element_defines, reset_then
+from ..kernel import PrepareKernel, element_defines
 from ..kernel_table import BLOCK_BYTES
 
 _SOURCE = "prepare/prune.cu"
@@ -35,41 +33,18 @@ class PruneParams(KernelParams):
 
 class Kernel(PrepareKernel[PrepareDescriptor]):
     sources = (_SOURCE,)
+    parameters = PruneParams
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
         name = entry_of(desc)
-        self._reports = desc.op is PrepareOp.COMPRESS
-        self.launches = 2 if self._reports else 1
-        self._blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
-        self.details = f"{name}, {self._blocks} blocks"
-        self._function = load(_SOURCE, name, _THREADS, choice.device, defines(desc))
-
-    def launcher(self, views: Views, workspace: int) -> Launch:
-        kernel = self._bind(views)
-        return reset_then(views["status"], kernel) if self._reports else kernel
-
-    def _bind(self, views: Views) -> Launch:
-        if self._blocks == 0:
-            return nothing
-        at = {name: view.address for name, view in views.items()}
-        reads_mask = self.descriptor.op is PrepareOp.MASK
-        return self._function.bind(
-            self._blocks,
-            PruneParams(
-                dense=at["dense"],
-                scores=at.get("scores", 0),
-                mask_in=at["mask"] if reads_mask else 0,
-                pruned=at.get("masked" if reads_mask else "pruned", 0),
-                mask_out=0 if reads_mask else at.get("mask", 0),
-                values=at.get("values", 0),
-                metadata=at.get("metadata", 0),
-                status=at.get("status", 0),
-                cells=self.descriptor.m * self.descriptor.k,
-                row_cells=self.descriptor.k,
-            ),
-        )
+        reads_mask = desc.op is PrepareOp.MASK
+        self.renamed = {"mask": "mask_in", "masked": "pruned"} if reads_mask else {"mask": "mask_out"}
+        self.blocks = -(-desc.m * desc.k * desc.element.itemsize // BLOCK_BYTES)
+        self.sizes = {"cells": desc.m * desc.k, "row_cells": desc.k}
+        self.details = f"{name}, {self.blocks} blocks"
+        self.function = load(_SOURCE, name, _THREADS, choice.device, defines(desc))
 
 
 def entry_of(desc: PrepareDescriptor) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
-from ...plan.operands import Views
+from ...plan.kernel import Choice
 from ...vocab import ElementKind, TileRule
 from ..descriptor import TilePruneSparse24Descriptor
 from ..kernel import PrepareKernel, element_defines
@@ -53,19 +51,12 @@ def defines(desc: TilePruneSparse24Descriptor) -> dict[str, int]:
 
 class Kernel(PrepareKernel[TilePruneSparse24Descriptor]):
     sources = (_SOURCE,)
+    parameters = TilePruneParams
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
-        self._blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
-        self.details = f"{desc.rule}, {self._blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
-        self._function = load(_SOURCE, "tile_prune", _THREADS, choice.device, defines(desc))
-
-    def launcher(self, views: Views, workspace: int) -> Launch:
-        if self._blocks == 0:
-            return nothing
-        names = ("dense", "values", "metadata", "values_t", "metadata_t", "mask")
-        at = {name: views[name].address for name in names}
-        return self._function.bind(
-            self._blocks, TilePruneParams(m=self.descriptor.m, k=self.descriptor.k, **at)
-        )
+        self.blocks = -(-desc.m // SQUARE_SIDE) * -(-desc.k // SQUARE_SIDE)
+        self.sizes = {"m": desc.m, "k": desc.k}
+        self.details = f"{desc.rule}, {self.blocks} blocks of {SQUARE_SIDE} x {SQUARE_SIDE} cells"
+        self.function = load(_SOURCE, "tile_prune", _THREADS, choice.device, defines(desc))
