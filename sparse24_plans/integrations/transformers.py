@@ -76,7 +76,7 @@ class _Parts(nn.Module):
 
         A hook of accelerate, which brings inputs to the layer's device, moves along.
         """
-        layer = sparse_like(self._original[0], saved.options, device="meta")
+        layer = sparse_like(self._original[0], {**saved.options, "device": "meta"})
         state = self.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
@@ -194,9 +194,7 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         form = SavedForm(**dict(self.quantization_config))
         saved = {place_of(model, name, dict(model.named_modules())): one for name, one in form.layers.items()}
         for name in [name for name, module in model.named_modules() if isinstance(module, _Parts)]:
-            parent, _, own = name.rpartition(".")
-            layer = model.get_submodule(name).layer(saved.get(name, SavedLayer()))
-            setattr(model.get_submodule(parent), own, layer)
+            model.set_submodule(name, model.get_submodule(name).layer(saved.get(name, SavedLayer())))
         fuse_blocks(model, form, {})
         used = [self._originals.get(id(one)) for one in model._weight_conversions]
         model._weight_conversions = [one for one in used if one is not None]
@@ -221,8 +219,7 @@ def _take_apart(model: Any, own: str, layer: Layer) -> bool:
         raise InvalidProblemError(
             f"{layer.name}: expected shape {list(sizes_of(module))}, got {[layer.m, layer.k]}"
         )
-    parent, _, name = place.rpartition(".")
-    setattr(model.get_submodule(parent), name, _Parts(module))
+    model.set_submodule(place, _Parts(module))
     return True
 
 

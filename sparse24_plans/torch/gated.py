@@ -150,9 +150,7 @@ def _parts_of(block: nn.Module) -> tuple[str, ...]:
 
 def _put(model: nn.Module, name: str, block: Sparse24GatedMLP) -> None:
     """Replace a block."""
-    parent, _, own = name.rpartition(".")
-    home = model.get_submodule(parent)
-    setattr(home, own, block.train(getattr(home, own).training))
+    model.set_submodule(name, block.train(model.get_submodule(name).training))
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:

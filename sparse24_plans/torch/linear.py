@@ -256,12 +256,14 @@ class Sparse24Linear(nn.Module):
         """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
             values, meta = self.canonical()
-            dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
+            dense = self._scaled(_ops.decompress(values.detach(), meta)[:, : self.in_features])
             if not is_gated(self.activation):
                 return dense
-            found = torch.empty_like(dense)
-            found[row_order(self.activation, len(dense), dense.device)] = dense
-        return found
+            return dense[row_order(self.activation, len(dense), dense.device).argsort()]
+
+    def _scaled(self, dense: Tensor) -> Tensor:
+        """What the stored numbers stand for."""
+        return dense
 
     def _settle(self) -> None:
         """Change to the form that suits the device."""
@@ -410,16 +412,19 @@ class Sparse24Linear(nn.Module):
 
         Raises UnsupportedError or BackendUnavailableError if no kernel can serve.
         """
-        weight = self._weight
-        descriptor = GemmSparse24Descriptor(
-            n=n,
-            m=self._shape[0],
-            k=self._shape[1],
-            element=element_of(weight.dtype, "weight"),
-            epilogue=epilogue_of(self.activation, self.bias is not None, gates=True),
-            out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),
+        weight, (m, k) = self._weight, self._shape
+        fields = {"n": n, "m": m, "k": k, "element": element_of(weight.dtype, "weight"), **self._problem(n)}
+        device = plan_device(weight)
+        return GemmSparse24Plan.select(
+            GemmSparse24Descriptor(**fields), preference=self.preference, device=device
         )
-        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+
+    def _problem(self, n: int) -> dict[str, Any]:
+        """The descriptor's fields besides its sizes and element."""
+        return {
+            "epilogue": epilogue_of(self.activation, self.bias is not None, gates=True),
+            "out_element": element_of(self.out_dtype or self._weight.dtype, "out_dtype"),
+        }
 
     def extra_repr(self) -> str:
         weight = self._weight

@@ -197,28 +197,19 @@ class Load:
                 about = {**saved.get(place, SavedLayer()).options, **options}
                 swapped[place] = self._layer_for(name, module, about)
         for place, layer in swapped.items():
-            parent, _, own = place.rpartition(".")
-            setattr(self._model.get_submodule(parent), own, layer)
+            self._model.set_submodule(place, layer)
 
     def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
         """The layer of zeros that a weight is loaded into."""
         source, scales = self._source, self._source.scales(name)
         if not scales:
             return sparse_like(module, options)
-        linear = linear_of(module)
-        layer = Sparse24QuantizedLinear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            dtype=DTYPE_OF[source.weights[name].element],
-            scales="tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
-            static_input=len(scales) > 1,
-            device=linear.weight.device,
-            **options,
-        )
-        layer.transposed = is_conv1d(module)
-        layer.train(linear.training)
-        return layer
+        quantized = {
+            "dtype": DTYPE_OF[source.weights[name].element],
+            "scales": "tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
+            "static_input": len(scales) > 1,
+        }
+        return sparse_like(module, {**quantized, **options}, kind=Sparse24QuantizedLinear)
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -287,17 +278,11 @@ def sizes_of(module: Any) -> tuple[int, int]:
     return linear.out_features, linear.in_features + -linear.in_features % 8
 
 
-def sparse_like(module: Any, options: Mapping[str, Any], device: Any = None) -> Sparse24Linear:
-    """A Sparse24Linear of zeros in place of an nn.Linear or a Conv1D, by default on the same device."""
+def sparse_like(module: Any, options: Mapping[str, Any], kind: Any = Sparse24Linear) -> Sparse24Linear:
+    """A layer of zeros in place of an nn.Linear or a Conv1D, by default on its device and of its dtype."""
     linear = linear_of(module)
-    layer = Sparse24Linear(
-        linear.in_features,
-        linear.out_features,
-        linear.bias is not None,
-        device=linear.weight.device if device is None else device,
-        dtype=linear.weight.dtype,
-        **options,
-    )
+    options = {"device": linear.weight.device, "dtype": linear.weight.dtype, **options}
+    layer: Sparse24Linear = kind(linear.in_features, linear.out_features, linear.bias is not None, **options)
     layer.transposed = is_conv1d(module)
     layer.train(linear.training)
     return layer

@@ -19,12 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import InvalidProblemError, UnsupportedError
-from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, integer
 from ..weights.packed_layouts import TILE_M
 from .activations import FORWARD, check_rows, is_gated
-from .elements import element_of, plan_device
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 
 _linear: Any = torch.ops.sparse24.linear.default
@@ -207,14 +204,9 @@ class RowwiseSparse24Linear(_ShardedLinear):
             return local
         return local.chunk(self._mesh.size())[self._mesh.get_local_rank()]
 
-    def plan(self, n: int = 1) -> GemmSparse24Plan:
-        """The plan of one part of K for ``n`` tokens."""
-        weight = self._weight
-        element = element_of(weight.dtype, "weight")
-        descriptor = GemmSparse24Descriptor(
-            n=n, m=self.out_features, k=self._shape[1], element=element, out_element=ElementKind.F32
-        )
-        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+    def _problem(self, n: int) -> dict[str, Any]:
+        """The fields of the product of one part of K."""
+        return {"m": self.out_features, "out_element": ElementKind.F32}
 
 
 def _tensor(value: Any) -> Tensor:

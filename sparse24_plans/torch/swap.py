@@ -214,8 +214,7 @@ def to_sparse24(
                 choice.skipped[name] = str(error)
             else:
                 layers.append(_entry(name, linear_of(module), swapped))
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, swapped)
+                model.set_submodule(name, swapped)
             advance()
     done = {layer.name for layer in layers}
     left = [

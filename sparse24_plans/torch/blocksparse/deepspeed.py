@@ -82,8 +82,7 @@ def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
         if isinstance(module, nn.MultiheadAttention)
     }
     for name, module in made.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, module)
+        model.set_submodule(name, module)
     return list(made)
 
 
