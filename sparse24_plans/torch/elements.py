@@ -80,20 +80,11 @@ _empty_on_current: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_em
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def allocation(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """A function that makes uninitialised contiguous tensors at the least host cost."""
-    strides = _contiguous(shape)
+    strides = torch.empty(shape, device="meta").stride()
     general = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
     if device.type != "cuda" or _empty_on_current is None or _current_device is None:
         return general

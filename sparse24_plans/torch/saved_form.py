@@ -25,6 +25,8 @@ from .elements import element_of
 from .gated import Sparse24GatedMLP
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 
+_SUFFIX = VALUES_KEY.removeprefix("weight")
+
 
 class SavedLayer(Model):
     """What a layer has besides its weight and bias. The fields are arguments of Sparse24Linear."""
@@ -113,7 +115,13 @@ def saved_state(
         if name.endswith(VALUES_KEY) and tensor.dtype not in DTYPES:
             raise UnsupportedError(f"{name}: expected float32, float16 or bfloat16, got {tensor.dtype}")
     turned = {f"{name}.weight" for name, layer in sparse_layers(model) if layer.transposed}
-    return tensors, [_described(name, tensors, turned) for name in _weights(tensors)]
+    layers = []
+    for key, values in tensors.items():
+        if key.endswith(VALUES_KEY):
+            name, (m, half) = key.removesuffix(_SUFFIX), values.shape
+            element = element_of(values.dtype, name)
+            layers.append(Layer(name, m, 2 * half, element, (), transposed=name in turned))
+    return tensors, layers
 
 
 class _PartsOnHost(OrderedDict[str, Tensor]):
@@ -125,18 +133,6 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
     def __setitem__(self, key: str, tensor: Tensor) -> None:
         is_part = key.endswith((VALUES_KEY, META_KEY))
         super().__setitem__(key, tensor.cpu() if is_part and tensor.is_cuda else tensor)
-
-
-def _weights(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the compressed weights among the tensors."""
-    suffix = VALUES_KEY.removeprefix("weight")
-    return [name.removesuffix(suffix) for name in tensors if name.endswith(VALUES_KEY)]
-
-
-def _described(name: str, tensors: Mapping[str, Tensor], turned: set[str]) -> Layer:
-    values = tensors[name.removesuffix("weight") + VALUES_KEY]
-    m, half = values.shape
-    return Layer(name, m, 2 * half, element_of(values.dtype, name), (), transposed=name in turned)
 
 
 def _saved(layer: Sparse24Linear) -> SavedLayer:

@@ -104,8 +104,6 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
 
 def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
     if isinstance(first, Sparse24Tensor):
         return first._mm(second)
     return _tensor(second.t()._mm(first, should_transpose_dense=True))
@@ -113,8 +111,6 @@ def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     bias, first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
     if bias.ndim != 1:
         raise UnsupportedError(
             f"`SparseSemiStructuredTensor` matmul: only bias dim=1 supported. Shape={bias.shape}"
