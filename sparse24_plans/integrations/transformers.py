@@ -39,7 +39,7 @@ from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place
 from ..torch.elements import DTYPE_OF
 from ..torch.linear import DTYPES, Sparse24Linear, check_metadata
 from ..torch.loading import check_orientation, fuse_blocks, in_order_of, is_swappable, sizes_of, sparse_like
-from ..torch.saved_form import SavedForm, SavedLayer, form_of, saved_state, sparse_layers
+from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
 
 _WEIGHT = ".weight"
 _ABSENT = object()
@@ -266,7 +266,7 @@ def _saving(original: Any) -> Any:
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
         is_adapter = getattr(self, "_hf_peft_config_loaded", False)
-        if is_adapter or next(sparse_layers(self), None) is None:
+        if is_adapter or next(modules_of(self, Sparse24Linear), None) is None:
             return original(self, save_directory, *args, **options)
         tensors, layers = saved_state(self, options.get("state_dict"))
         if _are_converted(self, layers):

@@ -324,8 +324,10 @@ class _Block:
         """Call ``see`` with a layer's name and its input whenever one of them is called."""
         with ExitStack() as stack:
             for name in names:
-                module = self._layers[name]
-                stack.callback(module.register_forward_pre_hook(partial(_pass_input, see, name)).remove)
+                hook = self._layers[name].register_forward_pre_hook(
+                    lambda _, args, name=name: see(name, args[0])
+                )
+                stack.callback(hook.remove)
             yield
 
     def _groups(self) -> list[list[str]]:
@@ -407,7 +409,3 @@ class _Block:
                 weight.copy_(stored.reshape(weight.shape))
             errors: dict[str, float] = json.loads(reader.metadata[_ERRORS_KEY])
             return errors
-
-
-def _pass_input(see: Callable[[str, Tensor], None], name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-    see(name, args[0])

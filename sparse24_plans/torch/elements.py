@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from ..device.tensors import HOST, Device, TensorView
+from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from ..weights.packed_layouts import layout_of
@@ -43,18 +43,12 @@ def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
     return _ELEMENT_OF[dtype]
 
 
-def home_of(tensor: torch.Tensor) -> Device:
-    """The tensor's device. Raises UnsupportedError for anything but cpu and cuda."""
+def plan_device(tensor: torch.Tensor) -> int | str:
+    """The tensor's device as an argument of ``select``. Raises UnsupportedError unless it is cpu or cuda."""
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device: expected cpu or cuda, got {device}")
-    return HOST if device.type == "cpu" else Device("cuda", device.index)
-
-
-def plan_device(tensor: torch.Tensor) -> int | str:
-    """The tensor's device as an argument of ``select``."""
-    home = home_of(tensor)
-    return "host" if home == HOST else home.ordinal
+    return "host" if device.type == "cpu" else device.index
 
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

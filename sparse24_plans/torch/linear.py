@@ -100,7 +100,8 @@ class Sparse24Linear(nn.Module):
         self._check_out_dtype(out_dtype, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
-        self.preference = _preference(preference, require)
+        wishes = PlanPreference.of(preference)
+        self.preference = wishes if require is None else wishes.model_copy(update={"require": require})
         self._padding = -in_features % self._K_STEP
         self.k = k = in_features + self._padding
         """Columns of W with its padding."""
@@ -327,16 +328,8 @@ class Sparse24Linear(nn.Module):
         """The part of a state_dict's tensor that replaces ``own``."""
         return given
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+        local_metadata, strict, missing_keys, unexpected_keys, error_msgs = about
         wanted = [VALUES_KEY, META_KEY] + ["bias"] * (self.bias is not None)
         if prefix + "weight" in state_dict and prefix + VALUES_KEY not in state_dict:
             error_msgs.append(
@@ -457,13 +450,6 @@ def words_of(metadata: Any) -> Tensor:
 
 def _bytes_of(meta: Tensor) -> Tensor:
     return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
-
-
-def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPreference:
-    wishes = PlanPreference.of(preference)
-    if require is None:
-        return wishes
-    return wishes.model_copy(update={"require": require})
 
 
 def check_metadata(values: Tensor, meta: Tensor) -> None:

@@ -268,7 +268,7 @@ def _add(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     if not (
         isinstance(first, Sparse24Tensor)
         and isinstance(second, Sparse24Tensor)
-        and (_keeps_cells_of(first, second) or _have_equal_metadata(first, second))
+        and _have_equal_metadata(first, second)
     ):
         raise UnsupportedError(
             "add: expected two Sparse24Tensors that keep the same cells, whose sum is 2:4; else add their "
