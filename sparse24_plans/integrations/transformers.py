@@ -36,9 +36,10 @@ from ..checkpoints.layers import (
 )
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place_of, placed, renamed_by
+from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
 from ..torch.linear import DTYPES, Sparse24Linear, check_metadata
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, is_swappable, sizes_of, sparse_like
+from ..torch.loading import check_orientation, fuse_blocks, in_order_of, sizes_of, sparse_like
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
 
 _WEIGHT = ".weight"

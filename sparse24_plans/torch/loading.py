@@ -18,7 +18,7 @@ from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from .activations import is_gated, row_order, rows_of
 from .checkpoint_names import conversions_of, place_of, placed
-from .conv1d import is_conv1d, linear_of
+from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, tensor_of
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
@@ -253,11 +253,6 @@ class Load:
         """Fuse the blocks that were fused when the model was saved."""
         if self._source.form is not None:
             fuse_blocks(self._model, self._source.form, options)
-
-
-def is_swappable(module: nn.Module) -> bool:
-    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D."""
-    return type(module) is nn.Linear or is_conv1d(module)
 
 
 def check_orientation(weight: Layer, module: Any) -> None:

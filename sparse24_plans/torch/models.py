@@ -21,6 +21,7 @@ from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from .checkpoint_names import is_transformers_model
+from .elements import host_bytes
 from .linear import PreferenceLike, RequirementLike, Sparse24Linear
 from .loading import DTYPES_BY_NAME, Load, Source
 from .saved_form import form_of, modules_of, saved_state
@@ -162,8 +163,7 @@ def _write(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
     for file, infos in files.items():
         with SafetensorsWriter(folder / file, infos, metadata) as writer:
             for info in infos:
-                flat = tensors[info.name].detach().cpu().contiguous().reshape(-1)
-                writer.write(info.name, flat.view(torch.uint8).numpy())
+                writer.write(info.name, host_bytes(tensors[info.name]))
     if len(files) > 1:
         write_index(folder / f"{_STEM}{INDEX_SUFFIX}", files)
     write_json(folder / CONFIG_NAME, {CONFIG_KEY: form_of(model).dumped()})

@@ -42,7 +42,7 @@ class ShapeConstraints(NamedTuple):
 
 
 _ANY_ROWS = ShapeConstraints(1, 8, 1, 1)
-_FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 PARTS = ("packed", "meta", "packed_t", "meta_t", "compressed_swizzled_bitmask")
 TILE_ALGORITHMS = {
     "": TileRule.GREEDY_VALUE,
@@ -74,7 +74,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
 
     BACKEND = "sparse24"
     _DTYPE_SHAPE_CONSTRAINTS: Any = dict.fromkeys(
-        (torch.float32, torch.float16, torch.bfloat16, torch.int8, _FP8), _ANY_ROWS
+        (torch.float32, torch.float16, torch.bfloat16, torch.int8, FP8), _ANY_ROWS
     )
     SPARSE_DISPATCH: dict[Callable[..., Any], Callable[..., Any]]
 
@@ -305,7 +305,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                 "This operation is only supported when A and B have the same data type, and a bias that or "
                 "torch.float32."
             )
-        if self.dtype == _FP8:
+        if self.dtype == FP8:
             raise UnsupportedError(
                 f"`{name}` matmul: trying to do {shapes}, with A.dtype=B.dtype={self.dtype}. mm is not "
                 "supported for float8_e4m3fn, please use `torch._scaled_mm` instead."
