@@ -181,3 +181,8 @@ def tensor_of(array: Any, element: ElementKind) -> torch.Tensor:
     signed = bits.view(f"i{element.itemsize}")  # PyTorch has few unsigned types
     dtype = torch.int16 if element is ElementKind.U16 else DTYPE_OF[element]
     return torch.utils.dlpack.from_dlpack(signed).view(dtype)
+
+
+def tensors_of(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and metadata int16 of a canonical weight, in its memory."""
+    return tensor_of(weight.values, weight.element), tensor_of(weight.metadata, ElementKind.U16)

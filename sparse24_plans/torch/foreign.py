@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..formats.convert import from_foreign, to_foreign
 from ..vocab import ElementKind
-from .elements import canonical_weight, element_of, tensor_of, weight_sizes
+from .elements import canonical_weight, element_of, tensor_of, tensors_of, weight_sizes
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
 from .prepare_ops import empty_canonical
@@ -47,9 +47,8 @@ def canonical_parts(
         name = "torch_cutlass" if meta.ndim == 2 else "torch_tile"
     options: dict[str, Any] = {} if name == "torch_cutlass" else {"shape": shape}
     with cupy_on_torch_stream(packed):
-        weight = from_foreign(name, parts, element=element, **options)
-        values = tensor_of(weight.values, element).clone()
-        return values, tensor_of(weight.metadata, ElementKind.U16).clone()
+        values, words = tensors_of(from_foreign(name, parts, element=element, **options))
+        return values.clone(), words.clone()
 
 
 def from_bitmask(compressed: Tensor, bitmask: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +56,7 @@ def from_bitmask(compressed: Tensor, bitmask: Tensor) -> tuple[Tensor, Tensor]:
     element = element_of(compressed.dtype, "compressed")
     with cupy_on_torch_stream(compressed):
         parts = {"compressed": compressed, "bitmask": bitmask}
-        weight = from_foreign("compressed_tensors", parts, element=element)
-        return tensor_of(weight.values, element), tensor_of(weight.metadata, ElementKind.U16)
+        return tensors_of(from_foreign("compressed_tensors", parts, element=element))
 
 
 def blob_format(packed: Tensor, capability: int | None) -> str:

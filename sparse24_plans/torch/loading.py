@@ -15,11 +15,10 @@ from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.selection import Selection
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind
 from .activations import is_gated, row_order, rows_of
 from .checkpoint_names import conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
-from .elements import DTYPE_OF, tensor_of
+from .elements import DTYPE_OF, tensors_of
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
@@ -81,9 +80,7 @@ class Source:
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
         """Values and metadata of a compressed weight."""
-        weight = self._format.read(self.reader, self.weights[name])
-        values = tensor_of(weight.values, weight.element)
-        return values, tensor_of(weight.metadata, ElementKind.U16)
+        return tensors_of(self._format.read(self.reader, self.weights[name]))
 
     def tensor(self, name: str) -> Tensor:
         """A tensor or compressed weight as a dense tensor."""

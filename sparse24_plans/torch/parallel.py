@@ -1,10 +1,8 @@
 """Sparse24Linear over several devices: two styles for ``parallelize_module`` on torch.distributed.
 
-A column-parallel layer has rows of W (out features) on each rank and sums nothing over ranks. A row-parallel
-layer has columns of W (in features): each rank's product is a float32 sum over its columns. The ranks' sums
-are added in float32 pair by pair, neighbours first, then come bias, activation and one rounding. This order
-doesn't depend on the collective's algorithm. Each rank adds up and rounds a share of a large result, which
-moves the fewest bytes. docs/pytorch.md says when the bits are those of one device.
+The order in which a row-parallel layer adds up the ranks' sums doesn't depend on the collective's algorithm.
+Each rank adds up and rounds a share of a large result, which moves the fewest bytes. docs/pytorch.md says
+when the bits are those of one device.
 """
 
 from __future__ import annotations

@@ -58,10 +58,8 @@ class Sparse24Recipe:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
         scored = self.scores is not None and not _is_sparse(linear.weight.detach())
-        kind: Any = Sparse24Linear
-        quantized: dict[str, torch.dtype] = {}
-        if self.weight_dtype is not None:
-            kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
+        quantized = {} if self.weight_dtype is None else {"dtype": self.weight_dtype}
+        kind: Any = Sparse24QuantizedLinear if quantized else Sparse24Linear
         layer: Sparse24Linear = kind.from_linear(
             linear,
             method=self.method,

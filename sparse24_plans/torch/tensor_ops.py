@@ -216,17 +216,12 @@ def _with_values(like: Sparse24Tensor, packed: Any, packed_t: Any) -> Sparse24Te
     return _with(like, like.shape, parts)
 
 
-def _keeps_cells_of(like: Sparse24Tensor, other: Sparse24Tensor) -> bool:
-    """Whether both share their metadata, so that their values are of the same cells in the same order."""
-    return other.meta is like.meta and other.meta_t is like.meta_t
-
-
 def _at_cells_of(like: Sparse24Tensor, operand: Any, function: str) -> tuple[Any, Any]:
     """The operand's values at the kept cells of a tensor and of its transpose; a scalar as it is."""
     if not isinstance(operand, Tensor) or operand.dim() == 0:
         return operand, operand
-    if isinstance(operand, Sparse24Tensor) and _keeps_cells_of(like, operand):
-        return operand.packed, operand.packed_t
+    if isinstance(operand, Sparse24Tensor) and operand.meta is like.meta and operand.meta_t is like.meta_t:
+        return operand.packed, operand.packed_t  # of the same cells in the same order
     if operand.dtype != like.dtype or operand.device != like.device:
         raise UnsupportedError(
             f"{function}: expected {like.dtype} on {like.device}, as the sparse operand, got {operand.dtype} "

@@ -48,9 +48,8 @@ def _problem(
             raise InvalidProblemError(f"{name}: expected two integers, got {list(pair)}")
     name, first = next(iter(operands.items()))
     assert first is not None
-    about = {"op": op, "element": element_of(first.dtype, name)}
-    sides = {"height": int(size[1]), "width": int(size[2])}
-    sizes, fields = {"batch": size[0]}, {**about, **sides, **walks, **more}
+    sizes, about = {"batch": size[0]}, {"op": op, "element": element_of(first.dtype, name)}
+    fields = {**about, "height": int(size[1]), "width": int(size[2]), **walks, **more}
     return Problem(BlockSparseConv2dPlan, tuple(shape), sizes, fields, preference, operands, layout)
 
 
