@@ -34,10 +34,7 @@ def canonical_parts(
 ) -> tuple[Tensor, Tensor]:
     """Values [M, K/2] and metadata int16 [M, K/8], in new memory, from the parts of PyTorch's two classes.
 
-    ``shape`` is (M, K). ``capability`` is the major compute capability that cuSPARSELt compressed for.
-
-    Raises InvalidProblemError for sizes that don't fit; UnsupportedError for a blob of an unknown device;
-    FormatError for invalid metadata.
+    ``shape`` is (M, K). :func:`from_semi_structured` describes ``capability`` and the errors.
     """
     packed, element = packed.detach(), element_of(packed.dtype, "packed")
     parts: dict[str, Any] = {"packed": packed, "meta": meta}
@@ -74,8 +71,7 @@ def blob_format(packed: Tensor, capability: int | None) -> str:
 def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tensor | None]:
     """The parts ``packed`` and ``meta`` of the format ``name``, in new memory, from canonical ones.
 
-    Raises InvalidProblemError for shapes that the format can't hold; UnsupportedError for elements that it
-    can't hold; FormatError for a float32 weight that isn't 1:2, which CUTLASS wants.
+    :func:`to_semi_structured` describes the errors.
     """
     packed = packed.detach()
     element = element_of(packed.dtype, "packed")
@@ -86,9 +82,6 @@ def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tens
             return values, None
         kind = ElementKind.I32 if words.dtype.itemsize == 4 else ElementKind.U16
         return values, tensor_of(words.view("i4" if words.dtype.itemsize == 4 else "u2"), kind).clone()
-
-
-# The ops ------------------------------------------------------------------------------------------
 
 
 def _from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:

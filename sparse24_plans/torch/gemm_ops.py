@@ -31,9 +31,6 @@ from .prepare_ops import kept_values
 _ops: Any = torch.ops.sparse24
 
 
-# Fakes --------------------------------------------------------------------------------------------
-
-
 def _fake_linear_out(*args: Any) -> None:
     wanted, out = fake_result(linear_out_call(*args)), args[4]
     if out.shape != wanted.shape:
@@ -45,9 +42,6 @@ def _fake_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
         return fake_result(call(*args, **kwargs))
 
     return fake
-
-
-# Gradients ----------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -119,9 +113,6 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dw, None, db, None, None, None, None
 
 
-# Autocast -----------------------------------------------------------------------------------------
-
-
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     """The tensor as autocast converts it: only floating point of 16 bits or more changes."""
     is_float = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
@@ -176,8 +167,6 @@ def _mm_autocast(
     b, weight = _to_one_dtype(wanted, b, weight, meta)
     return (weight, meta, b, *args), kwargs
 
-
-# The ops ------------------------------------------------------------------------------------------
 
 _OPTIONS = 'str activation="none", ScalarType? out_dtype=None, str preference=""'
 

@@ -28,9 +28,6 @@ _LARGE = 1 << 22
 """Number of results beyond which sums in shares save more time than their extra collective costs."""
 
 
-# The layers -----------------------------------------------------------------------------------------
-
-
 class _ShardedLinear(Sparse24Linear):
     """A Sparse24Linear of which each rank of a mesh holds a part.
 
@@ -289,9 +286,6 @@ def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts.contiguous(), group=mesh.get_group())
     return summed_in_pairs(list(found.unbind()))
-
-
-# The styles -----------------------------------------------------------------------------------------
 
 
 class _Style(ParallelStyle):

@@ -152,8 +152,6 @@ class Sparse24QuantizedLinear(Sparse24Linear):
     def _scaled(self, dense: Tensor) -> Tensor:
         return dense.float() * self.weight_scale
 
-    # Forms ------------------------------------------------------------------------------------------
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24QuantizedLinear:
         def moved(tensor: Tensor) -> Tensor:
             """``fn`` on the tensor's bytes, which keeps its dtype."""
@@ -173,8 +171,6 @@ class Sparse24QuantizedLinear(Sparse24Linear):
     def _scales(self) -> dict[str, Tensor]:
         held = {WEIGHT_SCALE: self.weight_scale, INPUT_SCALE: self.input_scale}
         return {name: scale for name, scale in held.items() if scale is not None}
-
-    # State ------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -200,8 +196,6 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             else:
                 found = given.detach().float().reshape(own.shape)
                 setattr(self, name, found if own.is_meta else found.to(own.device))
-
-    # Use ----------------------------------------------------------------------------------------------
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.

@@ -106,9 +106,6 @@ def _dense(problem: Problem) -> Tensor:
     return result
 
 
-# The convolution ------------------------------------------------------------------------------------
-
-
 def _forward(
     x: Tensor,
     filter: Tensor,

@@ -58,9 +58,6 @@ def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     return blocks.index_select(1, _block_places(layout, shape))
 
 
-# The module -----------------------------------------------------------------------------------------
-
-
 class Layout(nn.Module):
     """A block-sparse layout for PyTorch: made once, moved by ``to``, read by every op of its matrices.
 

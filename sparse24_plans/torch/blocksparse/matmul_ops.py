@@ -27,9 +27,6 @@ _ops: Any = torch.ops.sparse24
 _BLOCKS = "Z, blocks, block, block"
 
 
-# Products -----------------------------------------------------------------------------------------
-
-
 def _product(
     a: Tensor,
     b: Tensor,
@@ -118,9 +115,6 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
     if bias is not None and ctx.needs_input_grad[7]:
         d_bias = dc.sum((0, 3) if ctx.op == "dsd" else (0, 2)).to(bias.dtype)
     return da, db, None, None, None, None, None, d_bias, None, None, None, None, None
-
-
-# Softmax ------------------------------------------------------------------------------------------
 
 
 def _softmax(
@@ -214,8 +208,6 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             found[_KEY_PADDING] = columns.sum((1, 2))
     return tuple(found)
 
-
-# The ops ------------------------------------------------------------------------------------------
 
 define(
     "blocksparse_matmul(Tensor a, Tensor b, Tensor layout, int[] shape, str op, bool trans_a=False, "
