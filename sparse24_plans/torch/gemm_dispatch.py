@@ -373,8 +373,8 @@ def linear_out_call(
     return linear_call(x, weight, meta, bias, m, activation, out.dtype, preference)
 
 
-def linear_out(*args: Any) -> None:
-    run(linear_out_call(*args), args[4])
+def linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
+    run(linear_out_call(x, weight, meta, bias, out, *options), out)
 
 
 def scaled_call(

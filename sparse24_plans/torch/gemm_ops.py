@@ -31,8 +31,8 @@ from .prepare_ops import kept_values
 _ops: Any = torch.ops.sparse24
 
 
-def _fake_linear_out(*args: Any) -> None:
-    wanted, out = fake_result(linear_out_call(*args)), args[4]
+def _fake_linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
+    wanted = fake_result(linear_out_call(x, weight, meta, bias, out, *options))
     if out.shape != wanted.shape:
         raise InvalidProblemError(f"out: expected {list(wanted.shape)}, got {list(out.shape)}")
 
