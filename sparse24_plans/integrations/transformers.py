@@ -36,10 +36,11 @@ from ..checkpoints.layers import (
 )
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place_of, placed, renamed_by
+from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
 from ..torch.linear import DTYPES, Sparse24Linear, check_metadata
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, is_swappable, sizes_of, sparse_like
-from ..torch.saved_form import SavedForm, SavedLayer, form_of, saved_state, sparse_layers
+from ..torch.loading import check_orientation, fuse_blocks, in_order_of, sizes_of, sparse_like
+from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
 
 _WEIGHT = ".weight"
 _ABSENT = object()
@@ -76,7 +77,7 @@ class _Parts(nn.Module):
 
         A hook of accelerate, which brings inputs to the layer's device, moves along.
         """
-        layer = sparse_like(self._original[0], saved.options, device="meta")
+        layer = sparse_like(self._original[0], {**saved.options, "device": "meta"})
         state = self.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
@@ -194,9 +195,7 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         form = SavedForm(**dict(self.quantization_config))
         saved = {place_of(model, name, dict(model.named_modules())): one for name, one in form.layers.items()}
         for name in [name for name, module in model.named_modules() if isinstance(module, _Parts)]:
-            parent, _, own = name.rpartition(".")
-            layer = model.get_submodule(name).layer(saved.get(name, SavedLayer()))
-            setattr(model.get_submodule(parent), own, layer)
+            model.set_submodule(name, model.get_submodule(name).layer(saved.get(name, SavedLayer())))
         fuse_blocks(model, form, {})
         used = [self._originals.get(id(one)) for one in model._weight_conversions]
         model._weight_conversions = [one for one in used if one is not None]
@@ -221,8 +220,7 @@ def _take_apart(model: Any, own: str, layer: Layer) -> bool:
         raise InvalidProblemError(
             f"{layer.name}: expected shape {list(sizes_of(module))}, got {[layer.m, layer.k]}"
         )
-    parent, _, name = place.rpartition(".")
-    setattr(model.get_submodule(parent), name, _Parts(module))
+    model.set_submodule(place, _Parts(module))
     return True
 
 
@@ -269,7 +267,7 @@ def _saving(original: Any) -> Any:
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
         is_adapter = getattr(self, "_hf_peft_config_loaded", False)
-        if is_adapter or next(sparse_layers(self), None) is None:
+        if is_adapter or next(modules_of(self, Sparse24Linear), None) is None:
             return original(self, save_directory, *args, **options)
         tensors, layers = saved_state(self, options.get("state_dict"))
         if _are_converted(self, layers):

@@ -18,30 +18,17 @@ from . import blocksparse as blocksparse
 from . import gemm_ops as gemm_ops  # registers ops
 from . import prepare_ops as prepare_ops  # registers ops
 from . import tensor_ops as tensor_ops  # fills the dispatch table of Sparse24Tensor
-from .calibration import CalibratedLayer as CalibratedLayer
-from .calibration import CalibrationReport as CalibrationReport
-from .calibration import calibrate as calibrate
+from .calibration import CalibratedLayer, CalibrationReport, calibrate
 from .gated import GatedBlock as GatedBlock
-from .gated import Sparse24GatedMLP as Sparse24GatedMLP
-from .gated import fuse_gated as fuse_gated
+from .gated import Sparse24GatedMLP, fuse_gated
 from .late_import import after_import as _after_import
-from .linear import Sparse24Linear as Sparse24Linear
-from .lora import lora_config as lora_config
-from .models import LoadReport as LoadReport
-from .models import from_pretrained as from_pretrained
-from .models import load_sparse24 as load_sparse24
-from .models import save_sparse24 as save_sparse24
-from .quantized_linear import Sparse24QuantizedLinear as Sparse24QuantizedLinear
-from .semi_structured import from_semi_structured as from_semi_structured
-from .semi_structured import to_semi_structured as to_semi_structured
-from .semi_structured import use_as_default as use_as_default
-from .swap import DenseMatrix as DenseMatrix
-from .swap import Sparse24Recipe as Sparse24Recipe
-from .swap import SwappedLayer as SwappedLayer
-from .swap import SwapReport as SwapReport
-from .swap import to_sparse24 as to_sparse24
-from .tensor import SemiStructuredError as SemiStructuredError
-from .tensor import Sparse24Tensor as Sparse24Tensor
+from .linear import Sparse24Linear
+from .lora import lora_config
+from .models import LoadReport, from_pretrained, load_sparse24, save_sparse24
+from .quantized_linear import Sparse24QuantizedLinear
+from .semi_structured import from_semi_structured, to_semi_structured, use_as_default
+from .swap import DenseMatrix, Sparse24Recipe, SwappedLayer, SwapReport, to_sparse24
+from .tensor import SemiStructuredError, Sparse24Tensor
 
 _after_import("transformers.modeling_utils", ".integrations.transformers")
 

@@ -23,8 +23,8 @@ from ..checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter,
 from ..device.files import StrPath, path_of, storage_errors
 from ..errors import InvalidProblemError, shown
 from ..weights.calibrated import METHODS, output_error, pruned_together
-from .conv1d import is_conv1d, linear_of
-from .elements import element_of
+from .conv1d import is_linear, linear_of
+from .elements import element_of, host_bytes
 from .swap import Choice, progress_bar
 
 _RUN_KEY, _ERRORS_KEY = "sparse24_calibration", "output_errors"
@@ -147,8 +147,7 @@ def _chosen(
     home, most = None, 0
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            linears = (one for one in module.modules() if isinstance(one, nn.Linear) or is_conv1d(one))
-            size = sum(linear_of(one).weight.numel() for one in linears)
+            size = sum(linear_of(one).weight.numel() for one in filter(is_linear, module.modules()))
             if size > most:
                 home, most = name, size
     if home is None:
@@ -264,12 +263,8 @@ def _digest(head: bytes, *tensors: Tensor) -> str:
     found = hashlib.sha256(head)
     for tensor in tensors:
         found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-        found.update(_bytes(tensor))
+        found.update(host_bytes(tensor))
     return found.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # One block ----------------------------------------------------------------------------------------
@@ -324,8 +319,10 @@ class _Block:
         """Call ``see`` with a layer's name and its input whenever one of them is called."""
         with ExitStack() as stack:
             for name in names:
-                module = self._layers[name]
-                stack.callback(module.register_forward_pre_hook(partial(_pass_input, see, name)).remove)
+                hook = self._layers[name].register_forward_pre_hook(
+                    lambda _, args, name=name: see(name, args[0])
+                )
+                stack.callback(hook.remove)
             yield
 
     def _groups(self) -> list[list[str]]:
@@ -392,7 +389,7 @@ class _Block:
         metadata = {_RUN_KEY: run, _ERRORS_KEY: json.dumps(errors)}
         with SafetensorsWriter(file, self._infos(), metadata) as writer:
             for name in self._layers:
-                writer.write(name, _bytes(self._weight(name)))
+                writer.write(name, host_bytes(self._weight(name)))
 
     def _restore(self, file: Path, run: str) -> dict[str, float]:
         """Read the pruned weights. Returns the output errors."""
@@ -407,7 +404,3 @@ class _Block:
                 weight.copy_(stored.reshape(weight.shape))
             errors: dict[str, float] = json.loads(reader.metadata[_ERRORS_KEY])
             return errors
-
-
-def _pass_input(see: Callable[[str, Tensor], None], name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-    see(name, args[0])

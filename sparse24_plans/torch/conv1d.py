@@ -14,6 +14,16 @@ def is_conv1d(module: nn.Module) -> bool:
     return home is not None and type(module) is getattr(home, "Conv1D", None)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is an nn.Linear, also of a subclass, or a Conv1D."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_swappable(module: nn.Module) -> bool:
+    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D, and no subclass."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
 def linear_of(module: Any) -> nn.Linear:
     """An nn.Linear as it stands; a Conv1D as one with the same bias, and a transposed view of its weight."""
     if isinstance(module, nn.Linear):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from ..device.tensors import HOST, Device, TensorView
+from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from ..weights.packed_layouts import layout_of
@@ -43,18 +43,12 @@ def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
     return _ELEMENT_OF[dtype]
 
 
-def home_of(tensor: torch.Tensor) -> Device:
-    """The tensor's device. Raises UnsupportedError for anything but cpu and cuda."""
+def plan_device(tensor: torch.Tensor) -> int | str:
+    """The tensor's device as an argument of ``select``. Raises UnsupportedError unless it is cpu or cuda."""
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device: expected cpu or cuda, got {device}")
-    return HOST if device.type == "cpu" else Device("cuda", device.index)
-
-
-def plan_device(tensor: torch.Tensor) -> int | str:
-    """The tensor's device as an argument of ``select``."""
-    home = home_of(tensor)
-    return "host" if home == HOST else home.ordinal
+    return "host" if device.type == "cpu" else device.index
 
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -80,20 +74,11 @@ _empty_on_current: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_em
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def allocation(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """A function that makes uninitialised contiguous tensors at the least host cost."""
-    strides = _contiguous(shape)
+    strides = torch.empty(shape, device="meta").stride()
     general = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
     if device.type != "cuda" or _empty_on_current is None or _current_device is None:
         return general
@@ -123,6 +108,11 @@ def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limits = torch.iinfo(dtype)
     rounded = result.round() if result.is_floating_point() else result
     return rounded.clamp(limits.min, limits.max).to(dtype)
+
+
+def host_bytes(tensor: torch.Tensor) -> Any:
+    """The tensor's bytes as a NumPy array, in its own memory if it is contiguous and on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -191,3 +181,8 @@ def tensor_of(array: Any, element: ElementKind) -> torch.Tensor:
     signed = bits.view(f"i{element.itemsize}")  # PyTorch has few unsigned types
     dtype = torch.int16 if element is ElementKind.U16 else DTYPE_OF[element]
     return torch.utils.dlpack.from_dlpack(signed).view(dtype)
+
+
+def tensors_of(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and metadata int16 of a canonical weight, in its memory."""
+    return tensor_of(weight.values, weight.element), tensor_of(weight.metadata, ElementKind.U16)

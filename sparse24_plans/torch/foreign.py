@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..formats.convert import from_foreign, to_foreign
 from ..vocab import ElementKind
-from .elements import canonical_weight, element_of, tensor_of, weight_sizes
+from .elements import canonical_weight, element_of, tensor_of, tensors_of, weight_sizes
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
 from .prepare_ops import empty_canonical
@@ -34,10 +34,7 @@ def canonical_parts(
 ) -> tuple[Tensor, Tensor]:
     """Values [M, K/2] and metadata int16 [M, K/8], in new memory, from the parts of PyTorch's two classes.
 
-    ``shape`` is (M, K). ``capability`` is the major compute capability that cuSPARSELt compressed for.
-
-    Raises InvalidProblemError for sizes that don't fit; UnsupportedError for a blob of an unknown device;
-    FormatError for invalid metadata.
+    ``shape`` is (M, K). :func:`from_semi_structured` describes ``capability`` and the errors.
     """
     packed, element = packed.detach(), element_of(packed.dtype, "packed")
     parts: dict[str, Any] = {"packed": packed, "meta": meta}
@@ -47,9 +44,8 @@ def canonical_parts(
         name = "torch_cutlass" if meta.ndim == 2 else "torch_tile"
     options: dict[str, Any] = {} if name == "torch_cutlass" else {"shape": shape}
     with cupy_on_torch_stream(packed):
-        weight = from_foreign(name, parts, element=element, **options)
-        values = tensor_of(weight.values, element).clone()
-        return values, tensor_of(weight.metadata, ElementKind.U16).clone()
+        values, words = tensors_of(from_foreign(name, parts, element=element, **options))
+        return values.clone(), words.clone()
 
 
 def from_bitmask(compressed: Tensor, bitmask: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +53,7 @@ def from_bitmask(compressed: Tensor, bitmask: Tensor) -> tuple[Tensor, Tensor]:
     element = element_of(compressed.dtype, "compressed")
     with cupy_on_torch_stream(compressed):
         parts = {"compressed": compressed, "bitmask": bitmask}
-        weight = from_foreign("compressed_tensors", parts, element=element)
-        return tensor_of(weight.values, element), tensor_of(weight.metadata, ElementKind.U16)
+        return tensors_of(from_foreign("compressed_tensors", parts, element=element))
 
 
 def blob_format(packed: Tensor, capability: int | None) -> str:
@@ -76,8 +71,7 @@ def blob_format(packed: Tensor, capability: int | None) -> str:
 def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tensor | None]:
     """The parts ``packed`` and ``meta`` of the format ``name``, in new memory, from canonical ones.
 
-    Raises InvalidProblemError for shapes that the format can't hold; UnsupportedError for elements that it
-    can't hold; FormatError for a float32 weight that isn't 1:2, which CUTLASS wants.
+    :func:`to_semi_structured` describes the errors.
     """
     packed = packed.detach()
     element = element_of(packed.dtype, "packed")
@@ -88,9 +82,6 @@ def foreign_parts(name: str, packed: Tensor, meta: Tensor) -> tuple[Tensor, Tens
             return values, None
         kind = ElementKind.I32 if words.dtype.itemsize == 4 else ElementKind.U16
         return values, tensor_of(words.view("i4" if words.dtype.itemsize == 4 else "u2"), kind).clone()
-
-
-# The ops ------------------------------------------------------------------------------------------
 
 
 def _from_cutlass(packed: Tensor, meta: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:

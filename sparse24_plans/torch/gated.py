@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,17 +74,16 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     if not isinstance(how, Sparse24Recipe) or how.activation != "none":
         raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")
     owners = owners_of(model)
-    return {name: _fused(model, name, block, how, owners) for name, block in list(_blocks(model))}
+    blocks = {
+        name: block
+        for name, block in model.named_modules()
+        if name and any(all(hasattr(block, one) for one in form) for form in _FORMS)
+    }
+    return {name: _fused(model, name, block, how, owners) for name, block in blocks.items()}
 
 
 _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
 """Attributes that make a module a block."""
-
-
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if name and any(all(hasattr(module, one) for one in form) for form in _FORMS):
-            yield name, module
 
 
 def _fused(
@@ -150,9 +149,7 @@ def _parts_of(block: nn.Module) -> tuple[str, ...]:
 
 def _put(model: nn.Module, name: str, block: Sparse24GatedMLP) -> None:
     """Replace a block."""
-    parent, _, own = name.rpartition(".")
-    home = model.get_submodule(parent)
-    setattr(home, own, block.train(getattr(home, own).training))
+    model.set_submodule(name, block.train(model.get_submodule(name).training))
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
@@ -203,14 +200,11 @@ def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
     x = x.to(whole.weight.device, whole.weight.dtype)
     wanted, found = _given(fused, x, "down_proj"), _given(block, x, "block")
     if type(found) is not Tensor or found.shape != wanted.shape:
-        raise InvalidProblemError(f"block: expected a tensor {list(wanted.shape)}, got {_told(found)}")
+        got = f"one {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidProblemError(f"block: expected a tensor {list(wanted.shape)}, got {got}")
     error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     most = max(4 * torch.finfo(x.dtype).eps, _TF32)
     if not error <= most:
         raise InvalidProblemError(
             f"block: expected it to give down(act(gate(x)) * up(x)), got a relative error of {error:.2g}"
         )
-
-
-def _told(found: Any) -> str:
-    return f"one {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

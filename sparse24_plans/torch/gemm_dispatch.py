@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def sizes(call: Call) -> tuple[int, int]:
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
-        _check_scale(call.scale_x, _product(call.x.shape[:-1]), "scale_x")
+        _check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
     if call.scale_w is not None:
         _check_scale(call.scale_w, m, "scale_w")
     for name in ("weight", "bias", "scale_x", "scale_w"):
@@ -235,7 +236,7 @@ class CheckedProduct(CheckedCall):
 def _rows(x: Tensor) -> Tensor | None:
     """x as [n, width] with contiguous rows, without a copy; None if only a copy can be."""
     width = x.shape[-1]
-    n = x.numel() // width if width else _product(x.shape[:-1])
+    n = x.numel() // width if width else math.prod(x.shape[:-1])
     if not x.numel():  # strides without an element mean nothing
         return x.new_empty(n, width)
     try:
@@ -245,13 +246,6 @@ def _rows(x: Tensor) -> Tensor | None:
     if (n > 1 and rows.stride(0) < width) or (width > 1 and rows.stride(1) != 1):
         return None
     return rows
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _aligned(x: Tensor, in_columns: bool = False) -> Tensor:
@@ -366,7 +360,7 @@ def linear_call(
     return Call(x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference)
 
 
-def linear_out(
+def linear_out_call(
     x: Tensor,
     weight: Tensor,
     meta: Tensor | None,
@@ -375,8 +369,12 @@ def linear_out(
     m: int | None = None,
     activation: str = "none",
     preference: str = "",
-) -> None:
-    run(linear_call(x, weight, meta, bias, m, activation, out.dtype, preference), out)
+) -> Call:
+    return linear_call(x, weight, meta, bias, m, activation, out.dtype, preference)
+
+
+def linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
+    run(linear_out_call(x, weight, meta, bias, out, *options), out)
 
 
 def scaled_call(
@@ -440,11 +438,12 @@ def mm_call(
     weight: Tensor,
     meta: Tensor | None,
     b: Tensor,
-    m: int | None,
-    out_dtype: torch.dtype | None,
-    preference: str,
+    m: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    preference: str = "",
+    may_transpose: bool = False,
 ) -> Call:
-    """Raises InvalidProblemError if b isn't a matrix."""
+    """Raises InvalidProblemError if b isn't a matrix. The result doesn't depend on ``may_transpose``."""
     if b.dim() != 2:
         raise InvalidProblemError(f"b: expected a matrix [K, N], got {list(b.shape)}")
     return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)

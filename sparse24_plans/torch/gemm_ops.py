@@ -15,27 +15,24 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from . import activations, gemm_dispatch
-from .gemm_dispatch import Call, dgrad_call, fake_result, linear_call, mm_call, product_of, scaled_call
+from .gemm_dispatch import (
+    Call,
+    dgrad_call,
+    fake_result,
+    linear_call,
+    linear_out_call,
+    mm_call,
+    product_of,
+    scaled_call,
+)
 from .library import define
 from .prepare_ops import kept_values
 
 _ops: Any = torch.ops.sparse24
 
 
-# Fakes --------------------------------------------------------------------------------------------
-
-
-def _fake_linear_out(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    m: int | None = None,
-    activation: str = "none",
-    preference: str = "",
-) -> None:
-    wanted = fake_result(linear_call(x, weight, meta, bias, m, activation, out.dtype, preference))
+def _fake_linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
+    wanted = fake_result(linear_out_call(x, weight, meta, bias, out, *options))
     if out.shape != wanted.shape:
         raise InvalidProblemError(f"out: expected {list(wanted.shape)}, got {list(out.shape)}")
 
@@ -45,21 +42,6 @@ def _fake_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
         return fake_result(call(*args, **kwargs))
 
     return fake
-
-
-def _fake_mm(
-    weight: Tensor,
-    meta: Tensor | None,
-    b: Tensor,
-    m: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    may_transpose: bool = False,
-) -> Tensor:
-    return fake_result(mm_call(weight, meta, b, m, out_dtype, preference))
-
-
-# Gradients ----------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -131,9 +113,6 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dw, None, db, None, None, None, None
 
 
-# Autocast -----------------------------------------------------------------------------------------
-
-
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     """The tensor as autocast converts it: only floating point of 16 bits or more changes."""
     is_float = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
@@ -189,8 +168,6 @@ def _mm_autocast(
     return (weight, meta, b, *args), kwargs
 
 
-# The ops ------------------------------------------------------------------------------------------
-
 _OPTIONS = 'str activation="none", ScalarType? out_dtype=None, str preference=""'
 
 define(
@@ -230,7 +207,7 @@ define(
     "mm(Tensor weight, Tensor? meta, Tensor b, SymInt? m=None, ScalarType? out_dtype=None, "
     'str preference="", bool may_transpose=False) -> Tensor',
     gemm_dispatch.mm,
-    _fake_mm,
+    _fake_of(mm_call),
     backward=_mm_backward,
     setup_context=_mm_context,
     autocast=_mm_autocast,

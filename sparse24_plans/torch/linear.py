@@ -100,7 +100,8 @@ class Sparse24Linear(nn.Module):
         self._check_out_dtype(out_dtype, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
-        self.preference = _preference(preference, require)
+        wishes = PlanPreference.of(preference)
+        self.preference = wishes if require is None else wishes.model_copy(update={"require": require})
         self._padding = -in_features % self._K_STEP
         self.k = k = in_features + self._padding
         """Columns of W with its padding."""
@@ -256,12 +257,14 @@ class Sparse24Linear(nn.Module):
         """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
             values, meta = self.canonical()
-            dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
+            dense = self._scaled(_ops.decompress(values.detach(), meta)[:, : self.in_features])
             if not is_gated(self.activation):
                 return dense
-            found = torch.empty_like(dense)
-            found[row_order(self.activation, len(dense), dense.device)] = dense
-        return found
+            return dense[row_order(self.activation, len(dense), dense.device).argsort()]
+
+    def _scaled(self, dense: Tensor) -> Tensor:
+        """What the stored numbers stand for."""
+        return dense
 
     def _settle(self) -> None:
         """Change to the form that suits the device."""
@@ -325,16 +328,8 @@ class Sparse24Linear(nn.Module):
         """The part of a state_dict's tensor that replaces ``own``."""
         return given
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+        local_metadata, strict, missing_keys, unexpected_keys, error_msgs = about
         wanted = [VALUES_KEY, META_KEY] + ["bias"] * (self.bias is not None)
         if prefix + "weight" in state_dict and prefix + VALUES_KEY not in state_dict:
             error_msgs.append(
@@ -410,16 +405,19 @@ class Sparse24Linear(nn.Module):
 
         Raises UnsupportedError or BackendUnavailableError if no kernel can serve.
         """
-        weight = self._weight
-        descriptor = GemmSparse24Descriptor(
-            n=n,
-            m=self._shape[0],
-            k=self._shape[1],
-            element=element_of(weight.dtype, "weight"),
-            epilogue=epilogue_of(self.activation, self.bias is not None, gates=True),
-            out_element=element_of(self.out_dtype or weight.dtype, "out_dtype"),
+        weight, (m, k) = self._weight, self._shape
+        fields = {"n": n, "m": m, "k": k, "element": element_of(weight.dtype, "weight"), **self._problem(n)}
+        device = plan_device(weight)
+        return GemmSparse24Plan.select(
+            GemmSparse24Descriptor(**fields), preference=self.preference, device=device
         )
-        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+
+    def _problem(self, n: int) -> dict[str, Any]:
+        """The descriptor's fields besides its sizes and element."""
+        return {
+            "epilogue": epilogue_of(self.activation, self.bias is not None, gates=True),
+            "out_element": element_of(self.out_dtype or self._weight.dtype, "out_dtype"),
+        }
 
     def extra_repr(self) -> str:
         weight = self._weight
@@ -452,13 +450,6 @@ def words_of(metadata: Any) -> Tensor:
 
 def _bytes_of(meta: Tensor) -> Tensor:
     return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
-
-
-def _preference(preference: PreferenceLike, require: RequirementLike) -> PlanPreference:
-    wishes = PlanPreference.of(preference)
-    if require is None:
-        return wishes
-    return wishes.model_copy(update={"require": require})
 
 
 def check_metadata(values: Tensor, meta: Tensor) -> None:

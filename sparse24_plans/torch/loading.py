@@ -15,11 +15,10 @@ from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.selection import Selection
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind
 from .activations import is_gated, row_order, rows_of
 from .checkpoint_names import conversions_of, place_of, placed
-from .conv1d import is_conv1d, linear_of
-from .elements import DTYPE_OF, tensor_of
+from .conv1d import is_conv1d, is_swappable, linear_of
+from .elements import DTYPE_OF, tensors_of
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
@@ -81,9 +80,7 @@ class Source:
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
         """Values and metadata of a compressed weight."""
-        weight = self._format.read(self.reader, self.weights[name])
-        values = tensor_of(weight.values, weight.element)
-        return values, tensor_of(weight.metadata, ElementKind.U16)
+        return tensors_of(self._format.read(self.reader, self.weights[name]))
 
     def tensor(self, name: str) -> Tensor:
         """A tensor or compressed weight as a dense tensor."""
@@ -197,28 +194,19 @@ class Load:
                 about = {**saved.get(place, SavedLayer()).options, **options}
                 swapped[place] = self._layer_for(name, module, about)
         for place, layer in swapped.items():
-            parent, _, own = place.rpartition(".")
-            setattr(self._model.get_submodule(parent), own, layer)
+            self._model.set_submodule(place, layer)
 
     def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
         """The layer of zeros that a weight is loaded into."""
         source, scales = self._source, self._source.scales(name)
         if not scales:
             return sparse_like(module, options)
-        linear = linear_of(module)
-        layer = Sparse24QuantizedLinear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            dtype=DTYPE_OF[source.weights[name].element],
-            scales="tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
-            static_input=len(scales) > 1,
-            device=linear.weight.device,
-            **options,
-        )
-        layer.transposed = is_conv1d(module)
-        layer.train(linear.training)
-        return layer
+        quantized = {
+            "dtype": DTYPE_OF[source.weights[name].element],
+            "scales": "tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
+            "static_input": len(scales) > 1,
+        }
+        return sparse_like(module, {**quantized, **options}, kind=Sparse24QuantizedLinear)
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -264,11 +252,6 @@ class Load:
             fuse_blocks(self._model, self._source.form, options)
 
 
-def is_swappable(module: nn.Module) -> bool:
-    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D."""
-    return type(module) is nn.Linear or is_conv1d(module)
-
-
 def check_orientation(weight: Layer, module: Any) -> None:
     """Raise InvalidProblemError for a weight along whose outputs 2:4 goes, as the module holds it."""
     holds = is_conv1d(module) or getattr(module, "transposed", False)
@@ -287,17 +270,11 @@ def sizes_of(module: Any) -> tuple[int, int]:
     return linear.out_features, linear.in_features + -linear.in_features % 8
 
 
-def sparse_like(module: Any, options: Mapping[str, Any], device: Any = None) -> Sparse24Linear:
-    """A Sparse24Linear of zeros in place of an nn.Linear or a Conv1D, by default on the same device."""
+def sparse_like(module: Any, options: Mapping[str, Any], kind: Any = Sparse24Linear) -> Sparse24Linear:
+    """A layer of zeros in place of an nn.Linear or a Conv1D, by default on its device and of its dtype."""
     linear = linear_of(module)
-    layer = Sparse24Linear(
-        linear.in_features,
-        linear.out_features,
-        linear.bias is not None,
-        device=linear.weight.device if device is None else device,
-        dtype=linear.weight.dtype,
-        **options,
-    )
+    options = {"device": linear.weight.device, "dtype": linear.weight.dtype, **options}
+    layer: Sparse24Linear = kind(linear.in_features, linear.out_features, linear.bias is not None, **options)
     layer.transposed = is_conv1d(module)
     layer.train(linear.training)
     return layer

@@ -21,9 +21,10 @@ from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from .checkpoint_names import is_transformers_model
-from .linear import PreferenceLike, RequirementLike
+from .elements import host_bytes
+from .linear import PreferenceLike, RequirementLike, Sparse24Linear
 from .loading import DTYPES_BY_NAME, Load, Source
-from .saved_form import form_of, saved_state, sparse_layers
+from .saved_form import form_of, modules_of, saved_state
 
 _STEM = "model"
 _MAX_SHARD_BYTES = 50 * 10**9
@@ -94,7 +95,9 @@ def load_sparse24(
     if callable(tie):
         tie()
     return LoadReport(
-        tuple(name for name, _ in sparse_layers(model)), tuple(load.dense), tuple(load.unexpected)
+        tuple(name for name, _ in modules_of(model, Sparse24Linear)),
+        tuple(load.dense),
+        tuple(load.unexpected),
     )
 
 
@@ -120,7 +123,7 @@ def save_sparse24(model: nn.Module, destination: StrPath, *, max_shard_bytes: in
     UnsupportedError for weights of 8 bits, tensors cut over ranks, and types that safetensors lacks;
     BackendUnavailableError for a model of transformers before 5.8; StorageError.
     """
-    if not isinstance(model, nn.Module) or next(sparse_layers(model), None) is None:
+    if not isinstance(model, nn.Module) or next(modules_of(model, Sparse24Linear), None) is None:
         raise InvalidProblemError(
             f"model: expected a module with 2:4 layers, which to_sparse24 makes, got a {type(model).__name__}"
         )
@@ -160,8 +163,7 @@ def _write(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
     for file, infos in files.items():
         with SafetensorsWriter(folder / file, infos, metadata) as writer:
             for info in infos:
-                flat = tensors[info.name].detach().cpu().contiguous().reshape(-1)
-                writer.write(info.name, flat.view(torch.uint8).numpy())
+                writer.write(info.name, host_bytes(tensors[info.name]))
     if len(files) > 1:
         write_index(folder / f"{_STEM}{INDEX_SUFFIX}", files)
     write_json(folder / CONFIG_NAME, {CONFIG_KEY: form_of(model).dumped()})

@@ -15,7 +15,7 @@ from ..gemm.plan import GemmSparse24Plan
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
 from ..weights.packed_layouts import layout_of
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.weight import PackedWeight
 from .elements import canonical_weight, current_stream, element_of, packed_weight
 
 
@@ -27,12 +27,8 @@ class _Copy(NamedTuple):
     packed: PackedWeight
 
 
-class _Copies(NamedTuple):
-    of: weakref.ref[torch.Tensor]
-    by_layout: dict[str, _Copy]
-
-
-_kept: dict[int, _Copies] = {}
+_kept: dict[int, dict[str, _Copy]] = {}
+"""The copies of each living weight by its id and by their layouts."""
 _version_of = attrgetter("_version")  # PyTorch increments it with every write in place
 
 
@@ -59,31 +55,20 @@ def converted(
     """
     layout = plan.sku.layout
     made_of = _state(weight) + (() if meta is None else _state(meta))
-    kept = _kept.get(id(weight))
-    if kept is not None and kept.of() is weight:
-        copy = kept.by_layout.get(layout)
-        if copy is not None and copy.made_of == made_of:
-            return copy.packed
-    else:
-        kept = _keep(weight)
+    copies = _kept.get(id(weight))
+    if copies is None:
+        copies = _kept[id(weight)] = {}
+        weakref.finalize(weight, _kept.pop, id(weight), None).atexit = False
+    copy = copies.get(layout)
+    if copy is not None and copy.made_of == made_of:
+        return copy.packed
     packed = _convert(plan, weight, meta, m, k)
-    kept.by_layout[layout] = _Copy(made_of, packed)
+    copies[layout] = _Copy(made_of, packed)
     return packed
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
-
-
-def _keep(weight: torch.Tensor) -> _Copies:
-    key = id(weight)
-
-    def forget(_: Any) -> None:
-        _kept.pop(key, None)
-
-    copies = _Copies(weakref.ref(weight, forget), {})
-    _kept[key] = copies
-    return copies
 
 
 def _convert(
@@ -95,11 +80,11 @@ def _convert(
             "before it, or pass a weight that torch.ops.sparse24.pack has made"
         )
     with cupy_on_torch_stream(weight):
-        whole: Sparse24Weight
-        if meta is None:
-            whole = packing.unpack(packed_weight(weight, m, k))
-        else:
-            whole = canonical_weight(weight, meta)
+        whole = (
+            canonical_weight(weight, meta)
+            if meta is not None
+            else packing.unpack(packed_weight(weight, m, k))
+        )
         packed = plan.pack(whole)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()  # any stream may read it afterwards

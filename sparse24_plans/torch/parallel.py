@@ -1,10 +1,8 @@
 """Sparse24Linear over several devices: two styles for ``parallelize_module`` on torch.distributed.
 
-A column-parallel layer has rows of W (out features) on each rank and sums nothing over ranks. A row-parallel
-layer has columns of W (in features): each rank's product is a float32 sum over its columns. The ranks' sums
-are added in float32 pair by pair, neighbours first, then come bias, activation and one rounding. This order
-doesn't depend on the collective's algorithm. Each rank adds up and rounds a share of a large result, which
-moves the fewest bytes. docs/pytorch.md says when the bits are those of one device.
+The order in which a row-parallel layer adds up the ranks' sums doesn't depend on the collective's algorithm.
+Each rank adds up and rounds a share of a large result, which moves the fewest bytes. docs/pytorch.md says
+when the bits are those of one device.
 """
 
 from __future__ import annotations
@@ -19,21 +17,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import InvalidProblemError, UnsupportedError
-from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, integer
 from ..weights.packed_layouts import TILE_M
 from .activations import FORWARD, check_rows, is_gated
-from .elements import element_of, plan_device
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
 
 _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8
 _LARGE = 1 << 22
 """Number of results beyond which sums in shares save more time than their extra collective costs."""
-
-
-# The layers -----------------------------------------------------------------------------------------
 
 
 class _ShardedLinear(Sparse24Linear):
@@ -207,14 +199,9 @@ class RowwiseSparse24Linear(_ShardedLinear):
             return local
         return local.chunk(self._mesh.size())[self._mesh.get_local_rank()]
 
-    def plan(self, n: int = 1) -> GemmSparse24Plan:
-        """The plan of one part of K for ``n`` tokens."""
-        weight = self._weight
-        element = element_of(weight.dtype, "weight")
-        descriptor = GemmSparse24Descriptor(
-            n=n, m=self.out_features, k=self._shape[1], element=element, out_element=ElementKind.F32
-        )
-        return GemmSparse24Plan.select(descriptor, preference=self.preference, device=plan_device(weight))
+    def _problem(self, n: int) -> dict[str, Any]:
+        """The fields of the product of one part of K."""
+        return {"m": self.out_features, "out_element": ElementKind.F32}
 
 
 def _tensor(value: Any) -> Tensor:
@@ -299,9 +286,6 @@ def _scattered(parts: Tensor, mesh: DeviceMesh) -> Tensor:
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts.contiguous(), group=mesh.get_group())
     return summed_in_pairs(list(found.unbind()))
-
-
-# The styles -----------------------------------------------------------------------------------------
 
 
 class _Style(ParallelStyle):

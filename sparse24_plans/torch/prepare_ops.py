@@ -83,9 +83,6 @@ def _empty_dense(dense: Tensor) -> Tensor:
     return torch.empty_like(dense, memory_format=torch.contiguous_format)
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 def _run(plan: Any, args: Any, tensor: Tensor, *, check: bool = False) -> None:
     """Run on PyTorch's current stream of the tensor's device. ``check`` waits and raises what was found."""
     stream = stream_argument(tensor)
@@ -177,9 +174,6 @@ def kept_values(dense: Tensor, meta: Tensor) -> Tensor:
     return dense.reshape(m, k // 4, 4).gather(2, positions).reshape(m, k // 2)
 
 
-# Fakes --------------------------------------------------------------------------------------------
-
-
 def _fake_prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
     _check(prepare_plans.PruneSparse24Plan, _ranked_fields(dense, scores))
     return _empty_dense(dense)
@@ -211,9 +205,6 @@ def _fake_tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Ten
 def _fake_apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
     _check(prepare_plans.MaskSparse24Plan, _mask_fields(dense, mask))
     return _empty_dense(dense)
-
-
-# Gradients ----------------------------------------------------------------------------------------
 
 
 def _prune_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -264,8 +255,6 @@ def _mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (mask,) = ctx.saved_tensors
     return _ops.apply_mask(grad.contiguous(), mask), None
 
-
-# The ops ------------------------------------------------------------------------------------------
 
 define(
     "prune(Tensor dense, Tensor? scores=None) -> Tensor",

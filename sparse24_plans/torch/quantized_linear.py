@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidProblemError, UnsupportedError
-from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, ScaleKind
 from ..weights import quantize as quantize_weights
-from .activations import epilogue_of, is_gated, row_order
-from .elements import DTYPE_OF, element_of, plan_device
+from .elements import DTYPE_OF, element_of
 from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
 
 _ops: Any = torch.ops.sparse24
@@ -57,7 +54,8 @@ class Sparse24QuantizedLinear(Sparse24Linear):
     scaled and biased in float32. The result has x's dtype unless ``out_dtype`` is given. Scales and bias stay
     float32, and ``to`` changes the device alone. The ``state_dict`` has ``weight.values24`` and
     ``weight.meta24``, ``weight_scale`` (float32 [M, 1] or [1]), ``input_scale`` ([1], if it is given) and
-    ``bias``. The layer has no gradients. A new layer is zero.
+    ``bias``. ``dense_weight`` is float32, and ``plan`` is for x in bfloat16. The layer has no gradients. A
+    new layer is zero.
 
     Parameters
     ----------
@@ -151,19 +149,8 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         wide = nn.functional.pad(values.view(torch.int8), (0, 4 * columns))
         return wide.view(values.dtype), words
 
-    def dense_weight(self) -> Tensor:
-        """The dense W [out_features, in_features] in float32, its rows in the order of ``from_linear``."""
-        with torch.no_grad():
-            values, meta = self.canonical()
-            dense: Tensor = _ops.decompress(values.detach(), meta)[:, : self.in_features]
-            scaled = dense.float() * self.weight_scale
-        if not is_gated(self.activation):
-            return scaled
-        found = torch.empty_like(scaled)
-        found[row_order(self.activation, len(scaled), scaled.device)] = scaled
-        return found
-
-    # Forms ------------------------------------------------------------------------------------------
+    def _scaled(self, dense: Tensor) -> Tensor:
+        return dense.float() * self.weight_scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24QuantizedLinear:
         def moved(tensor: Tensor) -> Tensor:
@@ -185,8 +172,6 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         held = {WEIGHT_SCALE: self.weight_scale, INPUT_SCALE: self.input_scale}
         return {name: scale for name, scale in held.items() if scale is not None}
 
-    # State ------------------------------------------------------------------------------------------
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, scale in self._scales().items():
@@ -197,20 +182,11 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             raise InvalidProblemError(f"{key}: expected {own.dtype}, got {given.dtype}")
         return given
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+        _, strict, missing_keys, _, error_msgs = about
         scales = self._scales()
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in scales}
-        lists = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, *lists)
+        super()._load_from_state_dict(rest, prefix, *about)
         for name, own in scales.items():
             given = state_dict.get(prefix + name)
             if given is None:
@@ -220,8 +196,6 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             else:
                 found = given.detach().float().reshape(own.shape)
                 setattr(self, name, found if own.is_meta else found.to(own.device))
-
-    # Use ----------------------------------------------------------------------------------------------
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.
@@ -250,23 +224,15 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         )  # fmt: skip
         return y
 
-    def plan(self, n: int = 1) -> GemmSparse24Plan:
-        """The plan for ``n`` tokens of bfloat16 on the layer's device. Raises as Sparse24Linear's does."""
-        one = self.weight_scale.numel() == 1
-        descriptor = GemmSparse24Descriptor(
-            n=n,
-            m=self._shape[0],
-            k=self._shape[1],
-            element=element_of(self._weight.dtype, "weight"),
-            epilogue=epilogue_of(self.activation, self.bias is not None, gates=True),
-            out_element=element_of(self.out_dtype or torch.bfloat16, "out_dtype"),
-            bias_element=ElementKind.F32,
-            scale_x=ScaleKind.TENSOR if n == 1 or self.input_scale is not None else ScaleKind.ROW,
-            scale_w=ScaleKind.TENSOR if one else ScaleKind.ROW,
-        )
-        return GemmSparse24Plan.select(
-            descriptor, preference=self.preference, device=plan_device(self._weight)
-        )
+    def _problem(self, n: int) -> dict[str, Any]:
+        """The descriptor's fields for x in bfloat16."""
+        return {
+            **super()._problem(n),
+            "out_element": element_of(self.out_dtype or torch.bfloat16, "out_dtype"),
+            "bias_element": ElementKind.F32,
+            "scale_x": ScaleKind.TENSOR if n == 1 or self.input_scale is not None else ScaleKind.ROW,
+            "scale_w": ScaleKind.TENSOR if self.weight_scale.numel() == 1 else ScaleKind.ROW,
+        }
 
 
 def _checked_scale(scale: float | None) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from .activations import is_gated, row_order, rows_of
 from .elements import element_of
 from .gated import Sparse24GatedMLP
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+
+Kind = TypeVar("Kind", bound=nn.Module)
+_SUFFIX = VALUES_KEY.removeprefix("weight")
 
 
 class SavedLayer(Model):
@@ -65,20 +68,19 @@ def form_in(config: Mapping[str, Any] | None) -> SavedForm | None:
 
 def form_of(model: nn.Module) -> SavedForm:
     """The entry that a model is saved with."""
-    blocks = {name: _saved(block.gate_up_proj) for name, block in _gated_blocks(model)}
+    blocks = {name: _saved(one.gate_up_proj) for name, one in modules_of(model, Sparse24GatedMLP)}
     inside = {f"{name}.gate_up_proj" for name in blocks}
-    layers = {name: _saved(layer) for name, layer in sparse_layers(model) if name not in inside}
+    sparse = modules_of(model, Sparse24Linear)
+    layers = {name: _saved(layer) for name, layer in sparse if name not in inside}
     default = SavedLayer()
     return SavedForm(
         layers={name: layer for name, layer in layers.items() if layer != default}, gated_blocks=blocks
     )
 
 
-def sparse_layers(model: nn.Module) -> Iterator[tuple[str, Sparse24Linear]]:
-    """The model's 2:4 layers with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, Sparse24Linear):
-            yield name, module
+def modules_of(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+    """The model's modules of a class, with their names."""
+    return ((name, one) for name, one in model.named_modules() if isinstance(one, kind))
 
 
 def saved_state(
@@ -90,13 +92,13 @@ def saved_state(
     for tensors without data, UnsupportedError for weights of 8 bits and tensors cut over ranks.
     """
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
-    for name, layer in sparse_layers(model):
+    for name, layer in modules_of(model, Sparse24Linear):
         if is_gated(layer.activation):
             for key in (VALUES_KEY, META_KEY, "bias"):
                 if (full := f"{name}.{key}") in tensors:
                     order = row_order(layer.activation, layer.out_features, tensors[full].device)
                     tensors[full] = rows_of(tensors[full], order.argsort())
-    for name, block in _gated_blocks(model):
+    for name, block in modules_of(model, Sparse24GatedMLP):
         for key in (VALUES_KEY, META_KEY, "bias"):
             whole = tensors.pop(f"{name}.gate_up_proj.{key}", None)
             if whole is not None:
@@ -112,8 +114,14 @@ def saved_state(
             )
         if name.endswith(VALUES_KEY) and tensor.dtype not in DTYPES:
             raise UnsupportedError(f"{name}: expected float32, float16 or bfloat16, got {tensor.dtype}")
-    turned = {f"{name}.weight" for name, layer in sparse_layers(model) if layer.transposed}
-    return tensors, [_described(name, tensors, turned) for name in _weights(tensors)]
+    turned = {f"{name}.weight" for name, layer in modules_of(model, Sparse24Linear) if layer.transposed}
+    layers = []
+    for key, values in tensors.items():
+        if key.endswith(VALUES_KEY):
+            name, (m, half) = key.removesuffix(_SUFFIX), values.shape
+            element = element_of(values.dtype, name)
+            layers.append(Layer(name, m, 2 * half, element, (), transposed=name in turned))
+    return tensors, layers
 
 
 class _PartsOnHost(OrderedDict[str, Tensor]):
@@ -127,18 +135,6 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
         super().__setitem__(key, tensor.cpu() if is_part and tensor.is_cuda else tensor)
 
 
-def _weights(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the compressed weights among the tensors."""
-    suffix = VALUES_KEY.removeprefix("weight")
-    return [name.removesuffix(suffix) for name in tensors if name.endswith(VALUES_KEY)]
-
-
-def _described(name: str, tensors: Mapping[str, Tensor], turned: set[str]) -> Layer:
-    values = tensors[name.removesuffix("weight") + VALUES_KEY]
-    m, half = values.shape
-    return Layer(name, m, 2 * half, element_of(values.dtype, name), (), transposed=name in turned)
-
-
 def _saved(layer: Sparse24Linear) -> SavedLayer:
     """What a layer has besides its weight. A dtype of results that is the weight's goes without saying."""
     wide = layer.out_dtype == torch.float32 != layer.weight.dtype
@@ -147,9 +143,3 @@ def _saved(layer: Sparse24Linear) -> SavedLayer:
         out_dtype="float32" if wide else None,
         preference=layer.preference,
     )
-
-
-def _gated_blocks(model: nn.Module) -> Iterator[tuple[str, Sparse24GatedMLP]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Sparse24GatedMLP):
-            yield name, module

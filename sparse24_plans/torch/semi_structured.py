@@ -7,8 +7,7 @@ calls these functions, thus work on devices that CUTLASS's kernels refuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -236,15 +235,6 @@ class _CuttingSparse24Tensor(Sparse24Tensor):
         return Sparse24Tensor.from_dense(matrix, alg_id)
 
 
-@contextmanager
-def _restoring(before: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
 def use_as_default(*, functions: bool = False, cut: bool = False) -> Any:
     """Let ``torch.sparse.to_sparse_semi_structured`` return a Sparse24Tensor on any device.
 
@@ -266,7 +256,8 @@ def use_as_default(*, functions: bool = False, cut: bool = False) -> Any:
     ours: list[tuple[Any, str, Any]] = [(torch.sparse, name, kind) for name in _CLASSES]
     if functions:
         ours += [(torch, name, function) for name, function in FUNCTIONS.items()]
-    before = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    restoring = ExitStack()
     for module, name, value in ours:
+        restoring.callback(setattr, module, name, getattr(module, name))
         setattr(module, name, value)
-    return _restoring(before)
+    return restoring

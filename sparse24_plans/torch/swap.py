@@ -18,7 +18,7 @@ from ..checkpoints.selection import check_callback, dense_lines, patterns_of, re
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import TileRule
 from .activations import check_activation, check_rows
-from .conv1d import is_conv1d, linear_of
+from .conv1d import is_conv1d, is_linear, is_swappable, linear_of
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 
@@ -58,10 +58,8 @@ class Sparse24Recipe:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
         scored = self.scores is not None and not _is_sparse(linear.weight.detach())
-        kind: Any = Sparse24Linear
-        quantized: dict[str, torch.dtype] = {}
-        if self.weight_dtype is not None:
-            kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
+        quantized = {} if self.weight_dtype is None else {"dtype": self.weight_dtype}
+        kind: Any = Sparse24QuantizedLinear if quantized else Sparse24Linear
         layer: Sparse24Linear = kind.from_linear(
             linear,
             method=self.method,
@@ -198,7 +196,7 @@ def to_sparse24(
     Raises InvalidProblemError for a wrong model, pattern or recipe, and before anything is swapped for an
     included layer that can't be swapped.
     """
-    if not isinstance(model, nn.Module) or _is_linear(model):
+    if not isinstance(model, nn.Module) or is_linear(model):
         raise InvalidProblemError(
             f"model: expected a module that holds linear layers, got {type(model).__name__}"
         )
@@ -214,8 +212,7 @@ def to_sparse24(
                 choice.skipped[name] = str(error)
             else:
                 layers.append(_entry(name, linear_of(module), swapped))
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, swapped)
+                model.set_submodule(name, swapped)
             advance()
     done = {layer.name for layer in layers}
     left = [
@@ -265,10 +262,6 @@ def _reason_beside(module: nn.Module, name: str, parameter: Tensor) -> str:
     return f"a parameter of a {type(module).__name__}, which is no linear layer"
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
 def _is_sparse(weight: Tensor) -> bool:
     """Whether a weight [M, K] is 2:4 already; not known, so false, on the meta device."""
     if weight.is_meta:
@@ -283,7 +276,7 @@ class Choice:
     def __init__(
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
     ) -> None:
-        linears = {name: m for name, m in model.named_modules() if _is_linear(m)}
+        linears = {name: m for name, m in model.named_modules() if is_linear(m)}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
         for argument, patterns in (("include", include), ("exclude", exclude)):
             for pattern in patterns:
@@ -342,7 +335,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
     """Why a layer can't be swapped, or None. ``owners`` are the model's, from :func:`owners_of`."""
-    if type(module) is not nn.Linear and not is_conv1d(module):
+    if not is_swappable(module):
         return f"it is a {type(module).__module__}.{type(module).__name__}, not an nn.Linear"
     weight: Any = module.weight
     if type(weight) not in (nn.Parameter, Tensor):

@@ -42,7 +42,7 @@ class ShapeConstraints(NamedTuple):
 
 
 _ANY_ROWS = ShapeConstraints(1, 8, 1, 1)
-_FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 PARTS = ("packed", "meta", "packed_t", "meta_t", "compressed_swizzled_bitmask")
 TILE_ALGORITHMS = {
     "": TileRule.GREEDY_VALUE,
@@ -74,7 +74,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
 
     BACKEND = "sparse24"
     _DTYPE_SHAPE_CONSTRAINTS: Any = dict.fromkeys(
-        (torch.float32, torch.float16, torch.bfloat16, torch.int8, _FP8), _ANY_ROWS
+        (torch.float32, torch.float16, torch.bfloat16, torch.int8, FP8), _ANY_ROWS
     )
     SPARSE_DISPATCH: dict[Callable[..., Any], Callable[..., Any]]
 
@@ -112,22 +112,13 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         """A tensor of canonical parts, unchecked."""
         held = parts[0] if parts[0] is not None else parts[2]
         about = {"device": held.device, "dtype": held.dtype, "layout": held.layout}
-        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Sparse24Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, requires_grad=requires_grad, **about
         )
         for name, part in zip(PARTS, parts, strict=True):
             setattr(tensor, name, part)
         tensor.fuse_transpose_cusparselt, tensor.alg_id_cusparselt = fused, algorithm
-        made: Sparse24Tensor = tensor
-        return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={self.shape})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in PARTS if getattr(self, name) is not None]
-        about = self.shape, self.fuse_transpose_cusparselt, self.alg_id_cusparselt, self.requires_grad
-        return names, about
+        return tensor
 
     @classmethod
     def __tensor_unflatten__(
@@ -275,7 +266,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         **_: Any,
     ) -> Tensor:
         """``self @ B``; with ``should_transpose_dense`` ``B @ self^T + bias``."""
-        self._check_mm(B, bias, B.shape[-1 if should_transpose_dense else 0])
+        self._check_mm(B, bias, -1 if should_transpose_dense else 0)
         if should_transpose_dense:
             if self.packed is not None:
                 return in_dtype(_ops.linear(B, self.packed, self.meta, bias), self.dtype)
@@ -297,7 +288,8 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                 f"`SparseSemiStructuredTensor` matmul: operation is not supported on a transpose: {error}"
             ) from error
 
-    def _check_mm(self, other: Tensor, bias: Tensor | None, inner: int) -> None:
+    def _check_mm(self, other: Tensor, bias: Tensor | None, summed: int) -> None:
+        """Raise for operands that don't fit. ``summed`` is the dimension of ``other`` that is summed over."""
         name = "SparseSemiStructuredTensor"  # as PyTorch's messages have it
         if isinstance(other, SparseSemiStructuredTensor):
             raise InvalidProblemError(
@@ -313,12 +305,12 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                 "This operation is only supported when A and B have the same data type, and a bias that or "
                 "torch.float32."
             )
-        if self.dtype == _FP8:
+        if self.dtype == FP8:
             raise UnsupportedError(
                 f"`{name}` matmul: trying to do {shapes}, with A.dtype=B.dtype={self.dtype}. mm is not "
                 "supported for float8_e4m3fn, please use `torch._scaled_mm` instead."
             )
-        if inner != self.shape[1]:
+        if (inner := other.shape[summed]) != self.shape[1]:
             raise SemiStructuredProductError(
                 f"`{name}` matmul: operation is not supported, expected {self.shape[1]} summands on both "
                 f"sides, got a dense operand {list(other.shape)} with {inner}"

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
 from .prepare_ops import kept_values
-from .tensor import PARTS, SemiStructuredError, Sparse24Tensor
+from .tensor import FP8, PARTS, SemiStructuredError, Sparse24Tensor
 
 _ops: Any = torch.ops.sparse24
 _aten = torch.ops.aten
-_FP8 = torch.float8_e4m3fn
-
-
-def _tensor(value: Any) -> Tensor:
-    made: Tensor = value
-    return made
 
 
 def _parts(tensor: Sparse24Tensor) -> list[Tensor | None]:
@@ -41,20 +35,20 @@ def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **optio
 
 def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     (tensor,) = args
-    return _tensor(_part(tensor, "packed").detach())
+    return _part(tensor, "packed").detach()
 
 
 def _indices(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """Metadata in CUTLASS's layout, which PyTorch's functions of values and indices read."""
     (tensor,) = args
-    return _tensor(_ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
+    return cast(Tensor, _ops.to_cutlass(_part(tensor, "packed").detach(), _part(tensor, "meta")))
 
 
 def _part(tensor: Sparse24Tensor, name: str) -> Tensor:
     part = getattr(tensor, name)
     if part is None:
         raise UnsupportedError(f"{name}: expected a tensor that isn't a transpose; transpose it back first")
-    return _tensor(part)
+    return cast(Tensor, part)
 
 
 def _is_same_size(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
@@ -104,17 +98,13 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
 
 def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
     if isinstance(first, Sparse24Tensor):
         return first._mm(second)
-    return _tensor(second.t()._mm(first, should_transpose_dense=True))
+    return cast(Tensor, second.t()._mm(first, should_transpose_dense=True))
 
 
 def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     bias, first, second = args
-    if first.ndim != 2 or second.ndim != 2:
-        raise UnsupportedError("`SparseSemiStructuredTensor` matmul: Broadcasting is not implemented")
     if bias.ndim != 1:
         raise UnsupportedError(
             f"`SparseSemiStructuredTensor` matmul: only bias dim=1 supported. Shape={bias.shape}"
@@ -123,7 +113,7 @@ def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         raise UnsupportedError("`SparseSemiStructuredTensor` matmul: only operand B of `addmm` can be sparse")
     if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha and beta 1, got {kwargs}")
-    return _tensor(second.t()._mm(first, bias=bias, should_transpose_dense=True))
+    return cast(Tensor, second.t()._mm(first, bias=bias, should_transpose_dense=True))
 
 
 def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -141,7 +131,7 @@ def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     tensor = args[0]
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is not None and torch.device(device).type == "cpu":
-        return _tensor(func(tensor.to_dense(), **kwargs))
+        return cast(Tensor, func(tensor.to_dense(), **kwargs))
     if dtype is not None and (
         dtype not in Sparse24Tensor._DTYPE_SHAPE_CONSTRAINTS or _narrow(tensor.dtype, dtype)
     ):
@@ -183,10 +173,10 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
         )
-    if out in (None, _FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
+    if out in (None, FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
         wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
-        most = torch.finfo(_FP8).max
-        return wide.clamp(-most, most).to(_FP8)
+        most = torch.finfo(FP8).max
+        return wide.clamp(-most, most).to(FP8)
     if out not in (torch.bfloat16, torch.float16, torch.float32):
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16, float32 or "
@@ -195,10 +185,10 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     if isinstance(a, Sparse24Tensor):
         values, meta = _part(a, "packed"), _part(a, "meta")
         y = _ops.scaled_linear(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
-        return _tensor(y.t().contiguous())
+        return cast(Tensor, y.t().contiguous())
     sparse = b.t()
     values, meta = _part(sparse, "packed"), _part(sparse, "meta")
-    return _tensor(_ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
+    return cast(Tensor, _ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
 
 
 # One cell at a time ---------------------------------------------------------------------------------
@@ -226,17 +216,12 @@ def _with_values(like: Sparse24Tensor, packed: Any, packed_t: Any) -> Sparse24Te
     return _with(like, like.shape, parts)
 
 
-def _keeps_cells_of(like: Sparse24Tensor, other: Sparse24Tensor) -> bool:
-    """Whether both share their metadata, so that their values are of the same cells in the same order."""
-    return other.meta is like.meta and other.meta_t is like.meta_t
-
-
 def _at_cells_of(like: Sparse24Tensor, operand: Any, function: str) -> tuple[Any, Any]:
     """The operand's values at the kept cells of a tensor and of its transpose; a scalar as it is."""
     if not isinstance(operand, Tensor) or operand.dim() == 0:
         return operand, operand
-    if isinstance(operand, Sparse24Tensor) and _keeps_cells_of(like, operand):
-        return operand.packed, operand.packed_t
+    if isinstance(operand, Sparse24Tensor) and operand.meta is like.meta and operand.meta_t is like.meta_t:
+        return operand.packed, operand.packed_t  # of the same cells in the same order
     if operand.dtype != like.dtype or operand.device != like.device:
         raise UnsupportedError(
             f"{function}: expected {like.dtype} on {like.device}, as the sparse operand, got {operand.dtype} "
@@ -263,7 +248,7 @@ def _at_cells_of(like: Sparse24Tensor, operand: Any, function: str) -> tuple[Any
 
 def _cells(packed: Tensor, meta: Any) -> Tensor:
     """The cells that metadata names, as booleans [M, K]."""
-    return _tensor(_ops.decompress(torch.ones_like(packed), meta) != 0)
+    return cast(Tensor, _ops.decompress(torch.ones_like(packed), meta) != 0)
 
 
 def _add(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
@@ -272,7 +257,7 @@ def _add(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     if not (
         isinstance(first, Sparse24Tensor)
         and isinstance(second, Sparse24Tensor)
-        and (_keeps_cells_of(first, second) or _have_equal_metadata(first, second))
+        and _have_equal_metadata(first, second)
     ):
         raise UnsupportedError(
             "add: expected two Sparse24Tensors that keep the same cells, whose sum is 2:4; else add their "

@@ -7,22 +7,13 @@ Import it by ``from sparse24_plans.torch import blocksparse``. The ops are
 from . import attention_ops as attention_ops  # registers ops, as do the next two
 from . import conv_ops as conv_ops
 from . import matmul_ops as matmul_ops
-from .deepspeed import DeepSpeedSparseSelfAttention as DeepSpeedSparseSelfAttention
-from .deepspeed import replace_mha as replace_mha
-from .functional import attention as attention
-from .functional import conv2d as conv2d
-from .functional import matmul as matmul
-from .functional import softmax as softmax
-from .layout_buffers import Layout as Layout
-from .memory_order import BatchNorm2d as BatchNorm2d
-from .memory_order import Permute as Permute
+from .deepspeed import DeepSpeedSparseSelfAttention, replace_mha
+from .functional import attention, conv2d, matmul, softmax
+from .layout_buffers import Layout
+from .memory_order import BatchNorm2d, Permute, ReLU
 from .memory_order import PermuteFunction as _permute  # noqa: F401, N813 - Torch-Blocksparse's name
-from .memory_order import ReLU as ReLU
-from .modules import Conv2d as Conv2d
-from .modules import Linear as Linear
-from .modules import MatMul as MatMul
-from .modules import Softmax as Softmax
-from .multihead import MultiheadAttention as MultiheadAttention
+from .modules import Conv2d, Linear, MatMul, Softmax
+from .multihead import MultiheadAttention
 from .sparsity import BigBirdSparsityConfig as BigBirdSparsityConfig
 from .sparsity import BSLongformerSparsityConfig as BSLongformerSparsityConfig
 from .sparsity import DenseSparsityConfig as DenseSparsityConfig

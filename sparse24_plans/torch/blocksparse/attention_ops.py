@@ -152,9 +152,6 @@ class _Unfused:
         return torch.arange(tokens, device=lengths.device) >= lengths[:, None]
 
 
-# The ops ------------------------------------------------------------------------------------------
-
-
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = _Attention(*args, **kwargs)
     try:

@@ -48,9 +48,8 @@ def _problem(
             raise InvalidProblemError(f"{name}: expected two integers, got {list(pair)}")
     name, first = next(iter(operands.items()))
     assert first is not None
-    about = {"op": op, "element": element_of(first.dtype, name)}
-    sides = {"height": int(size[1]), "width": int(size[2])}
-    sizes, fields = {"batch": size[0]}, {**about, **sides, **walks, **more}
+    sizes, about = {"batch": size[0]}, {"op": op, "element": element_of(first.dtype, name)}
+    fields = {**about, "height": int(size[1]), "width": int(size[2]), **walks, **more}
     return Problem(BlockSparseConv2dPlan, tuple(shape), sizes, fields, preference, operands, layout)
 
 
@@ -105,9 +104,6 @@ def _dense(problem: Problem) -> Tensor:
         found = torch.nn.functional.conv2d(images["x"], dense, bias, **walk)
     result: Tensor = found.permute(0, 2, 3, 1).contiguous()
     return result
-
-
-# The convolution ------------------------------------------------------------------------------------
 
 
 def _forward(
@@ -170,6 +166,13 @@ def _filter_gradient(
 # Gradients: each op is linear in both operands, so the other two ops are its gradients ---------------
 
 
+def _gradient(ctx: Any, at: int, op: Any, one: Tensor, other: Tensor, layout: Tensor, *size: Any) -> Any:
+    """The gradient of the argument ``at``, by another of the ops; None if it isn't needed."""
+    if not ctx.needs_input_grad[at]:
+        return None
+    return op(one, other, layout, ctx.shape, *size, *ctx.walk, preference=ctx.preference)
+
+
 def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, filter, layout, ctx.shape, *ctx.walk = inputs[:8]
     bias, ctx.preference = inputs[8:]
@@ -181,16 +184,9 @@ def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _forward_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, filter, layout, bias = ctx.saved_tensors
-    dx = dfilter = d_bias = None
-    d = dy.to(ctx.dtype)
-    if ctx.needs_input_grad[0]:
-        dx = _ops.blocksparse_conv2d_input(
-            d, filter, layout, ctx.shape, ctx.size, *ctx.walk, preference=ctx.preference
-        )
-    if ctx.needs_input_grad[1]:
-        dfilter = _ops.blocksparse_conv2d_filter(
-            x, d, layout, ctx.shape, *ctx.walk, preference=ctx.preference
-        )
+    d, d_bias = dy.to(ctx.dtype), None
+    dx = _gradient(ctx, 0, _ops.blocksparse_conv2d_input, d, filter, layout, ctx.size)
+    dfilter = _gradient(ctx, 1, _ops.blocksparse_conv2d_filter, x, d, layout)
     if bias is not None and ctx.needs_input_grad[8]:
         d_bias = dy.sum((0, 1, 2)).to(bias.dtype)
     return dx, dfilter, *[None] * 6, d_bias, None
@@ -204,13 +200,8 @@ def _input_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _input_backward(ctx: Any, ddx: Tensor) -> tuple[Any, ...]:
     dy, filter, layout = ctx.saved_tensors
-    ddy = dfilter = None
-    if ctx.needs_input_grad[0]:
-        ddy = _ops.blocksparse_conv2d(ddx, filter, layout, ctx.shape, *ctx.walk, preference=ctx.preference)
-    if ctx.needs_input_grad[1]:
-        dfilter = _ops.blocksparse_conv2d_filter(
-            ddx, dy, layout, ctx.shape, *ctx.walk, preference=ctx.preference
-        )
+    ddy = _gradient(ctx, 0, _ops.blocksparse_conv2d, ddx, filter, layout)
+    dfilter = _gradient(ctx, 1, _ops.blocksparse_conv2d_filter, ddx, dy, layout)
     return ddy, dfilter, *[None] * 8
 
 
@@ -223,13 +214,8 @@ def _filter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _filter_backward(ctx: Any, dd: Tensor) -> tuple[Any, ...]:
     x, dy, layout = ctx.saved_tensors
-    dx = ddy = None
-    if ctx.needs_input_grad[0]:
-        dx = _ops.blocksparse_conv2d_input(
-            dy, dd, layout, ctx.shape, ctx.size, *ctx.walk, preference=ctx.preference
-        )
-    if ctx.needs_input_grad[1]:
-        ddy = _ops.blocksparse_conv2d(x, dd, layout, ctx.shape, *ctx.walk, preference=ctx.preference)
+    dx = _gradient(ctx, 0, _ops.blocksparse_conv2d_input, dy, dd, layout, ctx.size)
+    ddy = _gradient(ctx, 1, _ops.blocksparse_conv2d, x, dd, layout)
     return dx, ddy, *[None] * 7
 
 

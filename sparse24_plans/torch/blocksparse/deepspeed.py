@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError
-from .functional import attention, matmul, softmax
 from .layout_buffers import Layout
-from .multihead import MultiheadAttention
+from .multihead import MultiheadAttention, masked_attention
 from .sparsity import SparsityInfo
 
 
@@ -52,17 +51,11 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         if query.dim() != 4 or query.shape[1] != self.num_heads:
             wanted = f"[Z, {self.num_heads}, tokens, head_size]"
             raise InvalidProblemError(f"query: expected {wanted}, got {list(query.shape)}")
-        tokens, head_size = query.shape[2:]
-        where = tokens, query.device
+        where = tokens, _ = query.shape[2], query.device
         if where not in self._layouts:
             self._layouts[where] = Layout(self.sparsity.layout(self.num_heads, tokens), device=query.device)
-        layout = self._layouts[where]
-        if rpe is None and key_padding_mask is None and attn_mask is None:
-            o: Tensor = attention(query, key, value, layout)
-            return o
-        scores = matmul(query, key, layout, "sdd", trans_b=True)
         masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
-        return matmul(softmax(scores, layout, head_size**-0.5, *masks), value, layout, "dsd")
+        return masked_attention(query, key, value, self._layouts[where], masks)
 
 
 def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
@@ -82,8 +75,7 @@ def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
         if isinstance(module, nn.MultiheadAttention)
     }
     for name, module in made.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, module)
+        model.set_submodule(name, module)
     return list(made)
 
 

@@ -58,9 +58,6 @@ def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     return blocks.index_select(1, _block_places(layout, shape))
 
 
-# The module -----------------------------------------------------------------------------------------
-
-
 class Layout(nn.Module):
     """A block-sparse layout for PyTorch: made once, moved by ``to``, read by every op of its matrices.
 
@@ -134,17 +131,8 @@ class Layout(nn.Module):
             self._fill()  # to_empty leaves the memory uninitialised
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        given = state_dict.get(f"{prefix}bitmap")
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
+        given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
         found, errors = self.layout, len(error_msgs)
         if isinstance(given, Tensor) and not given.is_meta:
             try:
@@ -157,9 +145,7 @@ class Layout(nn.Module):
             # The bitmap may come as integers, or without the dimension of heads.
             own = torch.from_numpy(found.bitmap.copy()).to(given.device)
             state_dict = {**state_dict, f"{prefix}bitmap": own}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *about)
         if len(error_msgs) == errors:
             self.layout = found
             self._fill()

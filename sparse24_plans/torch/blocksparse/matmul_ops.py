@@ -27,9 +27,6 @@ _ops: Any = torch.ops.sparse24
 _BLOCKS = "Z, blocks, block, block"
 
 
-# Products -----------------------------------------------------------------------------------------
-
-
 def _product(
     a: Tensor,
     b: Tensor,
@@ -93,35 +90,31 @@ def _matmul_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
     """The gradients of a product are the other two products of the same layout."""
     a, b, layout, bias = ctx.saved_tensors
-    shape, (of_c, of_a, of_b), rest = ctx.shape, ctx.op, {"alpha": ctx.alpha, "preference": ctx.preference}
+    of_c, of_a, of_b = ctx.op
+
+    def product(one: Tensor, other: Tensor, op: str, *options: Any, **more: Any) -> Any:
+        more |= {"alpha": ctx.alpha, "preference": ctx.preference}
+        return _ops.blocksparse_matmul(one, other, layout, ctx.shape, op, *options, **more)
+
     if ctx.activation != "none":  # the activation's argument is computed again rather than kept
-        before = _ops.blocksparse_matmul(
-            a, b, layout, shape, ctx.op, ctx.trans_a, ctx.trans_b, bias, out_dtype=ctx.out_dtype, **rest
-        )
+        before = product(a, b, ctx.op, ctx.trans_a, ctx.trans_b, bias, out_dtype=ctx.out_dtype)
         dc = GRADIENTS[ctx.activation](dc, before)
     da = db = d_bias = None
     if ctx.needs_input_grad[0]:
         d = dc.to(ctx.a_dtype)
         if ctx.trans_a:  # dA is stored transposed: op(B) dC^T
-            da = _ops.blocksparse_matmul(b, d, layout, shape, of_a + of_b + of_c, ctx.trans_b, True, **rest)
+            da = product(b, d, of_a + of_b + of_c, ctx.trans_b, True)
         else:
-            da = _ops.blocksparse_matmul(
-                d, b, layout, shape, of_a + of_c + of_b, False, not ctx.trans_b, **rest
-            )
+            da = product(d, b, of_a + of_c + of_b, False, not ctx.trans_b)
     if ctx.needs_input_grad[1]:
         d = dc.to(ctx.b_dtype)
         if ctx.trans_b:
-            db = _ops.blocksparse_matmul(d, a, layout, shape, of_b + of_c + of_a, True, ctx.trans_a, **rest)
+            db = product(d, a, of_b + of_c + of_a, True, ctx.trans_a)
         else:
-            db = _ops.blocksparse_matmul(
-                a, d, layout, shape, of_b + of_a + of_c, not ctx.trans_a, False, **rest
-            )
+            db = product(a, d, of_b + of_a + of_c, not ctx.trans_a, False)
     if bias is not None and ctx.needs_input_grad[7]:
         d_bias = dc.sum((0, 3) if ctx.op == "dsd" else (0, 2)).to(bias.dtype)
     return da, db, None, None, None, None, None, d_bias, None, None, None, None, None
-
-
-# Softmax ------------------------------------------------------------------------------------------
 
 
 def _softmax(
@@ -215,8 +208,6 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             found[_KEY_PADDING] = columns.sum((1, 2))
     return tuple(found)
 
-
-# The ops ------------------------------------------------------------------------------------------
 
 define(
     "blocksparse_matmul(Tensor a, Tensor b, Tensor layout, int[] shape, str op, bool trans_a=False, "

@@ -46,8 +46,7 @@ class PermuteFunction:
 
     @staticmethod
     def apply(x: Tensor, in_order: str, out_order: str) -> Tensor:
-        found: Tensor = Permute(in_order, out_order)(x)
-        return found
+        return Permute(in_order, out_order).forward(x)
 
 
 class ReLU(nn.Module):

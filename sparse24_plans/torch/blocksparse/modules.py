@@ -32,7 +32,7 @@ class MatMul(nn.Module):
     trans_a, trans_b : bool
         Whether the operand is stored transposed.
     bench : bool
-        Does nothing: Torch-Blocksparse's modules time themselves with it. So it is in the other modules.
+        Does nothing, here and in other modules: Torch-Blocksparse's time themselves with it.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -70,10 +70,8 @@ class Softmax(nn.Module):
 
     Parameters
     ----------
-    layout : Layout, BlockSparseLayout, Tensor or array
-        The layout of the scores. A Layout is shared; anything else makes a new one.
-    block : int, optional
-        The blocks' size; needed beside a bitmap.
+    layout, block, bench
+        As in MatMul. The layout is that of the scores.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
     """

@@ -17,6 +17,18 @@ F = nn.functional
 _RULES = (SparsityInfo, SparsityConfig)
 
 
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, masks: Any, causal: bool = False
+) -> Tensor:
+    """Attention by its op, or with masks by products and ``softmax``, whose arguments ``masks`` are."""
+    if all(mask is None for mask in masks[:3]):
+        o: Tensor = attention(q, k, v, layout, causal=causal)
+        return o
+    scores = matmul(q, k, layout, "sdd", trans_b=True)
+    found = softmax(scores, layout, q.shape[3] ** -0.5, *masks, causal=causal)
+    return matmul(found, v, layout, "dsd")
+
+
 class MultiheadAttention(nn.Module):
     """``torch.nn.MultiheadAttention`` with block-sparse scores: its parameters and argument order.
 
@@ -175,13 +187,8 @@ class MultiheadAttention(nn.Module):
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
         layout, causal = self.layout_for(q.shape[2], k.shape[2]), self.causal or is_causal
         attn_mask = None if is_causal else attn_mask
-        if key_padding_mask is None and attn_mask is None and rpe is None:
-            o = attention(q, k, v, layout, causal=causal)
-        else:
-            scores = matmul(q, k, layout, "sdd", trans_b=True)
-            masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
-            found = softmax(scores, layout, self.head_dim**-0.5, *masks, causal=causal)
-            o = matmul(found, v, layout, "dsd")
+        masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
+        o = masked_attention(q, k, v, layout, masks, causal)
         batch, _, tokens, _ = o.shape
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         sides = (batch, tokens) if self.batch_first else (tokens, batch)

@@ -16,12 +16,6 @@ from torch import Tensor
 
 from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import BlockSparseTables
-from ...blocksparse.plan import (
-    BlockSparseAttentionPlan,
-    BlockSparseConv2dPlan,
-    BlockSparseMatmulPlan,
-    BlockSparseSoftmaxPlan,
-)
 from ...blocksparse.shape import BlockSparseShape
 from ...errors import InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ...plan.operands import Role
@@ -31,14 +25,6 @@ from ..plan_cache import MOST_FORMS, CheckedCall, Refusal, descriptor, plans, pr
 
 PlanType = Any  # a class of plans; mypy takes none for hashable
 Operands = Mapping[str, Tensor | None]
-
-_SIZES: dict[PlanType, tuple[str, ...]] = {
-    BlockSparseMatmulPlan: ("batch", "n"),
-    BlockSparseSoftmaxPlan: ("batch",),
-    BlockSparseAttentionPlan: ("batch",),
-    BlockSparseConv2dPlan: ("batch",),
-}
-"""The fields of a descriptor that may be symbols while a graph is traced."""
 
 
 class Wanted(NamedTuple):
@@ -61,7 +47,7 @@ class Problem(NamedTuple):
     shape: tuple[int, ...]
     """The integers of the layout's shape."""
     sizes: dict[str, Any]
-    """The descriptor's fields in ``_SIZES``: integers, or symbols."""
+    """The descriptor's fields that may be symbols while a graph is traced: integers, or symbols."""
     fields: dict[str, Any]
     """The descriptor's other fields."""
     preference: str
@@ -71,7 +57,7 @@ class Problem(NamedTuple):
 
     def wanted(self) -> tuple[Wanted, ...]:
         """All operands. Raises InvalidProblemError naming the field that is wrong."""
-        return _wanted(self.plan, self.shape, **self.fields)
+        return _wanted(self.plan, self.shape, tuple(self.sizes), **self.fields)
 
 
 @lru_cache(maxsize=MOST_FORMS)
@@ -89,9 +75,11 @@ def numbers_of(shape: BlockSparseShape) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=MOST_FORMS)
-def _wanted(plan: PlanType, shape: tuple[int, ...], **fields: Any) -> tuple[Wanted, ...]:
-    """The operands of all sizes. A dimension that changes with an open size gets its name."""
-    ones = dict.fromkeys(_SIZES[plan], 1)
+def _wanted(
+    plan: PlanType, shape: tuple[int, ...], sizes: tuple[str, ...], **fields: Any
+) -> tuple[Wanted, ...]:
+    """The operands for all values of ``sizes``. A dimension that changes with one of them gets its name."""
+    ones = dict.fromkeys(sizes, 1)
     base = descriptor(plan, layout=shape_of(shape), **fields, **ones).operands()
     open_: list[list[int | str]] = [list(one.shape) for one in base]
     for size in ones:
@@ -101,7 +89,7 @@ def _wanted(plan: PlanType, shape: tuple[int, ...], **fields: Any) -> tuple[Want
                 if count != base[at].shape[axis]:
                     open_[at][axis] = size
     return tuple(
-        Wanted(one.name, one.role, tuple(sizes), one.element) for one, sizes in zip(base, open_, strict=True)
+        Wanted(one.name, one.role, tuple(dims), one.element) for one, dims in zip(base, open_, strict=True)
     )
 
 
