@@ -176,21 +176,9 @@ def environment() -> Json:
         "numpy": np.__version__,
         "cupy": cupy,
         **host_code.versions(),
-        "devices": [_device(gpu) for gpu in gpus],
+        "devices": [gpu.model_dump(mode="json", exclude={"kind"}) for gpu in gpus],
         "no_device": obstacle,
         "kernels": [_availability(spec, gpus, obstacle) for spec in ENTRIES],
-    }
-
-
-def _device(gpu: DeviceProperties) -> Json:
-    return {
-        "ordinal": gpu.ordinal,
-        "name": gpu.name,
-        "compute_capability": list(gpu.compute_capability),
-        "multiprocessors": gpu.multiprocessors,
-        "cublaslt": gpu.cublaslt,
-        "cusparselt": gpu.cusparselt,
-        "driver": gpu.driver,
     }
 
 

@@ -111,19 +111,9 @@ def host_tensor_core(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
 def cublas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # The algorithm and its workspace are fixed at select, which is what cuBLAS asks for reproducible bits.
     # Tensor cores truncate when they align and add, so a step costs up to 2^-22 there.
-    on_cores = problem.element is not F32
-    return PrecisionGuarantee(
-        math_precision=MathPrecision.of(problem.element),
-        accumulator=F32,
-        deterministic=True,
-        bit_stable_on_same_hardware=True,
-        batch_invariant=False,
-        bit_stable_across_hardware=False,
-        subnormals="preserved",
-        nonfinite="propagates",
-        unit_roundoff=2.0**-22 if on_cores else 2.0**-24,
-        terms_per_k=1.0,
-    )
+    roundoff = 2.0**-24 if problem.element is F32 else 2.0**-22
+    differs = {"nonfinite": "propagates", "unit_roundoff": roundoff, "terms_per_k": 1.0}
+    return wgmma_sp(problem).model_copy(update=differs)
 
 
 def cusparselt(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
@@ -131,15 +121,11 @@ def cusparselt(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # where its algorithm is pinned by a tuning table whose self-test it passed (tuned.py).
     # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
     roundoff = {S8: 0.0, FP8: FP8_ROUNDOFF}.get(problem.element, 2.0**-22)
-    return PrecisionGuarantee(
-        math_precision=MathPrecision.of(problem.element),
-        accumulator=I32 if problem.element is S8 else F32,
-        deterministic=False,
-        bit_stable_on_same_hardware=False,
-        batch_invariant=False,
-        bit_stable_across_hardware=False,
-        subnormals="preserved",
-        nonfinite="skips_pruned",
-        unit_roundoff=roundoff,
-        terms_per_k=0.5,
+    return wgmma_sp(problem).model_copy(
+        update={
+            "accumulator": I32 if problem.element is S8 else F32,
+            "deterministic": False,
+            "bit_stable_on_same_hardware": False,
+            "unit_roundoff": roundoff,
+        }
     )

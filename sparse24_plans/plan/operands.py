@@ -258,13 +258,9 @@ class _WeightCheck:
         operand = self._operand
         weight = check_weight(getattr(args, operand.argument), operand, self._layouts, self._home)
         for name, view in zip(_PARTS.get(weight.layout_id, _ONE_PART), weight.buffers, strict=True):
-            if not self._is_empty(view):
+            if 0 not in view.shape:
                 check_alignment(operand.argument, view.address, self._alignment)
             views[name] = view
-
-    @staticmethod
-    def _is_empty(view: TensorView) -> bool:
-        return 0 in view.shape
 
 
 def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
