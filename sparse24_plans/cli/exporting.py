@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -32,8 +30,6 @@ from .options import (
 )
 from .output import emit, progress, reported
 from .tables import Json, show_line, size_text
-
-CODE = "sparse24_export.h", "sparse24_export.c"
 
 
 def export(
@@ -69,9 +65,6 @@ def export(
                 device=device,
                 on_steps=advance,
             )
-        for name in CODE:
-            with (files("sparse24_plans.export") / "c" / name).open("rb") as source:
-                shutil.copyfileobj(source, (output / name).open("wb"))
         document = {**found._asdict(), "problems": list(found.problems)}
         emit(document, _show, as_json=as_json)
 

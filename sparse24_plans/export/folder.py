@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +28,8 @@ from .tables import Number, Record, Tables, no_place
 
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
+CODE = "sparse24_export.h", "sparse24_export.c"
+"""The C code that runs plans, which stands in every exported folder."""
 Row = tuple[int, ...]
 Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor"
 
@@ -237,11 +240,12 @@ class _Writer:
     def write(self) -> int:
         """Write all files, ``plans.bin`` last. Returns their bytes."""
         manifest = json.dumps(self._tables.document(), indent=1).encode()
-        files = {**self._cubins, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
-        for name, content in files.items():
+        code = {name: (files("sparse24_plans.export") / "c" / name).read_bytes() for name in CODE}
+        written = {**self._cubins, **code, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
+        for name, content in written.items():
             with written_whole(self._folder / name) as file:
                 file.write(content)
-        return sum(map(len, files.values()))
+        return sum(map(len, written.values()))
 
 
 def _numbers(rows: dict[int, Row]) -> tuple[list[Number], list[int]]:
