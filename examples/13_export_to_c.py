@@ -1,7 +1,7 @@
 """Export a product to C, with a weight and the results that the programs in `examples/export` compare with.
 
-`python examples/13_export_to_c.py FOLDER` writes FOLDER, by default a temporary one, and says how to build and
-run the programs, which need a GPU with the properties of an H200. Exporting needs NVRTC, and no GPU.
+`python examples/13_export_to_c.py FOLDER` writes FOLDER, by default a temporary one, and says how to build
+and run a program, which needs an H100 or H200. Exporting needs NVRTC, and no GPU.
 """
 
 import sys

@@ -116,7 +116,7 @@ class C(NamedTuple):
 
 
 def compiled(folder: Path, *, stub: bool = True) -> C:
-    """Compile both. The stub is loaded first, so that the library's dlopen finds it; without it the driver is."""
+    """Compile both. The stub is loaded first, so that the library's dlopen finds it and not the driver."""
     driver = ctypes.CDLL(str(compiled_stub(folder))) if stub else None
     library = folder / "libsparse24_export.so"
     source = SOURCES / "sparse24_export.c"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -36,13 +35,6 @@ def build(language: str, plans: Path, folder: Path, driver: str) -> Path:
     }
     subprocess.run([*commands[language], "-o", str(program)], check=True)
     return program
-
-
-def loaded_driver() -> str:
-    """The path of the machine's CUDA driver, which linkers needn't know."""
-    ctypes.CDLL("libcuda.so.1")
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    return next(path for path in sorted(paths) if "/libcuda.so" in path)
 
 
 def run(program: Path, folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.export_times import loaded_driver
 from tests.export import programs
 from tests.export.c_library import compiled_stub
 from tests.support import HAS_GPU
@@ -91,7 +92,7 @@ def test_programs_end_with_2_without_the_folder(on_stub, folder):
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 def test_programs_give_the_bits_of_the_host_on_a_gpu(language, folder, tmp_path):
-    program = programs.build(language, folder / "plans", tmp_path, programs.loaded_driver())
+    program = programs.build(language, folder / "plans", tmp_path, loaded_driver())
     done = programs.run(program, folder, {})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as expected") >= len(TOKENS)
