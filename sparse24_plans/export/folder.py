@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from ..blocksparse.descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 from ..device.devices import PlaceLike, described
 from ..device.files import StrPath, new_target, path_of, storage_errors, written_whole
 from ..device.jit.cache import cubin
@@ -22,16 +23,16 @@ from ..plan.families import plan_of
 from ..plan.plan import PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
-from ..vocab import EpilogueKind
+from ..vocab import BlockSparseOp, EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
-from .tables import Number, Record, Tables, no_place
+from .tables import NO_PLAN, Number, Record, Tables, no_place
 
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
 CODE = "sparse24_export.h", "sparse24_export.c"
 """The C code that runs plans, which stands in every exported folder."""
 Row = tuple[int, ...]
-Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor"
+Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor | BlockSparseDescriptor"
 
 
 class Exported(NamedTuple):
@@ -62,9 +63,9 @@ def export_plans(
     Parameters
     ----------
     descriptors
-        Problems of products and of preparing weights, by their names or named by :func:`name_of`. A product
-        is exported for 1 to as many tokens as its descriptor has, with the kernels that ``select`` chooses
-        under the same preference.
+        Problems by their names, or named by :func:`name_of`. A product is exported for 1 to as many tokens
+        as its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Of a
+        block-sparse one no kernel may serve some n, which programs then can't find. For ``sdd`` n is fixed.
     folder
         New or empty.
     preference
@@ -99,8 +100,16 @@ def export_plans(
 
 
 def name_of(descriptor: Problem) -> str:
-    """The name of a problem: its op, element, sizes, and its epilogue unless that is identity."""
-    name = f"{descriptor.op_name}-{descriptor.element}-{descriptor.m}x{descriptor.k}"
+    """The name of a problem: its op, element, sizes, and its epilogue unless that is identity.
+
+    The sizes are M x K, or heads x rows x columns and the blocks' side of a layout.
+    """
+    if isinstance(descriptor, BlockSparseDescriptor):
+        one = descriptor.layout
+        sizes = f"{one.heads}x{one.rows}x{one.cols}-{one.block}"
+    else:
+        sizes = f"{descriptor.m}x{descriptor.k}"
+    name = f"{descriptor.op_name}-{descriptor.element}-{sizes}"
     epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
     return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
 
@@ -129,11 +138,18 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
 
 def _exportable(descriptor: Descriptor) -> Problem:
     plan_of(descriptor)  # raises for anything else
-    if not isinstance(descriptor, (GemmSparse24Descriptor, PrepareDescriptor)):
+    if not isinstance(descriptor, (GemmSparse24Descriptor, PrepareDescriptor, BlockSparseDescriptor)):
         raise UnsupportedError(
-            f"descriptors: expected products or ops that prepare weights, got {type(descriptor).__name__}"
+            f"descriptors: expected problems of this package, got {type(descriptor).__name__}"
         )
     return descriptor
+
+
+def most_tokens(descriptor: Problem) -> int | None:
+    """The most tokens that a problem is exported for; None: it has no number of tokens."""
+    if isinstance(descriptor, BlockSparseMatmulDescriptor):
+        return None if descriptor.op is BlockSparseOp.SDD else descriptor.n
+    return descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else None
 
 
 class _Writer:
@@ -145,8 +161,8 @@ class _Writer:
     def add(self, name: str, descriptor: Problem, preference: PlanPreference, device: Any) -> None:
         """Select and record the plans of a problem."""
         kind = plan_of(descriptor)
-        tokens = descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else 0
-        if isinstance(descriptor, GemmSparse24Descriptor) and not tokens:
+        tokens = most_tokens(descriptor)
+        if tokens == 0:
             raise InvalidProblemError(f"{name}: expected the most tokens, from 1, as n, got 0")
         ns = range(1, tokens + 1) if tokens else range(1)
         found: dict[Recipe, dict[int, Row]] = {}
@@ -155,13 +171,16 @@ class _Writer:
             try:
                 plan = kind.select(problem, preference=preference, device=device)
             except UnsupportedError as error:
+                if n < ns[-1] and isinstance(descriptor, BlockSparseDescriptor):
+                    self._on_steps(1)
+                    continue
                 raise UnsupportedError(
                     f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}"
                 ) from error
             recipe, numbers = record(plan)
             found.setdefault(recipe, {})[n] = numbers
             self._on_steps(1)
-        at: dict[int, tuple[int, Row]] = {}
+        at: dict[int, tuple[int, Row]] = dict.fromkeys(ns, (NO_PLAN, ()))
         for recipe, rows in found.items():
             index, columns = self._add_plan(recipe, rows)
             at |= {n: (index, tuple(row[slot] for slot in columns)) for n, row in rows.items()}

@@ -25,6 +25,8 @@ class Number(NamedTuple):
     column: int = 0
 
 
+NO_PLAN = (1 << 32) - 1
+"""The plan of a range that no kernel serves."""
 _NUMBER = "qqI4x"
 _MAP_DIMENSIONS = 5
 _PLACE = {"at": "I", "size": "I", "kind": "I", "operand": "i", "factor": "q", "number": _NUMBER}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparse24_plans.blocksparse.lookup_tables import BlockSparseTables
+from sparse24_plans.blocksparse.shape import BlockSparseShape
 from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.export.recording import buffers_of
 from sparse24_plans.plan.operands import Args, Role
@@ -31,6 +33,13 @@ def views_of(plan: Plan, given: Sequence[tuple[int, int]]) -> dict[str, TensorVi
     return views
 
 
+def tables_at(shape: BlockSparseShape, view: TensorView | None) -> BlockSparseTables:
+    """Tables whose memory on the device is somebody else's."""
+    tables = BlockSparseTables.__new__(BlockSparseTables)
+    tables.shape, tables._view = shape, view
+    return tables
+
+
 def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
     """The arguments of these views."""
     fields: dict[str, Any] = {}
@@ -38,7 +47,8 @@ def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
     choice, operands, _, home = plan.parts
     for operand in operands:
         if operand.role is not Role.WEIGHT:
-            fields[operand.argument] = views[operand.name]
+            view = views[operand.name]
+            fields[operand.argument] = tables_at(desc.layout, view) if operand.role is Role.TABLES else view
             continue
         layout = operand.layout or choice.entry.layout
         buffers = tuple(views[one.view] for one in buffers_of([operand], layout))

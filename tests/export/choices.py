@@ -1,7 +1,7 @@
 """Whether ``s24_find`` names the kernel that ``select`` names.
 
-``python -m tests.export.choices`` asks for each of 1 to 8192 tokens of 40 weight shapes of published models, on
-the stub of the driver and without compiling, which takes half an hour on one core.
+``python -m tests.export.choices`` asks for each of 1 to 8192 tokens of 40 weight shapes of published models,
+on the stub of the driver and without compiling, which takes half an hour on one core.
 """
 
 from __future__ import annotations

@@ -21,10 +21,13 @@ from sparse24_plans import (
 from sparse24_plans.device.devices import absent_gpu
 from sparse24_plans.device.jit.launcher import RecordedFill, recording
 from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.export import export_plans
+from sparse24_plans.export.folder import most_tokens
 from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
+from tests.export import blocks
 from tests.export.c_library import RefusedError
 from tests.export.choices import cubin_text, differences, random_problem
 
@@ -165,6 +168,22 @@ def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind
     opened, seed = c.open(tmp_path), random.Random()
     for _ in range(5):
         compare(c, opened, kind, PREPARED[kind], {}, 0, seed)
+    c.library.s24_close(opened)
+
+
+@pytest.mark.parametrize("kind", blocks.KINDS)
+def test_block_sparse_plans_launch_what_python_launches(c, tmp_path, named_cubins, kind):
+    seed = random.Random()
+    descriptor = blocks.random_problem(kind, seed, 160)
+    export_plans({"blocks": descriptor}, tmp_path, device="h200")
+    opened, most = c.open(tmp_path), most_tokens(descriptor)
+    for n in [seed.randrange(1, most + 1) for _ in range(10)] if most else [0] * 10:
+        problem = descriptor.model_copy(update={"n": n} if n else {})
+        try:
+            compare(c, opened, "blocks", problem, {}, n, seed)
+        except UnsupportedError:  # of select
+            with pytest.raises(RefusedError, match=rf"n: expected .* a kernel serves, got {n} of blocks"):
+                c.find(opened, "blocks", n)
     c.library.s24_close(opened)
 
 

@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 
 from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseShape,
+    BlockSparseTables,
     CompressSparse24Descriptor,
     DeviceProperties,
+    ElementKind,
     GemmSparse24Descriptor,
     Sparse24Weight,
 )
+from sparse24_plans.blocksparse.descriptor import BlockSparseDescriptor
 from sparse24_plans.device.devices import described
 from sparse24_plans.export import export_plans
+from sparse24_plans.export.folder import most_tokens
 from sparse24_plans.export.recording import Buffer, buffers_of, lines_of
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.families import plan_of
@@ -29,6 +35,7 @@ from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import MatrixOrder
 from sparse24_plans.weights.packed_layouts import layout_called
 from sparse24_plans.weights.packing import pack
+from tests.export import blocks
 from tests.export.arguments import args_of, views_of
 from tests.export.c_library import C, compiled
 from tests.export.test_launches import PREPARED, REQUIRED, SERVED, TYPES
@@ -36,6 +43,8 @@ from tests.support import GUARD, HAS_GPU, random_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")]
 PROBLEMS = 300
+CODES = np.array([4, 8, 9, 12, 13, 14], np.uint8)
+"""Positions of two kept values among four."""
 
 
 class Wish(NamedTuple):
@@ -57,7 +66,8 @@ def random_wishes(seed: random.Random) -> list[Wish]:
         for kind, required in SERVED
     ]
     prepared = [Wish(one.model_copy(update=sizes()), {}) for one in PREPARED.values()]
-    return products + prepared
+    block_sparse = [Wish(blocks.random_problem(kind, seed, 400), {}) for kind in blocks.KINDS]
+    return products + prepared + block_sparse
 
 
 def export(wish: Wish, folder: Path, properties: DeviceProperties) -> None:
@@ -96,6 +106,13 @@ class Memory:
         return not np.array_equal(self.bytes(), self._image)
 
 
+def tables_of(shape: BlockSparseShape, rng: np.random.Generator) -> np.ndarray:
+    """The look-up tables of a random layout of this shape."""
+    bitmap = np.zeros((shape.heads, shape.block_rows, shape.block_cols), bool)
+    bitmap.reshape(-1)[rng.choice(bitmap.size, shape.blocks, replace=False)] = True
+    return np.asarray(BlockSparseTables(BlockSparseLayout(bitmap, shape.block)).view.array())
+
+
 class Problem:
     """A plan's operands with random contents at random places."""
 
@@ -103,8 +120,9 @@ class Problem:
         self.plan, self._seed = plan, seed
         self._rng = np.random.default_rng(seed.randrange(1 << 40))
         desc: Any = plan.descriptor
-        self._dense = random_values(self._rng, (desc.m, desc.k), desc.element)
-        self._weight = Sparse24Weight.prune_compress(self._dense)
+        if not isinstance(desc, BlockSparseDescriptor):
+            dense = random_values(self._rng, (desc.m, desc.k), desc.element)
+            self._weight = Sparse24Weight.prune_compress(dense)
         self.memory: dict[str, Memory] = {}
         self.given: list[tuple[int, int]] = []
         for buffer in buffers_of(plan.parts.operands, plan.parts.choice.entry.layout):
@@ -126,7 +144,13 @@ class Problem:
             return np.asarray(pack(self._weight, layout).buffers[0].bits())
         if isinstance(self.plan.descriptor, CompressSparse24Descriptor):
             return np.asarray(self._weight.decompress()).view(element.bits_dtype)
-        if element.dtype.kind == "u":
+        if operand.role is Role.TABLES:
+            return tables_of(self.plan.descriptor.layout, self._rng)
+        if operand.name == "metadata":
+            return self._rng.choice(CODES, shape) | self._rng.choice(CODES, shape) << 4
+        if element is ElementKind.I32:
+            return self._rng.integers(0, self.plan.descriptor.layout.rows + 1, shape).astype(np.int32)
+        if element.dtype.kind in "ui":
             return self._rng.integers(0, 256, shape).astype(element.dtype)
         return random_values(self._rng, shape, element).view(element.bits_dtype)
 
@@ -175,6 +199,10 @@ def differs(c: C, opened: Any, wish: Wish, n: int, seed: random.Random) -> str |
     return f"{plan!r}: {', '.join(wrong)} differ" if wrong else None
 
 
+def random_tokens(most: int | None, seed: random.Random) -> int:
+    return seed.choice((1, most, seed.randrange(1, most + 1))) if most else 0
+
+
 @pytest.fixture(scope="module")
 def c_on_gpu(tmp_path_factory: pytest.TempPathFactory) -> C:
     if shutil.which("cc") is None:
@@ -195,8 +223,9 @@ def test_c_gives_the_bits_of_python_for_300_random_problems(c_on_gpu, tmp_path):
     for at, (wish, folder) in enumerate(zip(wishes, folders, strict=True)):
         opened = c_on_gpu.open(folder)
         for _ in range(PROBLEMS // len(wishes) + (at < PROBLEMS % len(wishes))):
-            most = getattr(wish.descriptor, "n", 0)
-            n = seed.choice((1, most, seed.randrange(1, most + 1))) if most else 0
+            n = random_tokens(most_tokens(wish.descriptor), seed)
+            if isinstance(wish.descriptor, BlockSparseDescriptor):
+                n = -(-n // 8) * 8  # which all of their kernels serve
             failures += [failed for failed in [differs(c_on_gpu, opened, wish, n, seed)] if failed]
             done += 1
         c_on_gpu.library.s24_close(opened)

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from sparse24_plans import GemmSparse24Descriptor, PruneSparse24Descriptor
+from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
+    GemmSparse24Descriptor,
+    PruneSparse24Descriptor,
+)
 from sparse24_plans.device.devices import absent_gpu
 from sparse24_plans.errors import (
     InvalidProblemError,
@@ -24,6 +31,7 @@ from tests.export.test_launches import random_operands
 
 H200 = absent_gpu("h200")
 CODES = {InvalidProblemError: 1, MisalignedOperandError: 3, WorkspaceTooSmallError: 4}
+SHAPE = BlockSparseShape(heads=2, rows=128, cols=128, block=64, blocks=5)
 PROBLEMS = {
     "bf16": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16"),
     "gated": GemmSparse24Descriptor(n=40, m=128, k=256, element="f16", epilogue="bias_swiglu"),
@@ -33,6 +41,9 @@ PROBLEMS = {
     "one token": GemmSparse24Descriptor(n=1, m=64, k=512, element="bf16"),
     "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
     "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
+    "dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", epilogue="bias"),
+    "softmax": BlockSparseSoftmaxDescriptor(layout=SHAPE, element="f16", rpe=True),
+    "attention": BlockSparseAttentionDescriptor(layout=SHAPE, element="f16", head_size=64),
 }
 
 

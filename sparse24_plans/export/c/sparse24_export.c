@@ -15,6 +15,7 @@
 /* The tables ----------------------------------------------------------------------------------------------- */
 
 enum { SCHEMA = 1, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, VECTOR = 16, WORKSPACE = -1 };
+static const uint32_t NO_PLAN = UINT32_MAX; /* Of a range that no kernel serves. */
 enum { NUMBER, ADDRESS, STRIDE, LAUNCH_ID, ALIGNED };
 
 typedef struct { int64_t constant, by_n; uint32_t column, zero; } Number;
@@ -291,7 +292,9 @@ static int is_problem(const s24_library *library, const Problem *problem, const 
     ranges += problem->first_range;
     if (ranges[0].first_n != problem->least_n || problem->most_n < ranges[problem->ranges - 1].first_n) return 0;
     for (uint32_t i = 0; i < problem->ranges; i++) {
-        if (ranges[i].plan >= count(library, PLANS) || (i && ranges[i].first_n <= ranges[i - 1].first_n)) return 0;
+        if (i && ranges[i].first_n <= ranges[i - 1].first_n) return 0;
+        if (ranges[i].plan == NO_PLAN) continue;
+        if (ranges[i].plan >= count(library, PLANS)) return 0;
         if (!is_part(library, NUMBERS, ranges[i].row, columns[ranges[i].plan])) return 0;
     }
     return 1;
@@ -467,6 +470,8 @@ int s24_find(s24_library *library, const char *name, int64_t n, s24_plan *plan, 
         else high = middle;
     }
     plan_range = ranges + low;
+    if (plan_range->plan == NO_PLAN)
+        return fail(error, S24_UNSUPPORTED, "n: expected a number of tokens that a kernel serves, got %" PRId64 " of %.100s", n, name);
     if ((code = load_plan(library, plan_range->plan, error))) return code;
     plan->library = library;
     plan->plan = (const Plan *)table(library, PLANS) + plan_range->plan;
