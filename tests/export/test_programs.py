@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.export_times import loaded_driver
+from benchmarks import export_times
 from tests.export import programs
 from tests.export.c_library import compiled_stub
 from tests.support import HAS_GPU
@@ -89,10 +89,21 @@ def test_programs_end_with_2_without_the_folder(on_stub, folder):
     assert "plans.bin: No such file" in done.stderr
 
 
+def test_the_timing_program_runs(folder, tmp_path):
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("the stub takes the place of the CUDA driver, which is installed here")
+    driver = compiled_stub(tmp_path, "-DPROGRAMS")
+    program = export_times.built(folder / "plans", tmp_path, str(driver))
+    for n in (1, 512):
+        found = export_times.timed(program, folder / "plans", n)
+        assert set(found) == {"n", "kernel", "open_ms", "find_us", "run_us", "run_new_args_us"}
+        assert all(found[name] > 0 for name in found if name != "kernel")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 def test_programs_give_the_bits_of_the_host_on_a_gpu(language, folder, tmp_path):
-    program = programs.build(language, folder / "plans", tmp_path, loaded_driver())
+    program = programs.build(language, folder / "plans", tmp_path, export_times.loaded_driver())
     done = programs.run(program, folder, {})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as expected") >= len(TOKENS)
