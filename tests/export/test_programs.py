@@ -89,10 +89,11 @@ def test_programs_end_with_2_without_the_folder(on_stub, folder):
     assert "plans.bin: No such file" in done.stderr
 
 
-def test_the_timing_program_runs(folder, tmp_path):
+def test_the_timing_program_runs(folder, tmp_path, monkeypatch):
     if ctypes.util.find_library("cuda"):
         pytest.skip("the stub takes the place of the CUDA driver, which is installed here")
     driver = compiled_stub(tmp_path, "-DPROGRAMS")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     program = export_times.built(folder / "plans", tmp_path, str(driver))
     for n in (1, 512):
         found = export_times.timed(program, folder / "plans", n)
