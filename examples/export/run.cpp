@@ -19,14 +19,14 @@ static Bytes read_file(const std::string &path) {
 
 // The bytes of a tensor. A safetensors file is the size of its header, the header as JSON, and the data.
 static Bytes tensor(const Bytes &file, const std::string &name) {
-    std::uint64_t size = 0, begin = 0, end = 0;
+    unsigned long long size = 0, begin = 0, end = 0;
     if (file.size() >= 8) std::memcpy(&size, file.data(), 8);
-    if (size > file.size() - 8) throw std::runtime_error("safetensors: expected a header, got a shorter file");
+    if (file.size() < 8 || size > file.size() - 8) throw std::runtime_error("safetensors: expected a header, got a shorter file");
     const std::string header(file.data() + 8, size), key = "\"data_offsets\"";
     const auto entry = header.find("\"" + name + "\"");
     const auto at = entry == std::string::npos ? entry : header.find(key, entry);
     if (at == std::string::npos) throw std::runtime_error(name + ": not in the file");
-    if (std::sscanf(header.c_str() + at + key.size(), " : [ %lu , %lu ]", &begin, &end) != 2 || begin > end || end > file.size() - 8 - size)
+    if (std::sscanf(header.c_str() + at + key.size(), " : [ %llu , %llu ]", &begin, &end) != 2 || begin > end || end > file.size() - 8 - size)
         throw std::runtime_error(name + ": expected bytes inside of the file");
     const auto data = file.begin() + 8 + static_cast<std::ptrdiff_t>(size);
     return Bytes(data + static_cast<std::ptrdiff_t>(begin), data + static_cast<std::ptrdiff_t>(end));

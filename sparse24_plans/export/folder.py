@@ -20,7 +20,7 @@ from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
-from ..plan.plan import PreferenceLike
+from ..plan.plan import Plan, PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
 from ..vocab import BlockSparseOp, EpilogueKind
@@ -160,25 +160,15 @@ class _Writer:
 
     def add(self, name: str, descriptor: Problem, preference: PlanPreference, device: Any) -> None:
         """Select and record the plans of a problem."""
-        kind = plan_of(descriptor)
         tokens = most_tokens(descriptor)
         if tokens == 0:
             raise InvalidProblemError(f"{name}: expected the most tokens, from 1, as n, got 0")
         ns = range(1, tokens + 1) if tokens else range(1)
         found: dict[Recipe, dict[int, Row]] = {}
         for n in ns:
-            problem = descriptor.model_copy(update={"n": n}) if tokens else descriptor
-            try:
-                plan = kind.select(problem, preference=preference, device=device)
-            except UnsupportedError as error:
-                if n < ns[-1] and isinstance(descriptor, BlockSparseDescriptor):
-                    self._on_steps(1)
-                    continue
-                raise UnsupportedError(
-                    f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}"
-                ) from error
-            recipe, numbers = record(plan)
-            found.setdefault(recipe, {})[n] = numbers
+            if (plan := self._selected(name, descriptor, n, preference, device)) is not None:
+                recipe, numbers = record(plan)
+                found.setdefault(recipe, {})[n] = numbers
             self._on_steps(1)
         at: dict[int, tuple[int, Row]] = dict.fromkeys(ns, (NO_PLAN, ()))
         for recipe, rows in found.items():
@@ -197,6 +187,19 @@ class _Writer:
             "most_n": ns[-1],
         }
         self._tables.add("problems", [problem_record])
+
+    def _selected(
+        self, name: str, descriptor: Problem, n: int, preference: PlanPreference, device: Any
+    ) -> Plan | None:
+        """The plan for n tokens, or None if a block-sparse product has one for more tokens alone."""
+        problem = descriptor.model_copy(update={"n": n}) if n else descriptor
+        try:
+            plan: Plan = plan_of(descriptor).select(problem, preference=preference, device=device)
+        except UnsupportedError as error:
+            if isinstance(descriptor, BlockSparseMatmulDescriptor) and 0 < n < descriptor.n:
+                return None
+            raise UnsupportedError(f"{name}, {n} tokens: {error}" if n else f"{name}: {error}") from error
+        return plan
 
     def _add_plan(self, recipe: Recipe, rows: dict[int, Row]) -> tuple[int, list[int]]:
         """Add a plan; return its index and the slots whose numbers stand in the rows of its ranges."""
