@@ -207,6 +207,9 @@ def random_tokens(most: int | None, seed: random.Random) -> int:
 def c_on_gpu(tmp_path_factory: pytest.TempPathFactory) -> C:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
+    import cupy
+
+    cupy.empty(1)  # makes a context current
     return compiled(tmp_path_factory.mktemp("export"), stub=False)
 
 
