@@ -22,6 +22,12 @@ from .random_figures import random_summary, with_worst
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
+EXPORT_RECORD = "h200-export.json"
+_EXPORTED_CALLS = {
+    "find_us": "`s24_find`, again",
+    "run_us": "`s24_run`, operands that it has seen",
+    "run_new_args_us": "`s24_run`, operands at new addresses",
+}
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -287,6 +293,21 @@ def _blocks24(record: Record) -> list[str]:
     return _table(("op", "block", "over", *(f"{density:.0%} kept" for density in densities)), rows)
 
 
+def _export(record: Record) -> list[str]:
+    """Host times of the exported C code, and the size of its folder; none without a record."""
+    found = record.get("records", {}).get(EXPORT_RECORD)
+    if found is None:
+        return []
+    (folder,) = found["folders"]
+    times = {name: [call[name] for call in found["calls"]] for name in _EXPORTED_CALLS}
+    rows: list[tuple[object, object]] = [
+        (label, f"{max(times[name]):.1f} us") for name, label in _EXPORTED_CALLS.items()
+    ]
+    about = f"products of {folder['weights']}'s four weights, 1 to {folder['tokens']} tokens"
+    size = f"{folder['plans']} plans, {folder['nbytes'] / 1e6:.1f} MB"
+    return _table(("", ""), [(about, size), ("`s24_open` of them", f"{folder['open_ms']:.1f} ms"), *rows])
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -326,6 +347,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "torch_host": _torch_host,
     "decoder": _decoder,
     "blocks24": _blocks24,
+    "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 
