@@ -273,6 +273,8 @@ class _Recorder:
                 if (tensor_map := self._map(at, cell, raw)) is not None:
                     maps.append(tensor_map)
                 continue
+            if cell.size not in (4, 8):
+                raise self._refused(cell.name)
             place = self._told(cell.at, cell.size, *(int.from_bytes(one, "little") for one in raw))
             places.append(self._aligned(at, cell, place))
         nbytes = ctypes.sizeof(first.parameters)

@@ -15,7 +15,7 @@
 /* The tables ----------------------------------------------------------------------------------------------- */
 
 enum { SCHEMA = 1, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, VECTOR = 16, WORKSPACE = -1 };
-static const uint32_t NO_PLAN = UINT32_MAX; /* Of a range that no kernel serves. */
+static const uint32_t NO_PLAN = UINT32_MAX; /* The plan of a range that no kernel serves. */
 enum { NUMBER, ADDRESS, STRIDE, LAUNCH_ID, ALIGNED };
 
 typedef struct { int64_t constant, by_n; uint32_t column, zero; } Number;
