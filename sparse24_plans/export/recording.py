@@ -103,7 +103,7 @@ class OperandUse(NamedTuple):
     """What a caller passes for an operand, and what is checked of it."""
 
     name: str
-    """As in Args; a weight's buffers are ``weight.values``, ``weight.metadata`` or ``weight.packed``."""
+    """As in Args; a canonical weight's buffers are ``weight.values`` and ``weight.metadata``."""
     written: bool
     optional: bool
     itemsize: int
