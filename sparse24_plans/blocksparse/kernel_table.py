@@ -111,7 +111,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
         missing=needs_cublaslt,
-        not_exported="it is a library's",
+        exportable=False,
         epilogues=EXACT_UNGATED,
     ),
     # This entry serves requirements that inflating does not meet.
@@ -180,7 +180,6 @@ CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
             HALVES,
             limits=limits.conv_wgmma,
             min_workspace=conv_workspace,
-            not_exported="it reads images by maps in im2col mode, which no exported table holds",
         )
     ),
     BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),

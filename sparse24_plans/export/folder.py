@@ -25,7 +25,7 @@ from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
 from ..vocab import BlockSparseOp, EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
-from .tables import NO_PLAN, Number, Record, Tables, no_place
+from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
@@ -307,6 +307,9 @@ def _map_record(place: MapPlace, numbers: list[Number]) -> Record:
         "swizzle": place.swizzle,
         "promotion": place.promotion,
         "only_if_aligned": place.only_if_aligned,
+        "im2col": int(bool(place.walk)),
+        **{f"walk{at}": number for at, number in enumerate(place.walk or (0,) * WALK)},
+        "zero": 0,
         "address": _place_record(place.address, numbers),
     }
     none = Number(0)

@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class MapPlace(NamedTuple):
-    """A tensor map: the arguments of ``cuTensorMapEncodeTiled``, innermost dimension first."""
+    """A tensor map: the arguments of its encoder, innermost dimension first."""
 
     at: int
     data_type: int
@@ -74,6 +74,8 @@ class MapPlace(NamedTuple):
     """Bytes from one index of a dimension to the next, without the innermost."""
     box: tuple[int, ...]
     """Slots."""
+    walk: tuple[int, ...]
+    """As in MapDescription: empty but for ``cuTensorMapEncodeIm2col``."""
 
 
 class Launch(NamedTuple):
@@ -141,7 +143,7 @@ def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
     in a way that a recipe can't say.
     """
     entry = plan.parts.choice.entry
-    if entry.on_host or entry.not_exported:
+    if entry.on_host or not entry.exportable:
         raise UnsupportedError(f"plan: expected a kernel that can be exported, got {entry.name}")
     with recording():
         return _Recorder(plan).recipe()
@@ -326,7 +328,7 @@ class _Recorder:
             if first is not moved:
                 raise self._refused(cell.name)
             return None
-        same = "data_type", "sizes", "box", "swizzle", "promotion"
+        same = "data_type", "sizes", "box", "swizzle", "promotion", "walk"
         if any(getattr(first, one) != getattr(moved, one) for one in same):
             raise self._refused(cell.name)
         address = self._told(0, 8, first.address, first.address, moved.address)
@@ -343,6 +345,7 @@ class _Recorder:
             tuple(map(self._slot, first.sizes)),
             pitches,
             tuple(map(self._slot, first.box)),
+            first.walk,
         )
 
     def _condition(self, launch: int, cell: _Cell) -> int:

@@ -147,7 +147,7 @@ _CUSPARSELT = GemmEntry(
     scales=True,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
-    not_exported="it is a library's",
+    exportable=False,
 )
 
 ENTRIES: tuple[GemmEntry, ...] = (
@@ -186,7 +186,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
         missing=needs_cublaslt,
-        not_exported="it is a library's",
+        exportable=False,
     ),
     _MMA_SP_MANY,
     GemmEntry(

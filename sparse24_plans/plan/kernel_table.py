@@ -60,8 +60,8 @@ class KernelEntry:
     for_a_bound: bool = False
     """Whether the kernel serves only if an error bound, or its backend or arithmetic by name, is required."""
 
-    not_exported: str | None = None
-    """Why a GPU kernel's launches can't be exported; None: they can."""
+    exportable: bool = True
+    """Whether a GPU kernel's launches can be exported. A library's can't."""
 
     kernel_type: ClassVar[type[Kernel[Any]] | None] = None
     """The kernel's class in a family that has no ``backends/``."""
@@ -244,8 +244,8 @@ def _misplaced(entry: KernelEntry, preference: PlanPreference, device: DevicePro
         return f"tier is {preference.tier}"
     if entry.on_host != (device.kind == "host"):
         return f"runs on {'the host' if entry.on_host else 'a CUDA device'}, the plan is for {device}"
-    if preference.exportable and (entry.on_host or entry.not_exported):
-        return f"can't be exported: {entry.not_exported or 'it runs on the host'}"
+    if preference.exportable and (entry.on_host or not entry.exportable):
+        return "can't be exported, and exportable is true"
     if entry.on_host:
         return None
     found = device.compute_capability

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
     BlockSparseSoftmaxDescriptor,
@@ -50,20 +51,31 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "attention backward": {"element": "bf16", "block": 64, "head_size": 64, "op": "backward", "causal": True},
 }
-KINDS = (*PRODUCTS, *SOFTMAX, *ATTENTION)
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "conv": {"element": "bf16", "block": 64, "epilogue": "bias_relu", "padding": 1},
+    "strided conv": {"element": "f16", "block": 32, "stride": 2, "dilation": (2, 1)},
+    "conv dgrad": {"element": "bf16", "block": 64, "op": "dgrad", "stride": (1, 2), "padding": (0, 1)},
+    "conv wgrad": {"element": "f16", "block": 64, "op": "wgrad", "padding": 1},
+}
+KINDS = (*PRODUCTS, *SOFTMAX, *ATTENTION, *CONVOLUTIONS)
 
 
 def random_problem(kind: str, seed: random.Random, most: int) -> Descriptor:
     """A problem of a kind with a few random blocks, and for products of at most so many tokens."""
-    options = dict({**PRODUCTS, **SOFTMAX, **ATTENTION}[kind])
+    options = dict({**PRODUCTS, **SOFTMAX, **ATTENTION, **CONVOLUTIONS}[kind])
     block = options.pop("block")
     rows, cols, heads = seed.randrange(1, 7), seed.randrange(1, 7), seed.randrange(1, 3)
     if kind in ATTENTION:
         cols = rows
+    if kind in CONVOLUTIONS:
+        options |= {"kernel": (3, 2), "height": seed.randrange(6, 20), "width": seed.randrange(6, 20)}
+        options["batch"], heads, cols = seed.randrange(1, 4), 1, 6 * seed.randrange(1, 4)
     blocks = seed.randrange(1, heads * rows * cols + 1)
     layout = BlockSparseShape(heads=heads, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
     if kind in PRODUCTS:
         return BlockSparseMatmulDescriptor(layout=layout, n=8 * seed.randrange(1, most // 8 + 1), **options)
+    if kind in CONVOLUTIONS:
+        return BlockSparseConv2dDescriptor(layout=layout, **options)
     if kind in SOFTMAX:
         return BlockSparseSoftmaxDescriptor(layout=layout, **options)
     return BlockSparseAttentionDescriptor(layout=layout, **options)

@@ -133,6 +133,20 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
     at[101] = (unsigned char)promotion;
     return stub_fails;
 }
+int cuTensorMapEncodeIm2col(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *pitches,
+                            const int *lower, const int *upper, uint32_t channels, uint32_t pixels, const uint32_t *steps, int interleave,
+                            int swizzle, int promotion, int fill) {
+    const uint32_t box[4] = {channels, pixels, 0, 0}, ones[4] = {1, 1, 1, 1};
+    unsigned char *at = map;
+    int status = rank == 4 ? cuTensorMapEncodeTiled(map, type, rank, address, sizes, pitches, box, ones, interleave, swizzle, promotion, fill) : MISUSED;
+    memcpy(at, "im2col__", 8);
+    for (int i = 0; i < 4; i++) {
+        int16_t corner = (int16_t)(i < 2 ? lower[i] : upper[i - 2]);
+        memcpy(at + 102 + 2 * i, &corner, 2);
+        at[110 + i] = (unsigned char)steps[i];
+    }
+    return status;
+}
 
 #ifdef PROGRAMS /* Memory, streams and graphs. NVRTC would call these as well, in a process that has the stub. */
 
