@@ -25,8 +25,14 @@ typedef struct { char code[1024]; int loaded; } Module;
 typedef struct { char code[1024], symbol[64]; int shared_bytes; } Function;
 
 enum { MOST_CALLS = 16, MOST_MEMORY = 32, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
-Call stub_calls[MOST_CALLS];
-unsigned stub_count, stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
+#ifdef PROGRAMS
+#define BY_THREAD __thread
+#else
+#define BY_THREAD
+#endif
+BY_THREAD Call stub_calls[MOST_CALLS];
+BY_THREAD unsigned stub_count;
+unsigned stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
 int stub_fails;
 static char context;
 static struct { unsigned char *at; size_t nbytes; } memory[MOST_MEMORY];

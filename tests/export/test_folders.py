@@ -23,7 +23,7 @@ from sparse24_plans import (
 from sparse24_plans.errors import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.tables import SCHEMA, Tables
-from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError
+from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError, compiled_stub
 
 FILTER = BlockSparseShape(heads=1, rows=64, cols=9 * 64, block=64, blocks=7)
 SHAPE = BlockSparseShape(heads=2, rows=128, cols=192, block=64, blocks=7)
@@ -60,6 +60,21 @@ def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+
+
+def test_threads_share_a_library_without_a_race(c, folder, tmp_path_factory):
+    built = tmp_path_factory.mktemp("threads")
+    compiled_stub(built, "-DPROGRAMS", "-fsanitize=thread")
+    command = ["cc", *FLAGS, "-fsanitize=thread", "-g", "-I", str(SOURCES), str(STUB.parent / "threads.c")]
+    libraries = [str(SOURCES / "sparse24_export.c"), "-ldl", "-lpthread"]
+    subprocess.run([*command, *libraries, "-o", str(built / "threads")], check=True)
+    done = subprocess.run(
+        [str(built / "threads"), str(folder)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(built)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_changed_byte_anywhere_is_refused(c, folder):
