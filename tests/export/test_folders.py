@@ -74,6 +74,8 @@ def test_threads_share_a_library_without_a_race(c, folder, tmp_path_factory):
         capture_output=True,
         text=True,
     )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this compiler's thread sanitizer doesn't know the kernel's memory layout")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
