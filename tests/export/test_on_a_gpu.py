@@ -60,7 +60,7 @@ def random_wishes(seed: random.Random) -> list[Wish]:
 
     products = [
         Wish(
-            GemmSparse24Descriptor(n=seed.choice((8, 24, 70, 150, 600, 2000)), **sizes(), **TYPES[kind]),
+            GemmSparse24Descriptor(n=seed.choice((8, 24, 70, 150, 700)), **sizes(), **TYPES[kind]),
             REQUIRED[required],
         )
         for kind, required in SERVED
