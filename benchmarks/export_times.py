@@ -1,7 +1,8 @@
 """Host times of exported C code, and the size of a folder: ``python -m benchmarks.export_times OUT.json``.
 
-The folder has the products of Llama-3.1-8B's weights for 1 to 8192 tokens, as ``export_plans`` writes them.
-``export_times.c`` is compiled and run. Needs a C compiler and a GPU; takes a few minutes, mostly to compile.
+A folder has the products of Llama-3.1-8B's weights, as ``export_plans`` writes them. ``export_times.c`` is compiled
+and run on one for 1 to 1024 tokens: it needs a C compiler and a GPU. ``--size`` adds the size of one for 1 to 8192
+tokens to that record. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -51,26 +52,39 @@ def loaded_driver() -> str:
     return next(path for path in sorted(paths) if "/libcuda.so" in path)
 
 
-def measured(most: int) -> Record:
-    """The folder, and the times of its first product's calls."""
+def exported(most: int, plans: Path, device: Any) -> Record:
+    """Write a folder; return its row."""
     problems = [GemmSparse24Descriptor(n=most, m=m, k=k, element="bf16") for m, k in SHAPES]
+    found = export_plans(problems, plans, device=device)
+    sizes = {name: getattr(found, name) for name in ("plans", "cubins", "nbytes")}
+    return {"weights": WEIGHTS, "tokens": most, **sizes, "open_ms": None}
+
+
+def measured(most: int) -> Record:
+    """A folder, and the times of its first product's calls."""
     with tempfile.TemporaryDirectory() as scratch:
         plans = Path(scratch) / "plans"
-        found = export_plans(problems, plans, device=cuda_properties(0))
+        folder = exported(most, plans, cuda_properties(0))
         program = built(plans, Path(scratch), loaded_driver())
         calls = [timed(program, plans, n) for n in TOKENS if n <= most]
-    sizes = {name: getattr(found, name) for name in ("plans", "cubins", "nbytes")}
-    opened = median(call.pop("open_ms") for call in calls)
-    return {"folders": [{"weights": WEIGHTS, "tokens": most, **sizes, "open_ms": opened}], "calls": calls}
+    folder["open_ms"] = median(call.pop("open_ms") for call in calls)
+    return {"folders": [folder], "calls": calls}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.export_times", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("out", metavar="OUT.json")
-    parser.add_argument("--n", type=int, default=MOST_TOKENS, help="the most tokens of the folder")
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("--n", type=int, default=1024, help="the most tokens of the folder that is timed")
+    parser.add_argument("--size", action="store_true", help="add the size of a folder for 8192 tokens")
     options = parser.parse_args(arguments)
+    if options.size:
+        record = json.loads(options.out.read_text())
+        with tempfile.TemporaryDirectory() as scratch:
+            record["folders"].append(exported(MOST_TOKENS, Path(scratch) / "plans", "h200"))
+        save(record, options.out)
+        return
     about: dict[str, Any] = {"schema": SCHEMA, **machine()}
     plan = GemmSparse24Plan.select(
         GemmSparse24Descriptor(n=1, m=4096, k=4096, element="bf16"), preference={"exportable": True}

@@ -298,14 +298,15 @@ def _export(record: Record) -> list[str]:
     found = record.get("records", {}).get(EXPORT_RECORD)
     if found is None:
         return []
-    (folder,) = found["folders"]
-    times = {name: [call[name] for call in found["calls"]] for name in _EXPORTED_CALLS}
-    rows: list[tuple[object, object]] = [
-        (label, f"{max(times[name]):.1f} us") for name, label in _EXPORTED_CALLS.items()
-    ]
-    about = f"products of {folder['weights']}'s four weights, 1 to {folder['tokens']} tokens"
-    size = f"{folder['plans']} plans, {folder['nbytes'] / 1e6:.1f} MB"
-    return _table(("", ""), [(about, size), ("`s24_open` of them", f"{folder['open_ms']:.1f} ms"), *rows])
+    rows: list[tuple[object, object]] = []
+    for folder in found["folders"]:
+        about = f"folder of {folder['weights']}'s four weights, 1 to {folder['tokens']} tokens"
+        rows.append((about, f"{folder['plans']} plans, {folder['nbytes'] / 1e6:.1f} MB"))
+        if folder["open_ms"] is not None:
+            rows.append(("`s24_open` of it", f"{folder['open_ms']:.1f} ms"))
+    for name, label in _EXPORTED_CALLS.items():
+        rows.append((label, f"{max(call[name] for call in found['calls']):.1f} us"))
+    return _table(("measured", "result"), rows)
 
 
 def _ratio(value: float | None) -> str:
