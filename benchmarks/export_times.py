@@ -1,8 +1,8 @@
 """Host times of exported C code, and the size of a folder: ``python -m benchmarks.export_times OUT.json``.
 
-A folder has the products of Llama-3.1-8B's weights, as ``export_plans`` writes them. ``export_times.c`` is compiled
-and run on one for 1 to 1024 tokens: it needs a C compiler and a GPU. ``--size`` adds the size of one for 1 to 8192
-tokens to that record. It needs no GPU.
+A folder has the products of Llama-3.1-8B's weights, as ``export_plans`` writes them. ``export_times.c`` is
+compiled and run on one for 1 to 1024 tokens: it needs a C compiler and a GPU. ``--size`` adds the size of one
+for 1 to 8192 tokens to that record. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save(record, options.out)
         return
     about: dict[str, Any] = {"schema": SCHEMA, **machine()}
-    plan = GemmSparse24Plan.select(
-        GemmSparse24Descriptor(n=1, m=4096, k=4096, element="bf16"), preference={"exportable": True}
-    )
+    problem = GemmSparse24Descriptor(n=1, m=4096, k=4096, element="bf16")
+    plan = GemmSparse24Plan.select(problem, preference={"exportable": True}, device=cuda_properties(0))
     save({**about, **stamp(files_of(sources_of(plan))), **measured(options.n)}, options.out)
 
 

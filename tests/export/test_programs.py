@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks import export_times
+from benchmarks.check import faults
+from sparse24_plans.bench.record import is_current
+from sparse24_plans.device.devices import absent_gpu
+from tests.bench.records import record
 from tests.export import programs
 from tests.export.c_library import compiled_stub
 from tests.support import HAS_GPU
@@ -89,16 +94,22 @@ def test_programs_end_with_2_without_the_folder(on_stub, folder):
     assert "plans.bin: No such file" in done.stderr
 
 
-def test_the_timing_program_runs(folder, tmp_path, monkeypatch):
+def test_a_record_of_times_is_well_formed(tmp_path, monkeypatch, named_cubins):
     if ctypes.util.find_library("cuda"):
         pytest.skip("the stub takes the place of the CUDA driver, which is installed here")
-    driver = compiled_stub(tmp_path, "-DPROGRAMS")
+    driver, out = compiled_stub(tmp_path, "-DPROGRAMS"), tmp_path / "h200-export.json"
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    program = export_times.built(folder / "plans", tmp_path, str(driver))
-    for n in (1, 512):
-        found = export_times.timed(program, folder / "plans", n)
-        assert set(found) == {"n", "kernel", "open_ms", "find_us", "run_us", "run_new_args_us"}
-        assert all(found[name] > 0 for name in found if name != "kernel")
+    monkeypatch.setattr(export_times, "loaded_driver", lambda: str(driver))
+    monkeypatch.setattr(export_times, "cuda_properties", lambda ordinal: absent_gpu("h200"))
+    monkeypatch.setattr(export_times, "machine", lambda: {**record("h200.json")})
+    monkeypatch.setattr(export_times, "MOST_TOKENS", 40)
+    export_times.main([str(out), "--n", "20"])
+    export_times.main([str(out), "--size"])
+    found = json.loads(out.read_text())
+    assert faults("export", found) == []
+    assert [folder["tokens"] for folder in found["folders"]] == [20, 40]
+    assert [call["n"] for call in found["calls"]] == [1, 16]
+    assert is_current(found)
 
 
 @pytest.mark.gpu
