@@ -51,10 +51,11 @@ static void check(int code, const s24_error *error) {
 static int is_expected(const char *how, int n, uint64_t y, Content expected, void *stream) {
     uint8_t *found = malloc(expected.size);
     int same;
+    if (!found) exit(2);
     CUDA(cuStreamSynchronize(stream));
     CUDA(cuMemcpyDtoH_v2(found, y, expected.size));
     CUDA(cuMemsetD8_v2(y, 0xff, expected.size));
-    same = found && !memcmp(found, expected.bytes, expected.size);
+    same = !memcmp(found, expected.bytes, expected.size);
     printf("%d tokens, %s: %s\n", n, how, same ? "as expected" : "DIFFERENT");
     free(found);
     return same;

@@ -157,7 +157,7 @@ int cuTensorMapEncodeIm2col(void *map, int type, uint32_t rank, void *address, c
 #ifdef PROGRAMS /* Memory, streams and graphs. NVRTC would call these as well, in a process that has the stub. */
 
 static int made; /* Handles that are to be freed. */
-int on_exit(void (*function)(int, void *), void *argument); /* Of glibc. */
+int on_exit(void (*function)(int, void *), void *argument); /* C99 hides this function of glibc. */
 
 static void end(int status, void *unused) {
     (void)unused;
