@@ -1,4 +1,4 @@
-// The epilogue: alpha, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
+// The epilogue: alpha, C, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
 // and these functions take that Config.
 #pragma once
 #include "common/element.cuh"
@@ -15,8 +15,9 @@ enum class EpilogueKind {
   BIAS_GEGLU = 6
 };
 
-// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS and S24_EPILOGUE.
-template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> struct ProblemType {
+// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, and for products S24_C: 0
+// without C, else 1 more than its element's.
+template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode, int kCCode = 0> struct ProblemType {
   static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
   // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a
@@ -26,6 +27,9 @@ template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> stru
   using In = Element<kElement>;
   using Out = Element<kOut>;
   using Bias = Element<ElementKind(kBiasCode)>;
+  static constexpr bool kHasC = kCCode > 0;
+  static_assert(!kGated || !kHasC, "C is added to results of one sum");
+  using C = Element<ElementKind(kHasC ? kCCode - 1 : 0)>;
 };
 
 // Activations ---------------------------------------------------------------------------------------
@@ -93,10 +97,18 @@ template <class Config> __device__ __forceinline__ float bias_at(const void* bia
   return Config::Bias::to_float(((const typename Config::Bias::Bits*)bias)[index]);
 }
 
-// activation(alpha * acc + bias), for a gated epilogue with the gate's activation. NaN passes through every activation.
-template <class Config, class Math> __device__ __forceinline__ float activated(float acc, float alpha, float bias) {
+// The element of C at `index`.
+template <class Config> __device__ __forceinline__ float c_at(const void* c, i64 index) {
+  return Config::C::to_float(((const typename Config::C::Bits*)c)[index]);
+}
+
+// activation(alpha * acc + addend + bias), for a gated epilogue with the gate's activation. The addend is beta * C,
+// rounded. NaN passes through every activation.
+template <class Config, class Math>
+__device__ __forceinline__ float activated(float acc, float alpha, float bias, float addend = 0.0f) {
   constexpr EpilogueKind kKind = Config::kEpilogue;
   float v = __fmul_rn(alpha, acc);
+  if constexpr (Config::kHasC) v = __fadd_rn(v, addend);
   if constexpr (kKind != EpilogueKind::IDENTITY) v = __fadd_rn(v, bias);
   if constexpr (kKind == EpilogueKind::BIAS_RELU) v = v < 0.0f ? 0.0f : v;
   if constexpr (kKind == EpilogueKind::BIAS_GELU || kKind == EpilogueKind::BIAS_GEGLU) v = v == v ? Math::gelu(v) : v;
@@ -105,8 +117,9 @@ template <class Config, class Math> __device__ __forceinline__ float activated(f
 }
 
 // `activated` with canonical NaNs. Kernels that convert to 16 bits can omit this: the conversion does it.
-template <class Config, class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
-  return canonical_nan(activated<Config, Math>(acc, alpha, bias));
+template <class Config, class Math>
+__device__ __forceinline__ float epilogue(float acc, float alpha, float bias, float addend = 0.0f) {
+  return canonical_nan(activated<Config, Math>(acc, alpha, bias, addend));
 }
 
 // The result of a gated epilogue: the activated gate times the other factor.

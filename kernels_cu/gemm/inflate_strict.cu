@@ -24,7 +24,7 @@
 #include "gemm/params/inflate_strict.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C> {
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
@@ -259,8 +259,10 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
+        float addend = 0.0f;
+        if constexpr (Config::kHasC) addend = __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output));
         ((Out::Bits*)p.y)[token * p.y_stride + output] =
-            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend));
       }
     }
   }

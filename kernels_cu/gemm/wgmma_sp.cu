@@ -1,4 +1,5 @@
-// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]): warp-specialised wgmma, W 2:4 sparse.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k] + beta * C[n, m]): warp-specialised
+// wgmma, W 2:4 sparse.
 //
 // W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in K tiles of 64 rows
 // x 256 bytes of columns, each loaded by one bulk copy. X comes through a tensor map in boxes of 128 bytes of columns.

@@ -1,4 +1,4 @@
-"""Epilogues to the bit: alpha, bias, activation, gate and rounding, like StrictMath in the kernels."""
+"""Epilogues to the bit: alpha, C, bias, activation, gate and rounding, like StrictMath in the kernels."""
 
 from __future__ import annotations
 
@@ -69,13 +69,17 @@ def _gelu(v: Array) -> Array:
     return np.where(v < -15.0, np.float32(-0.0), np.where(v > 15.0, v, result))
 
 
-def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
-    """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own.
+def apply_epilogue(
+    acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind, addend: Array | None = None
+) -> Array:
+    """float32 in, float32 out: alpha, then the addend, then bias, then the activation, each rounded on its own.
 
     An activation without a bias is that of v + 0, so that of +0 where v is -0. For a gated kind the last
     axis, which is in the order of W's rows, becomes half as long.
     """
     v = acc if alpha == 1 else acc * np.float32(alpha)
+    if addend is not None:
+        v = v + addend
     if kind is not EpilogueKind.IDENTITY:
         v = v + (np.float32(0) if bias is None else bias)
     activation = kind.activation
@@ -121,6 +125,11 @@ def encoded(value: Array, element: ElementKind) -> Array:
     return bits
 
 
+def addend_of(c: Array, beta: float) -> Array:
+    """beta * C, rounded to float32; first C itself is, if its integers are larger."""
+    return c.astype(np.float32) * np.float32(beta)
+
+
 class Finish(Protocol):
     """The part of a product's descriptor that describes its epilogue."""
 
@@ -140,10 +149,11 @@ def finished(
     scale_x: Array | None = None,
     scale_w: Array | None = None,
     bias: Array | None = None,
+    addend: Array | None = None,
 ) -> Array:
     """The results' bits, from sums in float32 (for s8: exact sums in float64).
 
-    Scales and bias broadcast to the sums. For a gated epilogue the last axis is in the order of W's rows, and
+    Scales, bias and :func:`addend_of` C broadcast to the sums. For a gated epilogue the last axis is in the order of W's rows, and
     the results' last axis is half as long.
     """
     if desc.out_element is ElementKind.I32 and desc.is_plain:
@@ -154,4 +164,4 @@ def finished(
         if scale is not None:
             v = v * scale
     wide = None if bias is None else bias.astype(np.float32)
-    return encoded(apply_epilogue(v, desc.alpha, wide, desc.epilogue), desc.out_element)
+    return encoded(apply_epilogue(v, desc.alpha, wide, desc.epilogue, addend), desc.out_element)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
+from ..arithmetic.elements import addends_of
 from ..errors import shown
-from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
+from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -45,9 +46,10 @@ class GemmSparse24Descriptor(ProductDescriptor):
     element : ElementKind
         Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
     op : GemmOp
-        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
+        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T + beta * C[N,M]). ``dgrad``: dX[N,K] = alpha *
+        dY[N,M] @ W.
     epilogue : EpilogueKind
-        An activation of t = alpha * (acc * scale_x * scale_w) + bias, or of the same without a bias: relu(t);
+        An activation of t = alpha * (acc * scale_x * scale_w) + beta * C + bias, or of t without a bias: relu(t);
         gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
         tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
         of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) * t_up. M is then a multiple of
@@ -68,6 +70,12 @@ class GemmSparse24Descriptor(ProductDescriptor):
     scale_x, scale_w : ScaleKind
         Factors in float32 that X and W were divided by: ``none``, one per ``tensor``, or one per ``row``,
         which is a token of X or an out feature of W. ``forward`` only.
+    beta : float
+        Factor of C, finite in float32. With 0 (default) there is no C. ``forward`` without gates only. C[N, M]
+        lies in ``y_order``. C is converted to float32, then beta * C, its sum with alpha * acc, and the sum with
+        the bias are each rounded to float32.
+    c_element : ElementKind, optional
+        Type of C: ``out_element`` (default) or ``f32``.
 
     Raises
     ------
@@ -90,6 +98,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     y_order: MatrixOrder = MatrixOrder.ROW
     scale_x: ScaleKind = ScaleKind.NONE
     scale_w: ScaleKind = ScaleKind.NONE
+    beta: Factor = 0.0
+    c_element: ElementKind = C_ELEMENT
 
     if TYPE_CHECKING:
 
@@ -109,11 +119,17 @@ class GemmSparse24Descriptor(ProductDescriptor):
             y_order: MatrixOrder | str = ...,
             scale_x: ScaleKind | str = ...,
             scale_w: ScaleKind | str = ...,
+            beta: SupportsFloat = ...,
+            c_element: ElementLike = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
         self._expect_result_types(gates=True)
+        self._expect("c_element", addends_of(self.out_element))
+        if self.has_c and (self.epilogue.is_gated or self.op is GemmOp.DGRAD):
+            place = f"epilogue {self.epilogue}" if self.epilogue.is_gated else f"op {self.op}"
+            raise ValueError(f"beta: expected 0 for {place}, got {self.beta}")
         if self.epilogue.is_gated:
             self._expect_gates()
         if self.op is GemmOp.DGRAD:
@@ -142,7 +158,12 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def is_plain(self) -> bool:
         """Return whether the result is the sum itself, rounded to its type."""
         none = ScaleKind.NONE
-        return super().is_plain and self.scale_x is none and self.scale_w is none
+        return super().is_plain and not self.has_c and self.scale_x is none and self.scale_w is none
+
+    @property
+    def has_c(self) -> bool:
+        """Return whether beta * C is added."""
+        return self.beta != 0
 
     @property
     def reduction(self) -> int:
@@ -160,17 +181,19 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias and scales."""
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias, scales and C."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, f32 = self.n, ElementKind.F32
         found = [
             Operand("weight", Role.WEIGHT, (self.m, self.k), self.element),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
-            Operand("result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order),
+            Operand("result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"),
         ]
         if self.epilogue.has_bias:
             found.append(Operand("bias", Role.IN, (self.m,), self.bias_element))
         for name, kind, rows in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, self.m)):
             if kind is not ScaleKind.NONE:
                 found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else rows,), f32))
+        if self.has_c:
+            found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
         return tuple(found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
+from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
 from ..weights.packed_layouts import layout_called
@@ -16,7 +18,7 @@ MOST_STRIDES = 64
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
-    """Operands are ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w`` and the weight's buffers."""
+    """Operands are ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c`` and the weight's buffers."""
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -27,6 +29,18 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
         if self.entry.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
         return packing.pack(weight, layout_called(self.entry.layout))
+
+
+def product_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:
+    """The macros of every kernel with an epilogue: its types, and C's if there is one."""
+    return {**type_defines(desc), "C": ELEMENT_CODES[desc.c_element] + 1 if desc.has_c else 0}
+
+
+def c_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:
+    """The parameters ``c`` and ``c_stride`` of a launch; none without C."""
+    if "c" not in views:
+        return {}
+    return {"c": views["c"].address, "c_stride": leading_dimension(views["c"], desc.y_order)}
 
 
 def address(view: TensorView | None) -> int:

@@ -41,6 +41,8 @@ class GemmEntry(KernelEntry):
     """The kernel serves column-major X and Y."""
     scales: bool = False
     """The kernel takes scale_x and scale_w."""
+    adds_c: bool = True
+    """The kernel adds beta * C."""
     strict: bool = False
     """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
@@ -62,6 +64,8 @@ class GemmEntry(KernelEntry):
         none = ScaleKind.NONE
         if not self.scales and (descriptor.scale_x, descriptor.scale_w) != (none, none):
             return "takes no scale_x or scale_w"
+        if not self.adds_c and descriptor.has_c:
+            return f"adds no C, got beta {descriptor.beta}"
         return None
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
@@ -145,6 +149,7 @@ _CUSPARSELT = GemmEntry(
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,
+    adds_c=False,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
     exportable=False,

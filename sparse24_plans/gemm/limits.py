@@ -146,7 +146,8 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     if 0 in (problem.n, problem.outputs, problem.reduction):  # nothing is multiplied
         return 0, 0
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
-    accumulators = 4 * problem.n * problem.m if problem.epilogue is not EpilogueKind.IDENTITY else 0
+    plain = problem.epilogue is EpilogueKind.IDENTITY and not problem.has_c
+    accumulators = 0 if plain else 4 * problem.n * problem.m
     return dense, align_up(accumulators)
 
 

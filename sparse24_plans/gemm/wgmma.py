@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
-from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import load, put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
@@ -19,7 +18,7 @@ from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, layout_called
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import GemmKernel, address
+from .kernel import GemmKernel, address, c_parameters, product_defines
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
@@ -75,6 +74,9 @@ class WgmmaSpParams(KernelParams):
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
     opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as Y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -172,7 +174,7 @@ def defines(
     """
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
-        **type_defines(desc),
+        **product_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
         "M_TILES_PER_WARPGROUP": schedule.m_tiles,
         "TILE_N": schedule.tokens,
@@ -222,6 +224,7 @@ def fixed_parameters(
         row_tiles=-(-desc.m // TILE_M),
         k_tiles=k_tiles,
         alpha=desc.alpha,
+        beta=desc.beta,
         n_tiles=-(-desc.n // schedule.tokens),
         work_tiles=schedule.work_tiles(desc.n, desc.m),
         x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
@@ -328,6 +331,8 @@ def launch_parameters(
     parameters.scale_w = address(views.get("scale_w"))
     parameters.y = result.address
     parameters.y_stride = y_stride
+    for name, value in c_parameters(desc, views).items():
+        setattr(parameters, name, value)
     if schedule.workspace_bytes():
         sums = workspace + schedule.flags_bytes()
         parameters.flags, parameters.partials = workspace, sums

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from ..arithmetic.elements import biases_of, results_of
+from ..arithmetic.elements import addends_of, biases_of, results_of
 from ..vocab import ElementKind, EpilogueKind, Model, Number, OpCategory
 from .operands import Operand
 
@@ -26,6 +26,8 @@ OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
 """Default of a product's field ``out_element``, which must be declared after ``element``."""
 BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])
 """Default of a product's field ``bias_element``, which must be declared after ``out_element``."""
+C_ELEMENT = Field(default_factory=lambda data: addends_of(data["out_element"])[0])
+"""Default of a product's field ``c_element``, which must be declared after ``out_element``."""
 
 
 class Descriptor(Model):

@@ -69,6 +69,12 @@ struct WgmmaSpParams {
   u32 big_units;
   // Always 0, unknown to the compiler: see opaque_zero() for its two uses.
   u32 opaque_zero;
+  // Factor of C.
+  float beta;
+  // C, which lies as Y does, or null.
+  const void* c;
+  // Elements from one row of C to the next, or column if Y is column-major.
+  i64 c_stride;
 };
 static_assert(sizeof(WgmmaSpParams) == 832);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
@@ -102,3 +108,6 @@ static_assert(S24_OFFSET(WgmmaSpParams, data_parallel_tiles) == 796);
 static_assert(S24_OFFSET(WgmmaSpParams, units_per_cluster) == 800);
 static_assert(S24_OFFSET(WgmmaSpParams, big_units) == 804);
 static_assert(S24_OFFSET(WgmmaSpParams, opaque_zero) == 808);
+static_assert(S24_OFFSET(WgmmaSpParams, beta) == 812);
+static_assert(S24_OFFSET(WgmmaSpParams, c) == 816);
+static_assert(S24_OFFSET(WgmmaSpParams, c_stride) == 824);

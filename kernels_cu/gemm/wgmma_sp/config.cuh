@@ -9,7 +9,7 @@
 #define S24_CLUSTER_SIZE (S24_CLUSTER_M * S24_SPLIT_K)
 #include "common/cluster.cuh"
 
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C> {
   // Tiling ------------------------------------------------------------------------------------------
   static constexpr int kWarpgroups = S24_WARPGROUPS;                     // consumer warpgroups
   static constexpr int kMTilesPerWarpgroup = S24_M_TILES_PER_WARPGROUP;  // m64 tiles of one consumer warpgroup

@@ -80,8 +80,11 @@ template <class Result> struct EpilogueStore {
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        const float c = c_of(p, token, row0 + row + g + i / 2 * 8);
         if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], c);
+        // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
+        if constexpr (Config::kSplitTerms > 0 && Config::kHasC) v[i] = d[i] == d[i] ? v[i] : c;
       }
       if constexpr (Config::kGated) {
         stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
@@ -136,7 +139,7 @@ template <class Result> struct EpilogueStore {
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
       const float sum = dot_in_float64(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
-      ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+      ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias, c_of(p, token, row)));
     }
   }
 
