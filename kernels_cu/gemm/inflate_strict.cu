@@ -210,6 +210,12 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
   }
 }
 
+// beta * C of a result; 0 without C.
+__device__ __forceinline__ float addend_of(const StrictParams& p, i64 token, i64 output) {
+  if constexpr (Config::kHasC) return __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output));
+  else return 0.0f;
+}
+
 template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
@@ -259,10 +265,8 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
-        float addend = 0.0f;
-        if constexpr (Config::kHasC) addend = __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output));
         ((Out::Bits*)p.y)[token * p.y_stride + output] =
-            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend));
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, token, output)));
       }
     }
   }

@@ -77,6 +77,8 @@ class WgmmaSpParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as Y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
+    c_map = field("TensorMap", "C in the boxes of y_map. Used if TMA loads C.")
+    c_aligned = field("u32", "1 if rows (columns) of C begin at 16-byte multiples.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -123,7 +125,7 @@ class WgmmaKernel(GemmKernel):
             shared_bytes=schedule.shared_bytes(layouts, terms),
         )
         self._x_boxes = source_boxes(desc, schedule, x_bytes)
-        self._y_box = result_box(desc, schedule)
+        self._y_box = result_box(desc, schedule, layouts)
         self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
 
     def _parameters(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
@@ -193,7 +195,8 @@ def defines(
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
-        "STEP_TOKENS": schedule.step_tokens(layouts.out_bytes),
+        "STEP_TOKENS": schedule.step_tokens(layouts),
+        "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
@@ -275,10 +278,10 @@ def source_boxes(
     return full, tail, rest, tail_rest
 
 
-def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
-    """The box of Y: at most the results of an m64 tile for the tokens of one epilogue step."""
+def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts) -> Box:
+    """The box of Y and C: at most the results of an m64 tile for the tokens of one epilogue step."""
     size = desc.out_element.itemsize
-    tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
+    tokens, outputs = schedule.step_tokens(layouts), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
     if desc.y_order is MatrixOrder.ROW:
         adjacent = min(outputs, 128 // size)
         return Box(tokens, adjacent, adjacent * size)
@@ -333,6 +336,10 @@ def launch_parameters(
     parameters.y_stride = y_stride
     for name, value in c_parameters(desc, views).items():
         setattr(parameters, name, value)
+    if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
+        parameters.c_aligned = (c.address | parameters.c_stride * size) % 16 == 0
+        if parameters.c_aligned:
+            put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
     if schedule.workspace_bytes():
         sums = workspace + schedule.flags_bytes()
         parameters.flags, parameters.partials = workspace, sums

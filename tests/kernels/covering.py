@@ -46,6 +46,7 @@ REGISTERS = {
         "OP",
         "ELEMENT",
         "EPILOGUE",
+        "C",
         "SPLIT_TERMS",
         "SAMPLED",
         "PHASES",

@@ -75,8 +75,12 @@ struct WgmmaSpParams {
   const void* c;
   // Elements from one row of C to the next, or column if Y is column-major.
   i64 c_stride;
+  // C in the boxes of y_map. Used if TMA loads C.
+  TensorMap c_map;
+  // 1 if rows (columns) of C begin at 16-byte multiples.
+  u32 c_aligned;
 };
-static_assert(sizeof(WgmmaSpParams) == 832);
+static_assert(sizeof(WgmmaSpParams) == 1024);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
 static_assert(S24_OFFSET(WgmmaSpParams, x_tail_map) == 128);
 static_assert(S24_OFFSET(WgmmaSpParams, x_remainder_map) == 256);
@@ -111,3 +115,5 @@ static_assert(S24_OFFSET(WgmmaSpParams, opaque_zero) == 808);
 static_assert(S24_OFFSET(WgmmaSpParams, beta) == 812);
 static_assert(S24_OFFSET(WgmmaSpParams, c) == 816);
 static_assert(S24_OFFSET(WgmmaSpParams, c_stride) == 824);
+static_assert(S24_OFFSET(WgmmaSpParams, c_map) == 832);
+static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);

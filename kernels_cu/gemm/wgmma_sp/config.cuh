@@ -83,13 +83,17 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C>
   static constexpr int kXAt = kWeightStages * kWeightStageBytes;
   static_assert(kXAt % 1024 == 0, "stages of X begin where the swizzle's pattern does");
   static constexpr int kStagingAt = kXAt + kXStages * kXStageBytes;
-  static constexpr int kStepTokens = S24_STEP_TOKENS,
-                       kStagingBuffers = 2;  // an epilogue step stages kStepTokens tokens
+  // TMA loads C into the staging buffers, from which the results replace it.
+  static constexpr bool kCStaged = S24_C_STAGED;
+  static constexpr int kStepTokens = S24_STEP_TOKENS,  // tokens of an epilogue step
+      kStagingBuffers = kCStaged ? 4 : 2;
   static_assert(kStagingBuffers >= 2, "TMA may read the buffer of the step before");
   static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // tokens of one step of a column-major Y
   static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;
   static constexpr int kStepBytes = Tile::kRows * (kYColumnMajor ? kLineBytes : kTokenBytes);
   static constexpr int kStagingBytes = kStagingBuffers * kStepBytes;
+  static_assert(!kCStaged || (kSplitK == 1 && !kXCpAsync && sizeof(C::Bits) == sizeof(Out::Bits)),
+                "a warp is free to load C, and a result fits the place of its C");
   static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1 ? kWarpgroups * kStagingBytes : 0);
 };
 using Tile = Config::Tile;

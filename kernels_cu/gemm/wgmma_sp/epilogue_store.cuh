@@ -6,20 +6,24 @@
 
 // Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
 // them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
-// are not aligned for TMA, the threads store single elements.
+// are not aligned for TMA, the threads store single elements. Where TMA loads C, a producer thread has loaded it into a
+// step's buffer before, and each thread replaces the C of its results.
 template <class Result> struct EpilogueStore {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
   u32 staging;  // shared memory address of the buffers
   int barrier;  // named barrier of the warpgroup
+  Barriers barriers;
   u32 next_buffer = 0;
+  PipelineState<Config::kStagingBuffers> c;  // the step's buffer, into which TMA loads C
+  u32 stored = Config::kStagingBuffers;  // the buffer of the step before; none before the first step
 
   static constexpr int kOutBytes = sizeof(Bits);
   // Results of one token in a TMA box.
   static constexpr int kLineOutputs = Config::kYColumnMajor ? Config::kMTileOutputs : 128 / kOutBytes;
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
-  static constexpr int kBoxBytes = kBoxOutputs * kOutBytes;
+  static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
 
   // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
   // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
@@ -62,9 +66,11 @@ template <class Result> struct EpilogueStore {
       if (token >= p.n) break;
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
+      if (Config::kCStaged && loads_c(p)) barrier_wait(barriers.c_full(barrier - 1, c.stage), c.parity);
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
       if (p.y_aligned) store_box(buffer, output0, token);
       else store_elements(buffer, output0, token);
+      if constexpr (Config::kCStaged) stored = c.stage, c.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
   }
@@ -75,16 +81,16 @@ template <class Result> struct EpilogueStore {
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
       const Accumulator* d = sums + 4 * j;
-      float v[4];
+      float v[4], c[4];
+      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
-        const float c = c_of(p, token, row0 + row + g + i / 2 * 8);
         if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], c);
+        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], Config::kHasC ? c[i] : 0.0f);
         // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
-        if constexpr (Config::kSplitTerms > 0 && Config::kHasC) v[i] = d[i] == d[i] ? v[i] : c;
+        if constexpr (Config::kSplitTerms > 0 && Config::kHasC) v[i] = d[i] == d[i] ? v[i] : c[i];
       }
       if constexpr (Config::kGated) {
         stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
@@ -103,6 +109,61 @@ template <class Result> struct EpilogueStore {
         for (int i = 0; i < 4; ++i)
           store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
       }
+    }
+  }
+
+  // Loads C for the results of eight tokens of the step, in the order of the accumulators.
+  __device__ __forceinline__ void load_c(float (&c)[4], u32 buffer, i64 row0, i64 token0, int token) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+    if (!Config::kCStaged || !loads_c(p)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = c_of(p, token0 + token + 2 * t + i % 2, row0 + row + g + i / 2 * 8);
+    } else if constexpr (kOutBytes == 2) {
+      u32 pairs[2];
+      if constexpr (Config::kYColumnMajor) load_matrix_x2(pairs, buffer + staged_at(token, row + lane % 16));
+      else load_matrix_transposed_x2(pairs, buffer + staged_at(token + lane % 8, row + lane / 8 % 2 * 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = Config::C::to_float((typename Config::C::Bits)(pairs[i / 2] >> i % 2 * 16));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        c[i] = Config::C::to_float(
+            load_shared_as<typename Config::C::Bits>(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8)));
+    }
+  }
+
+  // One thread of the producer warpgroup loads C, step by step in the order in which the consumers store.
+  static __device__ __forceinline__ void produce_c(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                   u32 slice) {
+    PipelineState<Config::kStagingBuffers> at[Config::kWarpgroups];
+    for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+      if (scheduler.stores_partials()) continue;
+      const WorkTile work(p, scheduler.index, m_rank);
+#pragma unroll 1
+      for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
+#pragma unroll 1
+        for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
+          const i64 token = work.token + step * Config::kStepTokens;
+          if (token >= p.n) break;
+#pragma unroll
+          for (int w = 0; w < Config::kWarpgroups; ++w) {
+            const i64 output0 = (work.row_tile + w * Config::kMTilesPerWarpgroup + r) * Config::kMTileOutputs;
+            if (output0 >= p.m) continue;
+            const u32 full = barriers.c_full(w, at[w].stage);
+            const u32 to = base + Config::kStagingAt + w * Config::kStagingBytes + at[w].stage * Config::kStepBytes;
+            barrier_wait(barriers.c_empty(w, at[w].stage), at[w].parity ^ 1);
+            barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
+            if constexpr (Config::kYColumnMajor) {
+              tma_load(to, &p.c_map, (u32)token, (u32)output0, full);
+            } else {
+#pragma unroll
+              for (int box = 0; box < kBoxes; ++box)
+                tma_load(to + box * Config::kStepTokens * kBoxBytes, &p.c_map, (u32)output0 + box * kBoxOutputs,
+                         (u32)token, full);
+            }
+            at[w].next();
+          }
+        }
     }
   }
 
@@ -147,7 +208,7 @@ template <class Result> struct EpilogueStore {
   // issuing threads wait until the next step's buffer has been read.
   __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token) const {
     async_proxy_fence();
-    if (issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
+    if (!Config::kCStaged && issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
     named_barrier_sync(barrier, 128);
     if (!issues_stores()) return;
     const int box = threadIdx.x % 128 / 32;
@@ -155,9 +216,15 @@ template <class Result> struct EpilogueStore {
     else
       tma_store(&p.y_map, (u32)output0 + box * kBoxOutputs, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
     tma_store_commit();
+    if constexpr (Config::kCStaged) {
+      tma_store_wait_read<1>();
+      if (stored < Config::kStagingBuffers) barrier_arrive(barriers.c_empty(this->barrier - 1, stored));
+    }
   }
+  // Whether TMA loads C (produce_c).
+  static __device__ __forceinline__ bool loads_c(const WgmmaSpParams& p) { return p.y_aligned && p.c_aligned; }
   static __device__ __forceinline__ bool issues_stores() {
-    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < Config::kMTileOutputs / kBoxOutputs;
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < kBoxes;
   }
 
   __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0) const {
