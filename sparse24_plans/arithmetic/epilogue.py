@@ -72,7 +72,7 @@ def _gelu(v: Array) -> Array:
 def apply_epilogue(
     acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind, addend: Array | None = None
 ) -> Array:
-    """float32 in, float32 out: alpha, then the addend, then bias, then the activation, each rounded on its own.
+    """float32 in, float32 out: alpha, the addend, bias and the activation in this order, each rounded.
 
     An activation without a bias is that of v + 0, so that of +0 where v is -0. For a gated kind the last
     axis, which is in the order of W's rows, becomes half as long.

@@ -18,9 +18,9 @@ class GemmSparse24Args(Args):
     [N, M/2] for a gated epilogue. ``bias`` [M] has the type ``bias_element`` and is given exactly when the
     epilogue has a bias. Rows of x and y may be further apart than their width; in ``column`` order their
     columns are contiguous instead. ``scale_x`` and ``scale_w`` are f32: [1] for one scale of the tensor, [N]
-    and [M] for one scale per row. They are given exactly when the descriptor has them. ``c``
-    [N, M] of the type ``c_element`` lies as y does, with a stride of its own, and is given exactly when beta is
-    not 0. It may be y itself: same address, strides and element size.
+    and [M] for one scale per row. They are given exactly when the descriptor has them.
+    ``c`` [N, M] of the type ``c_element`` lies as y does, with a stride of its own, and is given exactly when
+    beta isn't 0. It may be y itself: same address, strides and element size.
     """
 
     weight: Sparse24Weight | PackedWeight

@@ -46,11 +46,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
     element : ElementKind
         Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
     op : GemmOp
-        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T + beta * C[N,M]). ``dgrad``: dX[N,K] = alpha *
-        dY[N,M] @ W.
+        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T + beta * C[N,M]). ``dgrad``: dX[N,K] =
+        alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
-        An activation of t = alpha * (acc * scale_x * scale_w) + beta * C + bias, or of t without a bias: relu(t);
-        gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
+        An activation of t = alpha * (acc * scale_x * scale_w) + beta * C + bias, or of the same without a
+        bias: relu(t); gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
         tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
         of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) * t_up. M is then a multiple of
         16, W, bias and scale_w are in the order of ``gated_rows``, and Y is [N, M/2].
@@ -71,9 +71,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         Factors in float32 that X and W were divided by: ``none``, one per ``tensor``, or one per ``row``,
         which is a token of X or an out feature of W. ``forward`` only.
     beta : float
-        Factor of C, finite in float32. With 0 (default) there is no C. ``forward`` without gates only. C[N, M]
-        lies in ``y_order``. C is converted to float32, then beta * C, its sum with alpha * acc, and the sum with
-        the bias are each rounded to float32.
+        Factor of C, finite in float32. With 0 (default) there is no C. ``forward`` without gates only.
+        C[N, M] lies in ``y_order``. C is converted to float32; then alpha * acc, beta * C, their sum, and its
+        sum with the bias are each rounded to float32.
     c_element : ElementKind, optional
         Type of C: ``out_element`` (default) or ``f32``.
 
@@ -187,7 +187,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         found = [
             Operand("weight", Role.WEIGHT, (self.m, self.k), self.element),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
-            Operand("result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"),
+            Operand(
+                "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
+            ),
         ]
         if self.epilogue.has_bias:
             found.append(Operand("bias", Role.IN, (self.m,), self.bias_element))

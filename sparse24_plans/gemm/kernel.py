@@ -18,7 +18,7 @@ MOST_STRIDES = 64
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
-    """Operands are ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c`` and the weight's buffers."""
+    """Operands: ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c`` and the weight's buffers."""
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)

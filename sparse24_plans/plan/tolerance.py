@@ -1,4 +1,4 @@
-"""How errors grow behind the sum of a product: scales, alpha, bias, activation, gate, and softmax.
+"""How errors grow behind the sum of a product: scales, alpha, C, bias, activation, gate, and softmax.
 
 All arrays are float64, of NumPy or CuPy. Each function takes exact values and bounds of their errors, and
 bounds the error of what float32 arithmetic makes of them. An activation passes an error on by at most its
@@ -41,6 +41,15 @@ def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s)
         factor = factor * np.abs(scale)
     found: Float64s = (factor * sums + underflow) * (1 + relative) + np.abs(exact) * relative
     return found
+
+
+def of_addend(exact: Float64s, error: Float64s, c: Float64s, beta: float) -> tuple[Float64s, Float64s]:
+    """The exact sum with beta * C, and its error. C, beta, their product and the sum are rounded."""
+    of_beta = abs(float(np.float32(beta)) - beta) / abs(beta) if beta else 0.0
+    addend = beta * c
+    error = error + np.abs(addend) * ((1 + _U) ** 2 * (1 + of_beta) - 1) + _TINY
+    total = exact + addend
+    return total, error + (np.abs(total) + error) * _U
 
 
 def of_epilogue(

@@ -23,6 +23,8 @@ CHANGES = {
     "y_order": "column",
     "scale_x": "tensor",
     "scale_w": "row",
+    "beta": 0.5,
+    "c_element": "f32",
 }
 
 

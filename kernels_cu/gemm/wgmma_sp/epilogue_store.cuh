@@ -4,26 +4,37 @@
 #include "gemm/wgmma_sp/dot_in_float64.cuh"
 #include "ptx/stmatrix.cuh"
 
+// The state of a warpgroup's staging buffers that TMA loads C into; empty if it loads none. The empty one leaves no
+// trace in the code of other products.
+template <class Result, bool kStaged = Config::kCStaged> struct CStaging {};
+template <class Result> struct CStaging<Result, true> {
+  Barriers barriers;
+  PipelineState<Config::kStagingBuffers> at;  // the buffer of the next step
+  u32 stored = Config::kStagingBuffers;       // the buffer of the step before; none before the first step
+};
+
 // Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
 // them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
 // are not aligned for TMA, the threads store single elements. Where TMA loads C, a producer thread has loaded it into a
 // step's buffer before, and each thread replaces the C of its results.
-template <class Result> struct EpilogueStore {
+template <class Result> struct EpilogueStore : CStaging<Result> {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
   u32 staging;  // shared memory address of the buffers
   int barrier;  // named barrier of the warpgroup
-  Barriers barriers;
   u32 next_buffer = 0;
-  PipelineState<Config::kStagingBuffers> c;  // the step's buffer, into which TMA loads C
-  u32 stored = Config::kStagingBuffers;  // the buffer of the step before; none before the first step
 
   static constexpr int kOutBytes = sizeof(Bits);
   // Results of one token in a TMA box.
   static constexpr int kLineOutputs = Config::kYColumnMajor ? Config::kMTileOutputs : 128 / kOutBytes;
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
+
+  // Completes the initialisation of the aggregate.
+  __device__ __forceinline__ void begin(Barriers barriers) {
+    if constexpr (Config::kCStaged) this->barriers = barriers;
+  }
 
   // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
   // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
@@ -66,11 +77,13 @@ template <class Result> struct EpilogueStore {
       if (token >= p.n) break;
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
-      if (Config::kCStaged && loads_c(p)) barrier_wait(barriers.c_full(barrier - 1, c.stage), c.parity);
+      if constexpr (Config::kCStaged) {
+        if (loads_c(p)) barrier_wait(this->barriers.c_full(barrier - 1, this->at.stage), this->at.parity);
+      }
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
       if (p.y_aligned) store_box(buffer, output0, token);
       else store_elements(buffer, output0, token);
-      if constexpr (Config::kCStaged) stored = c.stage, c.next();
+      if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
   }
@@ -218,7 +231,7 @@ template <class Result> struct EpilogueStore {
     tma_store_commit();
     if constexpr (Config::kCStaged) {
       tma_store_wait_read<1>();
-      if (stored < Config::kStagingBuffers) barrier_arrive(barriers.c_empty(this->barrier - 1, stored));
+      if (this->stored < Config::kStagingBuffers) barrier_arrive(this->barriers.c_empty(barrier - 1, this->stored));
     }
   }
   // Whether TMA loads C (produce_c).

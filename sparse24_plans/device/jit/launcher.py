@@ -25,7 +25,7 @@ _SHARED_BY_DEFAULT = 48 << 10
 
 
 def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object, at: int = 0) -> None:
-    """Write the tensor maps ``make(*given)`` to ``parameters`` from the byte ``at`` on. Raises DriverError."""
+    """Write the tensor maps ``make(*given)`` to ``parameters`` from byte ``at`` on. Raises DriverError."""
     try:
         maps = make(*given)
     except LibraryError as error:

@@ -49,7 +49,9 @@ class Results:
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
             scale_w = _chosen(self._scale_w, desc.scale_w, rows)
             bias = self._bias[rows] if self._bias is not None and desc.epilogue.has_bias else None
-            addend = addend_of(self._c[tokens, outputs], desc.beta) if self._c is not None and desc.has_c else None
+            addend = (
+                addend_of(self._c[tokens, outputs], desc.beta) if self._c is not None and desc.has_c else None
+            )
             return finished(found, desc, scale_x, scale_w, bias, addend)[:count]
 
 

@@ -65,11 +65,11 @@ class OperandLayouts(NamedTuple):
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
         """``layout`` is W's packed layout, by default that of its element."""
-        columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        size, x_columns = desc.out_element.itemsize, desc.x_order is MatrixOrder.COLUMN
+        x_columns, y_columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
+        size = desc.out_element.itemsize
         # The warps that would load C may load a column-major X.
         stages_c = desc.has_c and desc.c_element.itemsize == size and not x_columns
-        return cls(layout or layout_of(desc.element), size, *columns, stages_c)
+        return cls(layout or layout_of(desc.element), size, x_columns, y_columns, stages_c)
 
 
 def pitch_of(nbytes: int) -> int:
