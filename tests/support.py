@@ -334,19 +334,30 @@ def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: Ele
 _erfc = np.vectorize(math.erfc, otypes=[float])
 
 
-def activate(v: np.ndarray, kind: str) -> np.ndarray:
-    """The epilogues' activations in float64, by their definition; of a gated one its gate's."""
+def activate(v: np.ndarray, kind: str, bounds: tuple[float, float] = (0.0, math.inf)) -> np.ndarray:
+    """The epilogues' activations in float64, by their definition; of a gated one its gate's.
+
+    ``bounds`` are relu's threshold and upper bound.
+    """
     kind = EpilogueKind(kind).activation
     if kind == "relu":
-        return np.maximum(v, 0)
+        return np.where(v > bounds[0], np.minimum(v, bounds[1]), 0)
+    if kind == "relu2":
+        return np.maximum(v, 0) ** 2
     if kind in ("gelu", "geglu"):
         return v * 0.5 * _erfc(-v / math.sqrt(2)) if v.size else v
-    if kind == "gelu_tanh":
-        return v / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+    if kind in ("gelu_tanh", "geglu_tanh"):
+        with np.errstate(over="ignore"):
+            return v / (1 + np.exp(-tanh_exponent(v)))
     if kind in ("silu", "swiglu"):
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
     return v
+
+
+def tanh_exponent(v: np.ndarray) -> np.ndarray:
+    """2u, where gelu_tanh(v) = v/2 * (1 + tanh(u)), which is v / (1 + exp(-2u)) without its cancellation."""
+    return 2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)
 
 
 def product64(plan: Plan, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -390,15 +401,19 @@ def reference(
     if bias is not None:
         v = v + bias.astype(np.float64)
     before += np.abs(v) * f32.unit_roundoff
-    value, after = (v, before) if desc.epilogue == "identity" else activated(v, before, desc.epilogue)
-    if desc.epilogue.activation == "gelu_tanh" and plan.device.kind == "cuda":
+    value, after = v, before
+    if desc.epilogue != "identity":
+        value, after = activated(v, before, desc.epilogue, desc.relu_bounds)
+    if desc.epilogue.activation == "gelu_tanh" and plan.sku.backend == "cusparselt":
         after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
     size = np.where(np.isinf(after), 0, np.abs(value) + after)
     rounding = size * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
 
 
-def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.ndarray, np.ndarray]:
+def activated(
+    v: np.ndarray, error: np.ndarray, kind: EpilogueKind, bounds: tuple[float, float] = (0.0, math.inf)
+) -> tuple[np.ndarray, np.ndarray]:
     """The activation of values that are known but for an error, and what becomes of this.
 
     Of a gated kind its product with what it lets through; where either may be beyond float32, which is Inf
@@ -408,10 +423,21 @@ def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.
         (gate, up), (of_gate, of_up) = (rows_of_gates(each) for each in (v, error))
     else:
         gate, of_gate = v, error
-    value = activate(gate, kind)
+    value = activate(gate, kind, bounds)
     f32 = ElementKind.F32
+    if kind.activation == "relu2":
+        return value, (2 * np.abs(gate) + of_gate) * of_gate + value * 2 * f32.unit_roundoff
     # Activations have slopes below 1.13; float32 activations add a few units in the last place.
     after = 1.13 * of_gate + (np.abs(value) + of_gate) * (8 * f32.unit_roundoff)
+    if kind.activation == "relu" and bounds[0]:  # it jumps there
+        after += np.where(np.abs(gate - bounds[0]) <= after, abs(bounds[0]), 0)
+    if kind.activation in (
+        "gelu_tanh",
+        "geglu_tanh",
+    ):  # the exponent is rounded, and its exponential overflows
+        exponent = tanh_exponent(gate)
+        slope = 0.25 / np.cosh(np.minimum(np.abs(exponent), 200) / 2) ** 2
+        after += 4 * f32.unit_roundoff * np.abs(gate * exponent) * slope + 2.0**-120
     if not kind.is_gated:
         return value, after
     after = after + f32.smallest_subnormal

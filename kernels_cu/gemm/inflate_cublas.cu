@@ -1,5 +1,5 @@
-// Y[n, m] = epilogue(acc[n, m] + beta * C[n, m]) for products whose library can't fuse ours. acc already holds alpha * product; a null
-// acc stands for zeros (an empty reduction). Memory bound.
+// Y[n, m] = epilogue(acc[n, m] + beta * C[n, m]) for products whose library can't fuse ours. acc already holds alpha *
+// product; a null acc stands for zeros (an empty reduction). Memory bound.
 //
 // Y's lines are its rows, or its columns, which have one bias each; acc and C lie as Y does.
 //
@@ -13,7 +13,8 @@
 #include "gemm/params/inflate_cublas.cuh"
 
 // Everything that is compiled in.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr int kThreads = 256;
   static constexpr int kPerThread = 4;
   static constexpr bool kColumns = S24_COLUMNS;  // Y lies in columns

@@ -24,7 +24,8 @@
 #include "gemm/params/inflate_strict.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");

@@ -137,8 +137,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     Mainloop mainloop{{p, {}, {}, base, warpgroup, barriers.x_empty(0), barriers}};
     mainloop.begin(slice);
     Accumulators accumulators;
-    EpilogueStore<Config::Out> epilogue{{}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes,
-                                        1 + (int)warpgroup};
+    EpilogueStore<Config::Out> epilogue{
+        {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     epilogue.begin(barriers);
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);

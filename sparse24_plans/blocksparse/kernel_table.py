@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from ..arithmetic.epilogue import UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -73,7 +73,7 @@ _BLOCKS_WGMMA = with_wgmma(
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
         min_workspace=limits.transpose_workspace,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
     )
 )
 _BLOCKS_WGMMA_SP = with_wgmma(
@@ -86,7 +86,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         limits=limits.blocks_wgmma_any,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=(InnerPattern.SPARSE24,),
     )
 )
@@ -97,7 +97,7 @@ _BLOCKS_STRICT = MatmulEntry(
     guarantees.strict_matmul,
     (ElementKind.F32,),
     limits=limits.blocks_strict,
-    epilogues=EXACT_UNGATED,
+    epilogues=UNGATED,
 )
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA,
@@ -112,7 +112,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
         missing=needs_cublaslt,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
     ),
     # This entry serves requirements that inflating does not meet.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
@@ -132,7 +132,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         guarantees.strict_matmul,
         MATMUL_ELEMENTS,
         strict=True,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=tuple(InnerPattern),
     ),
 )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from ..arithmetic.elements import addends_of
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
-from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
+from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor, UpperBound
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -50,10 +51,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
         alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
         An activation of t = alpha * (acc * scale_x * scale_w) + beta * C + bias, or of the same without a
-        bias: relu(t); gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
-        tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
-        of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) * t_up. M is then a multiple of
-        16, W, bias and scale_w are in the order of ``gated_rows``, and Y is [N, M/2].
+        bias: relu(t); relu2(t) = relu(t)^2; gelu(t) = t * Phi(t), the exact one; silu(t) = t / (1 + exp(-t));
+        gelu_tanh(t) = t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
+        Gated kinds make one result of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) *
+        t_up, geglu_tanh is gelu_tanh(t_gate) * t_up. M is then a multiple of 16, W, bias and scale_w are in
+        the order of ``gated_rows``, and Y is [N, M/2].
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional
@@ -76,6 +78,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         sum with the bias are each rounded to float32.
     c_element : ElementKind, optional
         Type of C: ``out_element`` (default) or ``f32``.
+    relu_threshold, relu_upper_bound : float
+        For ``relu`` and ``bias_relu`` alone: the result is min(t, upper bound) where t exceeds the threshold,
+        else 0. By default 0 and infinity. The upper bound exceeds the threshold.
 
     Raises
     ------
@@ -100,6 +105,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     scale_w: ScaleKind = ScaleKind.NONE
     beta: Factor = 0.0
     c_element: ElementKind = C_ELEMENT
+    relu_threshold: Factor = 0.0
+    relu_upper_bound: UpperBound = float("inf")
 
     if TYPE_CHECKING:
 
@@ -121,6 +128,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
             scale_w: ScaleKind | str = ...,
             beta: SupportsFloat = ...,
             c_element: ElementLike = ...,
+            relu_threshold: SupportsFloat = ...,
+            relu_upper_bound: SupportsFloat = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -138,6 +147,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
+        self._expect_relu_bounds()
         if self.m * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
@@ -150,6 +160,16 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.out_element is ElementKind.I32:
             raise ValueError(f"out_element: expected s8 or a float for epilogue {self.epilogue}, got i32")
 
+    def _expect_relu_bounds(self) -> None:
+        if self.relu_bounds != NO_BOUNDS and self.epilogue.activation is not EpilogueKind.RELU:
+            name = "relu_threshold" if self.relu_threshold else "relu_upper_bound"
+            raise ValueError(f"{name}: expected none for epilogue {self.epilogue}, got {getattr(self, name)}")
+        if self.relu_upper_bound <= self.relu_threshold:
+            raise ValueError(
+                f"relu_upper_bound: expected more than relu_threshold, {self.relu_threshold}, "
+                f"got {self.relu_upper_bound}"
+            )
+
     @property
     def op_name(self) -> str:
         return f"gemm_sparse24_{self.op}"
@@ -159,6 +179,10 @@ class GemmSparse24Descriptor(ProductDescriptor):
         """Return whether the result is the sum itself, rounded to its type."""
         none = ScaleKind.NONE
         return super().is_plain and not self.has_c and self.scale_x is none and self.scale_w is none
+
+    @property
+    def relu_bounds(self) -> tuple[float, float]:
+        return self.relu_threshold, self.relu_upper_bound
 
     @property
     def has_c(self) -> bool:

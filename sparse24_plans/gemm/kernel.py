@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
@@ -18,7 +20,7 @@ MOST_STRIDES = 64
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
-    """Operands: ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c`` and the weight's buffers."""
+    """Operands: ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c``, the weight's buffers."""
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -32,8 +34,14 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
 
 
 def product_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:
-    """The macros of every kernel with an epilogue: its types, and C's if there is one."""
-    return {**type_defines(desc), "C": ELEMENT_CODES[desc.c_element] + 1 if desc.has_c else 0}
+    """The macros of every kernel with an epilogue: its types, C's if there is one, and the bits of bounds."""
+    threshold, most = np.array(desc.relu_bounds, np.float32).view(np.uint32)
+    return {
+        **type_defines(desc),
+        "C": ELEMENT_CODES[desc.c_element] + 1 if desc.has_c else 0,
+        "RELU_THRESHOLD": int(threshold),
+        "RELU_UPPER_BOUND": int(most),
+    }
 
 
 def c_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:

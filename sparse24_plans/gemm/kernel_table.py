@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..arithmetic.epilogue import EXACT, EXACT_UNGATED, IN_STEPS
+from ..arithmetic.epilogue import IN_STEPS, UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -36,7 +36,7 @@ class GemmEntry(KernelEntry):
 
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
-    epilogues: tuple[EpilogueKind, ...] = EXACT
+    epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
     column_order: bool = False
     """The kernel serves column-major X and Y."""
     scales: bool = False
@@ -120,7 +120,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         limits=partial(limits.f32_split, terms),
         min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
-        epilogues=EXACT_UNGATED,  # each NaN sum is recomputed for one result
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
     )
@@ -145,7 +144,7 @@ _CUSPARSELT = GemmEntry(
     elements=(F16, BF16, S8),
     ops=(GemmOp.FORWARD,),
     # The library has no SiLU, and its GELU is the tanh approximation.
-    epilogues=(*IN_STEPS, EpilogueKind.GELU_TANH, EpilogueKind.BIAS_GELU_TANH),
+    epilogues=tuple(kind for kind in UNGATED if kind.activation in limits.CUSPARSELT_ACTIVATIONS),
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,
@@ -186,7 +185,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         backend="inflate_cublas",
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
@@ -213,7 +212,6 @@ ENTRIES: tuple[GemmEntry, ...] = (
         layout=DENSE_F32_LAYOUT,
         also_reads=(CANONICAL_LAYOUT,),
         elements=_HOST_ELEMENTS,
-        epilogues=tuple(EpilogueKind),
         column_order=True,
         scales=True,
     ),

@@ -75,6 +75,8 @@ class PrecisionGuarantee(Model):
     """Columns of K whose sum leaves the tensor cores, to be added in float32; None: all of K."""
     product_roundoff: Annotated[float, Number(least=0)] = 0.0
     """Relative error of a product before it is added; 0 unless operands are split into terms."""
+    tanh_error: Annotated[float, Number(least=0)] = 0.0
+    """Absolute error of the hardware's tanh, if ``gelu_tanh`` is computed with it."""
     arithmetic: ArithmeticName | None = None
     """Name of the exact sequence of roundings behind every result (docs/guarantees.md), or None if it isn't
     known. For one problem and its operands, the same name means the same bits on any device."""
@@ -125,19 +127,21 @@ class PrecisionGuarantee(Model):
         scale_w: Float64s | float | None = None,
         beta: float = 0.0,
         c: Float64s | None = None,
+        relu_threshold: float = 0.0,
+        relu_upper_bound: float = float("inf"),
     ) -> Float64s:
         """The whole allowed error of a result, elementwise, as float64.
 
         ``exact`` is the exact product times alpha and the scales, ``abs_sum`` is sum|x||w| of
         :meth:`magnitudes`, without these factors. ``bias``, ``scale_x`` and ``scale_w`` are the operands, in
         shapes that broadcast to ``exact``; a bias is given exactly if the epilogue has one, and ``c`` exactly
-        if ``beta`` isn't 0. Arrays are all
-        NumPy's or all CuPy's, and so is the result. For a gated epilogue the last axis is in the order of W's
-        rows, and the result's last axis is half as long. Overflow, Inf and NaN are not covered.
+        if ``beta`` isn't 0. Arrays are all NumPy's or all CuPy's, and so is the result. For a gated epilogue
+        the last axis is in the order of W's rows, and the result's last axis is half as long. Overflow, Inf
+        and NaN are not covered.
 
-        Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of C, of every step of the
-        epilogue and of the result to ``out``, and the underflow of every step. An integer result is compared
-        with the exact value in the integer's range. Raises InvalidProblemError.
+        Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of C, of every step
+        of the epilogue and of the result to ``out``, and the underflow of every step. An integer result is
+        compared with the exact value in the integer's range. Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
         exact = _wide("exact", exact)
@@ -166,8 +170,8 @@ class PrecisionGuarantee(Model):
             exact, lost = tolerance.of_addend(exact, lost, wide["c"], beta)
         v = exact + wide.get("bias", 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
-            hardware = self.math_precision is not MathPrecision.F32
-            size, lost = tolerance.of_epilogue(v, lost, kind, hardware)
+            bounds = tolerance.ReluBounds(float(relu_threshold), float(relu_upper_bound))
+            size, lost = tolerance.of_epilogue(v, lost, kind, bounds, self.tanh_error)
             return tolerance.of_rounding(size, lost, out)
 
     def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:

@@ -25,7 +25,7 @@ from sparse24_plans import (
     Tier,
     TileRule,
 )
-from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from sparse24_plans.arithmetic.epilogue import UNGATED
 from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
@@ -311,7 +311,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
         # One kernel serves these, and asks for whole lines of 16 bytes.
@@ -379,7 +379,7 @@ def _convolution(
     fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields["alpha"] = _alpha(rng)
     if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     height, width = (one + int(rng.integers(0, 9)) for one in least)
     walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
     size = {"height": height, "width": width, "batch": batch}

@@ -25,12 +25,23 @@ CHANGES = {
     "scale_w": "row",
     "beta": 0.5,
     "c_element": "f32",
+    "relu_threshold": 0.5,
+    "relu_upper_bound": 6.0,
 }
+BESIDE = {name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")}
+"""Further fields of the problems, which the changed one needs."""
 
 
 def test_any_changed_field_makes_another_problem():
     fields = {"n": 1, "m": 8, "k": 8, "element": "f16"}
-    problems = [GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items()]
+    problems = [
+        GemmSparse24Descriptor(**fields, **BESIDE.get(name, {}), **{name: value})
+        for name, value in CHANGES.items()
+        if name not in fields
+    ]
+    problems += [
+        GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items() if name in fields
+    ]
     assert set(CHANGES) == set(GemmSparse24Descriptor.model_fields)
     assert len({GemmSparse24Descriptor(**fields), *problems}) == 1 + len(CHANGES)
 

@@ -80,9 +80,9 @@ template <int kKind> __device__ __forceinline__ float scale_at(const float* scal
 
 // The result before it is rounded to its type. For a gated epilogue, FastMath gives the gate and NoMath the other
 // factor.
-template <class Math = FastMath>
-__device__ __forceinline__ float finished(Accumulator sum, const WgmmaSpParams& p, float scale_x, float scale_w,
-                                          float bias, float c = 0.0f) {
+template <class Math = FastMath> __device__ __forceinline__ float finished(Accumulator sum, const WgmmaSpParams& p,
+                                                                           float scale_x, float scale_w, float bias,
+                                                                           float c = 0.0f) {
   float v = Config::kIntegers ? __int2float_rn((int)sum) : (float)sum;
   if (Config::kScaleX) v = __fmul_rn(v, scale_x);
   if (Config::kScaleW) v = __fmul_rn(v, scale_w);

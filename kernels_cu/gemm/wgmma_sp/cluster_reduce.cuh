@@ -76,9 +76,8 @@ struct ClusterReduce {
 
   // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other
   // factor.
-  template <class Math>
-  __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0,
-                                         float c = 0.0f) const {
+  template <class Math> __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output,
+                                                               int offset = 0, float c = 0.0f) const {
     const bool inside = kColumns || output < outputs_per_token(p);
     const i64 row = row_of_output<Config>(output) + offset;
     const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
@@ -91,14 +90,16 @@ struct ClusterReduce {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Config::Out::Bits out[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
-    u32 nans = 0;  // one bit for each float32 sum that must be recomputed
+    u32 nans = 0;  // one bit for each float32 result that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Accumulator total = reduced(v[0], j);
       if constexpr (Config::kSplitTerms > 0) nans |= (u32)(total != total) << j;
       const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j, 0, c[j]);
       if constexpr (Config::kGated) {
-        const float up = value<NoMath>(reduced(v[1], j), scale_x, kColumns ? m : m + j, Config::kGateRows);
+        const Accumulator other = reduced(v[1], j);
+        if constexpr (Config::kSplitTerms > 0) nans |= (u32)(other != other) << j;
+        const float up = value<NoMath>(other, scale_x, kColumns ? m : m + j, Config::kGateRows);
         out[j] = rounded<Config::Out>(__fmul_rn(first, up));
       } else {
         out[j] = rounded<Config::Out>(total, first);
@@ -119,9 +120,8 @@ struct ClusterReduce {
     if constexpr (Config::kSplitTerms > 0) {
       for (; nans; nans &= nans - 1) {
         const int j = __ffs(nans) - 1;
-        if (m + j >= p.m) break;
-        const float sum = dot_in_float64(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
-        to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias, c[j]));
+        if (m + j >= outputs_per_token(p)) break;
+        to[j] = rounded<Config::Out>(finished_again(p, n, row_of_output<Config>(m + j), c[j]));
       }
     }
   }

@@ -9,7 +9,8 @@
 #define S24_CLUSTER_SIZE (S24_CLUSTER_M * S24_SPLIT_K)
 #include "common/cluster.cuh"
 
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   // Tiling ------------------------------------------------------------------------------------------
   static constexpr int kWarpgroups = S24_WARPGROUPS;                     // consumer warpgroups
   static constexpr int kMTilesPerWarpgroup = S24_M_TILES_PER_WARPGROUP;  // m64 tiles of one consumer warpgroup
@@ -38,7 +39,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C>
   static constexpr bool kRaw = S24_RAW;          // Y is the integer sum itself
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
   static_assert(!kStreamK || (kSplitK == 1 && !kPromote && kCtasPerSm == 1), "stream-K is the only cut of K");
-  static_assert(!kGated || (!kSplitTerms && !kRaw), "gated sums are neither recomputed nor stored as integers");
+  static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
 

@@ -195,12 +195,15 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     }
   }
 
-  // Recomputes sums that are NaN. Each thread replaces its own results, once the whole tile has been stored to Y.
+  // Recomputes results of which a sum is NaN. Each thread replaces its own, once the whole tile has been stored to Y.
   __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, i64 token0) const {
     static_assert(Config::kAccumulators <= 128, "one bit per accumulator");
     u64 nans[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < Config::kAccumulators; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      const int result = Config::kGated ? i & ~2 : i;  // of the two sums of a gated result, the first
+      nans[i / 64] |= (u64)(sums[i] != sums[i]) << result % 64;
+    }
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
     if (p.y_aligned && issues_stores()) tma_store_wait();
     named_barrier_sync(barrier, 128);
@@ -212,8 +215,8 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       const i64 token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2,
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
-      const float sum = dot_in_float64(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
-      ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias, c_of(p, token, row)));
+      ((Bits*)p.y)[y_offset(p, token, output_of_row<Config>(row))] =
+          rounded<Result>(finished_again(p, token, row, c_of(p, token, row)));
     }
   }
 
