@@ -225,7 +225,8 @@ def test_kernels_add_c(row, variant, n):
     plan = plan_of(row, **problem_of(row, variant, *sizes))
     data = random_data(np.random.default_rng(n), plan.descriptor)
     aligned = run_and_check(plan, data, (16, 16, 32))
-    for pads, offsets in (((0, 0, 3), (0, 0, 1)), ((8, 1, 16), (0, 1, 0))):
+    of_y = 0 if row == "inflate_cublas" else 1  # the library needs an aligned result
+    for pads, offsets in (((0, 0, 3), (0, 0, 1)), ((16, 1, 16), (0, of_y, 0))):
         found = run_and_check(plan, data, pads, offsets)
         assert same_bits(aligned, found) or not plan.guarantee.deterministic
     if plan.descriptor.c_element is plan.descriptor.out_element:
