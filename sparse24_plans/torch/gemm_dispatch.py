@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arithmetic.elements import addends_of, results_of
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
@@ -35,6 +36,8 @@ class Call(NamedTuple):
     bias: Tensor | None = None
     scale_x: Tensor | None = None
     scale_w: Tensor | None = None
+    residual: Tensor | None = None
+    """Tensor [..., M] that is added to the product before the bias, ``beta`` times."""
     m: int | None = None
     k: int | None = None
     dgrad: bool = False
@@ -43,9 +46,10 @@ class Call(NamedTuple):
     preference: str = ""
     turned: bool = False
     """Whether the result is Y^T, contiguous, so that Y is column-major."""
+    beta: float = 1.0
 
 
-OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w")
+OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w", "residual")
 """The fields of a call that are tensors; they come first."""
 
 # The problem of a call ----------------------------------------------------------------------------
@@ -73,7 +77,9 @@ def sizes(call: Call) -> tuple[int, int]:
         _check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
     if call.scale_w is not None:
         _check_scale(call.scale_w, m, "scale_w")
-    for name in ("weight", "bias", "scale_x", "scale_w"):
+    if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
+        raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
+    for name in ("weight", "bias", "scale_x", "scale_w", "residual"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.x.device:
             raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
@@ -95,19 +101,26 @@ def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
 
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
     """The descriptor of the product. Raises InvalidProblemError naming the field."""
-    out, bias = call.out_dtype, call.bias
+    bias, residual = call.bias, call.residual
+    element = element_of(call.weight.dtype, "weight")
+    out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
+    c = None if residual is None else element_of(residual.dtype, "residual")
+    if c is not None and c not in (expected := addends_of(out or results_of(element)[0])):
+        raise InvalidProblemError(f"residual: expected {' or '.join(dict.fromkeys(expected))}, got {c}")
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
         n=n,
         m=m,
         k=k,
-        element=element_of(call.weight.dtype, "weight"),
+        element=element,
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
         epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
-        out_element=None if out is None else element_of(out, "out_dtype"),
+        out_element=out,
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=_scale_kind(call.scale_x),
         scale_w=_scale_kind(call.scale_w),
+        beta=None if residual is None else call.beta,
+        c_element=c,
         **orders,
     )
     return found
@@ -135,7 +148,9 @@ class CheckedProduct(CheckedCall):
         x = call.x
         m, k = sizes(call)
         shape = x.shape[:-1]
-        self._copied = False
+        self._copied, self._residual_copied = False, False
+        if call.residual is not None and _rows(call.residual) is None:
+            self._residual_copied, call = True, call._replace(residual=call.residual.contiguous())
         self.in_columns = call.turned and _in_columns(x)
         rows = x if self.in_columns else _rows(x)
         if rows is None:
@@ -193,8 +208,9 @@ class CheckedProduct(CheckedCall):
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
         if call.dgrad:
             return DgradSparse24Args(weight, rows, y)
-        scales = [None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w)]
-        return GemmSparse24Args(weight, rows, y, call.bias, *scales)
+        scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
+        c = None if call.residual is None else _rows(call.residual)
+        return GemmSparse24Args(weight, rows, y, call.bias, scale_x, scale_w, c)
 
     def run(
         self,
@@ -206,7 +222,7 @@ class CheckedProduct(CheckedCall):
     ) -> Tensor | None:
         """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are the bias and the scales. Every call runs this, so it is written for speed.
+        ``others`` are the bias, scales and residual. Every call runs this, so it is written for speed.
         """
         if self._copied:
             x = _aligned(x, self.in_columns)
@@ -222,6 +238,8 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
+        if self._residual_copied:
+            others = *others[:-1], others[-1].contiguous()  # type: ignore[union-attr]
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
@@ -268,7 +286,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
     found = checked(call, out)
-    y: Tensor | None = found.run(call[0], call[1], call[2], call[3:6], out)
+    y: Tensor | None = found.run(call[0], call[1], call[2], call[3 : len(OPERANDS)], out)
     if y is not None:
         return y
     if out is not None:
@@ -290,6 +308,7 @@ def _form(
     bias: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
+    residual: Tensor | None = None,
     *options: Any,
 ) -> tuple[Any, ...]:
     """The form of a call with these fields. It is written out because every call makes it."""
@@ -306,6 +325,7 @@ def _form(
         None if bias is None else _about(bias),
         None if scale_x is None else _about(scale_x),
         None if scale_w is None else _about(scale_w),
+        None if residual is None else _about(residual),
         options,
     )
 
@@ -335,15 +355,34 @@ def linear(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    residual: Tensor | None = None,
+    beta: float = 1.0,
     k: int | None = None,
 ) -> Tensor:
     """The kernel of the op. A layer calls it where the dispatcher would do nothing else.
 
     ``k`` is the weight's K, which a packed weight alone doesn't tell.
     """
-    call = x, weight, meta, bias, None, None, m, k, False, activation, out_dtype, preference, False
+    added = residual if beta else None
+    call = (
+        x,
+        weight,
+        meta,
+        bias,
+        None,
+        None,
+        added,
+        m,
+        k,
+        False,
+        activation,
+        out_dtype,
+        preference,
+        False,
+        beta,
+    )
     found = plans.get(_form(*call))
-    y = None if found is None else found.run(x, weight, meta, (bias,), None)
+    y = None if found is None else found.run(x, weight, meta, (bias, added), None)
     return run(call) if y is None else y
 
 
@@ -356,8 +395,12 @@ def linear_call(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    residual: Tensor | None = None,
+    beta: float = 1.0,
 ) -> Call:
-    return Call(x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference)
+    added = residual if beta else None
+    options = None, False, activation, out_dtype, preference, False, beta
+    return Call(x, weight, meta, bias, None, None, added, m, *options)
 
 
 def linear_out_call(
@@ -392,7 +435,8 @@ def scaled_call(
     """Raises InvalidProblemError for elements that have no scales."""
     if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
         raise InvalidProblemError(f"weight: expected int8 or float8_e4m3fn, got {weight.dtype}")
-    return Call(x, weight, meta, bias, scale_x, scale_w, m, None, False, activation, out_dtype, preference)
+    options = None, False, activation, out_dtype, preference
+    return Call(x, weight, meta, bias, scale_x, scale_w, None, m, *options)
 
 
 def dgrad_call(
@@ -428,7 +472,7 @@ def mm(
             found = Refusal(error)
         plans.keep(form, found)
     if not isinstance(found, Refusal):
-        y = found.run(call.x, weight, meta, call[3:6], None)
+        y = found.run(call.x, weight, meta, (), None)
         return run(call) if y is None else y
     rows = call._replace(x=call.x.contiguous(), turned=False)
     return run(rows).t().contiguous()
