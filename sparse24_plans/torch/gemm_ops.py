@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from . import activations, gemm_dispatch
+from .gemm_call import Call, fake_result
 from .gemm_dispatch import (
-    Call,
     dgrad_call,
-    fake_result,
     linear_call,
     linear_out_call,
     mm_call,
