@@ -145,39 +145,46 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     }
   }
 
-  // One thread of the producer warpgroup loads C, step by step in the order in which the consumers store.
+  // One thread of the producer warpgroup loads C, step by step in the order in which the consumers store. While a work
+  // tile is multiplied it prefetches all of the tile's C to L2, because the buffers hold a part of it only.
   static __device__ __forceinline__ void produce_c(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                    u32 slice) {
     PipelineState<Config::kStagingBuffers> at[Config::kWarpgroups];
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       if (scheduler.stores_partials()) continue;
       const WorkTile work(p, scheduler.index, m_rank);
+      for_each_box(p, work, [&](int, u32 output, u32 token, int) { tma_prefetch(&p.c_map, output, token); });
+      for_each_box(p, work, [&](int w, u32 output, u32 token, int box) {
+        const u32 full = barriers.c_full(w, at[w].stage);
+        const u32 to = base + Config::kStagingAt + w * Config::kStagingBytes + at[w].stage * Config::kStepBytes;
+        if (box == 0) {
+          barrier_wait(barriers.c_empty(w, at[w].stage), at[w].parity ^ 1);
+          barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
+        }
+        tma_load(to + box * Config::kStepTokens * kBoxBytes, &p.c_map, output, token, full);
+        if (box == kBoxes - 1) at[w].next();
+      });
+    }
+  }
+  // Calls visit(warpgroup, first coordinate, second coordinate, number in its step) for each box of a work tile.
+  template <class Visit>
+  static __device__ __forceinline__ void for_each_box(const WgmmaSpParams& p, WorkTile work, Visit visit) {
 #pragma unroll 1
-      for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
 #pragma unroll 1
-        for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
-          const i64 token = work.token + step * Config::kStepTokens;
-          if (token >= p.n) break;
+      for (u32 token = (u32)work.token; token < (u32)work.token + Config::kTileN && token < p.n;
+           token += Config::kStepTokens)
 #pragma unroll
-          for (int w = 0; w < Config::kWarpgroups; ++w) {
-            const i64 output0 = (work.row_tile + w * Config::kMTilesPerWarpgroup + r) * Config::kMTileOutputs;
-            if (output0 >= p.m) continue;
-            const u32 full = barriers.c_full(w, at[w].stage);
-            const u32 to = base + Config::kStagingAt + w * Config::kStagingBytes + at[w].stage * Config::kStepBytes;
-            barrier_wait(barriers.c_empty(w, at[w].stage), at[w].parity ^ 1);
-            barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
-            if constexpr (Config::kYColumnMajor) {
-              tma_load(to, &p.c_map, (u32)token, (u32)output0, full);
-            } else {
+        for (int w = 0; w < Config::kWarpgroups; ++w) {
+          const i64 output = (work.row_tile + w * Config::kMTilesPerWarpgroup + r) * Config::kMTileOutputs;
+          if (output >= p.m) continue;
+          if constexpr (Config::kYColumnMajor) {
+            visit(w, token, (u32)output, 0);
+          } else {
 #pragma unroll
-              for (int box = 0; box < kBoxes; ++box)
-                tma_load(to + box * Config::kStepTokens * kBoxBytes, &p.c_map, (u32)output0 + box * kBoxOutputs,
-                         (u32)token, full);
-            }
-            at[w].next();
+            for (int box = 0; box < kBoxes; ++box) visit(w, (u32)output + box * kBoxOutputs, token, box);
           }
         }
-    }
   }
 
   // Stages gated results: a thread has one output of two tokens.
