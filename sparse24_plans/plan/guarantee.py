@@ -170,7 +170,10 @@ class PrecisionGuarantee(Model):
             exact, lost = tolerance.of_addend(exact, lost, wide["c"], beta)
         v = exact + wide.get("bias", 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
-            bounds = tolerance.ReluBounds(float(relu_threshold), float(relu_upper_bound))
+            bounds = tolerance.ReluBounds(
+                float(_wide("relu_threshold", relu_threshold, 0)),
+                float(_wide("relu_upper_bound", relu_upper_bound, 0)),
+            )
             size, lost = tolerance.of_epilogue(v, lost, kind, bounds, self.tanh_error)
             return tolerance.of_rounding(size, lost, out)
 

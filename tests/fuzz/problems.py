@@ -73,9 +73,11 @@ class Product:
     desc: GemmSparse24Descriptor
     preference: PlanPreference
     mood: str
-    pads: tuple[int, int]
-    offsets: tuple[int, int]
-    """Offsets of x (dy) and of y (dx), in elements, as are the pads of their rows."""
+    pads: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Offsets of x (dy), of y (dx) and of c, in elements, as are the pads of their rows."""
+    in_place: bool
+    """Whether c is y."""
     rows: tuple[int, ...] = field(repr=False)
     """Rows with which batch invariance is tried."""
     data_seed: tuple[int, ...] = field(repr=False)
@@ -192,22 +194,37 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
             fields[name] = "column" if rng.random() < 0.15 else "row"
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
+        fields |= _c_and_bounds(rng, fields)
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
     sizes = _sizes(rng, limits, most, GATE_GROUP if epilogue.is_gated else 1)
     desc = GemmSparse24Descriptor(**fields, **sizes)
     rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
-    widths = desc.element.itemsize, desc.out_element.itemsize
+    widths = desc.element.itemsize, desc.out_element.itemsize, desc.c_element.itemsize
     return Product(
         desc,
         _preference(rng, host=limits is HOST),
         str(_pick(rng, ("normal", "positive", "wide", "small", "zeros", "integers"))),
         tuple(_distance(rng, size) for size in widths),
         tuple(_distance(rng, size) for size in widths),
+        desc.has_c and desc.c_element is desc.out_element and rng.random() < 0.4,
         tuple(map(int, rows)),
         data_seed,
     )
+
+
+def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:
+    """Sometimes beta and C's type, and bounds of relu."""
+    found: dict[str, Any] = {}
+    epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
+    if not epilogue.is_gated and rng.random() < 0.3:
+        found["beta"] = float(_pick(rng, (1.0, -1.0, 0.5, 1 / 3, rng.standard_normal())))
+        found["c_element"] = str(_pick(rng, (fields["out_element"], "f32")))
+    if epilogue.activation is EpilogueKind.RELU and rng.random() < 0.3:
+        threshold = float(_pick(rng, (0.0, 0.5, -1.5)))
+        found |= {"relu_threshold": threshold, "relu_upper_bound": float(_pick(rng, (6.0, math.inf)))}
+    return found
 
 
 def _default_bias(fields: dict[str, Any]) -> str:
