@@ -108,7 +108,7 @@ def test_what_is_derived_of_a_descriptor(desc):
     forward = desc.op == "forward"
     assert desc.op_name == f"gemm_sparse24_{desc.op.value}"
     assert (desc.reduction, desc.sums) == ((desc.k, desc.m) if forward else (desc.m, desc.k))
-    assert desc.outputs == (desc.m // 2 if desc.epilogue.endswith("glu") else desc.sums)
+    assert desc.outputs == (desc.m // 2 if "glu" in desc.epilogue else desc.sums)
     operands = {one.argument: (one.shape, one.element) for one in desc.operands()}
     want = {"weight": ((desc.m, desc.k), desc.element)}
     want["x" if forward else "dy"] = ((desc.n, desc.reduction), desc.element)
@@ -118,6 +118,8 @@ def test_what_is_derived_of_a_descriptor(desc):
     for name, kind, rows in (("scale_x", desc.scale_x, desc.n), ("scale_w", desc.scale_w, desc.m)):
         if kind != "none":
             want[name] = ((1 if kind == "tensor" else rows,), ElementKind.F32)
+    if desc.beta:
+        want["c"] = ((desc.n, desc.m), desc.c_element)
     assert operands == want
 
 
