@@ -226,9 +226,12 @@ def test_kernels_add_c(row, variant, n):
     data = random_data(np.random.default_rng(n), plan.descriptor)
     aligned = run_and_check(plan, data, (16, 16, 32))
     of_y = 0 if row == "inflate_cublas" else 1  # the library needs an aligned result
+    any_stride = (
+        plan.guarantee.deterministic and row != "inflate_cublas"
+    )  # whose algorithms depend on strides
     for pads, offsets in (((0, 0, 3), (0, 0, 1)), ((16, 1, 16), (0, of_y, 0))):
         found = run_and_check(plan, data, pads, offsets)
-        assert same_bits(aligned, found) or not plan.guarantee.deterministic
+        assert same_bits(aligned, found) or not any_stride
     if plan.descriptor.c_element is plan.descriptor.out_element:
         in_place = run_and_check(plan, data, (16, 16), in_place=True)
         assert same_bits(aligned, in_place) or not plan.guarantee.deterministic
