@@ -151,7 +151,10 @@ def descriptor(**fields):
         (lambda tensors, metadata: metadata.update(arithmetic="exact_sum"), "no kernel can serve"),
         (lambda tensors, metadata: tensors.pop("y"), r"y: expected BF16\[5, 24\], .* got none"),
         (descriptor(n=6), r"x: expected BF16\[6, 520\], like the descriptor, got BF16\[5, 520\]"),
-        (descriptor(element="f16", out_element="f16", bias_element="f16"), r"x: expected F16\[5, 520\]"),
+        (
+            descriptor(element="f16", out_element="f16", bias_element="f16", c_element="f16"),
+            r"x: expected F16\[5, 520\]",
+        ),
         (descriptor(epilogue="bias"), r"bias: expected BF16\[24\], like the descriptor, got none"),
         (descriptor(m=2**50), r"y: expected BF16\[5, 1125899906842624\]"),
         (
