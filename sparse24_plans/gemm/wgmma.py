@@ -15,7 +15,7 @@ from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
-from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
+from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, layout_called
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
@@ -75,6 +75,12 @@ class WgmmaSpParams(KernelParams):
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
     opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    group_tokens = field(
+        "const int*",
+        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
+    )
+    groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
+    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -103,11 +109,12 @@ class WgmmaKernel(GemmKernel):
         terms = self.entry.split_terms
         layouts = OperandLayouts.of(desc, layout_called(self.entry.layout))
         self._problem, self._schedule = desc, schedule
-        self._ctas = grid_size(schedule, desc.n, desc.m, device)
+        work_tiles = schedule.most_work_tiles(desc)
+        self._ctas = grid_size(schedule, work_tiles, device)
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
-            f"{schedule.work_tiles(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
+            f"{'up to ' if desc.groups else ''}{work_tiles * schedule.cluster_m} tiles of {schedule.rows} rows x "
             f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
             f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
             f"{weight_stages} + {x_stages} stages"
@@ -192,6 +199,7 @@ def defines(
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
         "STEP_TOKENS": schedule.step_tokens(layouts.out_bytes),
+        "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
@@ -199,9 +207,8 @@ def defines(
     }
 
 
-def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: WgmmaSpSchedule, work_tiles: int, device: DeviceProperties) -> int:
     """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
-    work_tiles = schedule.work_tiles(n, m)
     # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
     resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
@@ -228,6 +235,8 @@ def fixed_parameters(
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
         big_units=big_units,
+        groups=desc.groups,
+        group_places=desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0,
     )
 
 
@@ -257,9 +266,8 @@ def source_boxes(
     line = 128
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        full = (
-            tail._replace(lines=schedule.tokens // schedule.cluster_m) if desc.n > schedule.tokens else tail
-        )
+        several = desc.n > schedule.tokens or desc.groups > 0
+        full = tail._replace(lines=schedule.tokens // schedule.cluster_m) if several else tail
         return full, tail, full, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
     box = Box(line // size, group, group * size)
@@ -326,6 +334,8 @@ def launch_parameters(
     parameters.bias = address(views.get("bias"))
     parameters.scale_x = address(views.get("scale_x"))
     parameters.scale_w = address(views.get("scale_w"))
+    if desc.groups:
+        parameters.group_tokens = views[desc.group_tokens].address
     parameters.y = result.address
     parameters.y_stride = y_stride
     if schedule.workspace_bytes():

@@ -243,6 +243,13 @@ class GemmOp(_Word):
     DGRAD = "dgrad"
 
 
+class GroupTokens(_Word):
+    """How the groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
+
+    OFFSETS = "offsets"
+    COUNTS = "counts"
+
+
 class MatrixOrder(_Word):
     """The adjacent elements of X or Y: those of one token (``row``), or of one feature (``column``)."""
 

@@ -69,6 +69,12 @@ struct WgmmaSpParams {
   u32 big_units;
   // Always 0, unknown to the compiler: see opaque_zero() for its two uses.
   u32 opaque_zero;
+  // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
+  const int* group_tokens;
+  // Grouped: number of groups of tokens. m and row_tiles are those of one group.
+  u32 groups;
+  // Grouped: rows of X and Y that every group has; 0 where offsets are given.
+  u32 group_places;
 };
 static_assert(sizeof(WgmmaSpParams) == 832);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
@@ -102,3 +108,6 @@ static_assert(S24_OFFSET(WgmmaSpParams, data_parallel_tiles) == 796);
 static_assert(S24_OFFSET(WgmmaSpParams, units_per_cluster) == 800);
 static_assert(S24_OFFSET(WgmmaSpParams, big_units) == 804);
 static_assert(S24_OFFSET(WgmmaSpParams, opaque_zero) == 808);
+static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 816);
+static_assert(S24_OFFSET(WgmmaSpParams, groups) == 824);
+static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 828);

@@ -17,6 +17,8 @@ _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 _STEP_BYTES, _BUFFERS = 8192, 2
 """Bytes of a warpgroup's results in each staging buffer, and how many buffers it has."""
 _BARRIER_BYTES = 512
+_MOST_WARPS = 16
+"""Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
 """X follows W in shared memory and must begin at a multiple of these bytes, where a swizzle begins."""
 _LINE_BYTES = 128
@@ -53,12 +55,19 @@ class OperandLayouts(NamedTuple):
     out_bytes: int
     x_columns: bool = False
     y_columns: bool = False
+    groups: int = 0
+    """Number of groups of tokens, whose table lies behind the barriers."""
 
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
         """``layout`` is W's packed layout, by default that of its element."""
         columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns)
+        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns, desc.groups)
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the table of groups, with a total for each warp of the CTA."""
+        return align_up(4 * (3 * self.groups + 1 + _MOST_WARPS), 16) if self.groups else 0
 
 
 def pitch_of(nbytes: int) -> int:
@@ -155,6 +164,9 @@ class WgmmaSpSchedule(NamedTuple):
         step_bytes = TILE_M * (pitch_of(token_bytes) if lines.y_columns else token_bytes)
         return self.warpgroups * _BUFFERS * step_bytes if self.split_k == 1 else 0
 
+    def _fixed_bytes(self, lines: OperandLayouts) -> int:
+        return self._staging_bytes(lines) + _BARRIER_BYTES + lines.table_bytes
+
     def _stage_bytes(self, lines: OperandLayouts) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
         return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
@@ -165,7 +177,7 @@ class WgmmaSpSchedule(NamedTuple):
         A stage of X has half the columns of one of W; with split terms it has as many, of one term.
         """
         weight, source = self._stage_bytes(lines)
-        room = _SHARED_BYTES[self.ctas_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
+        room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if parts:  # two tiles of W at a time, and the terms of X for them
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
             tried = [
@@ -182,12 +194,19 @@ class WgmmaSpSchedule(NamedTuple):
         first and leave others idle.
         """
         (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
-        used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
+        used = weights * weight + sources * source + self._fixed_bytes(lines)
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
     def work_tiles(self, n: int, m: int) -> int:
         """Work tiles; a cluster takes one at a time."""
         return -(-m // (self.rows * self.cluster_m)) * -(-n // self.tokens)
+
+    def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
+        """Work tiles, or the most there can be: each group may end within a tile."""
+        if not desc.groups:
+            return self.work_tiles(desc.n, desc.m)
+        token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
+        return token_tiles * self.work_tiles(1, desc.m)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
