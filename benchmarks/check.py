@@ -18,7 +18,7 @@ from sparse24_plans.bench.record import GRID, Lists, Record, is_current, kernel_
 from sparse24_plans.plan.families import backends
 
 from .bounds import BOUNDS, Verdict, judged
-from .kinds import kind_of
+from .kinds import SEEDED, kind_of
 
 RESULTS = Path(__file__).parent / "results"
 _Test = Callable[[Any], bool]
@@ -85,6 +85,13 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
     "random": {
         "gemm": {**_GEMM, **_fields(_is_text, "shape row"), **_fields(_IS_TIME_OR_NONE, "best_us")},
     },
+    "grouped": {
+        "products": _fields(_is_text, "model spread element")
+        | _fields(_is_size, "groups active_experts m k tokens")
+        | _fields(_is_time, "us")
+        | _fields(_IS_TIME_OR_NONE, "dense_us")
+        | _fields(_is_number, "rel_error"),
+    },
     "torch": {
         "decoder": {
             **_fields(_is_text, "kind weights"),
@@ -131,7 +138,7 @@ def faults(kind: str, record: Any) -> list[str]:
         found.append(f"record: schema is {record.get('schema')!r}")
     if not isinstance(record.get("kernel_files"), list):
         found.append("record: kernel_files is no list")
-    if kind == "random" and not _is_size(record.get("seed")):
+    if kind in SEEDED and not _is_size(record.get("seed")):
         found.append("record: seed is no number")
     for part, fields in FIELDS[kind].items():
         rows = record.get(part)

@@ -60,6 +60,19 @@ def _blocks(options: argparse.Namespace) -> list[Step]:
     return blocks.steps()
 
 
+def _grouped_lists() -> Lists:
+    from . import grouped
+
+    return grouped.LISTS
+
+
+def _grouped(options: argparse.Namespace) -> list[Step]:
+    """Layers of experts, and random ones."""
+    from . import grouped
+
+    return grouped.steps(options.seed, tuple(options.element or grouped.ELEMENTS))
+
+
 def _torch_lists() -> Lists:
     from . import torch_end_to_end
 
@@ -73,10 +86,13 @@ def _torch(options: argparse.Namespace) -> list[Step]:
     return torch_end_to_end.steps() if options.gpus == 1 else torch_ranks.steps(options.gpus)
 
 
+SEEDED = ("random", "grouped")
+"""Kinds of records with random cells, which a seed draws."""
 KINDS = {
     "grid": Kind(lambda: GRID, _grid),
     "random": Kind(_random_lists, _random),
     "blocksparse": Kind(_block_lists, _blocks),
+    "grouped": Kind(_grouped_lists, _grouped),
     "torch": Kind(_torch_lists, _torch),
 }
 

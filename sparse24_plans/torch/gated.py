@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError
-from .activations import FORWARD, is_gated, row_order
+from .activations import FORWARD, GATED_BY, called, is_gated, name_of, row_order
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
-_WORDS = {"silu": "swiglu", "gelu": "geglu"}
 _PROBES = 2
 """Tokens on which a block is tried."""
 _TF32 = 2.0**-9
@@ -101,16 +100,16 @@ def _fused(
     if any(layer.weight.is_meta for layer in layers):
         return GatedBlock(reason="its weights are on the meta device")
     try:
-        word = _word_of(activation)
+        word = name_of(activation)
         if word is None:
             return GatedBlock(reason="its activation is neither SiLU nor exact GELU")
         whole = layers[0] if fused else _joined(*layers)
         _check_meaning(block, whole, word)
-        one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
+        one = replace(recipe, activation=GATED_BY[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
         return GatedBlock(reason=str(error))
     _put(model, name, Sparse24GatedMLP(one, block.down_proj, parts))
-    return GatedBlock(activation=_WORDS[word])
+    return GatedBlock(activation=GATED_BY[word])
 
 
 def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
@@ -168,26 +167,6 @@ def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     return whole
 
 
-def _given(call: Any, x: Tensor, argument: str) -> Any:
-    """The result of the model's own code. Any error that it raises becomes an InvalidProblemError."""
-    try:
-        with torch.no_grad():
-            return call(x)
-    except Exception as error:
-        raise InvalidProblemError(
-            f"{argument}: expected it to take one tensor, got {type(error).__name__}: {error}"
-        ) from error
-
-
-def _word_of(activation: Any) -> str | None:
-    """The name of the activation that has the same values, or None."""
-    v = torch.linspace(-6, 6, 49)
-    found = _given(activation, v, "activation")
-    if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
-        return None
-    return next((word for word in _WORDS if torch.allclose(found, FORWARD[word](v), atol=1e-6)), None)
-
-
 def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
     """Raise InvalidProblemError if the block computes something else than its replacement."""
 
@@ -198,7 +177,7 @@ def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
 
     x = torch.randn(1, _PROBES, whole.in_features, generator=torch.Generator().manual_seed(0))
     x = x.to(whole.weight.device, whole.weight.dtype)
-    wanted, found = _given(fused, x, "down_proj"), _given(block, x, "block")
+    wanted, found = called(fused, x, "down_proj"), called(block, x, "block")
     if type(found) is not Tensor or found.shape != wanted.shape:
         got = f"one {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise InvalidProblemError(f"block: expected a tensor {list(wanted.shape)}, got {got}")

@@ -70,9 +70,9 @@ def sizes(call: Call) -> tuple[int, int]:
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
-        _check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
+        check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
     if call.scale_w is not None:
-        _check_scale(call.scale_w, m, "scale_w")
+        check_scale(call.scale_w, m, "scale_w")
     for name in ("weight", "bias", "scale_x", "scale_w"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.x.device:
@@ -80,14 +80,16 @@ def sizes(call: Call) -> tuple[int, int]:
     return m, k
 
 
-def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
+def check_scale(scale: Tensor, rows: int, argument: str) -> None:
+    """Raise InvalidProblemError unless the scale is float32 with one element, or one for each row."""
     if scale.dtype != torch.float32:
         raise InvalidProblemError(f"{argument}: expected torch.float32, got {scale.dtype}")
     if scale.numel() not in (1, rows):
         raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
 
 
-def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
+def scale_kind(scale: Tensor | None) -> ScaleKind | None:
+    """The descriptor's field for the scale; None without one."""
     if scale is None:
         return None
     return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
@@ -106,8 +108,8 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
         out_element=None if out is None else element_of(out, "out_dtype"),
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
-        scale_x=_scale_kind(call.scale_x),
-        scale_w=_scale_kind(call.scale_w),
+        scale_x=scale_kind(call.scale_x),
+        scale_w=scale_kind(call.scale_w),
         **orders,
     )
     return found
@@ -278,7 +280,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
 
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
     """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
-    form = _form(*call) if out is None else (*_form(*call), _about(out))
+    form = _form(*call) if out is None else (*_form(*call), about(out))
     found = plans.get(form)
     return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
@@ -302,15 +304,16 @@ def _form(
         weight.stride(),
         weight.dtype,
         weight.get_device(),
-        None if meta is None else _about(meta),
-        None if bias is None else _about(bias),
-        None if scale_x is None else _about(scale_x),
-        None if scale_w is None else _about(scale_w),
+        None if meta is None else about(meta),
+        None if bias is None else about(bias),
+        None if scale_x is None else about(scale_x),
+        None if scale_w is None else about(scale_w),
         options,
     )
 
 
-def _about(tensor: Tensor) -> tuple[Any, ...]:
+def about(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor but its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
