@@ -69,7 +69,6 @@ using Mainloop = MainloopOf<Config::kSplitTerms>::Type;
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
-  extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
   const u32 rank = blockIdx.x % Config::kClusterSize, m_rank = rank % Config::kClusterM,

@@ -15,7 +15,7 @@ from ..plan.explanation import Explanation
 from ..plan.operands import check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
-from ..vocab import DeviceProperties, GemmOp
+from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
 from .arithmetic.results import GroupedResults, Results
@@ -73,6 +73,8 @@ class GemmSparse24Plan(Plan):
         of the numbers, and InvalidProblemError for a ``most_n`` that is no number of tokens.
         """
         cls._check_descriptor(descriptor)
+        if descriptor.group_tokens is GroupTokens.COUNTS:
+            raise InvalidProblemError("descriptor: expected group_tokens offsets for any number of tokens, got counts")
         properties, absent = described(device)
         place = properties if absent else home_of(properties)
         wishes, table = PlanPreference.of(preference), _table(tuning, properties)

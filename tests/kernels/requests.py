@@ -29,9 +29,9 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
-from sparse24_plans.gemm.backends import f32_split
+from sparse24_plans.gemm.backends import f32_split, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
-from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
+from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_heuristics
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.kernel_table import consider
 from sparse24_plans.prepare import kernel_table as prepare_table
@@ -81,6 +81,10 @@ SIZES = {
     "mma_sp_many": [{"n": 300}],
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
+    **dict.fromkeys(
+        ("wgmma_sp_grouped", "wgmma_sp_grouped_s8", "wgmma_sp_grouped_fp8"),
+        [{"n": 64, "groups": 8}, {"n": 4096, "groups": 8}],
+    ),
 }
 WGMMA_TOKENS = {
     "wgmma_sp": (8, 48, 64, 128, 300, 1024),
@@ -89,6 +93,9 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8": (8, 1024),
     "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
+    "wgmma_sp_grouped": (256,),
+    "wgmma_sp_grouped_s8": (256,),
+    "wgmma_sp_grouped_fp8": (256,),
     "f32_split3": (8, 128, 4096),
     "f32_split6": (16, 48, 4096),
 }
@@ -148,6 +155,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
+    if row.only_groups:
+        kinds = [kind for kind in kinds if not {"x_order", "y_order", "op"} & set(kind)]
     cases = [(size, kinds[0]) for size in sizes]
     if capability == HOPPER:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
@@ -163,6 +172,9 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             if row.split_terms:
                 found += split_requests(row, desc, device)
+                continue
+            if row.only_groups:
+                found += grouped_requests(row, desc.model_copy(update={"groups": 8}), device)
                 continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
@@ -190,6 +202,15 @@ def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceP
     with recorded_loads(row.kernel) as found:
         for schedule in f32_split_heuristics.allowed_schedules(desc, row):
             with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
+                row.kernel(Choice(desc, device, row, PlanPreference(), {}))
+    return found
+
+
+def grouped_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
+    """Every schedule of grouped products, which no configuration can ask for."""
+    with recorded_loads(row.kernel) as found:
+        for schedule in grouped.schedules_for(desc.n):
+            with mock.patch.object(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 

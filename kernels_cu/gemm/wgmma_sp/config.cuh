@@ -98,4 +98,5 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes;
 };
 using Tile = Config::Tile;
+extern __shared__ __align__(1024) u8 shared[];
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;

@@ -10,10 +10,8 @@ struct GroupTable {
   u32 at;      // shared memory address: groups + 1 numbers of work tiles, then begins, then ends, then warps' totals
   u32 groups;  // number of groups
 
-  __device__ __forceinline__ GroupTable(const WgmmaSpParams& p) : groups(p.groups) {
-    extern __shared__ __align__(1024) u8 shared[];
-    at = shared_address(shared) + Config::kGroupTableAt;
-  }
+  __device__ __forceinline__ GroupTable(const WgmmaSpParams& p)
+      : at(shared_address(shared) + Config::kGroupTableAt), groups(p.groups) {}
   // Number of work tiles of all groups before group g.
   __device__ __forceinline__ u32 tiles_before(u32 g) const { return load_shared_as<u32>(at + 4 * g); }
   __device__ __forceinline__ u32 begin(u32 g) const { return load_shared_as<u32>(at + 4 * (groups + 1 + g)); }
