@@ -27,12 +27,13 @@ from sparse24_plans import (
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.packing import pack
 
+from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
 from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits
 from .check_blocks import check_block_problem
-from .problems import BlockProblem, Preparation, Problem, Product
+from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
 
 
 def check(problem: Problem, device: int | str) -> bool:
@@ -41,6 +42,8 @@ def check(problem: Problem, device: int | str) -> bool:
         return check_block_problem(problem, device)
     if isinstance(problem, Preparation):
         return _check_preparation(problem, device)
+    if isinstance(problem, GroupedProduct):
+        return _check_grouped(problem, device)
     return _check_product(problem, device)
 
 
@@ -72,6 +75,21 @@ def _check_product(problem: Product, device: int | str) -> bool:
         _check_rows(problem, device, data, got, plan.sku.backend)
     if plan.guarantee.arithmetic is not None:
         _check_replay(plan, data, got)
+    return True
+
+
+def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
+    try:
+        plan = GemmSparse24Plan.select(problem.desc, device=device, preference=problem.preference)
+    except UnsupportedError:
+        assert device != "host" or problem.preference != PlanPreference(), "the host serves every product"
+        return False
+    case = grouped_case(plan, problem.tokens, problem.data_seed, problem.pad)
+    got = case.run().copy()
+    if not case.has_shared_rows():
+        case.check(got)
+        if plan.guarantee.deterministic:
+            assert same_bits(case.run(), got), "other bits in a second run"
     return True
 
 

@@ -91,6 +91,18 @@ class Product:
 
 
 @dataclass(frozen=True)
+class GroupedProduct:
+    """A product of groups of tokens with weights of their own."""
+
+    desc: GemmSparse24Descriptor
+    preference: PlanPreference
+    tokens: tuple[int, ...]
+    """Offsets or counts, which may be hostile."""
+    pad: int
+    data_seed: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Preparation:
     """Something done to a weight."""
 
@@ -110,7 +122,7 @@ class BlockProblem:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-Problem = Product | Preparation | BlockProblem
+Problem = Product | GroupedProduct | Preparation | BlockProblem
 
 
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
@@ -130,6 +142,8 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
+    if rng.random() < 0.15:
+        return _grouped(rng, limits, (*key, 1))
     return _product(rng, limits, (*key, 1))
 
 
@@ -208,6 +222,35 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         tuple(map(int, rows)),
         data_seed,
     )
+
+
+def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> GroupedProduct:
+    """Up to 40 groups, or 1,024 small ones; a fifth of the offsets are hostile."""
+    host = limits is HOST
+    groups = int(2 ** rng.uniform(0, 5.3 if host or rng.random() < 0.8 else 10))
+    element = _pick(rng, ("f16", "bf16", "s8", "fp8_e4m3"))
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    if rng.random() < 0.5:
+        fields["epilogue"] = _pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
+        if fields["out_element"] == "i32" and fields["epilogue"].endswith("glu"):
+            fields["out_element"] = "s8"
+        fields["bias_element"] = _default_bias(fields)
+    for name in ("scale_x", "scale_w"):
+        fields[name] = "none" if element in ("f16", "bf16") else _pick(rng, ("none", "tensor", "row"))
+    m, k = 64 * int(rng.integers(1, 3 if host else 9)), 32 * int(rng.integers(1, 5 if host else 40))
+    n = int(2 ** rng.uniform(0, 6 if host else 11))
+    counts = rng.random() < 0.3
+    if counts:
+        fields["group_tokens"], n = "counts", -(-n // groups) * groups
+    most = n // groups if counts else n
+    tokens = rng.integers(0, most + 1, groups if counts else groups + 1)
+    if not counts:
+        tokens.sort()
+    if rng.random() < 0.2:
+        tokens[rng.integers(len(tokens))] = _pick(rng, (-1, -(2**31), 2**31 - 1, most + 1, 0))
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
+    pad = 16 * int(rng.integers(0, 2))
+    return GroupedProduct(desc, _preference(rng, host=host), tuple(map(int, tokens)), pad, data_seed)
 
 
 def _default_bias(fields: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from ...plan.kernel import align_up
 from ...plan.schedule_choice import fastest
 from ..descriptor import GemmSparse24Descriptor
 from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
@@ -14,13 +15,16 @@ _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
 """Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M."""
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
-_SPREAD = (0.5, 1.0, 1.5)
-"""Sizes of groups, over the mean size, for which a schedule's times are added."""
+_LEAST_TOKENS = 32
+"""Tokens up to which a wider tile takes no more time: W's bytes take it. A popular group needs fewer tiles."""
+_SPREAD = (1.0, 2.0)
+"""Sizes of groups, over the mean size, for which a schedule's times are added: groups are rarely even."""
 
 
 def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules of up to n tokens. Each sums K in one piece, so all give the same bits."""
-    widths = [tokens for tokens in _TOKENS if tokens < n + 8]
+    least = min(_LEAST_TOKENS, align_up(n, 8))
+    widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
     tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
     return tuple(one for one in tried if one.fits())
 
