@@ -8,6 +8,7 @@ from functools import lru_cache
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import fastest
 from ..descriptor import GemmSparse24Descriptor
+from ..groups import one_group
 from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
 from .wgmma_sp import WgmmaSpSchedule
 
@@ -57,4 +58,4 @@ def _one_product(
     """A single product with the work tiles of ``active`` groups of ``size`` tokens."""
     rows = schedule.rows * schedule.cluster_m
     whole = -(-desc.m // rows) * rows
-    return desc.model_copy(update={"groups": 0, "n": size, "m": active * whole})
+    return one_group(desc, size).model_copy(update={"m": active * whole})
