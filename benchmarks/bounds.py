@@ -383,16 +383,20 @@ _RANDOM = [
 
 _LARGE_EXPERTS = 64 << 20
 """Bytes of the active experts' dense weights from which they, and not launches, take the time."""
-_TOKENS_OF_EXPERT = {"up to 4 tokens": (0, 4, 1.6), "16 to 64": (16, 64, 1.45), "from 256": (256, 1 << 20, 1.45)}
+_TOKENS_OF_EXPERT: dict[str, tuple[float, float, float]] = {
+    "up to 4 tokens": (0, 4, 1.6),
+    "16 to 64": (16, 64, 1.45),
+    "from 256": (256, 1 << 20, 1.45),
+}
 
 
-def _grouped(element: str, large: bool, least: float, most: float, record: Record) -> Values:
-    """Over the fastest dense product, by the mean tokens of an active expert and the size of these experts."""
+def _grouped(element: str, large: bool, first: float, last: float, record: Record) -> Values:
+    """Over the fastest dense product, by an active expert's mean tokens and by the size of these experts."""
     found = []
     for row in chosen(record["products"], element=element):
         size = row["active_experts"] * row["m"] * row["k"] * (1 if element == "fp8_e4m3" else 2)
         tokens = row["tokens"] / row["active_experts"]
-        if row["dense_us"] and large == (size >= _LARGE_EXPERTS) and least <= tokens <= most:
+        if row["dense_us"] and large == (size >= _LARGE_EXPERTS) and first <= tokens <= last:
             name = f"{row['model']} {cell_of(row)} of {row['groups']} {row['tokens']} {row['spread']}"
             found.append((name, row["dense_us"] / row["us"]))
     return found
@@ -400,14 +404,16 @@ def _grouped(element: str, large: bool, least: float, most: float, record: Recor
 
 _GROUPED = [
     *(
-        _least_mean(f"bf16 over dense, {words}", partial(_grouped, "bf16", True, *span), least)
-        for words, (*span, least) in _TOKENS_OF_EXPERT.items()
+        _least_mean(f"bf16 over dense, {words}", partial(_grouped, "bf16", True, first, last), least)
+        for words, (first, last, least) in _TOKENS_OF_EXPERT.items()
     ),
     Bound("bf16 over dense, each", partial(_grouped, "bf16", True, 0, 1 << 20), 1.0),
     _least_mean("fp8_e4m3 over dense", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.3),
     Bound("fp8_e4m3 over dense, each", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.0),
     *(
-        Bound(f"{element}, small experts over dense, each", partial(_grouped, element, False, 0, 1 << 20), 0.85)
+        Bound(
+            f"{element}, small experts over dense, each", partial(_grouped, element, False, 0, 1 << 20), 0.85
+        )
         for element in ("bf16", "fp8_e4m3")
     ),
     Bound("worst error, bf16", figure("products", "rel_error", element="bf16"), most=5e-3),

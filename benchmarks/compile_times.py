@@ -86,7 +86,8 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
         yield from block_problems(row)
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
-        yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
+        groups = row.least_groups if isinstance(row, GemmEntry) else 0
+        yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
     if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)

@@ -1,7 +1,8 @@
 """Times of grouped products (experts) beside dense ones: ``python -m benchmarks.measure grouped``.
 
-Each cell is one layer of a mixture of experts with so many rows after routing, spread evenly or by Zipf's law over
-the experts. Its launches take different routings in turn, whose weights together exceed twice the L2 cache.
+Each cell is one layer of a mixture of experts with so many rows after routing, spread evenly or by Zipf's
+law over the experts. Its launches take different routings in turn, whose weights together exceed twice the
+L2 cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAYERS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "DeepSeek-V3": (256, ((4096, 7168), (7168, 2048))),
     "Llama-4-Scout": (16, ((16384, 5120), (5120, 8192))),
 }
-"""Number of experts, and (M, K) of each expert's gate and up in one and of its down, from the configurations."""
+"""Number of experts, and (M, K) of an expert's gate and up in one and of its down, as models have it."""
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 SPREADS = ("even", "zipf")
 ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
@@ -188,7 +189,11 @@ class GroupedCell:
         launches = []
         for offsets in self.offsets:
             args = GemmSparse24Args(
-                packed, typed(self.x, desc.element), typed(self.y, desc.out_element), **self.scales, offsets=offsets
+                packed,
+                typed(self.x, desc.element),
+                typed(self.y, desc.out_element),
+                **self.scales,
+                offsets=offsets,
             )
             launches.append(self.plan.bind(args).launch)
         self.error = self._rel_error(launches[0])
@@ -216,7 +221,7 @@ class GroupedCell:
         return float(cupy.linalg.norm(got - exact) / cupy.linalg.norm(exact))
 
     def dense(self) -> list[Contender]:
-        """PyTorch's grouped product, and a loop over cuBLAS whose host knows the routing; what PyTorch has."""
+        """PyTorch's grouped product, and a loop over cuBLAS whose host knows the routing."""
         if peers.torch is None:
             return []
         tried = {"grouped": self._grouped_calls, "loop": self._loop_calls}
@@ -240,7 +245,9 @@ class GroupedCell:
         scale_x = torch.from_dlpack(self.scales["scale_x"])
         scale_w = torch.from_dlpack(self.scales["scale_w"]).reshape(layer.groups, layer.m)
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        return [partial(torch._scaled_grouped_mm, x, w, scale_x, scale_w, offs=one, **options) for one in ends]
+        return [
+            partial(torch._scaled_grouped_mm, x, w, scale_x, scale_w, offs=one, **options) for one in ends
+        ]
 
     def _loop_calls(self) -> list[Callable[[], object]]:
         torch, layer = peers.torch, self.layer
@@ -255,10 +262,12 @@ class GroupedCell:
                 else:
                     self._scaled(x[begin:end], w[group].t(), group, begin, end)
 
-        found = []
+        found: list[Callable[[], object]] = []
         for counts in self.counts:
             ends = np.cumsum(counts).tolist()
-            ranges = [(g, end - int(c), end) for g, (c, end) in enumerate(zip(counts, ends, strict=True)) if c]
+            ranges = [
+                (g, end - int(c), end) for g, (c, end) in enumerate(zip(counts, ends, strict=True)) if c
+            ]
             found.append(partial(run, ranges))
         return found
 

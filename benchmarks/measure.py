@@ -72,9 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=kinds.KINDS)
     parser.add_argument("out", type=Path, metavar="OUT.json", help="written, or added to")
     parser.add_argument("--part", action="append", help="a list of the record, or host; repeatable")
-    parser.add_argument("--element", action="append", type=ElementKind, help="grid, random, grouped; repeatable")
+    parser.add_argument(
+        "--element", action="append", type=ElementKind, help="grid, random, grouped; repeatable"
+    )
     parser.add_argument("--n", action="append", type=int, help="grid: tokens; repeatable")
-    parser.add_argument("--seed", type=int, help="random, grouped: by default the file's, or the date of the run")
+    parser.add_argument(
+        "--seed", type=int, help="random, grouped: by default the file's, or the date of the run"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="torch: GPUs that share the decoder")
     parser.add_argument("--seconds", type=float, help="begin no step after this many seconds")
     options = parser.parse_args(arguments)

@@ -217,7 +217,5 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else count,), f32))
         if self.groups:
             ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
-            found.append(
-                Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32)
-            )
+            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))
         return tuple(found)

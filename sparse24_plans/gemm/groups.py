@@ -51,9 +51,7 @@ def one_group(desc: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
     return desc.model_copy(update={"n": n, "groups": 0, "group_tokens": GroupTokens.OFFSETS})
 
 
-def views_of_group(
-    desc: GemmSparse24Descriptor, views: Views, group: int, begin: int, end: int
-) -> Views:
+def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin: int, end: int) -> Views:
     """The group's operands within those of all groups."""
     shared = {name for name in ("scale_x", "scale_w") if getattr(desc, name) is ScaleKind.TENSOR}
     rows = slice(group * desc.m, (group + 1) * desc.m)

@@ -58,6 +58,11 @@ class GemmEntry(KernelEntry):
             return f"{self.backend}_grouped"
         return "f32_split" if self.split_terms else self.backend
 
+    @property
+    def least_groups(self) -> int:
+        """Groups of the simplest problem that the kernel serves."""
+        return int(self.only_groups)
+
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
             return f"does not serve op {descriptor.op}"

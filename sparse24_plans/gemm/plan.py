@@ -74,7 +74,9 @@ class GemmSparse24Plan(Plan):
         """
         cls._check_descriptor(descriptor)
         if descriptor.group_tokens is GroupTokens.COUNTS:
-            raise InvalidProblemError("descriptor: expected group_tokens offsets for any number of tokens, got counts")
+            raise InvalidProblemError(
+                "descriptor: expected group_tokens offsets for any number of tokens, got counts"
+            )
         properties, absent = described(device)
         place = properties if absent else home_of(properties)
         wishes, table = PlanPreference.of(preference), _table(tuning, properties)
@@ -116,7 +118,8 @@ class GemmSparse24Plan(Plan):
 
         ``args`` are host copies of the arguments of a run, its result included, with a canonical weight.
         ``samples`` chooses the results: None for all, a number of random ones (drawn with ``seed``), or pairs
-        (token, output) as integers [P, 2]; tokens in no group are left out. ``on_block`` is called with the number of results just compared.
+        (token, output) as integers [P, 2]; tokens in no group are left out. ``on_block`` is
+        called with the number of results just compared.
 
         Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
         MisalignedOperandError for wrong arguments.

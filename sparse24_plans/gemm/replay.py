@@ -98,7 +98,11 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
 
 
 def replayed(
-    results: Results | GroupedResults, views: Views, tokens: Array, outputs: Array, on_block: OnBlock | None = None
+    results: Results | GroupedResults,
+    views: Views,
+    tokens: Array,
+    outputs: Array,
+    on_block: OnBlock | None = None,
 ) -> Replay:
     """Compare the results in ``views`` with recomputed ones."""
     result, lock = views["result"].bits(), Lock()
@@ -129,7 +133,9 @@ def replayed(
     )
 
 
-def _difference(results: Results | GroupedResults, token: int, output: int, got: int, want: int) -> ReplayDifference:
+def _difference(
+    results: Results | GroupedResults, token: int, output: int, got: int, want: int
+) -> ReplayDifference:
     element = results.desc.out_element
     own, own_token = results.single(token)
     return ReplayDifference(

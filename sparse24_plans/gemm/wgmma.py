@@ -114,8 +114,9 @@ class WgmmaKernel(GemmKernel):
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
-            f"{'up to ' if desc.groups else ''}{work_tiles * schedule.cluster_m} tiles of {schedule.rows} rows x "
-            f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
+            f"{'up to ' if desc.groups else ''}{work_tiles * schedule.cluster_m} tiles of "
+            f"{schedule.rows} rows x {schedule.tokens} tokens on {self._ctas} CTAs"
+            f"{' by stream-K' if schedule.stream_k else ''}, "
             f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
             f"{weight_stages} + {x_stages} stages"
         )

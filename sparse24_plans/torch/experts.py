@@ -20,10 +20,10 @@ class Sparse24Experts(nn.Module):
     """Experts ``down(act(gate(x)) * up(x))``, each token by the ones that a router chose for it.
 
     It takes the place of transformers' modules of experts (Mixtral, Qwen3-MoE, DeepSeek-V3): called with
-    ``hidden_states`` [T, H], ``top_k_index`` [T, k] and ``top_k_weights`` [T, k], it gives [T, H]. All experts
-    are two grouped products, gate and up in one, with the activation in its epilogue. Their results are
-    multiplied by the router's weights and added in the order of ``top_k_index``, in float32, so a token's bits
-    don't depend on the other tokens. It never waits for the device, and has no gradients.
+    ``hidden_states`` [T, H], ``top_k_index`` [T, k] and ``top_k_weights`` [T, k], it gives [T, H]. All
+    experts are two grouped products, gate and up in one, with the activation in its epilogue. Their results
+    are multiplied by the router's weights and added in the order of ``top_k_index``, in float32, so a token's
+    bits don't depend on the other tokens. It never waits for the device, and has no gradients.
 
     ``gate_up_proj`` [E*2I, H] and ``down_proj`` [E*H, I] are Sparse24Linear layers that hold the stacked
     weights. An index of E or more, which expert parallelism uses for other ranks' experts, adds nothing.
@@ -40,8 +40,8 @@ class Sparse24Experts(nn.Module):
     def from_experts(cls, module: nn.Module, **options: Any) -> Sparse24Experts:
         """The experts of a module that computes the same with dense weights, pruned to 2:4.
 
-        ``options`` are those of ``Sparse24Linear.from_linear``. Raises InvalidProblemError, which says why, for
-        a module that isn't one of gated experts with SiLU or exact GELU, or whose sizes no kernel serves.
+        ``options`` are those of ``Sparse24Linear.from_linear``. Raises InvalidProblemError, which says why,
+        for a module that isn't one of gated experts with SiLU or exact GELU, or whose sizes no kernel serves.
         """
         if (reason := obstacle(module)) is not None:
             raise InvalidProblemError(f"module: {reason}")
@@ -49,8 +49,8 @@ class Sparse24Experts(nn.Module):
         gate_up, down = (getattr(experts, name).detach() for name in ("gate_up_proj", "down_proj"))
         activation = GATED_BY[str(name_of(experts.act_fn))]
         order = row_order(activation, gate_up.shape[1], gate_up.device)
-        layers = (_stacked(weight, options) for weight in (gate_up[:, order], down))
-        return cls(gate_up.shape[0], *layers, activation).train(module.training)
+        first, second = (_stacked(weight, options) for weight in (gate_up[:, order], down))
+        return cls(gate_up.shape[0], first, second, activation).train(module.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = top_k_index.shape[-1]
@@ -86,7 +86,8 @@ def obstacle(module: nn.Module) -> str | None:
     if not all(isinstance(one, Tensor) and one.dim() == 3 for one in found) or not hasattr(module, "act_fn"):
         return "expected gate_up_proj [E, 2I, H], down_proj [E, H, I] and act_fn"
     gate_up, down = found
-    assert gate_up is not None and down is not None
+    assert gate_up is not None
+    assert down is not None
     count, rows, width = gate_up.shape
     if tuple(down.shape) != (count, width, rows // 2):
         return f"expected down_proj {[count, width, rows // 2]}, got {list(down.shape)}"

@@ -95,9 +95,15 @@ class _CheckedGrouped(CheckedCall):
         shape = (desc.n, desc.outputs)
         self._empty = allocation(shape, DTYPE_OF[desc.out_element], call.x.device)
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
-        scales = [None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w)]
+        scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
         args = GemmSparse24Args(
-            self._weight(call), call.x.contiguous(), self._empty(), call.bias, *scales, offsets=call.offsets
+            weight=self._weight(call),
+            x=call.x.contiguous(),
+            y=self._empty(),
+            bias=call.bias,
+            scale_x=scale_x,
+            scale_w=scale_w,
+            offsets=call.offsets,
         )
         super().__init__(plan, plan.caller(args), call.x.device)
         self._alignment = self._caller.alignment("x")

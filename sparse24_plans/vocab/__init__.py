@@ -244,7 +244,7 @@ class GemmOp(_Word):
 
 
 class GroupTokens(_Word):
-    """How the groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
+    """How groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
 
     OFFSETS = "offsets"
     COUNTS = "counts"

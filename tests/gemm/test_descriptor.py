@@ -23,12 +23,18 @@ CHANGES = {
     "y_order": "column",
     "scale_x": "tensor",
     "scale_w": "row",
+    "groups": 1,
+    "group_tokens": "counts",
 }
 
 
 def test_any_changed_field_makes_another_problem():
     fields = {"n": 1, "m": 8, "k": 8, "element": "f16"}
-    problems = [GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items()]
+    beside = {"group_tokens": {"groups": 1}}
+    problems = [
+        GemmSparse24Descriptor(**{**fields, **beside.get(name, {}), name: value})
+        for name, value in CHANGES.items()
+    ]
     assert set(CHANGES) == set(GemmSparse24Descriptor.model_fields)
     assert len({GemmSparse24Descriptor(**fields), *problems}) == 1 + len(CHANGES)
 

@@ -1,7 +1,7 @@
-"""Groups of tokens, each multiplied by a weight of its own: right, bit for bit that of single products, in bounds.
+"""Groups of tokens, each multiplied by a weight of its own, with the bits of single products.
 
-The reference is float64, group by group. Rows in no group, the gaps between rows, and all guard bytes stay as they
-were, whatever the offsets say.
+The reference is float64, group by group. Rows in no group, the gaps between rows, and all guard bytes stay
+as they were, whatever the offsets say.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def test_scales_are_those_of_the_tokens_and_of_each_groups_rows(row):
         scales = dict(zip(("scale_x", "scale_w"), kinds, strict=True))
         for element in ("s8", "fp8_e4m3"):
             if element in row_of(row).elements:
-                run_and_check(row, SPREADS["uneven"], n=40, groups=4, element=element, out_element="bf16", **scales)
+                run_and_check(
+                    row, SPREADS["uneven"], n=40, groups=4, element=element, out_element="bf16", **scales
+                )
 
 
 @grouped_rows
@@ -206,8 +208,14 @@ def problem_of(row: str) -> GemmSparse24Descriptor:
         ({"x_order": "column"}, "x_order: expected row with groups, got column"),
         ({"y_order": "column"}, "y_order: expected row with groups, got column"),
         ({"n": 2**31}, "n: expected at most 2147483647 rows with groups"),
-        ({"n": 41, "group_tokens": "counts"}, "n: expected a multiple of groups, 4, with group_tokens counts"),
-        ({"groups": 0, "group_tokens": "counts"}, "group_tokens: expected offsets without groups, got counts"),
+        (
+            {"n": 41, "group_tokens": "counts"},
+            "n: expected a multiple of groups, 4, with group_tokens counts",
+        ),
+        (
+            {"groups": 0, "group_tokens": "counts"},
+            "group_tokens: expected offsets without groups, got counts",
+        ),
         ({"groups": -1}, "groups: Input should be greater than or equal to 0, got -1"),
     ],
 )
@@ -266,7 +274,9 @@ def test_the_operand_that_the_descriptor_does_not_name_is_refused(given):
 
 @gpu
 @pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
-@pytest.mark.parametrize(("groups", "n", "m", "k"), [(8, 1000, 256, 512), (300, 1500, 128, 192), (1024, 4096, 64, 64)])
+@pytest.mark.parametrize(
+    ("groups", "n", "m", "k"), [(8, 1000, 256, 512), (300, 1500, 128, 192), (1024, 4096, 64, 64)]
+)
 def test_many_groups_and_large_tiles(row, groups, n, m, k):
     rng = np.random.default_rng()
     ends = np.sort(rng.integers(0, n + 1, groups + 1))

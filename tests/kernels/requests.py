@@ -81,10 +81,10 @@ SIZES = {
     "mma_sp_many": [{"n": 300}],
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
-    **dict.fromkeys(
-        ("wgmma_sp_grouped", "wgmma_sp_grouped_s8", "wgmma_sp_grouped_fp8"),
-        [{"n": 64, "groups": 8}, {"n": 4096, "groups": 8}],
-    ),
+    **{
+        f"wgmma_sp_grouped{suffix}": [{"n": 64, "groups": 8}, {"n": 4096, "groups": 8}]
+        for suffix in ("", "_s8", "_fp8")
+    },
 }
 WGMMA_TOKENS = {
     "wgmma_sp": (8, 48, 64, 128, 300, 1024),

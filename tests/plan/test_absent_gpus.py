@@ -70,7 +70,7 @@ SERVED = [(entry, n) for entry in ON_GPUS for n in (1, 16, 704, 4096) if not ent
 @pytest.mark.parametrize(("entry", "n"), SERVED, ids=lambda one: getattr(one, "name", None))
 def test_workspaces_are_those_of_the_kernel_that_is_compiled(entry, n, monkeypatch):
     """For a library it is a bound: all split-K scratch that cuBLASLt may take, or what is allowed."""
-    desc = product(n, entry.elements[0])
+    desc = product(n, entry.elements[0], groups=entry.least_groups)
     asked = {"prefer_kernel": entry.name, "max_workspace_bytes": 2**31}
     plan = GemmSparse24Plan.select(desc, preference=asked, device=H200)
     if entry.name in LIBRARIES:

@@ -1,4 +1,4 @@
-"""Experts with 2:4 weights: the op of grouped products, and the module that takes transformers' experts' place."""
+"""Experts with 2:4 weights: the op of grouped products, and the module that replaces dense experts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def pruned(dense: DenseExperts, sparse: Sparse24Experts) -> DenseExperts:
     count, rows, width = dense.gate_up_proj.shape
     stacked = sparse.gate_up_proj.dense_weight().view(count, rows // 16, 2, 8, width)
     with torch.no_grad():
-        dense.gate_up_proj.copy_(torch.cat([stacked[:, :, 0], stacked[:, :, 1]], 1).reshape(count, rows, width))
+        dense.gate_up_proj.copy_(
+            torch.cat([stacked[:, :, 0], stacked[:, :, 1]], 1).reshape(count, rows, width)
+        )
         dense.down_proj.copy_(sparse.down_proj.dense_weight().view(dense.down_proj.shape))
     return dense
 
@@ -103,7 +105,7 @@ def test_no_tokens_give_no_results():
 
 def test_gradients_are_refused():
     _, sparse, x = case("cpu")
-    with pytest.raises(UnsupportedError, match="grouped_mm.* has no gradient"):
+    with pytest.raises(UnsupportedError, match=r"grouped_mm.* has no gradient"):
         sparse(x.requires_grad_(), *routed(len(x), 6, 2, "cpu"))
 
 
@@ -112,8 +114,14 @@ def test_gradients_are_refused():
     [
         (lambda m: delattr(m, "act_fn"), "expected gate_up_proj"),
         (lambda m: setattr(m, "act_fn", nn.Tanh()), "its activation is neither SiLU nor exact GELU"),
-        (lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(6, 128))), "expected no other parameters, got bias"),
-        (lambda m: setattr(m, "down_proj", nn.Parameter(torch.zeros(6, 64, 128))), r"expected down_proj \[6, 128, 64\]"),
+        (
+            lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(6, 128))),
+            "expected no other parameters, got bias",
+        ),
+        (
+            lambda m: setattr(m, "down_proj", nn.Parameter(torch.zeros(6, 64, 128))),
+            r"expected down_proj \[6, 128, 64\]",
+        ),
     ],
 )
 def test_modules_that_are_something_else_are_refused(change, words):
@@ -147,7 +155,9 @@ def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
     values, words = layer.canonical()
     for group, (begin, end) in enumerate([(0, 5), (5, 5), (5, 19), (19, 20)]):
         rows = slice(128 * group, 128 * (group + 1))
-        own = torch.ops.sparse24.linear(x[begin:end], values[rows].detach(), words[rows], activation=activation)
+        own = torch.ops.sparse24.linear(
+            x[begin:end], values[rows].detach(), words[rows], activation=activation
+        )
         assert torch.allclose(y[begin:end].float(), own.float(), rtol=2**-6, atol=2**-6)
 
 
@@ -157,7 +167,10 @@ def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
         ({"x": torch.zeros(64, dtype=torch.bfloat16)}, "x: expected a matrix"),
         ({"x": torch.zeros(20, 64)}, "x: expected torch.bfloat16, as the weight"),
         ({"offsets": torch.zeros(5, dtype=torch.int64)}, r"offsets: expected torch.int32 \[G \+ 1\]"),
-        ({"offsets": torch.zeros(4, dtype=torch.int32)}, "weight: expected rows in 3 groups of one size, got 512"),
+        (
+            {"offsets": torch.zeros(4, dtype=torch.int32)},
+            "weight: expected rows in 3 groups of one size, got 512",
+        ),
         ({"bias": torch.zeros(128, dtype=torch.bfloat16)}, r"bias: expected \[512\]"),
         ({"activation": "tanh"}, "activation: expected one of"),
     ],

@@ -24,7 +24,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kSavedAccumulators =  // accumulators per thread that earlier K chunks leave in the workspace
       S24_SAVED_ACCUMULATORS;
   static_assert(kSplitK == 1 || kKChunks == 1, "K is cut either along the cluster or within the CTA");
-  static constexpr bool kGrouped = S24_GROUPED;   // groups of tokens have weights of their own
+  static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
   static_assert(!kGrouped || (kSplitK == 1 && kKChunks == 1 && !kStreamK), "a group's K is summed in one piece");
   static_assert(kSavedAccumulators % 4 == 0 && (!kSavedAccumulators || kKChunks > 1),
                 "accumulators of earlier K chunks are saved four at a time");

@@ -67,5 +67,7 @@ struct GroupTable {
   }
 
  private:
-  static __device__ __forceinline__ i64 clamped(i64 v, i64 low, i64 high) { return v < low ? low : v > high ? high : v; }
+  static __device__ __forceinline__ i64 clamped(i64 v, i64 low, i64 high) {
+    return v < low ? low : v > high ? high : v;
+  }
 };

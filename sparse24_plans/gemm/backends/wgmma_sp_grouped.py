@@ -1,7 +1,7 @@
 """Launches ``gemm/wgmma_sp.cu`` for groups of tokens with weights of their own. No workspace.
 
-The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work tiles
-in a table that each makes of the groups.
+The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work
+tiles in a table that each makes of the groups.
 """
 
 from __future__ import annotations

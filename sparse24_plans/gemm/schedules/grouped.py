@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from ...plan.kernel import align_up
@@ -17,7 +18,7 @@ _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
 _LEAST_TOKENS = 32
-"""Tokens up to which a wider tile takes no more time: W's bytes take it. A popular group needs fewer tiles."""
+"""Tokens up to which a wider tile takes no more time, since W's bytes take it; popular groups need fewer."""
 _SPREAD = (1.0, 2.0)
 """Sizes of groups, over the mean size, for which a schedule's times are added: groups are rarely even."""
 
@@ -41,7 +42,7 @@ def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
     mean = max(1.0, desc.n / active)
     sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
 
-    def predicted(tried: tuple[WgmmaSpSchedule, ...]) -> list[float]:
+    def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         total = [0.0] * len(tried)
         for size in sizes:
             pairs = [(one, _one_product(desc, one, size, active)) for one in tried]

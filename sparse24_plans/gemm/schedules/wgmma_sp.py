@@ -61,8 +61,8 @@ class OperandLayouts(NamedTuple):
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
         """``layout`` is W's packed layout, by default that of its element."""
-        columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns, desc.groups)
+        x, y = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
+        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, x, y, desc.groups)
 
     @property
     def table_bytes(self) -> int:
