@@ -94,7 +94,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStagingBytes = kStagingBuffers * kStepBytes;
   static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1 ? kWarpgroups * kStagingBytes : 0);
   static constexpr int kBarrierBytes = 512;
-  static_assert(8 * (2 * kWeightStages + 3 * kXStages) <= kBarrierBytes);
+  static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
   static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes;
 };
 using Tile = Config::Tile;
