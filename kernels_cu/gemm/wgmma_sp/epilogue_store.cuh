@@ -47,7 +47,6 @@ template <class Result> struct EpilogueStore {
 
   __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
-    const i64 token0 = work.token, token_end = work.token_end(p), first_row = work.first_row(p);
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
     float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
@@ -55,25 +54,25 @@ template <class Result> struct EpilogueStore {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = bias_at<Config>(p.bias, first_row + row);
-      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, first_row + row);
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
     }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
-      const i64 token = token0 + step * Config::kStepTokens;
-      if (token >= token_end) break;
+      const i64 token = work.token + step * Config::kStepTokens;
+      if (token >= work.token_end(p)) break;
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
-      fill(buffer, sums + step * Config::kStepTokens / 2, token, token_end, bias, scale_w);
-      if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= token_end))
+      fill(buffer, sums + step * Config::kStepTokens / 2, token, work, bias, scale_w);
+      if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
         store_box(buffer, output0, token);
-      else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, token_end);
-      else store_elements(buffer, output0, token, token_end);
+      else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
+      else store_elements(buffer, output0, token, work);
     }
-    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 token0, i64 token_end,
+  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -83,7 +82,8 @@ template <class Result> struct EpilogueStore {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x = Config::kScaleX && token < token_end ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        const float scale_x =
+            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
         else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
       }
@@ -162,14 +162,14 @@ template <class Result> struct EpilogueStore {
   }
 
   // Stores the tokens of a step that belong to the group. Rows of Y begin at multiples of 16 bytes.
-  __device__ __forceinline__ void store_chunks(u32 buffer, i64 output0, i64 token0, i64 token_end) const {
+  __device__ __forceinline__ void store_chunks(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     constexpr int kOutputs = 16 / kOutBytes, kChunks = Config::kMTileOutputs / kOutputs;
     if (issues_stores()) tma_store_wait_read<0>();  // of the other buffer, which the next step fills
     named_barrier_sync(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * kChunks; i += 128) {
       const int t = i / kChunks, o = i % kChunks * kOutputs;
       const i64 token = token0 + t, output = output0 + o;
-      if (token >= token_end || output >= outputs_per_token(p)) continue;
+      if (token >= work.token_end(p) || output >= outputs_per_token(p)) continue;
       float v[4];
       load_shared_x4(v, buffer + staged_at(t, o));
       store_global((Bits*)p.y + y_offset(p, token, output), __float_as_uint(v[0]), __float_as_uint(v[1]),
@@ -177,13 +177,13 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, i64 token_end) const {
+  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
-      if (token < token_end && output < outputs_per_token(p))
+      if (token < work.token_end(p) && output < outputs_per_token(p))
         ((Bits*)p.y)[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }

@@ -25,12 +25,14 @@ struct WorkTile {
     }
     u32 m_block = index, n_block = 0;
     if (Config::kTileN > 64 || n_tiles > 1) {  // few tokens are spared the divisions
+      const u32 m_blocks = m_blocks_of(p);
       const u32 panel = index / (Config::kRasterGroupM * n_tiles), rest = index % (Config::kRasterGroupM * n_tiles);
-      const u32 height = min((u32)Config::kRasterGroupM, m_blocks_of(p) - panel * Config::kRasterGroupM);
+      const u32 height = min((u32)Config::kRasterGroupM, m_blocks - panel * Config::kRasterGroupM);
       m_block = panel * Config::kRasterGroupM + rest % height, n_block = rest / height;
     }
     row_tile = ((i64)m_block * Config::kClusterM + m_rank) * Config::kMTiles;
-    token = group_begin + (i64)n_block * Config::kTileN;
+    token = (i64)n_block * Config::kTileN;
+    if constexpr (Config::kGrouped) token += group_begin;
   }
 
   // The end of the tokens whose results the work tile may store.
