@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..device.install import import_slowly, lock_across_forks
 from ..device.log import COMPILE
 from .groups import Scratch
-from .threads import lock_across_forks
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -28,9 +28,7 @@ OLDEST = (0, 62)
 
 
 def _numba() -> Any:
-    import numba
-
-    return numba
+    return import_slowly("numba")
 
 
 @cache
