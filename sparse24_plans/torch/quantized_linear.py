@@ -149,6 +149,10 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         wide = nn.functional.pad(values.view(torch.int8), (0, 4 * columns))
         return wide.view(values.dtype), words
 
+    def form(self) -> dict[str, Any]:
+        kind = "row" if self.weight_scale.dim() == 2 else "tensor"
+        return {"scales": kind, "static_input": self.input_scale is not None}
+
     def _scaled(self, dense: Tensor) -> Tensor:
         return dense.float() * self.weight_scale
 
@@ -205,7 +209,8 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         """
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(
-                "x: expected a tensor without gradients: a quantized layer has no backward"
+                "x: expected a tensor without gradients: a quantized layer has no backward; "
+                "call the model in torch.no_grad()"
             )
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")

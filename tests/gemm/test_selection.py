@@ -284,7 +284,8 @@ def says(error: BaseException, kernel: str, reason: str) -> bool:
 
 def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
     problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="fp8_e4m3")
-    with pytest.raises(UnsupportedError, match=r"problem\. cusparselt_fp8: needs n .*; wgmma_sp_fp8, .*rows of X"):
+    first = r"problem\. cusparselt_fp8: needs n .*; wgmma_sp_fp8, .*rows of X"
+    with pytest.raises(UnsupportedError, match=first):
         GemmSparse24Plan.select(problem, device="h200")
 
 
