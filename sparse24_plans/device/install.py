@@ -11,8 +11,9 @@ import os
 import re
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from threading import RLock
 from typing import Any
 
@@ -52,12 +53,9 @@ _importing = lock_across_forks()
 _import_failures: list[str] = []
 
 
-def import_slowly(name: str) -> Any:
-    """Import a large library. A fork waits meanwhile: in a child, half an import would never end."""
-    if name in sys.modules:
-        return import_module(name)
-    with _importing:
-        return import_module(name)
+def importing(name: str) -> AbstractContextManager[Any]:
+    """The context to import a large library in. A fork waits: in a child, half an import would never end."""
+    return nullcontext() if name in sys.modules else _importing
 
 
 def import_cupy() -> Any:
@@ -68,7 +66,8 @@ def import_cupy() -> Any:
     if _import_failures and "cupy" not in sys.modules:
         raise BackendUnavailableError(_import_failures[0])
     try:
-        return import_slowly("cupy")
+        with importing("cupy"):
+            import cupy
     except Exception as error:  # whatever a broken installation raises
         absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         state = "is not installed" if absent else f"can't be imported ({error})"
@@ -76,3 +75,4 @@ def import_cupy() -> Any:
         if "cupy" not in sys.modules:
             _import_failures.append(message)
         raise BackendUnavailableError(message) from error
+    return cupy

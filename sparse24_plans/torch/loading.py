@@ -192,7 +192,11 @@ class Load:
             if DTYPE_OF[layer.element] not in DTYPES:
                 self._check_quantized(name, layer)
         for name in sorted(self._source.quantized):
-            if (reason := scale_obstacle(self._source.reader, name)) is not None:
+            home = self._names.get(name, "").rpartition(".")[0]
+            reason = scale_obstacle(self._source.reader, name)
+            if is_conv1d(self._model.get_submodule(home)):
+                reason = "expected [out, in], as quantized matrices are stored, for a layer of [in, out]"
+            if reason is not None:
                 raise UnsupportedError(f"{name}: {reason}")
 
     def _check_quantized(self, name: str, layer: Layer) -> None:

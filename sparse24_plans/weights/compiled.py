@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..device.install import import_slowly, lock_across_forks
+from ..device.install import importing, lock_across_forks
 from ..device.log import COMPILE
 from .groups import Scratch
 
@@ -28,7 +28,9 @@ OLDEST = (0, 62)
 
 
 def _numba() -> Any:
-    return import_slowly("numba")
+    with importing("numba"):
+        import numba
+    return numba
 
 
 @cache

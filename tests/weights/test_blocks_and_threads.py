@@ -294,12 +294,17 @@ class SlowFinder:
 
 sys.meta_path.insert(0, SlowFinder())
 sys.path.insert(0, os.environ["SLOW"])
-threading.Thread(target=install.import_slowly, args=("slow",)).start()
+def load():
+    with install.importing("slow"):
+        import slow
+    return slow.status
+
+threading.Thread(target=load).start()
 begun.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    os._exit(install.import_slowly("slow").status)
+    os._exit(load())
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
