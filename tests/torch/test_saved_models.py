@@ -9,116 +9,36 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from sparse24_plans import (
     InvalidProblemError,
+    UnsupportedError,
     compress_checkpoint,
     convert_checkpoint,
     verify_checkpoint,
 )
-from sparse24_plans.torch import (
-    Sparse24Linear,
-    Sparse24Recipe,
-    from_pretrained,
-    fuse_gated,
-    load_sparse24,
-    to_sparse24,
-)
+from sparse24_plans.torch import from_pretrained, fuse_gated, load_sparse24, to_sparse24
 from sparse24_plans.torch.elements import element_of
 
 from .cases import DEVICE
 
-transformers = pytest.importorskip("transformers", minversion="5.8")
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-WHISPER = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "num_mel_bins": 8,
-    "max_source_positions": 8,
-    "max_target_positions": 16,
-    "decoder_start_token_id": 1,
-}
-VIT = {"image_size": 8, "patch_size": 4, "num_channels": 3, "num_labels": 3}
-NARROW = {"hidden_size": 40, "head_dim": 8}
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+pytest.importorskip("transformers", minversion="5.8")
+from .architectures import (
+    CASES,
+    NARROW,
+    PAGE,
+    TIED,
+    UNTIED,
+    Case,
+    bits,
+    dense_model,
+    result,
+    sparse_of,
+    table,
+)
 
-
-class Case(NamedTuple):
-    """An architecture: its configuration, its auto class, and how many layers and blocks become 2:4."""
-
-    config: str
-    options: dict[str, Any]
-    layers: int
-    fused: int
-    auto: Any = transformers.AutoModelForCausalLM
-    inputs: str = "input_ids"
-    dtype: torch.dtype = torch.float32
-    weight_dtype: torch.dtype | None = None
-
-    @property
-    def recipe(self) -> Sparse24Recipe:
-        return Sparse24Recipe(weight_dtype=self.weight_dtype)
-
-
-CASES = {
-    "Llama": Case("LlamaConfig", UNTIED, layers=12, fused=2),
-    "Llama, tied": Case("LlamaConfig", TIED, layers=12, fused=2, dtype=torch.bfloat16),
-    "Qwen3": Case("Qwen3Config", {"head_dim": 8, **TIED}, layers=12, fused=2),
-    "Mistral": Case("MistralConfig", UNTIED, layers=12, fused=2, dtype=torch.float16),
-    "Gemma3": Case("Gemma3TextConfig", {"head_dim": 8, **TIED}, layers=14, fused=0),
-    "Phi-3": Case("Phi3Config", UNTIED, layers=8, fused=2),
-    "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=8, fused=0),
-    "Qwen3-MoE": Case("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=8, fused=0),
-    "DeepSeek-V3": Case("DeepseekV3Config", {**EXPERTS, **DEEPSEEK, **UNTIED}, layers=14, fused=2),
-    "ViT": Case(
-        "ViTConfig",
-        VIT,
-        layers=12,
-        fused=0,
-        auto=transformers.AutoModelForImageClassification,
-        inputs="pixel_values",
-    ),
-    "Whisper": Case(
-        "WhisperConfig",
-        WHISPER,
-        layers=22,
-        fused=0,
-        auto=transformers.AutoModelForSpeechSeq2Seq,
-        inputs="input_features",
-    ),
-    "GPT-2": Case("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, layers=8, fused=0),
-}
 FP8 = {"weight_dtype": torch.float8_e4m3fn}
 QUANTIZED = {
     "Llama, fp8": Case("LlamaConfig", {**NARROW, **TIED}, 12, 2, dtype=torch.bfloat16, **FP8),
@@ -138,31 +58,6 @@ class Saved(NamedTuple):
     folder: Path
 
 
-def dense_model(case: Case) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, case.config)(**{**SMALL, **case.options})
-    return case.auto.from_config(config, dtype=case.dtype).eval()
-
-
-def result(model: Any, case: Case) -> torch.Tensor:
-    """What the model makes of fixed inputs."""
-    tokens, generator = torch.arange(1, 9)[None], torch.Generator().manual_seed(1)
-    inputs = {
-        "input_ids": {"input_ids": tokens},
-        "pixel_values": {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)},
-        "input_features": {
-            "input_features": torch.randn(1, 8, 16, generator=generator),
-            "decoder_input_ids": tokens,
-        },
-    }[case.inputs]
-    with torch.no_grad():
-        return model(**{name: one.to(model.device) for name, one in inputs.items()}).logits
-
-
-def sparse_of(model: nn.Module) -> list[str]:
-    return [name for name, one in model.named_modules() if isinstance(one, Sparse24Linear)]
-
-
 def assert_same(model: Any, saved: Saved) -> None:
     """The model has the modules, the state and the results of the one that was saved."""
     assert [(n, type(m)) for n, m in model.named_modules()] == [
@@ -175,10 +70,6 @@ def assert_same(model: Any, saved: Saved) -> None:
         assert torch.equal(bits(state[key]), bits(tensor)), key
     assert torch.equal(result(model, saved.case), result(saved.model, saved.case))
     assert not model.training
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -311,3 +202,26 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
         name = key.removesuffix(".weight")
         if name not in sparse_of(ours):
             assert torch.equal(bits(ours.state_dict()[key]), bits(tensor)), key
+
+
+def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):
+    """transformers' loader would stack the stored values without their scales, so it is refused."""
+    case = CASES["Mixtral"]
+    dense_model(case).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", element="fp8_e4m3", device="host")
+    loaded = from_pretrained(tmp_path / "ours")
+    assert "quantized, but loaded dense: model.layers.*.mlp.experts" in caplog.text
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    values, meta = (stored[f"{name}.{part}"] for part in ("values24", "meta24"))
+    dense = torch.ops.sparse24.decompress(values, meta).float() * stored[f"{name}_scale"]
+    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj[3], dense)
+    with pytest.raises(
+        UnsupportedError, match=r"experts\..*: expected a linear layer for a weight of fp8_e4m3"
+    ):
+        case.auto.from_pretrained(tmp_path / "ours", dtype="auto")
+
+
+def test_the_document_has_the_table_of_these_models():
+    page = PAGE.read_text()
+    assert table(page) == page, "run python -m tests.torch.architectures"
