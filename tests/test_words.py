@@ -48,7 +48,7 @@ WORDS = {
     InnerPattern: "dense sparse24",
     BlockSparseConvOp: "forward dgrad wgrad",
     AttentionMask: "none add mul",
-    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
+    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask quantize",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
     OpCategory: "gemm prune compress decompress pack softmax attention convolution",

@@ -269,6 +269,7 @@ class PrepareOp(_Word):
     UNPACK = "unpack"
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
+    QUANTIZE = "quantize"
 
 
 class TileRule(_Word):
@@ -366,6 +367,7 @@ class OpCategory(_Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     PACK = "pack"
+    QUANTIZE = "quantize"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
     CONVOLUTION = "convolution"
