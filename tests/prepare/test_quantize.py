@@ -23,18 +23,16 @@ from sparse24_plans.prepare.kernel_table import threads_of_row
 
 from ..plan.cases import matrix
 from ..support import Guarded, check_that_nothing_is_allocated, synchronize
+from .models import LARGEST, quantized_rows
 
 F32 = ElementKind.F32
-LARGEST = {"fp8_e4m3": 448.0, "s8": 127.0}
 MOODS = ("normal", "any_bits", "ties", "sparse", "mixed")
 every_element = pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
 every_out = pytest.mark.parametrize("out", LARGEST)
 either_scale = pytest.mark.parametrize("static", [False, True], ids=["each row", "static"])
-E4M3 = np.arange(127, dtype=np.uint8).view(ElementKind.FP8_E4M3.dtype).astype(np.float64)
-"""The values of the codes 0 to 126: 0 to 448."""
 
 
-def numbers(rng: np.random.Generator, shape: tuple[int, int], element: ElementKind, mood: str) -> np.ndarray:
+def cells_of(rng: np.random.Generator, shape: tuple[int, int], element: ElementKind, mood: str) -> np.ndarray:
     """Bits of a matrix. ``mixed``: rows of all sizes, with some NaN, Inf and -0 among them."""
     if mood != "mixed":
         return matrix(rng, shape, element, mood)
@@ -71,35 +69,6 @@ class Case:
         return self.quantized.numpy().view(np.uint8), self.scale.numpy().view(np.uint32)
 
 
-def code_of(quotient: np.float32, out: str) -> int:
-    """The byte of a quotient: the nearest value, of two the even code."""
-    if np.isnan(quotient):
-        return 0x7F if out == "fp8_e4m3" else 0
-    size = min(float(abs(quotient)), LARGEST[out])
-    if out == "s8":
-        return int(np.rint(size)) * (-1 if quotient < 0 else 1) & 0xFF
-    away = np.abs(E4M3 - size)
-    nearest = np.flatnonzero(away == away.min())
-    return (
-        int(next(code for code in nearest if len(nearest) == 1 or code % 2 == 0))
-        | int(np.signbit(quotient)) << 7
-    )
-
-
-def model(x: np.ndarray, out: str, given: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """The definition, one number after the other."""
-    scales, codes = np.empty(len(x), np.float32), np.zeros(x.shape, np.uint8)
-    with np.errstate(all="ignore"):
-        for row, cells in enumerate(x.astype(np.float32)):
-            most = np.float32(np.nan if np.isnan(cells).any() else np.abs(cells).max(initial=0))
-            scale = most / np.float32(LARGEST[out]) if given is None else np.float32(given)
-            if given is None and scale < 2.0**-100:
-                scale = np.float32(2.0**-100)
-            scales[row] = scale
-            codes[row] = [code_of(cell / scale, out) for cell in cells]
-    return codes, scales
-
-
 @every_element
 @every_out
 @either_scale
@@ -108,23 +77,22 @@ def test_what_is_computed(element, out, static, mood):
     rng = np.random.default_rng(3)
     for m, k in ((9, 24), (3, 13), (1, 1), (0, 8), (2, 0)):
         desc = QuantizeSparse24Descriptor(m=m, k=k, element=element, out_element=out, static_scale=static)
-        bits = numbers(rng, (m, k), desc.element, mood)
+        bits = cells_of(rng, (m, k), desc.element, mood)
         given = 0.37 if static else None
         codes, scales = Case(desc, "host", bits, given=given or 1.0).run()
-        want, of_rows = model(bits.view(desc.element.dtype), out, given)
+        want, of_rows = quantized_rows(bits.view(desc.element.dtype), out, given)
         np.testing.assert_array_equal(codes, want)
         if not static:
-            np.testing.assert_array_equal(scales.view(np.float32), of_rows)
-            assert (scales[np.isnan(of_rows)] == 0x7FFFFFFF).all()
+            np.testing.assert_array_equal(scales, of_rows.view(np.uint32))
 
 
 @every_out
 @pytest.mark.parametrize("scale", [0.0, -0.5, np.inf, np.nan, 2.0**-149, 2.0**127])
 def test_any_static_scale_has_a_meaning(out, scale):
-    bits = numbers(np.random.default_rng(0), (6, 40), F32, "mixed")
+    bits = cells_of(np.random.default_rng(0), (6, 40), F32, "mixed")
     desc = QuantizeSparse24Descriptor(m=6, k=40, element="f32", out_element=out, static_scale=True)
     codes, _ = Case(desc, "host", bits, given=scale).run()
-    np.testing.assert_array_equal(codes, model(bits.view(np.float32), out, scale)[0])
+    np.testing.assert_array_equal(codes, quantized_rows(bits.view(np.float32), out, scale)[0])
 
 
 # The kernel's division ----------------------------------------------------------------------------
@@ -221,7 +189,7 @@ def test_a_gpu_gives_the_hosts_bits(element, out, static, mood):
     rng = np.random.default_rng(5)
     for m, k in SHORT + LONG:
         desc = QuantizeSparse24Descriptor(m=m, k=k, element=element, out_element=out, static_scale=static)
-        bits = numbers(rng, (m, k), desc.element, mood)
+        bits = cells_of(rng, (m, k), desc.element, mood)
         place = {"pads": (int(rng.choice([0, 1, 8])), int(rng.choice([0, 3, 8]))), "given": 0.37}
         place["offsets"] = int(rng.choice([0, 1, 8])), int(rng.choice([0, 1, 16]))
         found, wanted = Case(desc, 0, bits, **place).run(), Case(desc, "host", bits, **place).run()
@@ -234,7 +202,7 @@ def test_a_gpu_gives_the_hosts_bits(element, out, static, mood):
 @every_out
 @pytest.mark.parametrize("scale", [0.0, -0.5, np.inf, np.nan, 2.0**-149, 2.0**-60, 2.0**100, 2.0**127])
 def test_any_static_scale_gives_the_hosts_bits(out, scale):
-    bits = numbers(np.random.default_rng(0), (60, 400), F32, "any_bits")
+    bits = cells_of(np.random.default_rng(0), (60, 400), F32, "any_bits")
     desc = QuantizeSparse24Descriptor(m=60, k=400, element="f32", out_element=out, static_scale=True)
     found, wanted = (Case(desc, device, bits, given=scale).run() for device in (0, "host"))
     np.testing.assert_array_equal(found[0], wanted[0])
@@ -274,5 +242,5 @@ def test_it_waits_for_what_its_stream_does_before_and_is_waited_for():
 @pytest.mark.gpu
 def test_nothing_is_allocated():
     desc = QuantizeSparse24Descriptor(m=64, k=4096, element="bf16")
-    case = Case(desc, 0, numbers(np.random.default_rng(0), (64, 4096), desc.element, "normal"))
+    case = Case(desc, 0, cells_of(np.random.default_rng(0), (64, 4096), desc.element, "normal"))
     check_that_nothing_is_allocated(lambda: case.plan.run(case.args))
