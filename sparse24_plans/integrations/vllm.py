@@ -248,15 +248,19 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
             layer.register_parameter(name, parameter)
         count = len(output_partition_sizes)
         if stored.is_quantized and stored.scale_dims is not None:
-            scales = torch.empty(m, *stored.scale_dims)
+            scales = torch.empty(m, *stored.scale_dims, dtype=torch.float32)
             layer.register_parameter(
                 WEIGHT_SCALE, ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
             )
         elif stored.is_quantized:
-            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            parameter = PerTensorScaleParameter(
+                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
+            )
             layer.register_parameter(WEIGHT_SCALE, parameter)
         if stored.static_input:
-            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            parameter = PerTensorScaleParameter(
+                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
+            )
             layer.register_parameter(INPUT_SCALE, parameter)
         layer.sparse24_sizes = (m, k, tuple(output_partition_sizes))
 

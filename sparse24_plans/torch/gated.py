@@ -200,7 +200,7 @@ def _given(call: Any, x: Tensor, argument: str) -> Any:
 
 def _word_of(activation: Any) -> str | None:
     """The name of the activation that has the same values, or None."""
-    v = torch.linspace(-6, 6, 49)
+    v = torch.linspace(-6, 6, 49, dtype=torch.float32)
     found = _given(activation, v, "activation")
     if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
         return None
@@ -215,7 +215,8 @@ def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
         y: Tensor = block.down_proj(FORWARD[word](gate) * up)
         return y
 
-    x = torch.randn(1, _PROBES, whole.in_features, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _PROBES, whole.in_features, generator=generator, dtype=torch.float32)
     x = x.to(whole.weight.device, whole.weight.dtype)
     wanted, found = _given(fused, x, "down_proj"), _given(block, x, "block")
     if type(found) is not Tensor or found.shape != wanted.shape:

@@ -96,8 +96,9 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             raise InvalidProblemError(f"scales: expected row or tensor, got {scales!r}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
         shape = (out_features, 1) if scales == "row" else (1,)
-        self.register_buffer(WEIGHT_SCALE, torch.ones(shape, device=device))
-        self.register_buffer(INPUT_SCALE, torch.ones(1, device=device) if static_input else None)
+        f32 = {"dtype": torch.float32, "device": device}
+        self.register_buffer(WEIGHT_SCALE, torch.ones(shape, **f32))
+        self.register_buffer(INPUT_SCALE, torch.ones(1, **f32) if static_input else None)
 
     @classmethod
     def from_linear(  # type: ignore[override]

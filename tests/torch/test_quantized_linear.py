@@ -135,6 +135,20 @@ def test_each_token_has_its_own_scale(dtype):
     assert torch.equal(found[[1, 2, 3, 5]], alone[[1, 2, 3, 5]])
 
 
+@each_dtype
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_pytorchs_default_dtype_changes_nothing(dtype, default):
+    linear, x = dense_layer(dtype=torch.float32), torch.randn(3, 72)
+    wanted = Sparse24QuantizedLinear.from_linear(linear, dtype=dtype, input_scale=0.02)
+    torch.set_default_dtype(default)
+    try:
+        found = Sparse24QuantizedLinear.from_linear(linear, dtype=dtype, input_scale=0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one.dtype for one in found.buffers()] == [one.dtype for one in wanted.buffers()]
+    assert torch.equal(found(x), wanted(x))
+
+
 # What the layer holds -----------------------------------------------------------------------------
 
 
