@@ -68,6 +68,8 @@ _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.CompressSparse24Descriptor, {}),
     (prepare.DecompressSparse24Descriptor, {}),
     (prepare.PackSparse24Descriptor, {}),
+    (prepare.QuantizeSparse24Descriptor, {}),
+    (prepare.QuantizeSparse24Descriptor, {"out_element": ElementKind.S8}),
     (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.GREEDY_MAGNITUDE}),
     (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.OPTIMAL}),
 )

@@ -75,7 +75,7 @@ def _activated(v: Float64s, error: Float64s, activation: str, hardware: bool) ->
     if activation == "silu":
         own = own + (_EXP_OVERFLOWS + _TINY)
     if activation == "gelu":  # erfc's argument is rounded, too; |v^2 exp(-v^2/2)|' < 1
-        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * np.abs(v)
+        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * (1 + np.abs(v))
     if activation == "gelu_tanh" and hardware:
         own = own + _TANH_HARDWARE * (np.abs(v) + error)
     return size, passed + own

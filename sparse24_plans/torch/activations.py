@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,10 +49,18 @@ def row_order(activation: str, rows: int, device: torch.device) -> Any:
     return torch.from_numpy(gated_rows(rows)).to(device) if is_gated(activation) else slice(None)
 
 
-def rows_of(tensor: Tensor, order: Any) -> Tensor:
-    """The rows of a tensor in another order, which :func:`row_order` gives. PyTorch can't index uint16."""
-    whole = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
-    return whole[order].view(tensor.dtype)
+def rows_in_order(tensors: Mapping[str, Tensor], order: Any, rows: int) -> dict[str, Tensor]:
+    """Tensors with their ``rows`` in another order, which :func:`row_order` gives; others as they are."""
+    return {
+        key: movable(one)[order].view(one.dtype) if one.shape[:1] == (rows,) else one
+        for key, one in tensors.items()
+    }
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The tensor's bits in a dtype that PyTorch indexes and concatenates on every device."""
+    kinds = {torch.uint16: torch.int16, torch.float8_e4m3fn: torch.int8}
+    return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
 
 
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,7 +104,7 @@ def called(call: Any, x: Tensor, argument: str) -> Any:
 
 def name_of(activation: Any) -> str | None:
     """The name of the activation that has the same values, or None."""
-    v = torch.linspace(-6, 6, 49)
+    v = torch.linspace(-6, 6, 49, dtype=torch.float32)
     found = called(activation, v, "activation")
     if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
         return None

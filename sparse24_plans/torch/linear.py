@@ -274,6 +274,10 @@ class Sparse24Linear(nn.Module):
                 return dense
             return dense[row_order(self.activation, len(dense), dense.device).argsort()]
 
+    def form(self) -> dict[str, Any]:
+        """The arguments besides sizes and dtype that decide which tensors the layer holds."""
+        return {}
+
     def _scaled(self, dense: Tensor) -> Tensor:
         """What the stored numbers stand for."""
         return dense

@@ -39,12 +39,14 @@ class LoadReport:
 
     ``sparse`` lists the layers that are Sparse24Linear now. ``dense`` lists the tensors that were loaded
     dense, compressed ones of modules other than linear layers among them. ``unexpected`` lists tensors of the
-    checkpoint that the model doesn't have.
+    checkpoint that the model doesn't have. ``dequantized`` lists those of ``dense`` that are of 8 bits in the
+    checkpoint: their results have no more to do with 8 bits than their values.
     """
 
     sparse: tuple[str, ...]
     dense: tuple[str, ...]
     unexpected: tuple[str, ...]
+    dequantized: tuple[str, ...] = ()
 
 
 def load_sparse24(
@@ -98,6 +100,7 @@ def load_sparse24(
         tuple(name for name, _ in modules_of(model, Sparse24Linear)),
         tuple(load.dense),
         tuple(load.unexpected),
+        tuple(load.dequantized),
     )
 
 

@@ -276,6 +276,7 @@ class PrepareOp(_Word):
     UNPACK = "unpack"
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
+    QUANTIZE = "quantize"
 
 
 class TileRule(_Word):
@@ -373,6 +374,7 @@ class OpCategory(_Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     PACK = "pack"
+    QUANTIZE = "quantize"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
     CONVOLUTION = "convolution"

@@ -296,11 +296,17 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
         fields["rule"] = _pick(rng, TileRule)
     if name == "Pack":
         fields["direction"] = _pick(rng, ("pack", "unpack"))
+    if name == "Quantize":
+        fields = {
+            "element": _pick(rng, ("f32", "f16", "bf16")),
+            "out_element": _pick(rng, ("fp8_e4m3", "s8")),
+        }
+        fields["static_scale"] = rng.random() < 0.3
     if name == "Mask":
         fields["layout"] = _pick(rng, ("rows", "tiles"))
     squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"
     m = _size(rng, min(limits.side, limits.cells // 8), 8 if squares else 1)
-    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 8)
+    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 1 if name == "Quantize" else 8)
     return Preparation(kind(m=m, k=k, **fields), str(_pick(rng, MOODS)), without, data_seed)
 
 

@@ -282,6 +282,13 @@ def says(error: BaseException, kernel: str, reason: str) -> bool:
     return re.search(rf"\b{kernel}(, \w+)*: {re.escape(reason)}", str(error)) is not None
 
 
+def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
+    problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="fp8_e4m3")
+    first = r"problem\. cusparselt_fp8: needs n .*; wgmma_sp_fp8, .*rows of X"
+    with pytest.raises(UnsupportedError, match=first):
+        GemmSparse24Plan.select(problem, device="h200")
+
+
 def test_the_reason_of_the_forced_kernels_comes_before_that_of_all_others():
     with pytest.raises(UnsupportedError, match=r"^no kernel can serve this problem\. wgmma_sp, wgmma_sp_inv"):
         choose(HOST, prefer_backend="wgmma_sp")

@@ -221,7 +221,9 @@ def prepare_requests(row: PrepareEntry, capability: tuple[int, int]) -> list[Req
     device = device_of(capability)
     with recorded_loads(row.kernel) as found:
         for desc in kernel_descriptors(few=capability != HOPPER):
-            if desc.op in row.ops and desc.element in row.elements:
+            if capability < row.min_compute_capability:
+                break
+            if desc.element in row.elements and row.refusal(desc) is None:
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 

@@ -37,6 +37,8 @@ from sparse24_plans import (
     PruneCompressSparse24Plan,
     PruneSparse24Descriptor,
     PruneSparse24Plan,
+    QuantizeSparse24Descriptor,
+    QuantizeSparse24Plan,
     Sparse24Error,
     Sparse24Weight,
     TensorView,
@@ -61,6 +63,7 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     PackSparse24Descriptor: PackSparse24Plan,
     TilePruneSparse24Descriptor: TilePruneSparse24Plan,
     MaskSparse24Descriptor: MaskSparse24Plan,
+    QuantizeSparse24Descriptor: QuantizeSparse24Plan,
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
     BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
     BlockSparseAttentionDescriptor: BlockSparseAttentionPlan,
@@ -84,6 +87,8 @@ PREPARE = (
     TilePruneSparse24Descriptor(m=M, k=K, element="bf16", rule="optimal"),
     MaskSparse24Descriptor(m=M, k=K, element="f16"),
     MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
+    QuantizeSparse24Descriptor(m=M, k=K, element="bf16"),
+    QuantizeSparse24Descriptor(m=M, k=K, element="f32", out_element="s8", static_scale=True),
 )
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
 LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
@@ -370,6 +375,7 @@ KERNELS: dict[str, _Medium] = {
     "tile_prune": _Medium(TilePruneSparse24Descriptor(**_SIZE)),
     "mask": _Medium(MaskSparse24Descriptor(**_SIZE)),
     "mask_tiles": _Medium(MaskSparse24Descriptor(**_SIZE, layout="tiles")),
+    "quantize": _Medium(QuantizeSparse24Descriptor(**_SIZE)),
     "blocks_wgmma_sp": _Medium(
         BlockSparseMatmulDescriptor(
             op="dsd", layout=_LARGE_BLOCKS, n=520, element="bf16", batch=2, inner="sparse24"

@@ -317,14 +317,6 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, call, mess
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "file"]
 
 
-def test_layers_of_8_bits_are_not_saved(tmp_path):
-    model = small()
-    to_sparse24(model, recipe=Sparse24Recipe(weight_dtype=torch.int8))
-    with pytest.raises(UnsupportedError, match=r"expected float32, float16 or bfloat16, got torch\.int8"):
-        save_sparse24(model, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
 def test_transformers_without_a_quantizer_of_ours_is_told(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "sparse24_plans.integrations.transformers")
     with pytest.raises(BackendUnavailableError, match=r"transformers 5\.8"):
