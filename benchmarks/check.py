@@ -116,6 +116,14 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
         | _fields(_is_size, "nbytes")
         | _fields(_is_number, "seconds cached_ms")
     },
+    "export": {
+        "folders": _fields(_is_text, "weights")
+        | _fields(_is_size, "tokens plans cubins nbytes")
+        | _fields(_IS_TIME_OR_NONE, "open_ms"),
+        "calls": _fields(_is_size, "n")
+        | _fields(_is_text, "kernel")
+        | _fields(_is_time, "find_us run_us run_new_args_us"),
+    },
     "tests": {},
 }
 """The fields that rows have to have: kind -> list -> field -> what its values are."""

@@ -35,7 +35,6 @@ class BlockSparseEntry(KernelEntry):
     """A kernel entry of the family."""
 
     layout: str = BLOCKS_LAYOUT
-    exportable: bool = False  # the addresses of look-up tables would be the device's
     strict: bool = False
     """Whether the host computes every step in a defined order; otherwise BLAS multiplies."""
 
@@ -112,6 +111,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
         missing=needs_cublaslt,
+        exportable=False,
         epilogues=EXACT_UNGATED,
     ),
     # This entry serves requirements that inflating does not meet.
