@@ -26,6 +26,7 @@ from .descriptor import (
     PATTERNED_BLOCKS,
     BlockSparseMatmulDescriptor,
 )
+from .kernel_problem import TMA_BYTES
 from .schedules.conv_wgmma import conv_workspace
 from .shape import BLOCK_SIZES
 
@@ -59,8 +60,11 @@ class MatmulEntry(BlockSparseEntry):
         return None
 
     def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
-        columns = {} if descriptor.op is BlockSparseOp.SDD else {"n": 1}
-        return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
+        smallest = descriptor.model_copy(update={"batch": 1})
+        if descriptor.op is BlockSparseOp.SDD:
+            return self.min_workspace(smallest)
+        # One token, or the fewest whose rows TMA can read.
+        return min(self.min_workspace(smallest.model_copy(update={"n": n})) for n in (1, TMA_BYTES))
 
 
 _HOST = ("host", Tier.HOST)
@@ -72,7 +76,7 @@ _BLOCKS_WGMMA = with_wgmma(
         guarantees.blocks_wgmma,
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
-        min_workspace=limits.transpose_workspace,
+        min_workspace=limits.prepared_workspace,
         epilogues=EXACT_UNGATED,
     )
 )
@@ -84,6 +88,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         guarantees.sparse_tensor_cores,
         PATTERNED,
         limits=limits.blocks_wgmma_any,
+        min_workspace=limits.prepared_workspace,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
         epilogues=EXACT_UNGATED,

@@ -14,15 +14,13 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .kernel_problem import KernelProblem, transpose_bytes
+from .kernel_problem import TMA_BYTES, KernelProblem, prepared_bytes
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
 """Bound of a tensor map's coordinates and of the kernels' counts."""
-_COPIED = 16
-"""Bytes that the length of a TMA row must be a multiple of."""
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
 COUNTER_BYTES = 4
@@ -60,11 +58,9 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     one = problem.layout
     if problem.element.itemsize == 1 and (reason := _of_8_bits(problem)) is not None:
         return reason
-    transposed = [one.name for one in KernelProblem(problem).transposed_operands()]
-    for operand in problem.operands():
-        width = operand.shape[-2 if operand.name in transposed else -1]
-        if operand.name in ("a", "b", "c") and width * operand.element.itemsize % _COPIED:
-            return f"needs rows of {operand.name} in multiples of {_COPIED} bytes, got n = {problem.n}"
+    for copy in KernelProblem(problem).prepared_operands():
+        if copy.sides[1] * problem.element.itemsize % TMA_BYTES:  # a transpose pads nothing
+            return f"needs rows of {copy.name} in multiples of {TMA_BYTES} bytes, got n = {problem.n}"
     coordinates = {
         "rows of values": problem.batch * one.blocks * one.block,
         "matrices": problem.batch * one.heads,
@@ -76,17 +72,17 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _beyond(coordinates)
 
 
-def transpose_workspace(problem: BlockSparseMatmulDescriptor) -> int:
-    """Bytes of operands that must be transposed first."""
-    return transpose_bytes(KernelProblem(problem).transposed_operands())
+def prepared_workspace(problem: BlockSparseMatmulDescriptor) -> int:
+    """Workspace bytes of operands that must be copied first."""
+    return prepared_bytes(KernelProblem(problem).prepared_operands())
 
 
 def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     """Limits of 8-bit elements: the instruction reads 32 neighbouring k of either operand at a time."""
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
-    for one in KernelProblem(problem).transposed_operands():
-        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
+    for one in KernelProblem(problem).prepared_operands():
+        if one.transposes and (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
 

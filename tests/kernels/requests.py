@@ -27,7 +27,7 @@ from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.device import transpose
+from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.kernel_table import GemmEntry
@@ -105,6 +105,7 @@ BLOCK_KINDS_OF_8_BITS = (
     {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
     {"element": "fp8_e4m3"},
 )
+BLOCK_TOKENS = (63, 64, 127, 128, 255, 256, 4095, 4096)
 BLOCKS_ENTRIES = [row for row in blocks_table.MATMUL_ENTRIES if not row.on_host]
 ATTENTION_ENTRIES = [row for row in blocks_table.ATTENTION_ENTRIES if not row.on_host]
 CONVOLUTION_ENTRIES = [row for row in blocks_table.CONVOLUTION_ENTRIES if not row.on_host]
@@ -137,7 +138,11 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {
+            inflate,
+            pad_rows,
+            transpose,
+        }:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -213,20 +218,21 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
         shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=100)
         for op in ("sdd", "dsd", "dds"):
             for turned in turns:
-                for n in (256,) if few or turned != (False, False) else (64, 128, 256, 4096):
+                for n in (255, 256) if few or turned != (False, False) else BLOCK_TOKENS:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16"})
             for kind in kinds:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                yield _block_problem(op, shape, 4096, (False, False), kind)
+                for n in (4095, 4096):
+                    yield _block_problem(op, shape, n, (False, False), kind)
             for kind in () if few else BLOCK_KINDS_OF_8_BITS:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                for n in (64, 4096):
+                for n in (63, 64, 4096):
                     yield _block_problem(op, shape, n, (n == 64, n == 64), kind)
             if op == "sdd" or block < 64:
                 continue
-            for n in (256,) if few else (64, 128, 256, 4096):
+            for n in (256,) if few else BLOCK_TOKENS:
                 for turned in turns:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16", "inner": "sparse24"})
             for kind in kinds:
