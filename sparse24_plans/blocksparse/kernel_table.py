@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
+    DENSE_BLOCKS_LAYOUT,
     BlockSparseOp,
     BlockSparsePass,
     ElementKind,
@@ -49,9 +51,16 @@ class MatmulEntry(BlockSparseEntry):
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
     epilogues: tuple[EpilogueKind, ...] = UNGATED
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
+    packed: tuple[bool, ...] = (False, True)
+    """Whether the kernel serves operands that plans have not packed, and those that they have."""
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
-        served = {"inner": self.inners, "op": self.ops, "epilogue": self.epilogues}
+        served: dict[str, tuple[Any, ...]] = {
+            "inner": self.inners,
+            "packed": self.packed,
+            "op": self.ops,
+            "epilogue": self.epilogues,
+        }
         for field, values in served.items():
             if (asked := getattr(descriptor, field)) not in values:
                 return f"does not serve {field} {asked}"
@@ -104,21 +113,25 @@ _BLOCKS_STRICT = MatmulEntry(
     limits=limits.blocks_strict,
     epilogues=EXACT_UNGATED,
 )
+_INFLATE_CUBLAS = MatmulEntry(
+    "inflate_cublas",
+    "inflate_cublas",
+    Tier.INFLATE,
+    guarantees.cublas,
+    FLOATS,
+    limits=limits.cublas,
+    min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
+    missing=needs_cublaslt,
+    epilogues=EXACT_UNGATED,
+    packed=(False,),
+)
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
     _BLOCKS_WGMMA_SP,
-    MatmulEntry(
-        "inflate_cublas",
-        "inflate_cublas",
-        Tier.INFLATE,
-        guarantees.cublas,
-        FLOATS,
-        limits=limits.cublas,
-        min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
-        missing=needs_cublaslt,
-        epilogues=EXACT_UNGATED,
-    ),
+    _INFLATE_CUBLAS,
+    # This entry multiplies the dense copy that its plans pack.
+    replace(_INFLATE_CUBLAS, name="packed_dense", layout=DENSE_BLOCKS_LAYOUT, packed=(True,)),
     # This entry serves requirements that inflating does not meet.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
     # This entry serves what neither of them serves.

@@ -17,6 +17,7 @@ from .descriptor import (
 from .kernel_problem import TMA_BYTES, KernelProblem, prepared_bytes
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
+from .schedules.packed import packed_dense_wins
 from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
@@ -44,6 +45,8 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product."""
+    if problem.packed:
+        return blocks_wgmma_any(problem) or packed_dense_wins(problem)
     one, limits = problem.layout, constants("blocks_density_limits")
     by_block = limits["few" if problem.n <= limits["few_n"] else "many"]
     by_block = by_block["k_last" if problem.dense_k_last else "n_last"]
@@ -171,11 +174,11 @@ def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
 
 
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
-    """Bytes of the sparse matrix as a dense one, and of the float32 accumulators that an epilogue needs."""
+    """Workspace bytes of the sparse matrix as a dense one, and of the accumulators that an epilogue needs."""
     one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
     size = (problem.out_element if sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
     width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
     needs_sums = problem.epilogue is not EpilogueKind.IDENTITY
     accumulators = problem.batch * one.heads * width * problem.n * 4 if needs_sums else 0
-    return align_up(dense), align_up(accumulators)
+    return 0 if problem.packed else align_up(dense), align_up(accumulators)

@@ -326,13 +326,24 @@ def _fill_bits(kept: Any, bits: Array) -> None:
     bits[...] = packed.view("<i4").reshape(-1)
 
 
-def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
-    """Fill the tables of panels that have ``size`` block rows each."""
+def longest_panel(layout: BlockSparseLayout, *, by_columns: bool) -> int:
+    """The most columns in which a row panel, or a column panel, keeps a block."""
+    kept = layout.bitmap.transpose(0, 2, 1) if by_columns else layout.bitmap
+    return int(_panel_counts(kept, panel_block_rows(layout.shape)).max(initial=0))
+
+
+def _panel_counts(kept: Any, size: int) -> Any:
+    """The number of columns in which each panel of ``size`` block rows keeps a block."""
     any_of_panel = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
         any_of_panel[:, : part.shape[1]] |= part
-    counts[...] = np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+    return np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+
+
+def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
+    """Fill the tables of panels that have ``size`` block rows each."""
+    counts[...] = _panel_counts(kept, size)
     order[...] = np.argsort(-counts, kind="stable")
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, overload
 
+from ..device.streams import on_stream
+from ..device.tensors import TensorView
+from ..errors import InvalidProblemError
+from ..plan.operands import Role, check_tensor
 from ..plan.plan import Plan
-from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass
+from ..vocab import DENSE_BLOCKS_LAYOUT, BlockSparseConvOp, BlockSparseOp, BlockSparsePass
 from .args import (
     BlockSparseAttentionArgs,
     BlockSparseAttentionBackwardArgs,
@@ -26,6 +31,7 @@ from .descriptor import (
 from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
 from .lookup_tables import BlockSparseTables, view_of
+from .packed import PackedBlocks
 
 
 class BlockSparsePlan(Plan):
@@ -51,6 +57,37 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
     table = MATMUL_ENTRIES
     args_types: ClassVar = dict.fromkeys(BlockSparseOp, BlockSparseMatmulArgs)
     descriptor: BlockSparseMatmulDescriptor
+
+    @overload
+    def pack(self, layout: BlockSparseLayout) -> BlockSparseTables: ...
+    @overload
+    def pack(self, layout: BlockSparseLayout, values: Any, *, stream: Any = None) -> PackedBlocks: ...
+    def pack(
+        self, layout: BlockSparseLayout, values: Any = None, *, stream: Any = None
+    ) -> BlockSparseTables | PackedBlocks:
+        """Return the layout's look-up tables, or for a descriptor with ``packed`` the packed operand.
+
+        ``values`` [Z, blocks, block, block] are the sparse operand's, on the plan's device. A kernel of kept
+        blocks reads these values themselves; another one gets a dense copy in new memory, written on
+        ``stream`` (``plan.explain()`` says which). Pack again if the values change.
+
+        Raises InvalidProblemError or MisalignedOperandError naming the argument, BackendUnavailableError if
+        memory is full.
+        """
+        desc = self.descriptor
+        if not desc.packed:
+            if values is not None:
+                raise InvalidProblemError("values: expected None, because the descriptor has packed=False")
+            return super().pack(layout)
+        operand = next(one for one in self._operands if one.role is Role.PACKED)
+        alignment = self._kernel.alignment_of(operand.name)
+        view = check_tensor(values, replace(operand, argument="values"), alignment, self._home)
+        with on_stream(self._home, stream):
+            buffers: tuple[TensorView, ...] = view, super().pack(layout).view
+            if self._entry.layout == DENSE_BLOCKS_LAYOUT:
+                kernel: Any = self._kernel
+                buffers = (kernel.pack(*buffers),)
+        return PackedBlocks(self._entry.layout, desc.layout, desc.batch, desc.element, self._home, buffers)
 
 
 class BlockSparseSoftmaxPlan(BlockSparsePlan):
