@@ -17,6 +17,8 @@ from ..lookup_tables import PANEL_ROWS, expected_occupancy
 from .blocks_wgmma import best_schedule, panel_count
 
 MULTIPROCESSORS = 132
+DENSE = "packed_dense"
+"""The name of the model of the dense copy."""
 TERMS = ("step", "step_cells", "l2_bytes", "memory_bytes", "wave")
 """What takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
 DENSE_TERMS = ("weight_bytes", "token_bytes", "cells")
@@ -100,7 +102,7 @@ def packed_dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
     if desc.element.itemsize == 1 or not desc.n or not desc.batch:
         return None
     blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
-    dense = _model("packed_dense", DENSE_TERMS).microseconds(dense_work(desc))
+    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc))
     if blocks <= constants("packed_choice")["most_of_dense"] * dense:
         return None
     return f"would take about {blocks:.1f} us, a dense copy {dense:.1f} us"
