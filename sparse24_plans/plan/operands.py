@@ -209,7 +209,8 @@ class _TensorCheck:
         if view.element is not operand.element:
             raise InvalidProblemError(f"{name}: expected element {operand.element}, got {view.element}")
         if view.device != self._home:
-            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}")
+            hint = "; call plan.pack" if operand.role is Role.TABLES else ""
+            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}{hint}")
         if operand.role is Role.OUT and view.readonly:
             raise InvalidProblemError(f"{name}: expected writable memory, got a read-only tensor")
         if not self._empty:

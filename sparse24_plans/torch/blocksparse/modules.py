@@ -341,13 +341,14 @@ class Conv2d(_Weighted):
         channels, walk = (conv.in_channels, conv.out_channels), (conv.padding, conv.stride, conv.dilation)
         found = cls(*channels, conv.kernel_size, layout, block, *walk, bias is not None, **options)
         one = found.layout
-        found._copy(conv_ops.values_of_filter(filter, one.tables, one.sizes), bias)
+        found._copy(conv_ops.values_of_filter(filter, one.tables_on(filter.device), one.sizes), bias)
         return found
 
     def dense_weight(self) -> Tensor:
         """The filter [K, C, R, S], the weight of an ``nn.Conv2d``; differentiable."""
         one = self.layout
-        return conv_ops.filter_of(self.weight[None], one.tables, one.sizes, self.kernel_size)
+        tables = one.tables_on(self.weight.device)
+        return conv_ops.filter_of(self.weight[None], tables, one.sizes, self.kernel_size)
 
     def forward(self, input: Tensor, biasa: None = None, biasb: None = None) -> Tensor:
         """Map [N, C, height, width] to [N, K, rows, columns].
