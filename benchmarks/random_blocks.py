@@ -23,6 +23,7 @@ from sparse24_plans.tuning.data import free_memory
 from sparse24_plans.vocab import BlockSparseOp, BlockSparsePass
 
 from . import block_attention, blocks
+from .block_operands import ELEMENT
 from .models import MODELS
 
 _NAMES = ("shape", "op", "m", "k", "n", "block", "density", "pattern", "transposed", "packed", "element")
@@ -55,7 +56,7 @@ class Cell(blocks.Cell):
         """The fields that name the cell in the record."""
         own = {name: one for name, one in asdict(self).items() if name in _NAMES}
         transposed = "a" * self.trans_a + "b" * self.trans_b
-        return {**own, "op": self.op.value, "transposed": transposed, "element": blocks.ELEMENT.value}
+        return {**own, "op": self.op.value, "transposed": transposed, "element": ELEMENT.value}
 
     def bitmap(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Blocks drawn independently, or rows of blocks whose counts follow 1 / rank, in any order."""
@@ -96,7 +97,7 @@ def drawn(seed: int) -> list[Cell]:
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
-    return low * (high / low) ** rng.random()
+    return float(low * (high / low) ** rng.random())
 
 
 def _cell(
