@@ -17,6 +17,7 @@ Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -243,14 +244,19 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         free_memory()
 
 
+def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
+    """The cells of a seed and of those that follow."""
+    for one in itertools.count(seed):
+        for cell in random_blocks.drawn(one):
+            if cell.op is not BlockSparseOp.SDD and cell.m * cell.k <= MOST_CELLS:
+                yield cell
+
+
 def measure_packed(seed: int, end: float) -> Iterator[Row]:
     """Random cells of dsd and dds, even and uneven, of matrices that are made quickly."""
-    cells = [one for one in random_blocks.drawn(seed) if one.op is not BlockSparseOp.SDD]
-    for cell in cells:
+    for cell in packed_cells(seed):
         if time.monotonic() > end:
             return
-        if cell.m * cell.k > MOST_CELLS:
-            continue
         problem, contenders = blocks.Problem(replace(cell, packed=True)), []
         for name, backend in (("us", "blocks_wgmma"), ("dense_us", "inflate_cublas")):
             wanted = {"prefer_backend": backend}
