@@ -38,7 +38,7 @@ class PackedBlocks(Unmoving):
     buffers: tuple[TensorView, ...]
 
     def __post_init__(self) -> None:
-        if self.layout_id not in _PARTS:
+        if type(self.layout_id) is not str or self.layout_id not in _PARTS:
             raise wrong("layout_id", " or ".join(_PARTS), self.layout_id)
         if type(self.shape) is not BlockSparseShape:
             raise wrong("shape", "a BlockSparseShape", self.shape)
@@ -74,6 +74,7 @@ class PackedBlocks(Unmoving):
         """Bytes of all buffers, the caller's values included."""
         return sum(_bytes(*form) for form in self._forms())
 
+    @property
     def views(self) -> tuple[TensorView, ...]:
         """The buffers in their shapes, read-only."""
         found = []
@@ -132,6 +133,6 @@ def _unpacker(
                 f"{argument}: expected layout {wanted}, got {given.layout_id!r}; "
                 "call plan.pack(layout, values)"
             )
-        return dict(zip(views[given.layout_id], given.views(), strict=True))
+        return dict(zip(views[given.layout_id], given.views, strict=True))
 
     return unpack

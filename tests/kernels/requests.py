@@ -252,8 +252,10 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):
-            if row.name == "inflate_cublas":  # asks cuBLAS itself only where there is a result
+            if row.backend == "inflate_cublas":  # asks cuBLAS itself only where there is a result
                 desc = desc.model_copy(update={"batch": 0})
+            if False not in row.packed and desc.op != "sdd" and desc.inner == "dense":
+                desc = desc.model_copy(update={"packed": True})
             considered = consider(blocks_table.MATMUL_ENTRIES, desc, preference, device)
             if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
