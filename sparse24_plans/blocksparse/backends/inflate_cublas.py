@@ -31,6 +31,8 @@ from ..lookup_tables import addresses, words
 _SOURCE = "blocksparse/inflate_cublas.cu"
 _VECTOR_BYTES = 16
 """Bytes that a thread of gather_blocks copies at a time."""
+_ITEM_ROWS = 16
+"""Rows of a block in a work item of inflate_blocks."""
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
@@ -50,7 +52,7 @@ class InflateBlocksParams(KernelParams):
     block_rows = field("i64", "Number of block rows of all heads.")
     blocks = field("i64", "Number of kept blocks of a batch element.")
     row_cells = field("i64", "Number of cells of a row of the dense matrix.")
-    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words; gather_blocks: Z * blocks.")
+    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words * b / 16; gather_blocks: Z * blocks.")
     heads = field("i64", "Number of heads, H.")
     out_rows = field("i64", "Number of rows of C.")
     out_columns = field("i64", "Number of columns of C.")
@@ -138,7 +140,7 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
         desc, one = self.descriptor, self.descriptor.layout
         found = addresses(views["layout"].address, one)
         lines, across = one.heads * one.block_rows, words(one.block_cols)
-        blocks = items = desc.batch * lines * across
+        blocks = items = desc.batch * lines * across * (one.block // _ITEM_ROWS)
         if desc.op is BlockSparseOp.SDD:
             items = desc.batch * one.blocks
             gathered = items * one.block**2 * desc.out_element.itemsize
