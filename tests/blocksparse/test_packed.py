@@ -23,6 +23,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.lookup_tables import length
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
 
 from ..sample_devices import A100, H200
 from ..support import same_bits
@@ -91,6 +92,22 @@ def test_the_longest_panel_is_the_layouts(op, turned):
     assert described(op=op, layout=layout, longest_panel=7).longest_panel == 7
     assert described(op=op, layout=layout, packed=False).longest_panel == 0
     assert BlockSparseMatmulDescriptor.model_validate_json(desc.model_dump_json()) == desc
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("n", [64, 256, 2048])
+def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
+    """It is the longest work of one CTA, which a narrow tile shortens; rows that are alike keep theirs."""
+    shape = BlockSparseShape(heads=1, rows=8192, cols=8192, block=block, blocks=(8192 // block) ** 2 // 20)
+    across = 8192 // block
+    alike = described(layout=shape, element="bf16", n=n)
+    uneven = alike.model_copy(update={"longest_panel": across})
+    few = alike.model_copy(update={"longest_panel": max(across // 20, 1)})
+    wide, narrow, same = (best_schedule(desc, 132) for desc in (alike, uneven, few))
+    assert narrow.tokens <= wide.tokens
+    assert same == wide
+    if n == 256:
+        assert narrow.tokens * narrow.rows < wide.tokens * wide.rows or wide.tokens == 64
 
 
 def test_what_is_required_decides():

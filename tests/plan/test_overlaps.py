@@ -66,9 +66,8 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
             moved = changed(view, address=start)
             args = replace(case.args, **{argument_of[name]: moved})
             message = str(rejected(case, args, InvalidProblemError, "expected memory apart from", "overlap"))
-            tensors = [
-                (argument_of[one], memory_of(case, argument_of[one], one)) for one in case.guarded if one != name
-            ]
+            others = {one: argument_of[one] for one in case.guarded if one != name}
+            tensors = [(argument, memory_of(case, argument, one)) for one, argument in others.items()]
             hit = [  # wherever the allocator put them: it may be several
                 argument
                 for argument, one in (*tensors, *unguarded(case))

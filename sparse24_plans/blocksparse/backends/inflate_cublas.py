@@ -52,7 +52,7 @@ class InflateBlocksParams(KernelParams):
     block_rows = field("i64", "Number of block rows of all heads.")
     blocks = field("i64", "Number of kept blocks of a batch element.")
     row_cells = field("i64", "Number of cells of a row of the dense matrix.")
-    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words * b / 16; gather_blocks: Z * blocks.")
+    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words * b/16; gather_blocks: Z * blocks.")
     heads = field("i64", "Number of heads, H.")
     out_rows = field("i64", "Number of rows of C.")
     out_columns = field("i64", "Number of columns of C.")
