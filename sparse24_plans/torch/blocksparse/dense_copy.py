@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...blocksparse.descriptor import HALVES, BlockSparseMatmulDescriptor
+from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import longest_panel
 from ...blocksparse.plan import BlockSparseMatmulPlan
 from ...vocab import DENSE_BLOCKS_LAYOUT, ElementKind
@@ -42,8 +43,8 @@ class DenseCopy:
     """S^T [out, in] of one layer as long as its weight and its layout stay as they are."""
 
     def __init__(self) -> None:
-        self._made: tuple[Any, Tensor] | None = None
-        self._longest: tuple[Any, int] | None = None
+        self._made: tuple[Any, Tensor, BlockSparseLayout] | None = None
+        self._longest: tuple[BlockSparseLayout, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,14 +71,14 @@ class DenseCopy:
         longest, epilogue = self._longest_panel(layout), epilogue_of(layer.activation, bias is not None)
         if not _prefers_dense(layout.sizes, longest, len(rows), element, epilogue, plan_device(weight)):
             return None
-        key = weight.data_ptr(), weight._version, layout.tables.data_ptr(), layout.tables._version
+        key = weight.data_ptr(), weight._version, id(layout.layout)
         made = self._made
         known = made is not None and made[0] == key
         if weight.is_cuda and torch.cuda.is_current_stream_capturing() and not (known and layer.weight_stays):
             return None
         if made is None or not known:
-            made = key, layout.to_dense(weight.detach()[None])[0, 0].t().contiguous()
-            self._made = made
+            dense = layout.to_dense(weight.detach()[None])[0, 0].t().contiguous()
+            self._made = made = key, dense, layout.layout  # kept, so that its id stays its own
         return made[1]
 
     def _longest_panel(self, layout: Layout) -> int:
