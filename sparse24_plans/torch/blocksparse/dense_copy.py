@@ -14,10 +14,12 @@ from ...blocksparse.lookup_tables import longest_panel
 from ...blocksparse.plan import BlockSparseMatmulPlan
 from ...vocab import DENSE_BLOCKS_LAYOUT, ElementKind
 from ..activations import epilogue_of
-from ..elements import element_of, plan_device
+from ..elements import DTYPE_OF, element_of, plan_device
 from ..library import only_dispatches
 from .layout_buffers import Layout
 from .plan_dispatch import shape_of
+
+_DTYPES = tuple(DTYPE_OF[element] for element in HALVES)
 
 
 @lru_cache(maxsize=4096)
@@ -65,9 +67,9 @@ class DenseCopy:
         weight, bias, layout = layer.weight, layer.bias, layer.layout
         if torch.compiler.is_compiling() or not only_dispatches(rows, weight, bias):
             return None
-        element = element_of(weight.dtype, "weight")
-        if rows.dtype != weight.dtype or element not in HALVES or weight.is_inference():
+        if weight.dtype not in _DTYPES or rows.dtype != weight.dtype or weight.is_inference():
             return None
+        element = element_of(weight.dtype, "weight")
         longest, epilogue = self._longest_panel(layout), epilogue_of(layer.activation, bias is not None)
         if not _prefers_dense(layout.sizes, longest, len(rows), element, epilogue, plan_device(weight)):
             return None
@@ -78,6 +80,8 @@ class DenseCopy:
             return None
         if made is None or not known:
             dense = layout.to_dense(weight.detach()[None])[0, 0].t().contiguous()
+            if weight.is_cuda:  # calls on other streams may read it
+                torch.cuda.current_stream(weight.device).synchronize()
             self._made = made = key, dense, layout.layout  # kept, so that its id stays its own
         return made[1]
 
