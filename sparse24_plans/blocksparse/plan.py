@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, overload
 
-from ..device.streams import on_stream
-from ..device.tensors import TensorView
-from ..errors import InvalidProblemError
-from ..plan.operands import Role, check_tensor
+from ..device.streams import launch_on, on_stream, stream_handle
+from ..device.tensors import HOST, TensorView
+from ..errors import InvalidProblemError, UnsupportedError
+from ..plan.operands import Alignment, Operand, Role, check_tensor
 from ..plan.plan import Plan
-from ..vocab import DENSE_BLOCKS_LAYOUT, BlockSparseConvOp, BlockSparseOp, BlockSparsePass
+from ..vocab import DENSE_BLOCKS_LAYOUT, BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .args import (
     BlockSparseAttentionArgs,
     BlockSparseAttentionBackwardArgs,
@@ -28,6 +28,7 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
+from .device_tables import TableKernel
 from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
 from .lookup_tables import BlockSparseTables, view_of
@@ -48,6 +49,31 @@ class BlockSparsePlan(Plan):
         tables = BlockSparseTables(layout, self._home)
         view_of(self.descriptor.layout, tables)
         return tables
+
+    def update(self, tables: BlockSparseTables, bitmap: Any, *, stream: Any = None) -> None:
+        """Write the tables of the mask in ``bitmap`` in place, in one launch on the GPU.
+
+        For masks that are made on a GPU, with blocks of 64 or 128. ``bitmap`` is uint8 [heads, rows/block,
+        cols/block] on the plan's device, not 0 where a block is kept. It must keep as many blocks as the
+        tables: nothing waits to see it, and with another number the tables keep none. After the first call
+        of a shape, which compiles, a CUDA graph may capture it.
+
+        Raises InvalidProblemError naming the argument; UnsupportedError for other blocks, a host's plan and
+        layouts that are too large: call ``tables.update``.
+        """
+        view_of(self.descriptor.layout, tables)
+        shape = self.descriptor.layout
+        if self._home == HOST:
+            raise UnsupportedError("plan: expected one of a GPU, got one of the host; call tables.update")
+        if tables.device != self._home:
+            raise InvalidProblemError(f"tables: expected tables on {self._home}, got {tables.device}")
+        sides = shape.heads, shape.block_rows, shape.block_cols
+        operand = Operand("bitmap", Role.IN, sides, ElementKind.U8)
+        view = check_tensor(bitmap, operand, Alignment(), self._home)
+        handle = stream_handle(stream, self._home)
+        launch = TableKernel(shape, self.device).bind(view.address, tables.view.address)
+        tables.is_behind = True
+        launch_on(self._home, launch, handle)
 
 
 class BlockSparseMatmulPlan(BlockSparsePlan):

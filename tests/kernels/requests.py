@@ -22,6 +22,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
+from sparse24_plans.blocksparse import device_tables
 from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
@@ -334,6 +335,22 @@ def softmax_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list
     return found
 
 
+def table_requests(capability: tuple[int, int]) -> list[Request]:
+    """Kernels that make look-up tables, which no plan's kernel loads."""
+    shapes = [BlockSparseShape(heads=1, rows=1024, cols=1024, block=one, blocks=9) for one in (64, 128)]
+    device_tables._function.cache_clear()
+    found: list[Request] = []
+
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
+
+    with mock.patch.object(device_tables, "load", record):
+        for shape in shapes:
+            device_tables.TableKernel(shape, device_of(capability))
+    device_tables._function.cache_clear()
+    return found
+
+
 ASKED = list(
     dict.fromkeys(
         request
@@ -344,6 +361,7 @@ ASKED = list(
             (ATTENTION_ENTRIES, attention_requests),
             (CONVOLUTION_ENTRIES, convolution_requests),
             (SOFTMAX_ENTRIES, softmax_requests),
+            ((None,), lambda row, capability: table_requests(capability)),
         )
         for row in rows
         for capability in CAPABILITIES
