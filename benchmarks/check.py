@@ -66,6 +66,14 @@ _BLOCKS = (
     | _fields(_is_size, "block")
     | _fields(_is_time, "density us dense_us")
 )
+_RANDOM_BLOCKS = (
+    _PRODUCT
+    | _fields(_is_text, "shape op pattern backend")
+    | _fields(lambda value: isinstance(value, str), "transposed")
+    | _fields(lambda value: isinstance(value, bool), "packed")
+    | _fields(_is_size, "block")
+    | _fields(_is_time, "density us")
+)
 _HEAD = {
     **_fields(_is_text, "gpu driver cuda kernels_sha256"),
     **_fields(lambda value: isinstance(value, dict), "versions"),
@@ -109,6 +117,17 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
             **_fields(_is_size, "tokens heads head_size block"),
             **_fields(_is_text, "direction"),
             **_fields(_is_time, "density us dense_us tflops"),
+        },
+    },
+    "blocksparse-random": {
+        "products": _RANDOM_BLOCKS
+        | _fields(_is_time, "dense_us")
+        | _fields(_IS_TIME_OR_NONE, "torch_bsr_us"),
+        "sweep": _RANDOM_BLOCKS,
+        "attention": {
+            **_fields(_is_size, "tokens heads head_size block"),
+            **_fields(_is_text, "direction"),
+            **_fields(_is_time, "density us sdpa_us tflops"),
         },
     },
     "compile": {

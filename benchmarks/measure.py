@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--n", action="append", type=int, help="grid: tokens; repeatable")
     parser.add_argument(
-        "--seed", type=int, help="random, grouped: by default the file's, or the date of the run"
+        "--seed", type=int, help="kinds with random cells: by default the file's, or the date of the run"
     )
     parser.add_argument("--gpus", type=int, default=1, help="torch: GPUs that share the decoder")
     parser.add_argument("--seconds", type=float, help="begin no step after this many seconds")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = kinds.KINDS[options.kind]
     before = record.to_extend(options.out, kind.lists())
     about = record.machine()
-    if options.kind in kinds.SEEDED:
+    if kind.is_seeded:
         if options.seed is None:
             options.seed = before["seed"] if before else int(date.today().strftime("%Y%m%d"))
         about["seed"] = options.seed

@@ -186,14 +186,14 @@ class BlockSparseTables(Unmoving):
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
+    __slots__ = ("_lookup", "_memory", "_there", "_view", "device", "is_behind", "shape")
 
     shape: BlockSparseShape
     """Shape of the layouts that the tables can describe."""
     device: Device
     """Device on which plans read the tables."""
-    lookup: LookUp
-    """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on."""
+    is_behind: bool
+    """Whether a plan has updated the tables on the GPU since they were last read from there."""
 
     def __init__(self, layout: BlockSparseLayout, device: Device = HOST) -> None:
         """Allocate tables on ``device``; on a GPU they are filled on CuPy's current stream.
@@ -209,7 +209,7 @@ class BlockSparseTables(Unmoving):
         self.shape, self._memory, self.device = shape, memory, device
         shown = memory.view()
         shown.flags.writeable = False
-        self.lookup = LookUp.of(shown, shape)
+        self._lookup, self.is_behind = LookUp.of(shown, shape), False
         self._there = None if device == HOST else _allocated(memory.size, device)
         self._view = TensorView.of(shown if self._there is None else self._there)
         self._view.readonly = True
@@ -227,6 +227,7 @@ class BlockSparseTables(Unmoving):
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other!r}")
         handle = stream_handle(stream, self.device)
         _fill(LookUp.of(self._memory, self.shape), layout.bitmap, self.shape)
+        self.is_behind = False
         self._copy(handle)
 
     def _copy(self, stream: int) -> None:
@@ -238,6 +239,23 @@ class BlockSparseTables(Unmoving):
                 )
 
     @property
+    def lookup(self) -> LookUp:
+        """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on.
+
+        Waits for the device if ``is_behind``.
+        """
+        self._catch_up()
+        return self._lookup
+
+    def _catch_up(self) -> None:
+        """Read what was last written on the GPU."""
+        if self.is_behind and self._there is not None:
+            with current_on(self.device):
+                import_cupy().cuda.Device().synchronize()
+                self._memory[...] = self._there.get()
+            self.is_behind = False
+
+    @property
     def view(self) -> TensorView:
         """All tables, read-only: int32, one behind the other."""
         return self._view
@@ -246,9 +264,11 @@ class BlockSparseTables(Unmoving):
         return f"BlockSparseTables({self.shape!r} on {self.device})"
 
     def __deepcopy__(self, memo: object) -> BlockSparseTables:
+        self._catch_up()
         return _restored(self.shape, self._memory.copy(), self.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._catch_up()
         return _restored, (self.shape, self._memory, self.device)
 
 
@@ -326,13 +346,24 @@ def _fill_bits(kept: Any, bits: Array) -> None:
     bits[...] = packed.view("<i4").reshape(-1)
 
 
-def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
-    """Fill the tables of panels that have ``size`` block rows each."""
+def longest_panel(layout: BlockSparseLayout, *, by_columns: bool) -> int:
+    """The most columns in which a row panel, or a column panel, keeps a block."""
+    kept = layout.bitmap.transpose(0, 2, 1) if by_columns else layout.bitmap
+    return int(_panel_counts(kept, panel_block_rows(layout.shape)).max(initial=0))
+
+
+def _panel_counts(kept: Any, size: int) -> Any:
+    """The number of columns in which each panel of ``size`` block rows keeps a block."""
     any_of_panel = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
         any_of_panel[:, : part.shape[1]] |= part
-    counts[...] = np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+    return np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+
+
+def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
+    """Fill the tables of panels that have ``size`` block rows each."""
+    counts[...] = _panel_counts(kept, size)
     order[...] = np.argsort(-counts, kind="stable")
 
 

@@ -364,6 +364,7 @@ TILE64X64_PARTS_LAYOUT = "tile64x64_2xbf16_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
+DENSE_BLOCKS_LAYOUT = "dense_blocks"  # blocksparse/packed.py
 
 
 class OpCategory(_Word):

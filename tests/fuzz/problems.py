@@ -339,6 +339,8 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
         fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     if _may_be_2_4(layout, fields) and rng.random() < 0.5:
         fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.3:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 
@@ -355,7 +357,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     of_8_bits = element in ("s8", "fp8_e4m3")
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
-    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 16 if of_8_bits else 8)
+    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.5 else 16 if of_8_bits else 8)
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
@@ -363,8 +365,9 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
-        # One kernel serves these, and asks for whole lines of 16 bytes.
-        fields |= {"inner": "sparse24", "n": fields["n"] // 8 * 8}
+        fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.4:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 

@@ -22,12 +22,13 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
+from sparse24_plans.blocksparse import device_tables
 from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.device import transpose
+from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
@@ -112,6 +113,7 @@ BLOCK_KINDS_OF_8_BITS = (
     {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
     {"element": "fp8_e4m3"},
 )
+BLOCK_TOKENS = (63, 64, 127, 128, 255, 256, 4095, 4096)
 BLOCKS_ENTRIES = [row for row in blocks_table.MATMUL_ENTRIES if not row.on_host]
 ATTENTION_ENTRIES = [row for row in blocks_table.ATTENTION_ENTRIES if not row.on_host]
 CONVOLUTION_ENTRIES = [row for row in blocks_table.CONVOLUTION_ENTRIES if not row.on_host]
@@ -144,7 +146,11 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {
+            inflate,
+            pad_rows,
+            transpose,
+        }:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -236,20 +242,21 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
         shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=100)
         for op in ("sdd", "dsd", "dds"):
             for turned in turns:
-                for n in (256,) if few or turned != (False, False) else (64, 128, 256, 4096):
+                for n in (255, 256) if few or turned != (False, False) else BLOCK_TOKENS:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16"})
             for kind in kinds:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                yield _block_problem(op, shape, 4096, (False, False), kind)
+                for n in (4095, 4096):
+                    yield _block_problem(op, shape, n, (False, False), kind)
             for kind in () if few else BLOCK_KINDS_OF_8_BITS:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                for n in (64, 4096):
+                for n in (63, 64, 4096):
                     yield _block_problem(op, shape, n, (n == 64, n == 64), kind)
             if op == "sdd" or block < 64:
                 continue
-            for n in (256,) if few else (64, 128, 256, 4096):
+            for n in (256,) if few else BLOCK_TOKENS:
                 for turned in turns:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16", "inner": "sparse24"})
             for kind in kinds:
@@ -269,8 +276,10 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):
-            if row.name == "inflate_cublas":  # asks cuBLAS itself only where there is a result
+            if row.backend == "inflate_cublas":  # asks cuBLAS itself only where there is a result
                 desc = desc.model_copy(update={"batch": 0})
+            if False not in row.packed and desc.op != "sdd" and desc.inner == "dense":
+                desc = desc.model_copy(update={"packed": True})
             considered = consider(blocks_table.MATMUL_ENTRIES, desc, preference, device)
             if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
@@ -349,6 +358,22 @@ def softmax_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list
     return found
 
 
+def table_requests(capability: tuple[int, int]) -> list[Request]:
+    """Kernels that make look-up tables, which no plan's kernel loads."""
+    shapes = [BlockSparseShape(heads=1, rows=1024, cols=1024, block=one, blocks=9) for one in (64, 128)]
+    device_tables._function.cache_clear()
+    found: list[Request] = []
+
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
+
+    with mock.patch.object(device_tables, "load", record):
+        for shape in shapes:
+            device_tables.TableKernel(shape, device_of(capability))
+    device_tables._function.cache_clear()
+    return found
+
+
 ASKED = list(
     dict.fromkeys(
         request
@@ -359,6 +384,7 @@ ASKED = list(
             (ATTENTION_ENTRIES, attention_requests),
             (CONVOLUTION_ENTRIES, convolution_requests),
             (SOFTMAX_ENTRIES, softmax_requests),
+            ((None,), lambda row, capability: table_requests(capability)),
         )
         for row in rows
         for capability in CAPABILITIES

@@ -34,7 +34,7 @@ from .cases import PLANS, PROBLEMS, name_of
 
 CUDA = Device("cuda", 0)
 H200 = gpu_of(9, 0, name="H200, absent", multiprocessors=132)
-LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas")
+LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas", "packed_dense")
 
 
 def product(n: int = 1024, element: str = "bf16", **more: object) -> GemmSparse24Descriptor:

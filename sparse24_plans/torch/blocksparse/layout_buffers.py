@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import BlockSparseTables
 from ...blocksparse.shape import BlockSparseShape
-from ...errors import FormatError, InvalidProblemError, Sparse24Error
+from ...errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
 from .plan_dispatch import check_dims, numbers_of, shape_of, table
 
 # Conversions by PyTorch's own operations, on any device ---------------------------------------------
@@ -58,8 +59,13 @@ def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     return blocks.index_select(1, _block_places(layout, shape))
 
 
+_COPYING = threading.Lock()
+
+
 class Layout(nn.Module):
     """A block-sparse layout for PyTorch: made once, moved by ``to``, read by every op of its matrices.
+
+    Functions and modules take operands on any device: the layout keeps a copy of its tables there.
 
     Parameters
     ----------
@@ -97,11 +103,39 @@ class Layout(nn.Module):
         bitmap, tables = _tensors(self.layout)
         self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
         self.register_buffer("tables", tables.to(device), persistent=False)
+        self._copies: dict[torch.device, Tensor] = {}
 
     @property
     def shape(self) -> BlockSparseShape:
         """Heads, rows, cols, block and blocks."""
         return self.layout.shape
+
+    def tables_on(self, device: Any) -> Tensor:
+        """The look-up tables on a device: ``tables`` itself, or a copy that follows every ``update``.
+
+        A copy is made at the first call and kept until the layout moves. Threads may share the layout. Raises
+        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before.
+        """
+        place = torch.empty(0, device=device).device if type(device) is not torch.device else device
+        return self.tables if place == self.tables.device else self._copy_on(place)
+
+    @torch.compiler.disable
+    def _copy_on(self, place: torch.device) -> Tensor:
+        found = self._copies.get(place)
+        if found is None:
+            if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
+                    f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
+                )
+            with _COPYING:
+                found = self._copies.get(place)
+                if found is None:
+                    found = _tensors(self.layout)[1].to(place)
+                    if place.type == "cuda":  # other streams may read it
+                        torch.cuda.current_stream(place).synchronize()
+                    self._copies[place] = found
+        return found
 
     def update(self, layout: Any) -> None:
         """Take another mask of the same shape, the number of kept blocks included, in place.
@@ -117,19 +151,25 @@ class Layout(nn.Module):
 
     def _fill(self) -> None:
         """Write the layout into the tensors, unless they are on the meta device."""
-        if self.tables.is_meta:
-            return
         bitmap, tables = _tensors(self.layout)
-        with torch.no_grad():
-            self.bitmap.copy_(bitmap)
-            self.tables.copy_(tables)
+        with torch.no_grad(), _COPYING:
+            for copy in self._copies.values():
+                copy.copy_(tables)
+            if not self.tables.is_meta:
+                self.bitmap.copy_(bitmap)
+                self.tables.copy_(tables)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         before = self.tables
         super()._apply(fn, recurse)
         if self.tables is not before:
+            self._copies = {}
             self._fill()  # to_empty leaves the memory uninitialised
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without copies of the tables, which a copied layout makes for itself."""
+        return {**self.__dict__, "_copies": {}}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
@@ -157,14 +197,14 @@ class Layout(nn.Module):
 
         Raises InvalidProblemError for other sizes.
         """
-        return to_dense(values, self.tables, self.sizes)
+        return to_dense(values, self.tables_on(values.device), self.sizes)
 
     def kept_blocks(self, dense: Tensor) -> Tensor:
         """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; all else is dropped.
 
         Differentiable. Raises InvalidProblemError for other sizes.
         """
-        return kept_blocks(dense, self.tables, self.sizes)
+        return kept_blocks(dense, self.tables_on(dense.device), self.sizes)
 
     def values_of(self, dense: Tensor) -> Tensor:
         """The values of a matrix that is zero outside of the kept blocks. Waits for the device.
