@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from ..arithmetic.epilogue import UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -85,7 +85,7 @@ _BLOCKS_WGMMA = with_wgmma(
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
         min_workspace=limits.prepared_workspace,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
     )
 )
 _BLOCKS_WGMMA_SP = with_wgmma(
@@ -99,7 +99,7 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         min_workspace=limits.prepared_workspace,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=(InnerPattern.SPARSE24,),
     )
 )
@@ -110,7 +110,7 @@ _BLOCKS_STRICT = MatmulEntry(
     guarantees.strict_matmul,
     (ElementKind.F32,),
     limits=limits.blocks_strict,
-    epilogues=EXACT_UNGATED,
+    epilogues=UNGATED,
 )
 _INFLATE_CUBLAS = MatmulEntry(
     "inflate_cublas",
@@ -122,7 +122,7 @@ _INFLATE_CUBLAS = MatmulEntry(
     min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
     missing=needs_cublaslt,
     exportable=False,
-    epilogues=EXACT_UNGATED,
+    epilogues=UNGATED,
     packed=(False,),
 )
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
@@ -150,7 +150,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         guarantees.strict_matmul,
         MATMUL_ELEMENTS,
         strict=True,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=tuple(InnerPattern),
     ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..arithmetic.epilogue import EXACT_UNGATED
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -145,8 +144,6 @@ _BEYOND_PIXELS = 1 << 12
 
 def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
     one, found = problem.layout, problem.geometry
-    if problem.epilogue not in EXACT_UNGATED:
-        return f"does not serve epilogue {problem.epilogue}"
     if problem.op is BlockSparseConvOp.WGRAD and one.block < _SMALLEST_TILE:
         return f"serves op wgrad with blocks of 64 and 128, not {one.block}"
     for name, axis in (("height", found.h), ("width", found.w)):

@@ -13,7 +13,7 @@ from ..vocab import ElementKind, GroupTokens, ScaleKind
 from .descriptor import GemmSparse24Descriptor
 
 _PER_WEIGHT_ROW = ("values", "metadata", "bias", "scale_w")
-_PER_TOKEN = ("source", "result", "scale_x")
+_PER_TOKEN = ("source", "result", "scale_x", "c")
 
 
 def token_ranges(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..arithmetic.epilogue import EXACT, EXACT_UNGATED, IN_STEPS
+from ..arithmetic.epilogue import IN_STEPS, UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -36,11 +36,13 @@ class GemmEntry(KernelEntry):
 
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
-    epilogues: tuple[EpilogueKind, ...] = EXACT
+    epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
     column_order: bool = False
     """The kernel serves column-major X and Y."""
     scales: bool = False
     """The kernel takes scale_x and scale_w."""
+    adds_c: bool = True
+    """The kernel adds beta * C."""
     strict: bool = False
     """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
@@ -73,6 +75,8 @@ class GemmEntry(KernelEntry):
         none = ScaleKind.NONE
         if not self.scales and (descriptor.scale_x, descriptor.scale_w) != (none, none):
             return "takes no scale_x or scale_w"
+        if not self.adds_c and descriptor.has_c:
+            return f"adds no C, got beta {descriptor.beta}"
         if descriptor.groups and not self.groups:
             return "serves no groups"
         return "serves groups only" if self.only_groups and not descriptor.groups else None
@@ -125,6 +129,7 @@ _WGMMA_SP_GROUPED = replace(
     column_order=False,
     groups=True,
     only_groups=True,
+    adds_c=False,
     limits=limits.wgmma_sp_grouped,
     exportable=False,
 )
@@ -143,7 +148,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         limits=partial(limits.f32_split, terms),
         min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
-        epilogues=EXACT_UNGATED,  # each NaN sum is recomputed for one result
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
     )
@@ -168,10 +172,11 @@ _CUSPARSELT = GemmEntry(
     elements=(F16, BF16, S8),
     ops=(GemmOp.FORWARD,),
     # The library has no SiLU, and its GELU is the tanh approximation.
-    epilogues=(*IN_STEPS, EpilogueKind.GELU_TANH, EpilogueKind.BIAS_GELU_TANH),
+    epilogues=tuple(kind for kind in UNGATED if kind.activation in limits.CUSPARSELT_ACTIVATIONS),
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,
+    adds_c=False,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
     exportable=False,
@@ -221,7 +226,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         backend="inflate_cublas",
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
@@ -248,7 +253,6 @@ ENTRIES: tuple[GemmEntry, ...] = (
         layout=DENSE_F32_LAYOUT,
         also_reads=(CANONICAL_LAYOUT,),
         elements=_HOST_ELEMENTS,
-        epilogues=tuple(EpilogueKind),
         column_order=True,
         scales=True,
         groups=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .._vendor import cusparselt_abi as abi
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..device.install import install_advice
 from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
@@ -161,12 +162,14 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     if 0 in (problem.n, problem.outputs, problem.reduction):  # nothing is multiplied
         return 0, 0
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
-    accumulators = 4 * problem.n * problem.m if problem.epilogue is not EpilogueKind.IDENTITY else 0
+    plain = problem.epilogue is EpilogueKind.IDENTITY and not problem.has_c
+    accumulators = 0 if plain else 4 * problem.n * problem.m
     return dense, align_up(accumulators)
 
 
 # cuSPARSELt's result types by element. The bias has the result's type, or f32 for integer results.
 _CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+CUSPARSELT_ACTIVATIONS = (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.GELU_TANH)
 _CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
 
 
@@ -187,6 +190,8 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
     gelu = problem.epilogue.activation is EpilogueKind.GELU_TANH
     if gelu and (element, out) not in _CUSPARSELT_GELU:
         return f"serves gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
+    if problem.relu_bounds != NO_BOUNDS:
+        return f"serves relu without bounds, not {problem.relu_bounds}"
     bias = F32 if out.is_integer else out
     if problem.epilogue.has_bias and problem.bias_element is not bias:
         return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"

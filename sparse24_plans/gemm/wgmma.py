@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
-from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import load, put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
@@ -19,7 +18,7 @@ from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder, Sca
 from ..weights.packed_layouts import TILE_M, layout_called
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import GemmKernel, address
+from .kernel import GemmKernel, address, c_parameters, product_defines
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
@@ -75,6 +74,11 @@ class WgmmaSpParams(KernelParams):
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
     opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as Y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
+    c_map = field("TensorMap", "C in the boxes of y_map. Used if TMA loads C.")
+    c_aligned = field("u32", "1 if rows (columns) of C begin at 16-byte multiples.")
     group_tokens = field(
         "const int*",
         "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
@@ -129,7 +133,7 @@ class WgmmaKernel(GemmKernel):
             shared_bytes=schedule.shared_bytes(layouts, terms),
         )
         self._x_boxes = source_boxes(desc, schedule, x_bytes)
-        self._y_box = result_box(desc, schedule)
+        self._y_box = result_box(desc, schedule, layouts)
         self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
 
     def _parameters(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
@@ -180,7 +184,7 @@ def defines(
     """
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
-        **type_defines(desc),
+        **product_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
         "M_TILES_PER_WARPGROUP": schedule.m_tiles,
         "TILE_N": schedule.tokens,
@@ -199,7 +203,8 @@ def defines(
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
-        "STEP_TOKENS": schedule.step_tokens(layouts.out_bytes),
+        "STEP_TOKENS": schedule.step_tokens(layouts),
+        "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
@@ -230,6 +235,7 @@ def fixed_parameters(
         row_tiles=-(-desc.m // TILE_M),
         k_tiles=k_tiles,
         alpha=desc.alpha,
+        beta=desc.beta,
         n_tiles=-(-desc.n // schedule.tokens),
         work_tiles=schedule.work_tiles(desc.n, desc.m),
         x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
@@ -281,10 +287,10 @@ def source_boxes(
     return full, tail, rest, tail_rest
 
 
-def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
-    """The box of Y: at most the results of an m64 tile for the tokens of one epilogue step."""
+def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts) -> Box:
+    """The box of Y and C: at most the results of an m64 tile for the tokens of one epilogue step."""
     size = desc.out_element.itemsize
-    tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
+    tokens, outputs = schedule.step_tokens(layouts), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
     if desc.y_order is MatrixOrder.ROW:
         adjacent = min(outputs, 128 // size)
         return Box(tokens, adjacent, adjacent * size)
@@ -339,6 +345,12 @@ def launch_parameters(
         parameters.group_tokens = views[desc.group_tokens].address
     parameters.y = result.address
     parameters.y_stride = y_stride
+    for name, value in c_parameters(desc, views).items():
+        setattr(parameters, name, value)
+    if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
+        parameters.c_aligned = (c.address | parameters.c_stride * size) % 16 == 0
+        if parameters.c_aligned:
+            put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
     if schedule.workspace_bytes():
         sums = workspace + schedule.flags_bytes()
         parameters.flags, parameters.partials = workspace, sums

@@ -72,7 +72,7 @@ class Operand:
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
-    """The operand whose memory this one may share, starting at the same address."""
+    """The operand whose memory this one may share: its elements lie at the same addresses."""
     of: Callable[[Any], TensorView] | None = None
     """Gives the memory of look-up tables. Raises InvalidProblemError for any other object."""
     packing: Packing | None = None
@@ -381,10 +381,13 @@ class _Pair(NamedTuple):
             return
         for name in self.views:
             other = views.get(name)
-            if other is not None and not (
-                self.result.may_be == self.other.name and out.address == other.address
-            ):
+            if other is not None and not (self.result.may_be == self.other.name and _lie_alike(out, other)):
                 _check_apart(self.result.argument, out, self.other.argument, other)
+
+
+def _lie_alike(one: TensorView, other: TensorView) -> bool:
+    size = other.element.itemsize
+    return (one.address, one.strides, one.element.itemsize) == (other.address, other.strides, size)
 
 
 def _pairs(operands: tuple[Operand, ...], layouts: tuple[str, ...]) -> tuple[_Pair, ...]:

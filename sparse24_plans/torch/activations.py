@@ -13,8 +13,8 @@ from ..vocab import EpilogueKind
 from ..weights.gates import GATE_GROUP, GATE_ROWS, gated_rows
 
 F = torch.nn.functional
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-GATED_ACTIVATIONS = ("swiglu", "geglu")
+ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
 """Gated activations halve the width. W's rows alternate: eight of the gate, then eight that it scales."""
 
 
@@ -66,20 +66,23 @@ def movable(tensor: Tensor) -> Tensor:
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda v: v,
     "relu": F.relu,
+    "relu2": lambda v: F.relu(v).square(),
     "gelu": F.gelu,
     "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
     "silu": F.silu,
 }
 """The activations that aren't gated."""
-GATED_BY = {"silu": "swiglu", "gelu": "geglu"}
+GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 """The gated activations, by the activation of their gates."""
 GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda dy, v: torch.ops.aten.threshold_backward(dy, v, 0),
+    "relu2": lambda dy, v: dy * (2 * F.relu(v)),
     "gelu": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="none"),
     "gelu_tanh": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="tanh"),
     "silu": lambda dy, v: torch.ops.aten.silu_backward(dy, v),
     "swiglu": lambda dy, v: _through_a_gate(dy, v, "silu"),
     "geglu": lambda dy, v: _through_a_gate(dy, v, "gelu"),
+    "geglu_tanh": lambda dy, v: _through_a_gate(dy, v, "gelu_tanh"),
 }
 """Functions of the result's gradient and of the activation's argument."""
 

@@ -41,7 +41,7 @@ class Sparse24Experts(nn.Module):
         """The experts of a module that computes the same with dense weights, pruned to 2:4.
 
         ``options`` are those of ``Sparse24Linear.from_linear``. Raises InvalidProblemError, which says why,
-        for a module that isn't one of gated experts with SiLU or exact GELU, or whose sizes no kernel serves.
+        for a module that isn't one of gated experts with SiLU or GELU, or whose sizes no kernel serves.
         """
         if (reason := obstacle(module)) is not None:
             raise InvalidProblemError(f"module: {reason}")
@@ -99,7 +99,7 @@ def obstacle(module: nn.Module) -> str | None:
     if gate_up.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"its dtype is {gate_up.dtype}"
     if name_of(module.act_fn) is None:
-        return "its activation is neither SiLU nor exact GELU"
+        return "its activation is neither SiLU nor GELU"
     return None
 
 

@@ -46,7 +46,7 @@ class GatedBlock:
     """What :func:`fuse_gated` did with a block: it has an activation or a reason, never both."""
 
     activation: str | None = None
-    """``swiglu`` or ``geglu``: the epilogue of the product that replaced gate and up projection."""
+    """The epilogue of the product that replaced gate and up: ``swiglu``, ``geglu`` or ``geglu_tanh``."""
     reason: str | None = None
     """Why the block stays as it is."""
 
@@ -61,9 +61,9 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
 
     A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn`` (Llama, Qwen and Mistral
     in transformers), or with ``gate_up_proj``, ``down_proj`` and ``activation_fn`` (Phi-3). Its activation
-    must be SiLU or exact GELU, and a trial must show that it computes down(act(gate(x)) * up(x)). Other
-    layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's weight under
-    ``gate_up_proj``.
+    must be SiLU or GELU (exact or by tanh), and a trial must show that it computes down(act(gate(x)) *
+    up(x)). Other layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's
+    weight under ``gate_up_proj``.
 
     ``recipe`` says how weights become 2:4; a string is a method. The result says by each block's name what
     became of it. Raises InvalidProblemError for a wrong model or recipe.
@@ -103,7 +103,7 @@ def _fused(
     try:
         word = name_of(activation)
         if word is None:
-            return GatedBlock(reason="its activation is neither SiLU nor exact GELU")
+            return GatedBlock(reason="its activation is neither SiLU nor GELU")
         whole = layers[0] if fused else _joined(*layers)
         _check_meaning(block, whole, word)
         one = replace(recipe, activation=GATED_BY[word]).layer(name, whole)

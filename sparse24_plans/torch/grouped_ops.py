@@ -17,7 +17,8 @@ from ..gemm.plan import GemmSparse24Plan
 from . import packed_weight_cache
 from .activations import epilogue_of
 from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
-from .gemm_dispatch import about, check_scale, scale_kind
+from .gemm_call import check_scale, scale_kind
+from .gemm_dispatch import about
 from .library import define
 from .plan_cache import CheckedCall, descriptor, plans, preference_of
 

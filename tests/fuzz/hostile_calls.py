@@ -140,6 +140,11 @@ _call(
     abs_sum=np.ones(3),
     out=ElementKind.F32,
     alpha=1.0,
+    epilogue="relu",
+    beta=0.5,
+    c=np.ones(3),
+    relu_threshold=0.5,
+    relu_upper_bound=6.0,
 )
 _call(
     "PrecisionGuarantee.softmax_tolerance",

@@ -25,7 +25,7 @@ from sparse24_plans import (
     Tier,
     TileRule,
 )
-from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from sparse24_plans.arithmetic.epilogue import UNGATED
 from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
@@ -73,9 +73,11 @@ class Product:
     desc: GemmSparse24Descriptor
     preference: PlanPreference
     mood: str
-    pads: tuple[int, int]
-    offsets: tuple[int, int]
-    """Offsets of x (dy) and of y (dx), in elements, as are the pads of their rows."""
+    pads: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Offsets of x (dy), of y (dx) and of c, in elements, as are the pads of their rows."""
+    in_place: bool
+    """Whether c is y."""
     rows: tuple[int, ...] = field(repr=False)
     """Rows with which batch invariance is tried."""
     data_seed: tuple[int, ...] = field(repr=False)
@@ -206,19 +208,21 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
             fields[name] = "column" if rng.random() < 0.15 else "row"
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
+        fields |= _c_and_bounds(rng, fields)
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
     sizes = _sizes(rng, limits, most, GATE_GROUP if epilogue.is_gated else 1)
     desc = GemmSparse24Descriptor(**fields, **sizes)
     rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
-    widths = desc.element.itemsize, desc.out_element.itemsize
+    widths = desc.element.itemsize, desc.out_element.itemsize, desc.c_element.itemsize
     return Product(
         desc,
         _preference(rng, host=limits is HOST),
         str(_pick(rng, ("normal", "positive", "wide", "small", "zeros", "integers"))),
         tuple(_distance(rng, size) for size in widths),
         tuple(_distance(rng, size) for size in widths),
+        desc.has_c and desc.c_element is desc.out_element and rng.random() < 0.4,
         tuple(map(int, rows)),
         data_seed,
     )
@@ -251,6 +255,19 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
     pad = 16 * int(rng.integers(0, 2))
     return GroupedProduct(desc, _preference(rng, host=host), tuple(map(int, tokens)), pad, data_seed)
+
+
+def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:
+    """Sometimes beta and C's type, and bounds of relu."""
+    found: dict[str, Any] = {}
+    epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
+    if not epilogue.is_gated and rng.random() < 0.3:
+        found["beta"] = float(_pick(rng, (1.0, -1.0, 0.5, 1 / 3, rng.standard_normal())))
+        found["c_element"] = str(_pick(rng, (fields["out_element"], "f32")))
+    if epilogue.activation is EpilogueKind.RELU and rng.random() < 0.3:
+        threshold = float(_pick(rng, (0.0, 0.5, -1.5)))
+        found |= {"relu_threshold": threshold, "relu_upper_bound": float(_pick(rng, (6.0, math.inf)))}
+    return found
 
 
 def _default_bias(fields: dict[str, Any]) -> str:
@@ -362,7 +379,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
         fields["inner"] = "sparse24"
@@ -431,7 +448,7 @@ def _convolution(
     fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields["alpha"] = _alpha(rng)
     if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     height, width = (one + int(rng.integers(0, 9)) for one in least)
     walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
     size = {"height": height, "width": width, "batch": batch}

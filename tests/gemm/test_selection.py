@@ -493,6 +493,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
         "terms_per_k": 0.5 if strict and op is GemmOp.FORWARD else 1,
         "promoted_every": None,
         "product_roundoff": 0,
+        "tanh_error": 0,
         "arithmetic": ("exact_sum" if integer else "fma32_in_order") if strict else None,
         **dict.fromkeys(
             (

@@ -73,6 +73,20 @@ KINDS = (
     {"element": "s8", "epilogue": "bias_geglu", "out_element": "bf16", "scale_w": "row"},
     {"element": "fp8_e4m3", "epilogue": "bias_swiglu", "scale_x": "tensor", "scale_w": "row"},
     {"element": "fp8_e4m3", "epilogue": "bias_geglu", "out_element": "f32"},
+    {"element": "bf16", "epilogue": "bias_gelu_tanh"},
+    {"element": "f32", "epilogue": "bias_gelu_tanh"},
+    {"element": "bf16", "epilogue": "bias_geglu_tanh"},
+    {"element": "f32", "epilogue": "bias_geglu_tanh"},
+    {"element": "fp8_e4m3", "epilogue": "bias_geglu_tanh", "scale_x": "row", "scale_w": "row"},
+    {"element": "f16", "epilogue": "bias_relu2"},
+    {"element": "bf16", "epilogue": "bias_relu", "relu_threshold": 0.5, "relu_upper_bound": 6.0},
+    {"element": "bf16", "epilogue": "bias_gelu", "beta": 0.5},
+    {"element": "bf16", "out_element": "f32", "beta": 1.0},
+    {"element": "f16", "epilogue": "bias_silu", "y_order": "column", "c_element": "f32", "beta": 0.5},
+    {"element": "f32", "epilogue": "bias_gelu", "beta": 0.5},
+    {"element": "s8", "beta": 0.5},
+    {"element": "s8", "epilogue": "bias_silu", "out_element": "s8", "scale_x": "row", "beta": 0.5},
+    {"element": "fp8_e4m3", "epilogue": "bias_gelu", "c_element": "f32", "beta": 0.5},
 )
 SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
@@ -166,6 +180,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     cases = [(size, kinds[0]) for size in sizes]
     if capability == HOPPER:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
+    else:
+        cases += [(sizes[0], kind) for kind in with_c(row)[:1]]
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for size, kind in cases:
@@ -173,7 +189,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             considered = consider(gemm_table.ENTRIES, desc, preference, device)
             if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-        tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
+        wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1]
+        tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), wide)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             if row.split_terms:
@@ -184,7 +201,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
-        columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}
+        columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}, {**COLUMNS, "beta": 0.5}
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
@@ -201,6 +218,11 @@ def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
     kinds = [(EpilogueKind(kind.get("epilogue", "identity")), kind) for kind in KINDS]
     found = [kind for epilogue, kind in kinds if epilogue.is_gated and epilogue in row.epilogues]
     return [kind for kind in found if kind["element"] in row.elements]
+
+
+def with_c(row: GemmEntry) -> list[dict[str, object]]:
+    """Return the kinds of the kernel's elements that add C."""
+    return [kind for kind in KINDS if "beta" in kind and kind["element"] in row.elements]
 
 
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:

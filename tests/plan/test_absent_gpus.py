@@ -8,9 +8,6 @@ import pytest
 
 from sparse24_plans import (
     BackendUnavailableError,
-    BlockSparseConv2dDescriptor,
-    BlockSparseConv2dPlan,
-    BlockSparseShape,
     Device,
     DeviceProperties,
     ElementKind,
@@ -132,15 +129,6 @@ def test_cusparselt_needs_a_limit_because_it_tells_its_workspace_on_the_gpu_alon
     assert (about.chosen, about.workspace_size, about.workspace_is_exact) == ("cusparselt", None, False)
     plan = GemmSparse24Plan.select(desc, preference={**forced, "max_workspace_bytes": 1 << 20}, device=H200)
     assert (plan.workspace_size(), plan.explain().workspace_is_exact) == (1 << 20, False)
-
-
-def test_a_convolution_with_an_epilogue_without_a_kernel_is_refused():
-    layout = BlockSparseShape(heads=1, rows=64, cols=64, block=64, blocks=1)
-    desc = BlockSparseConv2dDescriptor(
-        element="bf16", layout=layout, batch=1, height=4, width=4, kernel=(1, 1), epilogue="bias_gelu_tanh"
-    )
-    with pytest.raises(UnsupportedError, match="conv_wgmma: does not serve epilogue bias_gelu_tanh"):
-        BlockSparseConv2dPlan.select(desc, device="h200")
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arithmetic.epilogue import finished
+from ...arithmetic.epilogue import addend_of, finished
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.operands import Views
@@ -32,8 +32,8 @@ class Results:
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
         self.desc, self.arithmetic, self._views = desc, arithmetic, views
         self.factors = Factors.of(desc, views)
-        self._bias, self._scale_x, self._scale_w = (
-            _array(views.get(name)) for name in ("bias", "scale_x", "scale_w")
+        self._bias, self._scale_x, self._scale_w, self._c = (
+            _array(views.get(name)) for name in ("bias", "scale_x", "scale_w", "c")
         )
 
     def single(self, token: int) -> tuple[Results, int]:
@@ -54,7 +54,10 @@ class Results:
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
             scale_w = _chosen(self._scale_w, desc.scale_w, rows)
             bias = self._bias[rows] if self._bias is not None and desc.epilogue.has_bias else None
-            return finished(found, desc, scale_x, scale_w, bias)[:count]
+            addend = (
+                addend_of(self._c[tokens, outputs], desc.beta) if self._c is not None and desc.has_c else None
+            )
+            return finished(found, desc, scale_x, scale_w, bias, addend)[:count]
 
 
 class GroupedResults:

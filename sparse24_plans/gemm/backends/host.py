@@ -134,8 +134,11 @@ class Kernel(GemmKernel):
             scale = views["scale_x"].array()
             scale_x = (scale[tokens] if desc.scale_x is ScaleKind.ROW else scale)[:, None]
         scale_w, bias = (views[name].array() if name in views else None for name in ("scale_w", "bias"))
+        addend = None
+        if "c" in views:
+            addend = epilogue.addend_of(lines_of(views["c"], tokens).array(), desc.beta)
         result = lines_of(views["result"], tokens)
-        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias)
+        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias, addend)
 
 
 def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:
