@@ -186,14 +186,15 @@ class BlockSparseTables(Unmoving):
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_lookup", "_memory", "_there", "_view", "device", "is_behind", "shape")
+    __slots__ = ("_is_captured", "_lookup", "_memory", "_there", "_view", "device", "is_behind", "shape")
 
     shape: BlockSparseShape
     """Shape of the layouts that the tables can describe."""
     device: Device
     """Device on which plans read the tables."""
     is_behind: bool
-    """Whether a plan has updated the tables on the GPU since they were last read from there."""
+    """Whether the GPU may have other tables than the host: after ``plan.update``, and for good once a CUDA
+    graph has captured it, since the host sees no replay."""
 
     def __init__(self, layout: BlockSparseLayout, device: Device = HOST) -> None:
         """Allocate tables on ``device``; on a GPU they are filled on CuPy's current stream.
@@ -209,7 +210,7 @@ class BlockSparseTables(Unmoving):
         self.shape, self._memory, self.device = shape, memory, device
         shown = memory.view()
         shown.flags.writeable = False
-        self._lookup, self.is_behind = LookUp.of(shown, shape), False
+        self._lookup, self.is_behind, self._is_captured = LookUp.of(shown, shape), False, False
         self._there = None if device == HOST else _allocated(memory.size, device)
         self._view = TensorView.of(shown if self._there is None else self._there)
         self._view.readonly = True
@@ -227,7 +228,7 @@ class BlockSparseTables(Unmoving):
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other!r}")
         handle = stream_handle(stream, self.device)
         _fill(LookUp.of(self._memory, self.shape), layout.bitmap, self.shape)
-        self.is_behind = False
+        self.is_behind = self._is_captured
         self._copy(handle)
 
     def _copy(self, stream: int) -> None:
@@ -253,7 +254,7 @@ class BlockSparseTables(Unmoving):
             with current_on(self.device):
                 import_cupy().cuda.Device().synchronize()
                 self._memory[...] = self._there.get()
-            self.is_behind = False
+            self.is_behind = self._is_captured
 
     @property
     def view(self) -> TensorView:
@@ -270,6 +271,12 @@ class BlockSparseTables(Unmoving):
     def __reduce__(self) -> tuple[Any, ...]:
         self._catch_up()
         return _restored, (self.shape, self._memory, self.device)
+
+
+def note_update(tables: BlockSparseTables, stream: int) -> None:
+    """Note that work on a stream of the GPU writes the tables."""
+    tables._is_captured |= bool(import_cupy().cuda.runtime.streamIsCapturing(stream))
+    tables.is_behind = True
 
 
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:

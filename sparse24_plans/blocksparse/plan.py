@@ -31,7 +31,7 @@ from .descriptor import (
 from .device_tables import TableKernel
 from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
-from .lookup_tables import BlockSparseTables, view_of
+from .lookup_tables import BlockSparseTables, note_update, view_of
 from .packed import PackedBlocks
 
 
@@ -72,7 +72,7 @@ class BlockSparsePlan(Plan):
         view = check_tensor(bitmap, operand, Alignment(), self._home)
         handle = stream_handle(stream, self._home)
         launch = TableKernel(shape, self.device).bind(view.address, tables.view.address)
-        tables.is_behind = True
+        note_update(tables, handle)
         launch_on(self._home, launch, handle)
 
 

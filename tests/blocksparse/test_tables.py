@@ -273,6 +273,8 @@ def test_tables_made_on_a_gpu_are_captured_and_products_follow():
         counts = 64.0 * layout.bitmap.sum(2).repeat(64, axis=1)
         got = (y.get().astype(np.uint32) << 16).view(np.float32)
         assert np.array_equal(got[0], np.broadcast_to(counts[:, :, None], got[0].shape))
+        assert np.array_equal(tables.lookup.columns, BlockSparseTables(layout).lookup.columns)
+        assert tables.is_behind  # as the next replay does not say so
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from ...vocab import DENSE_BLOCKS_LAYOUT, ElementKind
 from ..activations import epilogue_of
 from ..elements import DTYPE_OF, element_of, plan_device
 from ..library import only_dispatches
+from ..packed_weight_cache import state_of
 from .layout_buffers import Layout
 from .plan_dispatch import shape_of
 
@@ -61,19 +62,22 @@ class DenseCopy:
     def find(self, layer: Any, rows: Tensor) -> Tensor | None:
         """The copy, made if it is new, if nothing needs a gradient and it is faster for so many rows.
 
+        A mask that was made on the GPU has none, because the host does not know it.
+
         None is made while a CUDA graph is captured, whose replays would make it again. Replays read one that
         is there, whatever weight and mask are by then: the layer says whether they stay.
         """
         weight, bias, layout = layer.weight, layer.bias, layer.layout
         if torch.compiler.is_compiling() or not only_dispatches(rows, weight, bias):
             return None
-        if weight.dtype not in _DTYPES or rows.dtype != weight.dtype or weight.is_inference():
+        other = rows.dtype != weight.dtype or weight.dtype not in _DTYPES
+        if other or weight.is_inference() or layout.is_behind:
             return None
         element = element_of(weight.dtype, "weight")
         longest, epilogue = self._longest_panel(layout), epilogue_of(layer.activation, bias is not None)
         if not _prefers_dense(layout.sizes, longest, len(rows), element, epilogue, plan_device(weight)):
             return None
-        key = weight.data_ptr(), weight._version, id(layout.layout)
+        key = *state_of(weight), id(layout.layout)
         made = self._made
         known = made is not None and made[0] == key
         if weight.is_cuda and torch.cuda.is_current_stream_capturing() and not (known and layer.weight_stays):

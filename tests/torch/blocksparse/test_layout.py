@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError
+from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul, softmax
 from tests.torch.cases import wanting
 
@@ -111,6 +111,17 @@ def test_tables_are_copied_once_to_each_device():
     assert torch.equal(other.tables_on("cpu"), copies[0])
     layout.to_empty(device="cpu")
     assert layout.tables_on("cpu") is layout.tables
+
+
+def test_a_mask_on_the_cpu_is_taken_by_update_alone():
+    layout = layout_of(block=64)
+    with pytest.raises(
+        UnsupportedError, match="layout: expected tables on a GPU, got those on cpu; call update"
+    ):
+        layout.update_on_device(layout.bitmap)
+    layout.is_behind = True
+    assert layout.layout == layout_of(block=64).layout
+    assert not layout.is_behind
 
 
 def test_floats_do_not_touch_it():

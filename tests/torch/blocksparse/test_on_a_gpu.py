@@ -238,3 +238,40 @@ def test_operands_beside_the_layout_are_refused():
     op = torch.ops.sparse24.blocksparse_matmul
     with pytest.raises(InvalidProblemError, match=r"a: expected a tensor on cpu, .*; take layout\.tables_on"):
         op(a.cuda(), b.cuda(), layout.tables, layout.sizes, "dsd")
+
+
+def test_a_mask_made_on_the_gpu_is_taken_in_a_graph():
+    """Products with both layouts, the second updated by the host, are the same."""
+    layout, other = layout_of(block=64).cuda(), layout_of(block=64).cuda()
+    a, b = (one.cuda() for one in operands("dsd", layout))
+    mask = layout.bitmap.clone()
+    layout.update_on_device(mask)
+    matmul(a, b, layout, "dsd")
+
+    def step(x):
+        layout.update_on_device(mask)
+        return matmul(a, x, layout, "dsd")
+
+    graph, y = captured(step, b)
+    for flipped in (layout.bitmap.flip(1), layout.bitmap.flip(2), layout.bitmap.flip(0)):
+        mask.copy_(flipped)
+        graph.replay()
+        assert torch.equal(layout.bitmap, mask)
+        other.update(mask.cpu())
+        assert torch.equal(layout.tables, other.tables)
+        assert torch.equal(y, matmul(a, b, other, "dsd"))
+        assert layout.layout == other.layout
+        assert layout.is_behind  # as the next replay does not say so
+
+
+def test_masks_that_the_gpu_does_not_take():
+    layout = layout_of(block=64).cuda()
+    for mask in (layout.bitmap.cpu(), layout.bitmap.int(), layout.bitmap[:, :1], None):
+        with pytest.raises(InvalidProblemError, match=r"bitmap: expected torch\.bool"):
+            layout.update_on_device(mask)
+    layout.update_on_device(torch.ones_like(layout.bitmap))
+    with pytest.raises(InvalidProblemError, match=r"bitmap: expected .*, got "):
+        layout.layout  # noqa: B018
+    small = layout_of(block=16).cuda()
+    with pytest.raises(UnsupportedError, match="call update"):
+        small.update_on_device(small.bitmap)
