@@ -28,7 +28,7 @@ struct Workspace {
     std::uint64_t address = 0, nbytes = 0;
 };
 
-// Valid as long as its Library lives. Copy it freely.
+// A plan is valid as long as its Library lives. Copy it freely.
 class Plan {
   public:
     explicit Plan(const s24_plan &plan) : plan_(plan) {}
