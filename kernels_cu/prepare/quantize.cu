@@ -40,22 +40,28 @@ union Bytes {
 
 // Divides by a scale as IEEE division does, as far as 8 bits show. The quotient is refined twice from the reciprocal,
 // and is then rounded correctly (Markstein, IBM J. Res. Dev. 34, 1990) where nothing underflows that matters: for
-// quotients from 2^-11 and scales from 2^-60 to 2^100. Smaller quotients become zeros.
+// quotients from 2^-11 and scales from 2^-60 to 2^100, to which other scales are brought by a power of two, together
+// with x. Smaller quotients become zeros. Quotients beyond 1024, and those of a scale that is 0, Inf or NaN, need no
+// refinement.
 struct Divisor {
-  float scale, inverse;
+  float scale, inverse, power;
   bool refines;
 
-  __device__ __forceinline__ explicit Divisor(float s) : scale(s), inverse(1.0f / s) {
-    refines = s >= 0x1p-60f && s <= 0x1p100f;
+  __device__ __forceinline__ explicit Divisor(float given) {
+    const float size = fabsf(given);
+    power = size < 0x1p-60f ? 0x1p100f : size > 0x1p100f ? 0x1p-60f : 1.0f;
+    scale = given * power;
+    inverse = 1.0f / scale;
+    refines = scale != 0 && fabsf(scale) <= 0x1p100f;
   }
 
   __device__ __forceinline__ float quotient(float x) const {
-    if (!refines) return x / scale;
+    x *= power;
     const float first = x * inverse;
+    if (!refines || (Config::kStatic && !(fabsf(first) < 1024.0f))) return first;
     float q = fmaf(fmaf(-first, scale, x), inverse, first);
     q = fmaf(fmaf(-q, scale, x), inverse, q);
-    if (Config::kStatic && !(fabsf(first) < 1024.0f)) q = first;  // beyond any result, or NaN
-    return copysignf(q, x);
+    return copysignf(q, first);
   }
 };
 

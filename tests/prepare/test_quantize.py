@@ -20,6 +20,7 @@ from sparse24_plans import (
 from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.prepare.backends.quantize import defines
 from sparse24_plans.prepare.kernel_table import threads_of_row
+from sparse24_plans.weights.quantize import quantized, scales_of
 
 from ..plan.cases import matrix
 from ..support import Guarded, check_that_nothing_is_allocated, synchronize
@@ -98,24 +99,64 @@ def test_any_static_scale_has_a_meaning(out, scale):
 # The kernel's division ----------------------------------------------------------------------------
 
 
+def refined(x: np.ndarray, given: np.ndarray, *, static: bool) -> np.ndarray:
+    """``Divisor`` of prepare/quantize.cu, in its steps."""
+    f32, size = np.float32, np.abs(given)
+    power = np.where(size < 2.0**-60, f32(2.0**100), np.where(size > 2.0**100, f32(2.0**-60), f32(1)))
+    scale, x = given * power, x * power
+    inverse = f32(1) / scale
+    first = x * inverse
+    q = first
+    for _ in range(2):
+        q = fma_f32(fma_f32(-q, scale, x), inverse, q)
+    rough = (scale == 0) | ~(np.abs(scale) <= 2.0**100) | (static & ~(np.abs(first) < 1024))
+    return np.where(rough, first, np.copysign(q, first))
+
+
+def codes(quotients: np.ndarray, out: str) -> np.ndarray:
+    return quantized(quotients, np.float32(1), ElementKind(out)).view(np.uint8)
+
+
+@every_out
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-60, 99), quotients=st.floats(-13, 9))
-def test_the_kernels_quotients_round_as_ieee_division_does(seed, exponent, quotients):
-    """``Divisor`` of prepare/quantize.cu, in its steps: any two mantissas, and quotients near ties."""
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127), size=st.floats(-13, 9))
+def test_the_kernels_quotients_become_what_ieee_division_gives(out, seed, exponent, size):
+    """Any two mantissas, quotients near ties, and scales of every size."""
     rng = np.random.default_rng(seed)
-    scale = np.ldexp(rng.uniform(1, 2, 2000), exponent).astype(np.float32)
-    near = np.round(rng.uniform(1, 2, 2000) * 2.0**quotients * 1024) / 1024
-    with np.errstate(under="ignore"):
-        x = (near * scale).astype(np.float32)
+    with np.errstate(all="ignore"):
+        scale = np.ldexp(rng.uniform(1, 2, 2000) * rng.choice([-1, 1], 2000), exponent).astype(np.float32)
+        near = np.round(rng.uniform(1, 2, 2000) * 2.0**size * 1024) / 1024
+        x = (near * scale.astype(np.float64)).astype(np.float32)
         x = np.where(rng.random(2000) < 0.5, x, np.nextafter(x, np.float32(np.inf)))
-        inverse = np.float32(1) / scale
-        q = x * inverse
-        for _ in range(2):
-            q = fma_f32(fma_f32(-q, scale, x), inverse, q)
-        want = x / scale
-    exact = np.abs(want) >= 2.0**-11
-    assert (q[exact] == want[exact]).all()
-    assert (np.abs(q[~exact]) < 2.0**-10).all(), "what is smaller becomes zero"
+        x[~np.isfinite(x)] = 0
+        found, want = refined(x, scale, static=True), x / scale
+    np.testing.assert_array_equal(codes(found, out), codes(want, out))
+
+
+@every_out
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_bits_over_any_bits(out, seed):
+    rng = np.random.default_rng(seed)
+    x, scale = (rng.integers(0, 2**32, 4000, dtype=np.uint32).view(np.float32) for _ in range(2))
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, -(2.0**-149), 3e38], np.float32)
+    x[:64], scale[:64] = np.repeat(special, 8), np.tile(special, 8)
+    with np.errstate(all="ignore"):
+        found, want = refined(x, scale, static=True), x / scale
+    np.testing.assert_array_equal(codes(found, out), codes(want, out))
+
+
+@every_out
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127))
+def test_rows_over_their_own_scales(out, seed, exponent):
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        x = np.ldexp(rng.standard_normal((8, 200)), exponent).astype(np.float32)
+        x = np.where(np.isfinite(x), x, np.float32(3e38))
+        scale = np.broadcast_to(scales_of(x, ElementKind(out)), x.shape)
+        found, want = refined(x, scale, static=False), x / scale
+    np.testing.assert_array_equal(codes(found, out), codes(want, out))
 
 
 # What is refused -----------------------------------------------------------------------------------
@@ -231,10 +272,10 @@ def test_it_waits_for_what_its_stream_does_before_and_is_waited_for():
     source = cupy.random.default_rng(0).standard_normal((4096, 4096), dtype=cupy.float32)
     x, scale = cupy.empty_like(source), cupy.empty(4096, cupy.float32)
     results = [cupy.empty((4096, 4096), cupy.int8) for _ in range(4)]
-    for turn, quantized in enumerate(results):
+    for turn, result in enumerate(results):
         cupy.multiply(source, turn + 1, out=x)
-        plan.run(QuantizeSparse24Args(x, quantized, scale))
-        again = cupy.multiply(quantized, scale[:, None])
+        plan.run(QuantizeSparse24Args(x, result, scale))
+        again = cupy.multiply(result, scale[:, None])
         assert float(cupy.abs(again - x).max()) <= float(scale.max()) * 0.5001
     assert bool((results[1] == results[0]).all()), "twice the row has twice the scale"
 

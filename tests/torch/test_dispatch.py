@@ -62,6 +62,8 @@ def samples() -> dict[str, tuple]:
         "decompress": (S.decompress, wide[1], meta),
         "pack": (S.pack, halves, words),
         "unpack": (S.unpack, packed, 96, 64),
+        "quantize": (S.quantize, randn(5, 64), torch.int8, None, 80),
+        "quantize by a scale": (S.quantize, randn(2, 5, 64), torch.float8_e4m3fn, scales[0][:1], 64),
         "tile_prune": (S.tile_prune, wanting(dense)),
         "apply_mask": (S.apply_mask, wanting(dense), mask),
         "to_cutlass": (S.to_cutlass, halves, words),
