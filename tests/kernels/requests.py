@@ -176,7 +176,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
     if row.only_groups:
-        kinds = [kind for kind in kinds if not {"x_order", "y_order", "op"} & set(kind)]
+        kinds = [kind for kind in kinds if not {"x_order", "y_order", "op", "beta"} & set(kind)]
     cases = [(size, kinds[0]) for size in sizes]
     if capability == HOPPER:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
