@@ -222,7 +222,7 @@ def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
 
 def with_c(row: GemmEntry) -> list[dict[str, object]]:
     """Return the kinds of the kernel's elements that add C."""
-    return [kind for kind in KINDS if "beta" in kind and kind["element"] in row.elements]
+    return [kind for kind in KINDS if "beta" in kind and kind["element"] in row.elements and row.adds_c]
 
 
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
