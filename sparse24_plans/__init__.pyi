@@ -15,6 +15,7 @@ from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMa
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
 from .blocksparse.lookup_tables import BlockSparseTables as BlockSparseTables
+from .blocksparse.packed import PackedBlocks as PackedBlocks
 from .blocksparse.pattern24 import compress_blocks as compress_blocks
 from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
 from .blocksparse.pattern24 import prune_blocks as prune_blocks

@@ -81,6 +81,16 @@ def gemm_descriptors(
         m = m // 16 * 16
         if optional.get("out_element", results_of(element)[0]) == "i32":
             optional["out_element"] = "f32"
+    elif op is GemmOp.FORWARD and draw(st.booleans()):
+        optional["beta"] = draw(st.floats(-(2.0**127), 2.0**127))
+        optional["c_element"] = draw(
+            st.sampled_from([optional.get("out_element", results_of(element)[0]), "f32"])
+        )
+    if optional.get("epilogue", EpilogueKind.IDENTITY).activation is EpilogueKind.RELU and draw(
+        st.booleans()
+    ):
+        optional["relu_threshold"] = draw(st.floats(-100, 100))
+        optional["relu_upper_bound"] = draw(st.just(float("inf")) | st.floats(101, 2.0**127))
     return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
 
 

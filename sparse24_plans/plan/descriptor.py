@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from ..arithmetic.elements import biases_of, results_of
+from ..arithmetic.elements import addends_of, biases_of, results_of
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..vocab import ElementKind, EpilogueKind, Model, Number, OpCategory
 from .operands import Operand
 
 
 def _factor(value: float) -> float:
-    if abs(value) > float(np.finfo(np.float32).max):
+    if not abs(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"expected a value finite in float32, got {value}")
     return value + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
 
 
 Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
 """A number that kernels multiply by in float32."""
-
+UpperBound = Annotated[
+    float, Number(), AfterValidator(lambda bound: bound if bound == inf else _factor(bound))
+]
+"""A number that kernels compare with in float32, or infinity."""
 
 OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
 """Default of a product's field ``out_element``, which must be declared after ``element``."""
 BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])
 """Default of a product's field ``bias_element``, which must be declared after ``out_element``."""
+C_ELEMENT = Field(default_factory=lambda data: addends_of(data["out_element"])[0])
+"""Default of a product's field ``c_element``, which must be declared after ``out_element``."""
 
 
 class Descriptor(Model):
@@ -76,6 +83,11 @@ class ProductDescriptor(Descriptor):
             raise ValueError(f"epilogue: expected one that isn't gated, got {self.epilogue}")
         self._expect("out_element", results_of(self.element))
         self._expect("bias_element", biases_of(self.element, self.out_element))
+
+    @property
+    def relu_bounds(self) -> tuple[float, float]:
+        """Threshold and upper bound of relu."""
+        return NO_BOUNDS
 
     @property
     def is_plain(self) -> bool:

@@ -17,7 +17,8 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
-from .gemm_dispatch import OPERANDS, Call, CallSite
+from .gemm_call import OPERANDS, Call
+from .gemm_dispatch import CallSite
 
 _NAME = "Sparse24CallSite"
 _IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"

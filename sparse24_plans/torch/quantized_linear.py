@@ -217,7 +217,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
         rows, scale = self._quantized(x)
         meta = None if self.metadata is None else words_of(self.metadata)
-        m, activation, out_dtype, wishes, k = self._direct_options
+        m, activation, out_dtype, wishes, *_, k = self._direct_options
         if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
         y: Tensor = _ops.scaled_linear(

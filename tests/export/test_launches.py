@@ -21,12 +21,15 @@ from sparse24_plans import (
 from sparse24_plans.device.devices import absent_gpu
 from sparse24_plans.device.jit.launcher import RecordedFill, recording
 from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.export import export_plans
+from sparse24_plans.export.folder import most_tokens
 from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
+from tests.export import blocks
 from tests.export.c_library import RefusedError
-from tests.export.conftest import cubin_text
+from tests.export.choices import cubin_text, differences, random_problem
 
 H200 = absent_gpu("h200")
 MATRIX = {"m": 192, "k": 320}
@@ -42,6 +45,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "s8 sums": {"element": "s8", "out_element": "i32"},
     "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
     "bf16 backward": {"element": "bf16", "op": "dgrad"},
+    "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
+    "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
+    "f32 and C": {"element": "f32", "beta": 1.0},
 }
 REQUIRED: dict[str, dict[str, Any]] = {
     "any": {},
@@ -49,7 +55,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "strict": {"require": {"bit_stable_across_hardware": True}},
     "mma_sp": {"prefer_backend": "mma_sp"},
 }
-ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated"
+ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C"
 SERVED = [
     *((kind, required) for kind in TYPES for required in ("any", "invariant")),
     *(
@@ -168,11 +174,24 @@ def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind
     c.library.s24_close(opened)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"m": 4096, "k": 4096}, {"m": 1536, "k": 7168}], ids=["4096x4096", "1536x7168"]
-)
-def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path, named_cubins, sizes):
-    descriptor = GemmSparse24Descriptor(n=700, **sizes, element="bf16")
+@pytest.mark.parametrize("kind", blocks.KINDS)
+def test_block_sparse_plans_launch_what_python_launches(c, tmp_path, named_cubins, kind):
+    seed = random.Random()
+    descriptor = blocks.random_problem(kind, seed, 160)
+    export_plans({"blocks": descriptor}, tmp_path, device="h200")
+    opened, most = c.open(tmp_path), most_tokens(descriptor)
+    for n in [seed.randrange(1, most + 1) for _ in range(10)] if most else [0] * 10:
+        problem = descriptor.model_copy(update={"n": n} if n else {})
+        try:
+            compare(c, opened, "blocks", problem, {}, n, seed)
+        except UnsupportedError:  # of select
+            with pytest.raises(RefusedError, match=rf"n: expected .* a kernel serves, got {n} of blocks"):
+                c.find(opened, "blocks", n)
+    c.library.s24_close(opened)
+
+
+def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named_cubins):
+    descriptor = GemmSparse24Descriptor(n=700, m=1536, k=7168, element="bf16")
     export_plans({"product": descriptor}, tmp_path, device="h200")
     opened = c.open(tmp_path)
     for n in range(1, 701):
@@ -183,3 +202,34 @@ def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path
         c.find(opened, "another", 1)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
+
+
+def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
+    """For some numbers of tokens of one shape; ``python -m tests.export.choices`` asks for all of 40."""
+    number = random.randrange(1 << 32)
+    seed = random.Random(number)
+    problem = random_problem(seed, 2500)
+    ns = {1, 2500, *(seed.randrange(1, 2501) for _ in range(300))}
+    assert differences(c, problem, ns, tmp_path / "plans") == [], f"seed {number}"
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"), [((0, 0), False), ((0, 16), True), ((32, 0), True), ((1 << 40, 16), False)]
+)
+def test_c_may_be_y_if_it_lies_alike(c, tmp_path, named_cubins, change, refused):
+    """``change`` is how C differs from Y: in bytes of the address, and elements of the stride."""
+    descriptor = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", beta=1.0)
+    export_plans({"product": descriptor}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    found = c.find(opened, "product", 8)
+    plan = plan_of(descriptor).select(descriptor, preference={"exportable": True}, device=H200)
+    _, given = random_operands(plan, random.Random(0))
+    names = c.names(found)
+    address, stride = given[names.index("y")]
+    given[names.index("c")] = address + change[0], stride + change[1]
+    if refused:
+        with pytest.raises(RefusedError, match="y: expected memory apart from c, got an overlap"):
+            c.check(found, given, 1 << 61, plan.workspace_size())
+    else:
+        c.check(found, given, 1 << 61, plan.workspace_size())
+    c.library.s24_close(opened)

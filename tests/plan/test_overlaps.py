@@ -15,6 +15,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     InvalidProblemError,
     MaskSparse24Descriptor,
+    PackedBlocks,
     PackedWeight,
     PruneSparse24Descriptor,
     Sparse24Weight,
@@ -43,6 +44,12 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
         yield "workspace", case.workspace.view
 
 
+def memory_of(case, argument: str, name: str) -> TensorView:
+    """What the plan reads or writes: of a packed operand its values, or the dense copy of them."""
+    given = getattr(case.args, argument)
+    return given.buffers[0] if isinstance(given, PackedBlocks) else case.guarded[name].view
+
+
 @every_problem
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device):
@@ -51,7 +58,7 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
     for name in case.written:
         view = getattr(case.args, argument_of[name])
         for other in set(case.guarded) - {name}:
-            there = case.guarded[other].view
+            there = memory_of(case, argument_of[other], other)
             # The result's first bytes on the last ones of the other, or its last bytes on the first ones.
             start = there.end - 16 if end == "last" else there.address - view.nbytes_spanned + 16
             if there.nbytes_spanned <= 16 or view.nbytes_spanned <= 16:
@@ -59,7 +66,8 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
             moved = changed(view, address=start)
             args = replace(case.args, **{argument_of[name]: moved})
             message = str(rejected(case, args, InvalidProblemError, "expected memory apart from", "overlap"))
-            tensors = [(argument_of[one], memory.view) for one, memory in case.guarded.items() if one != name]
+            others = {one: argument_of[one] for one in case.guarded if one != name}
+            tensors = [(argument, memory_of(case, argument, one)) for one, argument in others.items()]
             hit = [  # wherever the allocator put them: it may be several
                 argument
                 for argument, one in (*tensors, *unguarded(case))

@@ -85,7 +85,7 @@ CASES = {
     "Llama, tied": Case("LlamaConfig", TIED, layers=12, fused=2, dtype=torch.bfloat16),
     "Qwen3": Case("Qwen3Config", {"head_dim": 8, **TIED}, layers=12, fused=2),
     "Mistral": Case("MistralConfig", UNTIED, layers=12, fused=2, dtype=torch.float16),
-    "Gemma3": Case("Gemma3TextConfig", {"head_dim": 8, **TIED}, layers=14, fused=0),
+    "Gemma3": Case("Gemma3TextConfig", {"head_dim": 8, **TIED}, layers=12, fused=2),
     "Phi-3": Case("Phi3Config", UNTIED, layers=8, fused=2),
     "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=8, fused=0),
     "Qwen3-MoE": Case("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=8, fused=0),
