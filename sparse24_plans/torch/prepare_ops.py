@@ -174,41 +174,45 @@ class _Quantize(CheckedCall):
         elements = {"element": element_of(rows.dtype, "x"), "out_element": element_of(dtype, "dtype")}
         fields = {"m": m, "k": k, **elements, "static_scale": scale is not None}
         plan = select(prepare_plans.QuantizeSparse24Plan, rows, **fields)
-        self._sizes, self._dtype, self._pads = (m, columns), dtype, columns > k
-        quantized, scales = self._made(rows)
-        given = scales if scale is None else scale.reshape(-1)
-        args = prepare_args.QuantizeSparse24Args(rows, quantized[:, :k], given)
+        self._columns, self._dtype, self._pads = columns, dtype, columns > k
+        quantized, scales = self._made(rows, scale)
+        args = prepare_args.QuantizeSparse24Args(rows, quantized[:, :k], scales.reshape(-1))
         super().__init__(plan, plan.caller(args), rows.device)
 
-    def _made(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        make = rows.new_zeros if self._pads else rows.new_empty
-        return make(self._sizes, dtype=self._dtype), rows.new_empty(self._sizes[0], dtype=torch.float32)
+    def _made(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        outer, make = x.shape[:-1], x.new_zeros if self._pads else x.new_empty
+        quantized = make((*outer, self._columns), dtype=self._dtype)
+        return quantized, x.new_empty((*outer, 1), dtype=torch.float32) if scale is None else scale
 
-    def run(self, rows: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The quantized rows and their scales, which mean nothing if one is given."""
-        quantized, scales = self._made(rows)
-        by = scales if scale is None else scale
-        self._launch((rows.data_ptr(), quantized.data_ptr(), by.data_ptr()))
+    def run(self, x: Tensor, rows: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x in 8 bits, and its scales or the given one. ``rows`` is x as a matrix."""
+        quantized, scales = self._made(x, scale)
+        self._launch((rows.data_ptr(), quantized.data_ptr(), scales.data_ptr()))
         return quantized, scales
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """x [..., K] in ``dtype``, padded with zeros to ``columns``, and its scales [..., 1] or the given one.
+
+    Raises InvalidProblemError, and UnsupportedError for a GPU without a kernel.
+    """
     _check_quantize(x, dtype, scale, columns)
     k = x.shape[-1]
-    rows = x.reshape(x.shape[:-1].numel(), k)
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), k)
     if (k > 1 and rows.stride(1) != 1) or rows.stride(0) < k:
         rows = rows.contiguous()
     form = (_Quantize, rows.shape, rows.stride(), rows.dtype, rows.device, dtype, scale is None, columns)
     found = plans.get(form)
     if found is None:
         found = plans.keep(form, _Quantize(rows, dtype, scale, columns))
-    quantized, scales = found.run(rows, scale)
-    return quantized.view(*x.shape[:-1], columns), _given_or(scales.view(*x.shape[:-1], 1), scale)
+    made: tuple[Tensor, Tensor] = found.run(x, rows, scale)
+    return made
 
 
-def _given_or(scales: Tensor, scale: Tensor | None) -> Tensor:
-    """The scales that an op returns: none if one is given, because a result may not be an argument."""
-    return scales if scale is None else scales.new_empty(0)
+def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """The op's second result is empty if a scale is given, because it may not be an argument."""
+    quantized, scales = quantize_rows(x, dtype, scale, columns)
+    return quantized, scales if scale is None else scales.new_empty(0)
 
 
 def _check_quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: Any) -> None:
@@ -230,7 +234,8 @@ def _fake_quantize(
     for kind, name in ((x.dtype, "x"), (dtype, "dtype")):
         element_of(kind, name)
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty((*x.shape[:-1], columns), dtype=dtype), _given_or(scales, scale)
+    quantized = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+    return quantized, scales if scale is None else scales.new_empty(0)
 
 
 def kept_values(dense: Tensor, meta: Tensor) -> Tensor:

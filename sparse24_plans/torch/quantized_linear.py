@@ -12,7 +12,10 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleKind
 from ..weights import quantize as quantize_weights
 from .elements import DTYPE_OF, element_of
+from .gemm_dispatch import run, scaled_call
+from .library import only_dispatches
 from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
+from .prepare_ops import quantize_rows
 
 _ops: Any = torch.ops.sparse24
 LARGEST = {DTYPE_OF[element]: largest for element, largest in quantize_weights.LARGEST.items()}
@@ -215,21 +218,29 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             )
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
-        rows, scale = self._quantized(x)
+        # The dispatcher would take as long as everything else that the host does.
+        alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias)
+        rows, scale = self._quantized(x, alone)
         meta = None if self.metadata is None else words_of(self.metadata)
         m, activation, out_dtype, wishes, *_, k = self._direct_options
         if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
-        y: Tensor = _ops.scaled_linear(
+        given = (
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes,
         )  # fmt: skip
+        y: Tensor = run(scaled_call(*given)) if alone else _ops.scaled_linear(*given)
         return y
 
-    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x in 8 bits, padded like W, and its scales: by one kernel, or by operations that compile to one."""
+    def _quantized(self, x: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:
+        """x in 8 bits, padded like W, and its scales: by one kernel, or by operations that compile to one.
+
+        ``alone`` says that the dispatcher has nothing to do.
+        """
         dtype, scale = self._weight.dtype, self.input_scale
         if x.is_cuda and x.dim() and not torch.compiler.is_compiling():
+            if alone:
+                return quantize_rows(x, dtype, scale, x.shape[-1] + self._padding)
             rows, scales = _ops.quantize(x, dtype, scale, x.shape[-1] + self._padding)
             return rows, scales if scale is None else scale
         if scale is None:

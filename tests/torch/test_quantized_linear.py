@@ -533,12 +533,14 @@ def test_a_layer_on_a_gpu_quantizes_as_on_the_host(dtype, k, input_scale):
     """It is one kernel, and a graph of the layer replays it."""
     layer, x = quantized_layer(dtype, k, input_scale=input_scale), torch.randn(7, k)
     wanted, by = layer._quantized(x)
+    result = layer(x).double()
     layer, on_gpu = layer.cuda(), x.cuda()
     with torch.no_grad():
         found, scale = layer._quantized(on_gpu)
         assert torch.equal(found.cpu().float(), wanted.float())
         assert torch.equal(scale.cpu(), by)
         y = layer(on_gpu)
+        assert float((y.cpu().double() - result).norm() / result.norm()) < 1e-3
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             again = layer(on_gpu)
