@@ -36,7 +36,8 @@ LAYERS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "Llama-4-Scout": (16, ((16384, 5120), (5120, 8192))),
 }
 """Number of experts, and (M, K) of an expert's gate and up in one and of its down, as models have it."""
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+TOKENS = ((64, 4096), (1, 1024), (16, 16384), (4, 256))
+"""Rows after routing, in passes over all layers, so that a part of a record has few and many of each."""
 SPREADS = ("even", "zipf")
 ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
 _RANDOM = 24
@@ -69,13 +70,14 @@ def drawn(seed: int, element: ElementKind) -> Iterator[tuple[Layer, int, str]]:
 
 
 def steps(seed: int, elements: tuple[ElementKind, ...] = ELEMENTS) -> list[Step]:
-    """The measurements of a seed, one layer after another; random ones come last."""
+    """The measurements of a seed, in passes over the layers; random ones come last."""
     cells = [
         (Layer(model, groups, m, k, element), tokens, spread)
+        for of_pass in TOKENS
         for element in elements
         for model, (groups, shapes) in LAYERS.items()
         for m, k in shapes
-        for tokens in TOKENS
+        for tokens in of_pass
         for spread in SPREADS
     ]
     cells += [cell for element in elements for cell in drawn(seed, element)]
