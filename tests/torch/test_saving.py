@@ -330,7 +330,7 @@ def test_experts_of_24_are_not_saved(tmp_path, save):
             vocab_size=96,
             num_hidden_layers=2,
             num_local_experts=2,
-        )  # fmt: skip
+        )
     )
     to_sparse24(model)
     model.model.layers[1].mlp.experts = Sparse24Experts.from_experts(model.model.layers[1].mlp.experts)
