@@ -9,7 +9,7 @@ from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidato
 from ..arithmetic.elements import addends_of
 from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
-from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor, UpperBound
+from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -82,9 +82,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         sum with the bias are each rounded to float32.
     c_element : ElementKind, optional
         Type of C: ``out_element`` (default) or ``f32``.
-    relu_threshold, relu_upper_bound : float
+    relu_threshold, relu_upper_bound : float, optional
         For ``relu`` and ``bias_relu`` alone: the result is min(t, upper bound) where t exceeds the threshold,
-        else 0. By default 0 and infinity. The upper bound exceeds the threshold.
+        else 0. By default 0 and no bound. The upper bound exceeds the threshold.
     groups : int
         Number of groups of tokens, each multiplied by a weight of its own (experts); 0: one weight for all.
         With G groups the weight is the G weights [M, K] stacked to [G*M, K], bias is [G*M], and scale_w of
@@ -121,7 +121,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
     beta: Factor = 0.0
     c_element: ElementKind = C_ELEMENT
     relu_threshold: Factor = 0.0
-    relu_upper_bound: UpperBound = float("inf")
+    relu_upper_bound: Factor | None = None
     groups: Size = 0
     group_tokens: GroupTokens = GroupTokens.OFFSETS
 
@@ -146,7 +146,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
             beta: SupportsFloat = ...,
             c_element: ElementLike = ...,
             relu_threshold: SupportsFloat = ...,
-            relu_upper_bound: SupportsFloat = ...,
+            relu_upper_bound: SupportsFloat | None = ...,
             groups: SupportsIndex = ...,
             group_tokens: GroupTokens | str = ...,
         ) -> None: ...
@@ -201,7 +201,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.relu_bounds != NO_BOUNDS and self.epilogue.activation is not EpilogueKind.RELU:
             name = "relu_threshold" if self.relu_threshold else "relu_upper_bound"
             raise ValueError(f"{name}: expected none for epilogue {self.epilogue}, got {getattr(self, name)}")
-        if self.relu_upper_bound <= self.relu_threshold:
+        if self.relu_upper_bound is not None and self.relu_upper_bound <= self.relu_threshold:
             raise ValueError(
                 f"relu_upper_bound: expected more than relu_threshold, {self.relu_threshold}, "
                 f"got {self.relu_upper_bound}"
@@ -224,7 +224,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def relu_bounds(self) -> tuple[float, float]:
-        return self.relu_threshold, self.relu_upper_bound
+        most = self.relu_upper_bound
+        return self.relu_threshold, float("inf") if most is None else most
 
     @property
     def has_c(self) -> bool:

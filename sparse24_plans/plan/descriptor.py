@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
@@ -15,17 +14,14 @@ from .operands import Operand
 
 
 def _factor(value: float) -> float:
-    if not abs(value) <= float(np.finfo(np.float32).max):
+    if abs(value) > float(np.finfo(np.float32).max):
         raise ValueError(f"expected a value finite in float32, got {value}")
     return value + 0.0  # -0.0 becomes +0.0: equal descriptors must mean the same bits
 
 
 Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
-"""A number that kernels multiply by in float32."""
-UpperBound = Annotated[
-    float, Number(), AfterValidator(lambda bound: bound if bound == inf else _factor(bound))
-]
-"""A number that kernels compare with in float32, or infinity."""
+"""A number that kernels multiply by, or compare with, in float32."""
+
 
 OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
 """Default of a product's field ``out_element``, which must be declared after ``element``."""

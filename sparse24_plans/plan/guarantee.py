@@ -128,7 +128,7 @@ class PrecisionGuarantee(Model):
         beta: float = 0.0,
         c: Float64s | None = None,
         relu_threshold: float = 0.0,
-        relu_upper_bound: float = float("inf"),
+        relu_upper_bound: float | None = None,
     ) -> Float64s:
         """The whole allowed error of a result, elementwise, as float64.
 
@@ -146,14 +146,11 @@ class PrecisionGuarantee(Model):
         k, out = _length(k), element_kind(out, "out")
         exact = _wide("exact", exact)
         alpha, beta = float(_wide("alpha", alpha, 0)), float(_wide("beta", beta, 0))
+        most = float("inf") if relu_upper_bound is None else relu_upper_bound
+        bounds = (("relu_threshold", relu_threshold), ("relu_upper_bound", most))
         kind = _epilogue_kind(epilogue)
-        if (bias is None) is kind.has_bias:
-            wanted = "the bias" if kind.has_bias else "None"
-            raise InvalidProblemError(f"bias: expected {wanted} for epilogue {kind}, got {shown(bias)}")
-        if (c is None) is (beta != 0):
-            raise InvalidProblemError(
-                f"c: expected {'C' if beta else 'None'} for beta {beta}, got {shown(c)}"
-            )
+        _check_given("bias", bias, kind.has_bias, f"epilogue {kind}")
+        _check_given("c", c, beta != 0, f"beta {beta}")
         if kind.is_gated and (exact.ndim < 1 or exact.shape[-1] % GATE_GROUP):
             raise InvalidProblemError(
                 f"exact: expected columns in groups of {GATE_GROUP} for epilogue {kind}, got {exact.shape}"
@@ -170,11 +167,8 @@ class PrecisionGuarantee(Model):
             exact, lost = tolerance.of_addend(exact, lost, wide["c"], beta)
         v = exact + wide.get("bias", 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
-            bounds = tolerance.ReluBounds(
-                float(_wide("relu_threshold", relu_threshold, 0)),
-                float(_wide("relu_upper_bound", relu_upper_bound, 0)),
-            )
-            size, lost = tolerance.of_epilogue(v, lost, kind, bounds, self.tanh_error)
+            relu = tolerance.ReluBounds(*(float(_wide(name, one, 0)) for name, one in bounds))
+            size, lost = tolerance.of_epilogue(v, lost, kind, relu, self.tanh_error)
             return tolerance.of_rounding(size, lost, out)
 
     def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:
@@ -249,6 +243,13 @@ def of_sums_in_float32(
         terms_per_k=terms_per_k,
         arithmetic=arithmetic,
     )
+
+
+def _check_given(argument: str, given: Any, wanted: bool, where: str) -> None:
+    if (given is None) is wanted:
+        raise InvalidProblemError(
+            f"{argument}: expected {'an array' if wanted else 'None'} for {where}, got {shown(given)}"
+        )
 
 
 def _check_shape(argument: str, shape: tuple[int, ...], to: str, wanted: tuple[int, ...]) -> None:

@@ -266,7 +266,7 @@ def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str,
         found["c_element"] = str(_pick(rng, (fields["out_element"], "f32")))
     if epilogue.activation is EpilogueKind.RELU and rng.random() < 0.3:
         threshold = float(_pick(rng, (0.0, 0.5, -1.5)))
-        found |= {"relu_threshold": threshold, "relu_upper_bound": float(_pick(rng, (6.0, math.inf)))}
+        found |= {"relu_threshold": threshold, "relu_upper_bound": _pick(rng, (6.0, None))}
     return found
 
 

@@ -265,10 +265,10 @@ def test_c_is_within_the_tolerance(seed, beta, out):
 
 
 @settings(max_examples=100)
-@given(seed=seeds, threshold=st.sampled_from([0.0, 0.5, -1.5]), most=st.sampled_from([2.0, 6.0, np.inf]))
+@given(seed=seeds, threshold=st.sampled_from([0.0, 0.5, -1.5]), most=st.sampled_from([2.0, 6.0, None]))
 def test_bounds_of_relu_are_within_the_tolerance(seed, threshold, most):
     """A sum that is wrong by what is allowed may lie on the other side of the threshold."""
-    rng, bounds = np.random.default_rng(seed), (threshold, most)
+    rng, bounds = np.random.default_rng(seed), (threshold, np.inf if most is None else most)
     problem = GemmSparse24Descriptor(n=4, m=64, k=64, element="bf16")
     exact = np.where(rng.random((4, 64)) < 0.5, threshold, rng.uniform(-8, 8, (4, 64)))
     abs_sum, promise = 100 * np.abs(exact), guarantees.wgmma_sp(problem)
@@ -316,8 +316,11 @@ def test_an_error_of_the_sum_is_passed_on(kind, seed, sign):
     ("change", "said"),
     [
         ({"epilogue": "squash"}, "epilogue: expected one of identity, relu"),
-        ({"epilogue": "bias_silu"}, "bias: expected the bias for epilogue bias_silu, got None"),
+        ({"epilogue": "bias_silu"}, "bias: expected an array for epilogue bias_silu, got None"),
         ({"bias": np.ones(32)}, "bias: expected None for epilogue identity"),
+        ({"c": np.ones(32)}, "c: expected None for beta 0.0"),
+        ({"beta": 0.5}, "c: expected an array for beta 0.5, got None"),
+        ({"relu_threshold": "low"}, "relu_threshold: expected numbers"),
         (
             {"epilogue": "bias", "bias": np.ones(31)},
             r"bias: expected a shape that broadcasts to the \(2, 32\) of exact",

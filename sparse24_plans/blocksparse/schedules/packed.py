@@ -19,7 +19,7 @@ from .blocks_wgmma import best_schedule, panel_count
 MULTIPROCESSORS = 132
 DENSE = "packed_dense"
 """The name of the model of the dense copy."""
-TERMS = ("step", "step_cells", "l2_bytes", "memory_bytes", "wave")
+TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
 """What takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
 DENSE_TERMS = ("weight_bytes", "token_bytes", "cells")
 """What takes time in a dense product, as :func:`dense_work` counts it."""
@@ -45,6 +45,7 @@ def blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
     alike = across * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
     longest = mean * max(1.0, desc.longest_panel / alike if alike else 1.0)
+    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
     work_tiles = panels * tiles
     waves = max(work_tiles / MULTIPROCESSORS, 1.0)
     # A partial wave takes a part of a whole one, and no CTA ends before its longest panel does.
@@ -54,6 +55,7 @@ def blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return (
         steps,
         steps * schedule.rows * schedule.tokens,
+        float(desc.batch * one.blocks * one.block**2 * tiles * schedule.tokens),
         gathered + values * tiles,
         values + _token_bytes(desc),
         waves,

@@ -42,6 +42,11 @@ def _prefers_dense(
     return chosen is not None and layouts[chosen] == DENSE_BLOCKS_LAYOUT
 
 
+def _dense(weight: Tensor, layout: Layout) -> Tensor:
+    """S^T [out, in] in new memory."""
+    return layout.to_dense(weight.detach()[None])[0, 0].t().contiguous()
+
+
 class DenseCopy:
     """S^T [out, in] of one layer as long as its weight and its layout stay as they are."""
 
@@ -64,8 +69,8 @@ class DenseCopy:
 
         A mask that was made on the GPU has none, because the host does not know it.
 
-        None is made while a CUDA graph is captured, whose replays would make it again. Replays read one that
-        is there, whatever weight and mask are by then: the layer says whether they stay.
+        A CUDA graph that is captured reads the copy only if the layer says that weight and mask stay. Else
+        each replay makes one of its own, and so follows both.
         """
         weight, bias, layout = layer.weight, layer.bias, layer.layout
         if torch.compiler.is_compiling() or not only_dispatches(rows, weight, bias):
@@ -81,9 +86,9 @@ class DenseCopy:
         made = self._made
         known = made is not None and made[0] == key
         if weight.is_cuda and torch.cuda.is_current_stream_capturing() and not (known and layer.weight_stays):
-            return None
+            return _dense(weight, layout)
         if made is None or not known:
-            dense = layout.to_dense(weight.detach()[None])[0, 0].t().contiguous()
+            dense = _dense(weight, layout)
             if weight.is_cuda:  # calls on other streams may read it
                 torch.cuda.current_stream(weight.device).synchronize()
             self._made = made = key, dense, layout.layout  # kept, so that its id stays its own

@@ -141,7 +141,6 @@ class Layout(nn.Module):
         place = torch.empty(0, device=device).device if type(device) is not torch.device else device
         return self.tables if place == self.tables.device else self._copy_on(place)
 
-    @torch.compiler.disable
     def _copy_on(self, place: torch.device) -> Tensor:
         found = self._copies.get(place)
         if found is None:

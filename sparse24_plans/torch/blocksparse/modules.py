@@ -152,8 +152,8 @@ class Linear(_Weighted):
         rows for which a product with it is faster. It is made at the first such call that needs no gradient,
         anew if the weight has changed, and freed by ``train()``. ``dense_copy_bytes`` is its size.
     weight_stays : bool
-        Whether a CUDA graph may capture products with the dense copy, because weight and mask do not change
-        any more. Otherwise captured products follow both.
+        Whether a captured CUDA graph may read the dense copy, because weight and mask do not change any more.
+        Otherwise each replay makes a copy of its own, and so follows both.
     device, dtype
         The arguments of ``torch.nn.Linear``; float32, float16 or bfloat16.
 
