@@ -78,7 +78,7 @@ def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 
 
 def unaligned_factor(desc: BlockSparseMatmulDescriptor) -> float:
-    """What a dense product takes more if rows of tokens are no multiples of 16 bytes. One token is a vector."""
+    """What a dense product takes more if rows of several tokens are no multiples of 16 bytes."""
     if desc.n == 1 or not KernelProblem(desc).unaligned_tokens:
         return 1.0
     factors = constants("packed_choice")["odd" if desc.n % 2 else "unaligned"]
