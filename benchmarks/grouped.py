@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -256,13 +256,17 @@ class GroupedCell:
         x = peers.torch_tensor(self.x, layer.element)
         y = peers.torch_tensor(self.y, self.plan.descriptor.out_element)
         w = peers.torch_tensor(self.weights.dense, layer.element)
+        scales = {name: torch.from_dlpack(values) for name, values in self.scales.items()}
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
         def run(ranges: list[tuple[int, int, int]]) -> None:
             for group, begin, end in ranges:
-                if layer.element is ElementKind.BF16:
+                if not scales:
                     torch.mm(x[begin:end], w[group].t(), out=y[begin:end])
-                else:
-                    self._scaled(x[begin:end], w[group].t(), group, begin, end)
+                    continue
+                of_rows = scales["scale_w"][None, group * layer.m : (group + 1) * layer.m]
+                of_tokens = scales["scale_x"][begin:end, None]
+                torch._scaled_mm(x[begin:end], w[group].t(), of_tokens, of_rows, **options)
 
         found: list[Callable[[], object]] = []
         for counts in self.counts:
@@ -272,9 +276,3 @@ class GroupedCell:
             ]
             found.append(partial(run, ranges))
         return found
-
-    def _scaled(self, x: Any, w: Any, group: int, begin: int, end: int) -> None:
-        torch, m = peers.torch, self.layer.m
-        scale_x = torch.from_dlpack(self.scales["scale_x"])[begin:end, None]
-        scale_w = torch.from_dlpack(self.scales["scale_w"])[None, group * m : (group + 1) * m]
-        torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=torch.bfloat16, use_fast_accum=True)
