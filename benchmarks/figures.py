@@ -22,6 +22,12 @@ from .random_figures import random_summary, with_worst
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
+EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
+_EXPORTED_CALLS = {
+    "find_us": "`s24_find`, again",
+    "run_us": "`s24_run`, operands that it has seen",
+    "run_new_args_us": "`s24_run`, operands at new addresses",
+}
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -287,6 +293,23 @@ def _blocks24(record: Record) -> list[str]:
     return _table(("op", "block", "over", *(f"{density:.0%} kept" for density in densities)), rows)
 
 
+def _export(record: Record) -> list[str]:
+    """Host times of the exported C code, and the size of its folder; none without a record."""
+    names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
+    if not names:
+        return []
+    found = record["records"][names[-1]]
+    rows: list[tuple[object, object]] = []
+    for folder in found["folders"]:
+        about = f"folder of {folder['weights']}'s four weights, 1 to {folder['tokens']} tokens"
+        rows.append((about, f"{folder['plans']} plans, {folder['nbytes'] / 1e6:.1f} MB"))
+        if folder["open_ms"] is not None:
+            rows.append(("`s24_open` of it", f"{folder['open_ms']:.1f} ms"))
+    for name, label in _EXPORTED_CALLS.items():
+        rows.append((label, f"{max(call[name] for call in found['calls']):.1f} us"))
+    return _table(("measured", found["gpu"]), rows)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -326,6 +349,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "torch_host": _torch_host,
     "decoder": _decoder,
     "blocks24": _blocks24,
+    "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
 

@@ -31,6 +31,7 @@ from sparse24_plans import (
     PlanPreference,
     PruneCompressSparse24Descriptor,
     PruneSparse24Descriptor,
+    QuantizeSparse24Descriptor,
     ScaleKind,
     Tier,
     TilePruneSparse24Descriptor,
@@ -101,6 +102,10 @@ _PREPARE = {
     PackSparse24Descriptor: {"direction": st.sampled_from(["pack", "unpack"])},
     TilePruneSparse24Descriptor: {"rule": st.sampled_from(TileRule)},
     MaskSparse24Descriptor: {"layout": st.sampled_from(MaskLayout)},
+    QuantizeSparse24Descriptor: {
+        "out_element": st.sampled_from(["fp8_e4m3", "s8"]),
+        "static_scale": st.booleans(),
+    },
 }
 
 
@@ -111,6 +116,8 @@ def prepare_descriptors(draw: st.DrawFn):
     more = draw(st.fixed_dictionaries(_PREPARE[kind]))
     eighths = st.sampled_from([0, 1, 7, 512, 2**20, 2**26])
     elements = ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2")
+    if kind is QuantizeSparse24Descriptor:
+        elements = elements[:3]
     return kind(m=8 * draw(eighths), k=8 * draw(eighths), element=draw(st.sampled_from(elements)), **more)
 
 

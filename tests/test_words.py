@@ -48,10 +48,10 @@ WORDS = {
     InnerPattern: "dense sparse24",
     BlockSparseConvOp: "forward dgrad wgrad",
     AttentionMask: "none add mul",
-    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
+    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask quantize",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
-    OpCategory: "gemm prune compress decompress pack softmax attention convolution",
+    OpCategory: "gemm prune compress decompress pack quantize softmax attention convolution",
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate memory tensor_core sparse_tensor_core",
 }

@@ -263,12 +263,13 @@ def _tiling(
     )
 
 
-_DESCRIPTION = struct.Struct("<8sQ5Q4Q5H4B")
-_MARK = b"tiledmap"
+_DESCRIPTION = struct.Struct("<8sQ5Q4Q5H4B4h4B")
+_TILED, _IM2COL = b"tiledmap", b"im2col__"
+_WALK = 8
 
 
 class MapDescription(NamedTuple):
-    """The arguments of ``cuTensorMapEncodeTiled``, from the innermost dimension to the outermost."""
+    """The arguments of an encoder of tensor maps, from the innermost dimension to the outermost."""
 
     data_type: int
     address: int
@@ -276,8 +277,11 @@ class MapDescription(NamedTuple):
     pitches: tuple[int, ...]
     """Bytes from one index of a dimension to the next, without the innermost dimension's."""
     box: tuple[int, ...]
+    """In im2col mode the channels and the pixels."""
     swizzle: int
     promotion: int
+    walk: tuple[int, ...] = ()
+    """In im2col mode the lower corner, the upper corner and the element strides: 2, 2 and 4 numbers."""
 
     def to_bytes(self) -> bytes:
         """As many bytes as a tensor map has."""
@@ -287,18 +291,21 @@ class MapDescription(NamedTuple):
         )
         rank = len(self.sizes)
         codes = self.data_type, rank, self.swizzle, self.promotion
-        packed = _DESCRIPTION.pack(_MARK, self.address, *sizes, *pitches, *box, *codes)
+        walk = self.walk or (0,) * _WALK
+        mark = _IM2COL if self.walk else _TILED
+        packed = _DESCRIPTION.pack(mark, self.address, *sizes, *pitches, *box, *codes, *walk)
         return packed.ljust(TENSOR_MAP_BYTES, b"\0")
 
     @classmethod
     def of(cls, described: bytes) -> MapDescription | None:
         """The description in these bytes, or None where no map was written."""
         mark, address, *numbers = _DESCRIPTION.unpack_from(described)
-        if mark != _MARK:
+        if mark not in (_TILED, _IM2COL):
             return None
-        data_type, rank, swizzle, promotion = numbers[14:]
+        data_type, rank, swizzle, promotion, *walk = numbers[14:]
         sizes, pitches, box = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
-        return cls(data_type, address, tuple(sizes), tuple(pitches), tuple(box), swizzle, promotion)
+        shape = tuple(sizes), tuple(pitches), tuple(box if mark == _TILED else box[:2])
+        return cls(data_type, address, *shape, swizzle, promotion, tuple(walk) if mark == _IM2COL else ())
 
 
 _describing: ContextVar[bool] = ContextVar("describing", default=False)
@@ -320,9 +327,12 @@ def describing_maps() -> Iterator[None]:
 def _encoded(encoder: str, *arguments: Any) -> bytes:
     """The map that this function of the driver writes."""
     if _describing.get():
-        data_type, _, address, sizes, pitches, box, _, _, swizzle, promotion, _ = arguments
+        data_type, _, address, sizes, pitches, *middle, steps, _, swizzle, promotion, _ = arguments
+        box, walk = middle[0] if len(middle) == 1 else middle[2:], ()
+        if len(middle) > 1:
+            walk = (*middle[0], *middle[1], *steps)
         shape = tuple(sizes), tuple(pitches), tuple(box)
-        return MapDescription(data_type, address, *shape, swizzle, promotion).to_bytes()
+        return MapDescription(data_type, address, *shape, swizzle, promotion, walk).to_bytes()
     space = _Space()
     at = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
     status = getattr(_driver(), encoder)(at, *arguments)

@@ -14,6 +14,10 @@
 // to the last, ((0+1)+2)+3. So the bits of a row depend on kSplitK * kKChunks alone, and equal those of gemm/mma_sp.cu
 // for as many slices.
 //
+// With kGrouped, tokens come in groups, each multiplied by a weight of its own: experts. group_table.cuh says which
+// tokens a group has. A group's K is summed in one piece, so a row's bits depend neither on its group's size nor on the
+// other groups.
+//
 // A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
 // an m64 tile gives 32 of its columns.
 //
@@ -68,7 +72,6 @@ using Mainloop = MainloopOf<Config::kSplitTerms>::Type;
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
-  extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
   const u32 rank = blockIdx.x % Config::kClusterSize, m_rank = rank % Config::kClusterM,
@@ -103,10 +106,11 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     launch_dependent_grids();
     if (threadIdx.x / 32 != Config::kConsumerThreads / 32) grid_dependency_wait();
   } else {
-    if (threadIdx.x == Config::kConsumerThreads) prefetch_weights(p, m_rank, slice);
+    if (!Config::kGrouped && threadIdx.x == Config::kConsumerThreads) prefetch_weights(p, m_rank, slice);
     if constexpr (!Config::kOneProducer) launch_dependent_grids();
     grid_dependency_wait();
   }
+  if constexpr (Config::kGrouped) GroupTable(p).make(p, m_blocks_of(p));
 
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kReallocRegisters) warpgroup_reg_dealloc<Config::kProducerRegisters>();
@@ -154,7 +158,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       if constexpr (Config::kSplitK == 1) {
 #pragma unroll
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
-          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work.token);
+          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work);
       } else {
         named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read: accumulators may overwrite them
         stage_accumulators(accumulators, base, m_tile);

@@ -83,6 +83,9 @@ ScaleX = Annotated[Any, word_option("--scale-x", known=ScaleKind, meaning="Facto
 ScaleW = Annotated[Any, word_option("--scale-w", known=ScaleKind, meaning="Factors of W.")]
 XOrder = Annotated[Any, word_option("--x-order", known=MatrixOrder, meaning="What is contiguous in X.")]
 YOrder = Annotated[Any, word_option("--y-order", known=MatrixOrder, meaning="What is contiguous in Y.")]
+Groups = Annotated[
+    int, typer.Option("--groups", min=0, metavar="G", help="Groups of tokens with weights of their own.")
+]
 Arch = Annotated[
     Any, word_option("--arch", known=GPUS, meaning="A GPU that needn't be here, instead of --device.")
 ]
@@ -124,6 +127,7 @@ def explain(
     scale_w: ScaleW = "none",
     x_order: XOrder = "row",
     y_order: YOrder = "row",
+    groups: Groups = 0,
     device: DeviceOption = "auto",
     arch: Arch = None,
     require: RequireOption = None,
@@ -155,6 +159,7 @@ def explain(
         "beta": beta,
         "relu_threshold": relu_threshold,
         "relu_upper_bound": relu_upper_bound,
+        "groups": groups,
     }
     problem |= {"scale_x": scale_x, "scale_w": scale_w, "x_order": x_order, "y_order": y_order}
     problem |= {name: word for name, word in chosen.items() if word is not None}
@@ -220,7 +225,8 @@ def _obstacle_on(spec: GemmEntry, places: list[DeviceProperties]) -> str | None:
         require["max_error_bound"] = 1.0
     for place in places:
         for n in _PROBE_TOKENS:
-            desc = GemmSparse24Descriptor(n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=first, op=spec.ops[0])
+            side, groups = _PROBE_SIDE, spec.least_groups
+            desc = GemmSparse24Descriptor(n=n, m=side, k=side, element=first, op=spec.ops[0], groups=groups)
             rows = planning.explain(desc, preference={"require": require}, device=place).rows
             reason = next(why for name, _, why in rows if name == spec.name)
             if reason is None:

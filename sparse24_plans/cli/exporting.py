@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +15,7 @@ from ..export.folder import Problem, name_of
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..prepare.descriptor import PackSparse24Descriptor
 from ..prepare.kernel_table import PACKED_ELEMENTS
-from ..vocab import ElementKind, EpilogueKind
+from ..vocab import DeviceProperties, ElementKind, EpilogueKind
 from .options import (
     AsJson,
     BackendOption,
@@ -25,15 +23,14 @@ from .options import (
     EpiloguesOption,
     RequireOption,
     WeightShapesOption,
+    named,
+    one_of,
     preference_of,
     shape_of,
     tokens_of,
-    word_option,
 )
 from .output import emit, progress, reported
 from .tables import Json, show_line, size_text
-
-CODE = "sparse24_export.h", "sparse24_export.c"
 
 
 def export(
@@ -43,7 +40,13 @@ def export(
     element: ElementsOption = None,
     epilogue: EpiloguesOption = None,
     device: Annotated[
-        str, word_option("--device", known=GPUS, meaning="The GPU that will run the plans.")
+        Any,
+        typer.Option(
+            "--device",
+            metavar="GPU",
+            parser=lambda text: _gpu(text),
+            help=f"The GPU that will run the plans. {named(GPUS)} Or a JSON file of DeviceProperties.",
+        ),
     ] = "h200",
     require: RequireOption = None,
     backend: BackendOption = None,
@@ -69,11 +72,18 @@ def export(
                 device=device,
                 on_steps=advance,
             )
-        for name in CODE:
-            with (files("sparse24_plans.export") / "c" / name).open("rb") as source:
-                shutil.copyfileobj(source, (output / name).open("wb"))
         document = {**found._asdict(), "problems": list(found.problems)}
         emit(document, _show, as_json=as_json)
+
+
+def _gpu(text: str) -> str | DeviceProperties:
+    """A known GPU's name, or the properties in a file."""
+    if text in GPUS or not text.endswith(".json"):
+        return one_of(GPUS)(text)
+    try:
+        return DeviceProperties.model_validate_json(Path(text).read_bytes())
+    except (OSError, InvalidProblemError) as error:
+        raise typer.BadParameter(f"expected a file of DeviceProperties, got {text:.80}: {error}") from error
 
 
 def _descriptors(

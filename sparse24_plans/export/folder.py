@@ -6,9 +6,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from ..blocksparse.descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 from ..device.devices import PlaceLike, described
 from ..device.files import StrPath, new_target, path_of, storage_errors, written_whole
 from ..device.jit.cache import cubin
@@ -18,17 +20,19 @@ from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
-from ..plan.plan import PreferenceLike
+from ..plan.plan import Plan, PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
-from ..vocab import EpilogueKind
+from ..vocab import BlockSparseOp, EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
-from .tables import Number, Record, Tables, no_place
+from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
+CODE = "sparse24_export.h", "sparse24_export.c"
+"""The C code that runs plans, which stands in every exported folder."""
 Row = tuple[int, ...]
-Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor"
+Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor | BlockSparseDescriptor"
 
 
 class Exported(NamedTuple):
@@ -59,9 +63,9 @@ def export_plans(
     Parameters
     ----------
     descriptors
-        Problems of products and of preparing weights, by their names or named by :func:`name_of`. A product
-        is exported for 1 to as many tokens as its descriptor has, with the kernels that ``select`` chooses
-        under the same preference.
+        Problems by their names, or named by :func:`name_of`. A product is exported for 1 to as many tokens
+        as its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Of a
+        block-sparse one no kernel may serve some n, which programs then can't find. For ``sdd`` n is fixed.
     folder
         New or empty.
     preference
@@ -96,8 +100,16 @@ def export_plans(
 
 
 def name_of(descriptor: Problem) -> str:
-    """The name of a problem: its op, element, sizes, and its epilogue unless that is identity."""
-    name = f"{descriptor.op_name}-{descriptor.element}-{descriptor.m}x{descriptor.k}"
+    """The name of a problem: its op, element, sizes, and its epilogue unless that is identity.
+
+    The sizes are M x K, or heads x rows x columns and the blocks' side of a layout.
+    """
+    if isinstance(descriptor, BlockSparseDescriptor):
+        one = descriptor.layout
+        sizes = f"{one.heads}x{one.rows}x{one.cols}-{one.block}"
+    else:
+        sizes = f"{descriptor.m}x{descriptor.k}"
+    name = f"{descriptor.op_name}-{descriptor.element}-{sizes}"
     epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
     return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
 
@@ -126,11 +138,18 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
 
 def _exportable(descriptor: Descriptor) -> Problem:
     plan_of(descriptor)  # raises for anything else
-    if not isinstance(descriptor, (GemmSparse24Descriptor, PrepareDescriptor)):
+    if not isinstance(descriptor, (GemmSparse24Descriptor, PrepareDescriptor, BlockSparseDescriptor)):
         raise UnsupportedError(
-            f"descriptors: expected products or ops that prepare weights, got {type(descriptor).__name__}"
+            f"descriptors: expected problems of this package, got {type(descriptor).__name__}"
         )
     return descriptor
+
+
+def most_tokens(descriptor: Problem) -> int | None:
+    """The most tokens that a problem is exported for; None: it has no number of tokens."""
+    if isinstance(descriptor, BlockSparseMatmulDescriptor):
+        return None if descriptor.op is BlockSparseOp.SDD else descriptor.n
+    return descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else None
 
 
 class _Writer:
@@ -141,24 +160,17 @@ class _Writer:
 
     def add(self, name: str, descriptor: Problem, preference: PlanPreference, device: Any) -> None:
         """Select and record the plans of a problem."""
-        kind = plan_of(descriptor)
-        tokens = descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else 0
-        if isinstance(descriptor, GemmSparse24Descriptor) and not tokens:
+        tokens = most_tokens(descriptor)
+        if tokens == 0:
             raise InvalidProblemError(f"{name}: expected the most tokens, from 1, as n, got 0")
         ns = range(1, tokens + 1) if tokens else range(1)
         found: dict[Recipe, dict[int, Row]] = {}
         for n in ns:
-            problem = descriptor.model_copy(update={"n": n}) if tokens else descriptor
-            try:
-                plan = kind.select(problem, preference=preference, device=device)
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{name}, {n} tokens: {error}" if tokens else f"{name}: {error}"
-                ) from error
-            recipe, numbers = record(plan)
-            found.setdefault(recipe, {})[n] = numbers
+            if (plan := self._selected(name, descriptor, n, preference, device)) is not None:
+                recipe, numbers = record(plan)
+                found.setdefault(recipe, {})[n] = numbers
             self._on_steps(1)
-        at: dict[int, tuple[int, Row]] = {}
+        at: dict[int, tuple[int, Row]] = dict.fromkeys(ns, (NO_PLAN, ()))
         for recipe, rows in found.items():
             index, columns = self._add_plan(recipe, rows)
             at |= {n: (index, tuple(row[slot] for slot in columns)) for n, row in rows.items()}
@@ -175,6 +187,19 @@ class _Writer:
             "most_n": ns[-1],
         }
         self._tables.add("problems", [problem_record])
+
+    def _selected(
+        self, name: str, descriptor: Problem, n: int, preference: PlanPreference, device: Any
+    ) -> Plan | None:
+        """The plan for n tokens, or None if a block-sparse product has one for more tokens alone."""
+        problem = descriptor.model_copy(update={"n": n}) if n else descriptor
+        try:
+            plan: Plan = plan_of(descriptor).select(problem, preference=preference, device=device)
+        except UnsupportedError as error:
+            if isinstance(descriptor, BlockSparseMatmulDescriptor) and 0 < n < descriptor.n:
+                return None
+            raise UnsupportedError(f"{name}, {n} tokens: {error}" if n else f"{name}: {error}") from error
+        return plan
 
     def _add_plan(self, recipe: Recipe, rows: dict[int, Row]) -> tuple[int, list[int]]:
         """Add a plan; return its index and the slots whose numbers stand in the rows of its ranges."""
@@ -237,11 +262,12 @@ class _Writer:
     def write(self) -> int:
         """Write all files, ``plans.bin`` last. Returns their bytes."""
         manifest = json.dumps(self._tables.document(), indent=1).encode()
-        files = {**self._cubins, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
-        for name, content in files.items():
+        code = {name: (files("sparse24_plans.export") / "c" / name).read_bytes() for name in CODE}
+        written = {**self._cubins, **code, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
+        for name, content in written.items():
             with written_whole(self._folder / name) as file:
                 file.write(content)
-        return sum(map(len, files.values()))
+        return sum(map(len, written.values()))
 
 
 def _numbers(rows: dict[int, Row]) -> tuple[list[Number], list[int]]:
@@ -281,6 +307,9 @@ def _map_record(place: MapPlace, numbers: list[Number]) -> Record:
         "swizzle": place.swizzle,
         "promotion": place.promotion,
         "only_if_aligned": place.only_if_aligned,
+        "im2col": int(bool(place.walk)),
+        **{f"walk{at}": number for at, number in enumerate(place.walk or (0,) * WALK)},
+        "zero": 0,
         "address": _place_record(place.address, numbers),
     }
     none = Number(0)

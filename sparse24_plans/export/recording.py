@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .._vendor.cuda_driver_abi import MapDescription
 from ..device.jit.launcher import KernelCode, RecordedFill, RecordedLaunch, recording
+from ..device.jit.structs import KernelParams
 from ..device.tensors import TensorView
 from ..errors import UnsupportedError
 from ..plan.operands import Operand, Role, Views
@@ -58,7 +59,7 @@ class Place(NamedTuple):
 
 
 class MapPlace(NamedTuple):
-    """A tensor map: the arguments of ``cuTensorMapEncodeTiled``, innermost dimension first."""
+    """A tensor map: the arguments of its encoder, innermost dimension first."""
 
     at: int
     data_type: int
@@ -73,6 +74,8 @@ class MapPlace(NamedTuple):
     """Bytes from one index of a dimension to the next, without the innermost."""
     box: tuple[int, ...]
     """Slots."""
+    walk: tuple[int, ...]
+    """As in MapDescription: empty but for ``cuTensorMapEncodeIm2col``."""
 
 
 class Launch(NamedTuple):
@@ -102,7 +105,7 @@ class OperandUse(NamedTuple):
     """What a caller passes for an operand, and what is checked of it."""
 
     name: str
-    """As in Args; a weight's buffers are ``weight.values``, ``weight.metadata`` or ``weight.packed``."""
+    """As in Args; a canonical weight's buffers are ``weight.values`` and ``weight.metadata``."""
     written: bool
     optional: bool
     itemsize: int
@@ -152,6 +155,15 @@ class _Probe(NamedTuple):
     views: Views
     strides: tuple[int, ...]
     launches: list[Any]
+
+
+class _Cell(NamedTuple):
+    """A single value of a parameter struct."""
+
+    name: str
+    at: int
+    size: int
+    is_map: bool
 
 
 class Buffer(NamedTuple):
@@ -257,25 +269,22 @@ class _Recorder:
         if (first.code, first.blocks, first.overlapping) != (moved.code, moved.blocks, moved.overlapping):
             raise self._refused("the grid")
         places, maps = [], []
-        for name, field in type(first.parameters).declared.items():
-            raw = [self._bytes_of(one, at, name) for one in (self._first, self._again, self._moved)]
-            where = getattr(type(first.parameters), name).offset
-            if field.cxx == "TensorMap":
-                if (tensor_map := self._map(at, name, where, raw)) is not None:
+        for cell in _cells(type(first.parameters)):
+            raw = [self._bytes_of(one, at, cell) for one in (self._first, self._again, self._moved)]
+            if cell.is_map:
+                if (tensor_map := self._map(at, cell, raw)) is not None:
                     maps.append(tensor_map)
                 continue
-            if len(raw[0]) not in (4, 8):
-                raise self._refused(name)
-            place = self._told(where, len(raw[0]), *(int.from_bytes(one, "little") for one in raw))
-            places.append(self._aligned(at, name, place))
+            if cell.size not in (4, 8):
+                raise self._refused(cell.name)
+            place = self._told(cell.at, cell.size, *(int.from_bytes(one, "little") for one in raw))
+            places.append(self._aligned(at, cell, place))
         nbytes = ctypes.sizeof(first.parameters)
         grid = self._slot(first.blocks)
         return Launch(first.code, first.overlapping, grid, nbytes, tuple(places), tuple(maps))
 
-    def _bytes_of(self, probe: _Probe, launch: int, name: str) -> bytes:
-        parameters = probe.launches[launch].parameters
-        field = getattr(type(parameters), name)
-        return ctypes.string_at(ctypes.addressof(parameters) + field.offset, field.size)
+    def _bytes_of(self, probe: _Probe, launch: int, cell: _Cell) -> bytes:
+        return ctypes.string_at(ctypes.addressof(probe.launches[launch].parameters) + cell.at, cell.size)
 
     def _told(self, at: int, size: int, first: int, again: int, moved: int) -> Place:
         """The place of a number, from its values for the first operands, once more, and for moved ones."""
@@ -292,15 +301,15 @@ class _Recorder:
                 return Place(at, size, Kind.STRIDE, operand, first // stride, self._slot(0))
         raise self._refused(f"the number at {at}")
 
-    def _aligned(self, launch: int, name: str, place: Place) -> Place:
+    def _aligned(self, launch: int, cell: _Cell, place: Place) -> Place:
         """``place``, or that of a flag, if operands that aren't aligned change its number."""
         for operand, probes in self._displaced.items():
-            found = [int.from_bytes(self._bytes_of(one, launch, name), "little") for one in probes]
+            found = [int.from_bytes(self._bytes_of(one, launch, cell), "little") for one in probes]
             expected = [self._value(place, one, operand) for one in probes]
             if place.kind is Kind.LAUNCH_ID or found == expected:
                 continue
             if place.kind is not Kind.NUMBER or self._numbers[place.slot] != 1 or any(found):
-                raise self._refused(name)
+                raise self._refused(cell.name)
             itemsize = self._buffers[operand].element.itemsize
             return place._replace(kind=Kind.ALIGNED, operand=operand, factor=itemsize)
         return place
@@ -313,39 +322,40 @@ class _Recorder:
             return number + (probe.views[view].address if view else self._address(WORKSPACE, 0))
         return probe.strides[place.operand] * place.factor if place.kind is Kind.STRIDE else number
 
-    def _map(self, launch: int, name: str, at: int, raw: list[bytes]) -> MapPlace | None:
+    def _map(self, launch: int, cell: _Cell, raw: list[bytes]) -> MapPlace | None:
         first, _, moved = map(MapDescription.of, raw)
         if first is None or moved is None:
             if first is not moved:
-                raise self._refused(name)
+                raise self._refused(cell.name)
             return None
-        same = "data_type", "sizes", "box", "swizzle", "promotion"
+        same = "data_type", "sizes", "box", "swizzle", "promotion", "walk"
         if any(getattr(first, one) != getattr(moved, one) for one in same):
-            raise self._refused(name)
+            raise self._refused(cell.name)
         address = self._told(0, 8, first.address, first.address, moved.address)
         pitches = tuple(
             self._told(0, 8, one, one, other) for one, other in zip(first.pitches, moved.pitches, strict=True)
         )
         return MapPlace(
-            at,
+            cell.at,
             first.data_type,
             first.swizzle,
             first.promotion,
-            self._condition(launch, name),
+            self._condition(launch, cell),
             address,
             tuple(map(self._slot, first.sizes)),
             pitches,
             tuple(map(self._slot, first.box)),
+            first.walk,
         )
 
-    def _condition(self, launch: int, name: str) -> int:
+    def _condition(self, launch: int, cell: _Cell) -> int:
         """The operand without whose alignment the map isn't written."""
         for operand, probes in self._displaced.items():
-            written = {MapDescription.of(self._bytes_of(one, launch, name)) is not None for one in probes}
+            written = {MapDescription.of(self._bytes_of(one, launch, cell)) is not None for one in probes}
             if written == {False}:
                 return operand
             if written == {False, True}:
-                raise self._refused(name)
+                raise self._refused(cell.name)
         return WORKSPACE
 
     def _refused(self, what: str) -> UnsupportedError:
@@ -353,6 +363,19 @@ class _Recorder:
             f"plan: expected launches that a recipe can say, got {what} of {self._plan.kernel} that follows "
             "from its operands in another way"
         )
+
+
+def _cells(struct: type[KernelParams], start: int = 0) -> Iterator[_Cell]:
+    """The values of a struct, of the structs in it and of its arrays."""
+    for name, field in struct.declared.items():
+        kind = field.ctype._type_ if field.length else field.ctype
+        size = ctypes.sizeof(kind)
+        for index in range(field.length or 1):
+            at = start + getattr(struct, name).offset + index * size
+            if issubclass(kind, KernelParams):
+                yield from _cells(kind, at)
+            else:
+                yield _Cell(name, at, size, field.cxx == "TensorMap")
 
 
 def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:

@@ -25,8 +25,12 @@ class Number(NamedTuple):
     column: int = 0
 
 
+NO_PLAN = (1 << 32) - 1
+"""The plan of a range that no kernel serves."""
 _NUMBER = "qqI4x"
 _MAP_DIMENSIONS = 5
+WALK = 8
+"""Numbers of a map in im2col mode: lower corner, upper corner, element strides."""
 _PLACE = {"at": "I", "size": "I", "kind": "I", "operand": "i", "factor": "q", "number": _NUMBER}
 _NO_PLACE = dict.fromkeys(("at", "size", "kind", "operand", "factor"), 0) | {"number": Number(0)}
 
@@ -87,6 +91,9 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
         "swizzle": "I",
         "promotion": "I",
         "only_if_aligned": "i",
+        "im2col": "I",
+        **{f"walk{at}": "i" for at in range(WALK)},
+        "zero": "I",
         "address": _PLACE,
         **{f"pitch{at}": _PLACE for at in range(_MAP_DIMENSIONS - 1)},
         **{f"size{at}": _NUMBER for at in range(_MAP_DIMENSIONS)},

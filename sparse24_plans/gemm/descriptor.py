@@ -18,6 +18,7 @@ from ..vocab import (
     ElementLike,
     EpilogueKind,
     GemmOp,
+    GroupTokens,
     MatrixOrder,
     OpCategory,
     ScaleKind,
@@ -27,6 +28,9 @@ from ..weights.gates import GATE_GROUP
 
 _NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8)
 """Elements of results and metadata. No kernel multiplies weights of them, so no message offers them."""
+
+_MOST_ROWS = 2**31 - 1
+"""Rows that i32 offsets can name."""
 
 
 def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
@@ -81,6 +85,17 @@ class GemmSparse24Descriptor(ProductDescriptor):
     relu_threshold, relu_upper_bound : float, optional
         For ``relu`` and ``bias_relu`` alone: the result is min(t, upper bound) where t exceeds the threshold,
         else 0. By default 0 and no bound. The upper bound exceeds the threshold.
+    groups : int
+        Number of groups of tokens, each multiplied by a weight of its own (experts); 0: one weight for all.
+        With G groups the weight is the G weights [M, K] stacked to [G*M, K], bias is [G*M], and scale_w of
+        rows is [G*M]. n is the number of rows of X and Y that groups can have in total. ``forward`` with
+        x_order and y_order ``row`` only.
+    group_tokens : GroupTokens
+        ``offsets`` (default): the operand ``offsets`` i32[G+1] says that group g has the rows from offsets[g]
+        to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
+        n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
+        between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
+        are not written; a row in two groups gets the result of either.
 
     Raises
     ------
@@ -107,6 +122,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     c_element: ElementKind = C_ELEMENT
     relu_threshold: Factor = 0.0
     relu_upper_bound: Factor | None = None
+    groups: Size = 0
+    group_tokens: GroupTokens = GroupTokens.OFFSETS
 
     if TYPE_CHECKING:
 
@@ -130,6 +147,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
             c_element: ElementLike = ...,
             relu_threshold: SupportsFloat = ...,
             relu_upper_bound: SupportsFloat | None = ...,
+            groups: SupportsIndex = ...,
+            group_tokens: GroupTokens | str = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -147,10 +166,28 @@ class GemmSparse24Descriptor(ProductDescriptor):
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
+        self._expect_groups()
         self._expect_relu_bounds()
-        if self.m * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
+        if self.weight_rows * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
+
+    def _expect_groups(self) -> None:
+        if not self.groups:
+            if self.group_tokens is not GroupTokens.OFFSETS:
+                raise ValueError(f"group_tokens: expected offsets without groups, got {self.group_tokens}")
+            return
+        if self.op is not GemmOp.FORWARD:
+            raise ValueError(f"groups: expected 0 for op {self.op}, got {self.groups}")
+        for name in ("x_order", "y_order"):
+            if getattr(self, name) is not MatrixOrder.ROW:
+                raise ValueError(f"{name}: expected row with groups, got {getattr(self, name)}")
+        if self.n > _MOST_ROWS:
+            raise ValueError(f"n: expected at most {_MOST_ROWS} rows with groups, got {self.n}")
+        if self.group_tokens is GroupTokens.COUNTS and self.n % self.groups:
+            raise ValueError(
+                f"n: expected a multiple of groups, {self.groups}, with group_tokens counts, got {self.n}"
+            )
 
     def _expect_gates(self) -> None:
         if self.m % GATE_GROUP:
@@ -169,6 +206,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 f"relu_upper_bound: expected more than relu_threshold, {self.relu_threshold}, "
                 f"got {self.relu_upper_bound}"
             )
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight: M, or those of all groups' weights."""
+        return self.m * max(self.groups, 1)
 
     @property
     def op_name(self) -> str:
@@ -208,19 +250,22 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias, scales and C."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
-        n, f32 = self.n, ElementKind.F32
+        n, rows, f32 = self.n, self.weight_rows, ElementKind.F32
         found = [
-            Operand("weight", Role.WEIGHT, (self.m, self.k), self.element),
+            Operand("weight", Role.WEIGHT, (rows, self.k), self.element),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
             Operand(
                 "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
             ),
         ]
         if self.epilogue.has_bias:
-            found.append(Operand("bias", Role.IN, (self.m,), self.bias_element))
-        for name, kind, rows in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, self.m)):
+            found.append(Operand("bias", Role.IN, (rows,), self.bias_element))
+        for name, kind, count in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, rows)):
             if kind is not ScaleKind.NONE:
-                found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else rows,), f32))
+                found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else count,), f32))
         if self.has_c:
             found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
+        if self.groups:
+            ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
+            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))
         return tuple(found)

@@ -47,12 +47,23 @@ class GemmEntry(KernelEntry):
     """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
     """Sums of fp8 products are promoted: float32 adds them outside of the tensor cores."""
+    groups: bool = False
+    """The kernel serves groups of tokens with weights of their own."""
+    only_groups: bool = False
+    """The kernel serves nothing else."""
     split_terms: int = 0
     """Number of bf16 terms in which float32 is multiplied; 0: operands are multiplied as they are."""
 
     @property
     def module(self) -> str:
+        if self.only_groups:
+            return f"{self.backend}_grouped"
         return "f32_split" if self.split_terms else self.backend
+
+    @property
+    def least_groups(self) -> int:
+        """Groups of the simplest problem that the kernel serves."""
+        return int(self.only_groups)
 
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
@@ -66,7 +77,9 @@ class GemmEntry(KernelEntry):
             return "takes no scale_x or scale_w"
         if not self.adds_c and descriptor.has_c:
             return f"adds no C, got beta {descriptor.beta}"
-        return None
+        if descriptor.groups and not self.groups:
+            return "serves no groups"
+        return "serves groups only" if self.only_groups and not descriptor.groups else None
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
@@ -106,6 +119,21 @@ _WGMMA_SP = replace(
 )
 
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
+
+
+# Grouped products, whose bits depend on nothing but a token's row and its weight.
+_WGMMA_SP_GROUPED = replace(
+    _WGMMA_SP,
+    name="wgmma_sp_grouped",
+    guarantee=guarantees.mma_sp,
+    column_order=False,
+    groups=True,
+    only_groups=True,
+    adds_c=False,
+    limits=limits.wgmma_sp_grouped,
+    exportable=False,
+)
+_WGMMA_SP_GROUPED_8BIT = replace(_WGMMA_SP_GROUPED, layout=TILE64X256_LAYOUT, scales=True)
 
 
 def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
@@ -173,6 +201,19 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=(FP8,),
         promoted=True,
     ),
+    _WGMMA_SP_GROUPED,
+    replace(
+        _WGMMA_SP_GROUPED_8BIT,
+        name="wgmma_sp_grouped_s8",
+        guarantee=guarantees.wgmma_sp_s8,
+        elements=(S8,),
+    ),
+    replace(
+        _WGMMA_SP_GROUPED_8BIT,
+        name="wgmma_sp_grouped_fp8",
+        guarantee=guarantees.wgmma_sp_fp8_invariant,
+        elements=(FP8,),
+    ),
     # The faster kernel comes first; it is chosen where its error bound is enough.
     _F32_SPLIT3,
     _invariant(_F32_SPLIT3),
@@ -214,6 +255,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=_HOST_ELEMENTS,
         column_order=True,
         scales=True,
+        groups=True,
     ),
     GemmEntry(
         name="host_strict",
@@ -224,6 +266,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=_HOST_ELEMENTS,
         column_order=True,
         scales=True,
+        groups=True,
     ),
     # Computes the tensor cores' bits on the host, for audits. It is chosen if an arithmetic is required by
     # name.
@@ -237,6 +280,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         epilogues=IN_STEPS,
         column_order=True,
         scales=True,
+        groups=True,
         on_request=True,
     ),
 )

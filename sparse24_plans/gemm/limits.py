@@ -14,6 +14,7 @@ from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
+from ..weights.packed_layouts import TILE_M
 from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
@@ -28,6 +29,8 @@ _BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
+MOST_GROUPS = 1024
+"""Groups whose table a CTA's shared memory holds beside the stages."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile, which bounds its grid."""
 
@@ -66,6 +69,18 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)
+
+
+def wgmma_sp_grouped(problem: GemmSparse24Descriptor) -> str | None:
+    if problem.m % TILE_M:
+        return f"needs m a multiple of {TILE_M} with groups, got {problem.m}"
+    if problem.groups > MOST_GROUPS:
+        return f"serves at most {MOST_GROUPS} groups, got {problem.groups}"
+    if problem.weight_rows >= 2**31:
+        return f"{problem.weight_rows} rows of all weights exceed a tensor map's coordinates, {2**31 - 1}"
+    # Offsets may give every group all rows: work tiles are counted in 32 bits.
+    tiles = problem.groups * (problem.m // TILE_M) * -(-problem.n // 8)
+    return wgmma_sp(problem) or grid_limit_refusal(tiles)
 
 
 def must_transpose_x(problem: GemmSparse24Descriptor) -> bool:

@@ -14,7 +14,7 @@ from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
-from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
+from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, layout_called
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
@@ -79,6 +79,12 @@ class WgmmaSpParams(KernelParams):
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
     c_map = field("TensorMap", "C in the boxes of y_map. Used if TMA loads C.")
     c_aligned = field("u32", "1 if rows (columns) of C begin at 16-byte multiples.")
+    group_tokens = field(
+        "const int*",
+        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
+    )
+    groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
+    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -107,12 +113,14 @@ class WgmmaKernel(GemmKernel):
         terms = self.entry.split_terms
         layouts = OperandLayouts.of(desc, layout_called(self.entry.layout))
         self._problem, self._schedule = desc, schedule
-        self._ctas = grid_size(schedule, desc.n, desc.m, device)
+        work_tiles = schedule.most_work_tiles(desc)
+        self._ctas = grid_size(schedule, work_tiles, device)
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
-            f"{schedule.work_tiles(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
-            f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
+            f"{'up to ' if desc.groups else ''}{work_tiles * schedule.cluster_m} tiles of "
+            f"{schedule.rows} rows x {schedule.tokens} tokens on {self._ctas} CTAs"
+            f"{' by stream-K' if schedule.stream_k else ''}, "
             f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
             f"{weight_stages} + {x_stages} stages"
         )
@@ -197,6 +205,7 @@ def defines(
         "X_STAGES": x_stages,
         "STEP_TOKENS": schedule.step_tokens(layouts),
         "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
+        "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
@@ -204,9 +213,8 @@ def defines(
     }
 
 
-def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: WgmmaSpSchedule, work_tiles: int, device: DeviceProperties) -> int:
     """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
-    work_tiles = schedule.work_tiles(n, m)
     # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
     resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
@@ -234,6 +242,8 @@ def fixed_parameters(
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
         big_units=big_units,
+        groups=desc.groups,
+        group_places=desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0,
     )
 
 
@@ -263,9 +273,8 @@ def source_boxes(
     line = 128
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        full = (
-            tail._replace(lines=schedule.tokens // schedule.cluster_m) if desc.n > schedule.tokens else tail
-        )
+        several = desc.n > schedule.tokens or desc.groups > 0
+        full = tail._replace(lines=schedule.tokens // schedule.cluster_m) if several else tail
         return full, tail, full, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
     box = Box(line // size, group, group * size)
@@ -332,6 +341,8 @@ def launch_parameters(
     parameters.bias = address(views.get("bias"))
     parameters.scale_x = address(views.get("scale_x"))
     parameters.scale_w = address(views.get("scale_w"))
+    if desc.groups:
+        parameters.group_tokens = views[desc.group_tokens].address
     parameters.y = result.address
     parameters.y_stride = y_stride
     for name, value in c_parameters(desc, views).items():

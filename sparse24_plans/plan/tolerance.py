@@ -21,10 +21,10 @@ _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """The activations of gates."""
 _SLOPES = {"relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
 """Upper bounds of the activations' largest slopes: 1, 1.0998..., 1.1289... and 1.1289..."""
-_EVALUATION = {"relu": 0.0, "silu": 8 * _U, "gelu": 10 * _U, "gelu_tanh": 10 * _U}
+_EVALUATION = {"relu": 0.0, "silu": 12 * _U, "gelu": 10 * _U, "gelu_tanh": 12 * _U}
 """Relative errors of the activations' evaluation in float32."""
-_EXP_OVERFLOWS = 2.0**-120
-"""Largest |silu(v)| where exp(-v) overflows in float32, so that silu gives 0."""
+_EXP_VANISHES = 2.0**-119
+"""Largest |silu(v)| where exp(-|v|) is subnormal in float32, so that kernels give 0."""
 
 
 def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
@@ -100,13 +100,13 @@ def _activated(v: Float64s, error: Float64s, activation: str, tanh_error: float)
     size = _size_of(v, activation)
     own = _EVALUATION[activation] * (size + passed)
     if activation == "silu":
-        own = own + (_EXP_OVERFLOWS + _TINY)
+        own = own + (_EXP_VANISHES + _TINY)
     if activation == "gelu":  # erfc's argument is rounded, too; |v^2 exp(-v^2/2)|' < 1
-        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * np.abs(v)
-    if activation == "gelu_tanh":  # the exponent is rounded, too, and exp(-2u) may overflow
+        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * (1 + np.abs(v))
+    if activation == "gelu_tanh":  # the exponent is rounded, too, and exp(-2u) may vanish
         exponent = _tanh_exponent(v)
         slope = 0.25 / np.square(np.cosh(0.5 * np.minimum(np.abs(exponent), 200.0)))
-        own = own + 4 * _U * np.abs(v * exponent) * slope + (_EXP_OVERFLOWS + _TINY)
+        own = own + 4 * _U * np.abs(v * exponent) * slope + (_EXP_VANISHES + _TINY)
         own = own + tanh_error * (np.abs(v) + error)
     return size, passed + own
 

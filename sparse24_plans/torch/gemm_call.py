@@ -21,7 +21,7 @@ from .plan_cache import descriptor, preference_of
 class Call(NamedTuple):
     """The operands and options of a product.
 
-    Inductor keeps generated code on disk that passes the options by position (:class:`CallSite`), so a new
+    Inductor keeps generated code on disk that passes the options by position (:class:`ProductSite`), so a new
     option goes to the end.
     """
 
@@ -70,9 +70,9 @@ def sizes(call: Call) -> tuple[int, int]:
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
-        _check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
+        check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
     if call.scale_w is not None:
-        _check_scale(call.scale_w, m, "scale_w")
+        check_scale(call.scale_w, m, "scale_w")
     if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
         raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
     for name in ("weight", "bias", "scale_x", "scale_w", "residual"):
@@ -82,14 +82,16 @@ def sizes(call: Call) -> tuple[int, int]:
     return m, k
 
 
-def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
+def check_scale(scale: Tensor, rows: int, argument: str) -> None:
+    """Raise InvalidProblemError unless the scale is float32 with one element, or one for each row."""
     if scale.dtype != torch.float32:
         raise InvalidProblemError(f"{argument}: expected torch.float32, got {scale.dtype}")
     if scale.numel() not in (1, rows):
         raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
 
 
-def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
+def scale_kind(scale: Tensor | None) -> ScaleKind | None:
+    """The descriptor's field for the scale; None without one."""
     if scale is None:
         return None
     return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
@@ -113,8 +115,8 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
         out_element=out,
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
-        scale_x=_scale_kind(call.scale_x),
-        scale_w=_scale_kind(call.scale_w),
+        scale_x=scale_kind(call.scale_x),
+        scale_w=scale_kind(call.scale_w),
         beta=None if residual is None else call.beta,
         c_element=c,
         **orders,

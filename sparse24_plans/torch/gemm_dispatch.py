@@ -177,7 +177,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
 
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
     """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
-    form = _form(*call) if out is None else (*_form(*call), _about(out))
+    form = _form(*call) if out is None else (*_form(*call), about(out))
     found = plans.get(form)
     return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
@@ -202,16 +202,17 @@ def _form(
         weight.stride(),
         weight.dtype,
         weight.get_device(),
-        None if meta is None else _about(meta),
-        None if bias is None else _about(bias),
-        None if scale_x is None else _about(scale_x),
-        None if scale_w is None else _about(scale_w),
-        None if residual is None else _about(residual),
+        None if meta is None else about(meta),
+        None if bias is None else about(bias),
+        None if scale_x is None else about(scale_x),
+        None if scale_w is None else about(scale_w),
+        None if residual is None else about(residual),
         options,
     )
 
 
-def _about(tensor: Tensor) -> tuple[Any, ...]:
+def about(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor but its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
@@ -374,7 +375,7 @@ def mm_call(
     return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)
 
 
-class CallSite:
+class ProductSite:
     """A product at one place in code that Inductor generated, which writes into Inductor's memory.
 
     It passes by PyTorch's dispatcher, and looks its form up by the sizes of x alone: there all else about

@@ -254,6 +254,18 @@ class Sparse24Linear(nn.Module):
             values, meta = _ops.unpack(self.packed, *self._shape)
         return values, meta
 
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """The weight as ops take it: packed alone, or values and metadata."""
+        if self.packed is not None:
+            return self.packed, None
+        return self._weight, words_of(self.metadata)
+
+    @property
+    def wishes(self) -> str:
+        """The layer's preference as ops take it."""
+        found: str = self._direct_options[3]
+        return found
+
     def dense_weight(self) -> Tensor:
         """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
@@ -262,6 +274,10 @@ class Sparse24Linear(nn.Module):
             if not is_gated(self.activation):
                 return dense
             return dense[row_order(self.activation, len(dense), dense.device).argsort()]
+
+    def form(self) -> dict[str, Any]:
+        """The arguments besides sizes and dtype that decide which tensors the layer holds."""
+        return {}
 
     def _scaled(self, dense: Tensor) -> Tensor:
         """What the stored numbers stand for."""

@@ -247,6 +247,13 @@ class GemmOp(_Word):
     DGRAD = "dgrad"
 
 
+class GroupTokens(_Word):
+    """How groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
+
+    OFFSETS = "offsets"
+    COUNTS = "counts"
+
+
 class MatrixOrder(_Word):
     """The adjacent elements of X or Y: those of one token (``row``), or of one feature (``column``)."""
 
@@ -273,6 +280,7 @@ class PrepareOp(_Word):
     UNPACK = "unpack"
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
+    QUANTIZE = "quantize"
 
 
 class TileRule(_Word):
@@ -360,6 +368,7 @@ TILE64X64_PARTS_LAYOUT = "tile64x64_2xbf16_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
+DENSE_BLOCKS_LAYOUT = "dense_blocks"  # blocksparse/packed.py
 
 
 class OpCategory(_Word):
@@ -370,6 +379,7 @@ class OpCategory(_Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     PACK = "pack"
+    QUANTIZE = "quantize"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
     CONVOLUTION = "convolution"

@@ -82,12 +82,17 @@ class C(NamedTuple):
     def run(
         self, plan: CPlan, operands: list[tuple[int, int]], workspace: int, nbytes: int, stream: int = 0
     ) -> list[Call]:
-        """The calls of the driver's that the run makes."""
+        """The stub's calls that the run makes."""
         count = ctypes.c_uint.in_dll(self.stub, "stub_count")
         count.value = 0
-        self._call(self.library.s24_run, plan, operands, workspace, nbytes, ctypes.c_void_p(stream))
+        self.launch(plan, operands, workspace, nbytes, stream)
         calls = (Call * 16).in_dll(self.stub, "stub_calls")
         return [Call.from_buffer_copy(calls[at]) for at in range(count.value)]
+
+    def launch(
+        self, plan: CPlan, operands: list[tuple[int, int]], workspace: int, nbytes: int, stream: int
+    ) -> None:
+        self._call(self.library.s24_run, plan, operands, workspace, nbytes, ctypes.c_void_p(stream))
 
     def _call(
         self,
@@ -110,15 +115,23 @@ class C(NamedTuple):
             raise RefusedError(error)
 
 
-def compiled(folder: Path) -> C:
-    """Compile both. The stub is loaded first, so that the library's dlopen finds it."""
-    driver, library = folder / "libcuda.so.1", folder / "libsparse24_export.so"
-    shared = ("-shared", "-fPIC", *FLAGS)
-    subprocess.run(["cc", *shared, str(STUB), "-Wl,-soname,libcuda.so.1", "-o", str(driver)], check=True)
+def compiled(folder: Path, *, stub: bool = True) -> C:
+    """Compile both. The stub is loaded first, so that the library's dlopen finds it and not the driver."""
+    driver = ctypes.CDLL(str(compiled_stub(folder))) if stub else None
+    library = folder / "libsparse24_export.so"
     source = SOURCES / "sparse24_export.c"
+    shared = ("-shared", "-fPIC", *FLAGS)
     subprocess.run(["cc", *shared, str(source), "-o", str(library), "-ldl", "-lpthread"], check=True)
-    stub, found = ctypes.CDLL(str(driver)), ctypes.CDLL(str(library))
+    found = ctypes.CDLL(str(library))
     found.s24_operand_name.restype = found.s24_problem.restype = ctypes.c_char_p
     found.s24_workspace.restype, found.s24_guarantee.restype = ctypes.c_uint64, Promises
     found.s24_close.restype = None
-    return C(found, stub)
+    return C(found, driver)
+
+
+def compiled_stub(folder: Path, *macros: str) -> Path:
+    """The stub in a folder, under the driver's name. The macro PROGRAMS gives it memory and graphs."""
+    driver = folder / "libcuda.so.1"
+    shared = ("-shared", "-fPIC", *FLAGS, "-Wl,-soname,libcuda.so.1", *macros)
+    subprocess.run(["cc", *shared, str(STUB), "-o", str(driver)], check=True)
+    return driver

@@ -8,6 +8,7 @@ import pytest
 
 from sparse24_plans.export import folder as export_folder
 from tests.export.c_library import C, compiled
+from tests.export.choices import cubin_text
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +23,4 @@ def c(tmp_path_factory: pytest.TempPathFactory) -> C:
 @pytest.fixture
 def named_cubins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cubins are texts of their source and macros, so that the stub can tell which one it launches."""
-    monkeypatch.setattr(export_folder, "cubin", lambda *code: cubin_text(*code))
-
-
-def cubin_text(source: str, arch: str, defines: dict[str, int]) -> bytes:
-    return repr((source, arch, sorted(defines.items()))).encode() + b"\0"
+    monkeypatch.setattr(export_folder, "cubin", cubin_text)

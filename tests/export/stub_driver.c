@@ -1,5 +1,10 @@
-/* A CUDA driver that records its calls. A tensor map is written as MapDescription in vendor/cuda_driver_abi.py. */
+/* A CUDA driver that records its calls. A tensor map is written as MapDescription in vendor/cuda_driver_abi.py.
+ *
+ * With PROGRAMS, for whole programs, it has memory, which is the host's, and graphs. A launch gives what the file RESULTS/NBYTES holds,
+ * RESULTS being $STUB_RESULTS, to each allocation of so many bytes that its parameters point to; without the file it
+ * writes nothing. A program that ends well but doesn't free what it made gets the status LEAKED. */
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,11 +24,19 @@ typedef struct {
 typedef struct { char code[1024]; int loaded; } Module;
 typedef struct { char code[1024], symbol[64]; int shared_bytes; } Function;
 
-enum { MOST_CALLS = 16, MISUSED = 999 };
-Call stub_calls[MOST_CALLS];
-unsigned stub_count, stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
+enum { MOST_CALLS = 16, MOST_MEMORY = 32, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
+#ifdef PROGRAMS
+#define BY_THREAD __thread
+#else
+#define BY_THREAD
+#endif
+BY_THREAD Call stub_calls[MOST_CALLS];
+BY_THREAD unsigned stub_count;
+unsigned stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
 int stub_fails;
 static char context;
+static struct { unsigned char *at; size_t nbytes; } memory[MOST_MEMORY];
+static int capturing;
 
 int cuCtxGetCurrent(void **found) { *found = &context; return 0; }
 int cuCtxGetDevice(int *found) { *found = 0; return 0; }
@@ -33,6 +46,7 @@ int cuDeviceGetAttribute(int *found, int attribute, int device) {
     return 0;
 }
 int cuModuleLoadData(void **found, const void *content) {
+    if (capturing) return CAPTURING;
     Module *module = calloc(1, sizeof *module);
     memcpy(module->code, content, strnlen(content, sizeof module->code - 1));
     module->loaded = 1;
@@ -60,6 +74,23 @@ static Call *next(void) {
     memset(call, 0, sizeof *call);
     return call;
 }
+static void compute(const Call *call) {
+    const char *results = getenv("STUB_RESULTS");
+    for (unsigned at = 0; results && at < sizeof call->parameters; at += 8) {
+        uint64_t address;
+        memcpy(&address, call->parameters + at, 8);
+        for (int i = 0; i < MOST_MEMORY; i++) {
+            char path[4096];
+            FILE *file;
+            uint64_t begin = (uint64_t)(uintptr_t)memory[i].at;
+            if (!begin || address < begin || address >= begin + memory[i].nbytes) continue;
+            snprintf(path, sizeof path, "%s/%zu", results, memory[i].nbytes);
+            if (!(file = fopen(path, "rb"))) continue;
+            if (fread(memory[i].at, 1, memory[i].nbytes, file) != memory[i].nbytes) abort();
+            fclose(file);
+        }
+    }
+}
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
     Call *call = next();
     Function *kernel = function;
@@ -75,6 +106,7 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     strcpy(call->code, kernel->code);
     strcpy(call->symbol, kernel->symbol);
     memcpy(call->parameters, parameters[0], stub_parameter_bytes);
+    if (!capturing) compute(call);
     return stub_fails;
 }
 int cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, void *stream) {
@@ -107,3 +139,111 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
     at[101] = (unsigned char)promotion;
     return stub_fails;
 }
+int cuTensorMapEncodeIm2col(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *pitches,
+                            const int *lower, const int *upper, uint32_t channels, uint32_t pixels, const uint32_t *steps, int interleave,
+                            int swizzle, int promotion, int fill) {
+    const uint32_t box[4] = {channels, pixels, 0, 0}, ones[4] = {1, 1, 1, 1};
+    unsigned char *at = map;
+    int status = rank == 4 ? cuTensorMapEncodeTiled(map, type, rank, address, sizes, pitches, box, ones, interleave, swizzle, promotion, fill) : MISUSED;
+    memcpy(at, "im2col__", 8);
+    for (int i = 0; i < 4; i++) {
+        int16_t corner = (int16_t)(i < 2 ? lower[i] : upper[i - 2]);
+        memcpy(at + 102 + 2 * i, &corner, 2);
+        at[110 + i] = (unsigned char)steps[i];
+    }
+    return status;
+}
+
+#ifdef PROGRAMS /* Memory, streams and graphs. NVRTC would call these as well, in a process that has the stub. */
+
+static int made; /* Handles that are to be freed. */
+int on_exit(void (*function)(int, void *), void *argument); /* C99 hides this function of glibc. */
+
+static void end(int status, void *unused) {
+    (void)unused;
+    if (status > 1 || (!made && !stub_modules)) return;
+    fprintf(stderr, "stub driver: %d handles and %u modules are left\n", made, stub_modules);
+    _Exit(LEAKED);
+}
+int cuInit(unsigned flags) { return flags || on_exit(end, NULL) ? MISUSED : 0; }
+int cuDevicePrimaryCtxRetain(void **found, int device) { made++; *found = &context; return device ? MISUSED : 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { made--; return device ? MISUSED : 0; }
+int cuCtxSetCurrent(void *given) { return given == &context ? 0 : MISUSED; }
+int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
+    int i = 0;
+    if (capturing) return CAPTURING;
+    while (i < MOST_MEMORY && memory[i].at) i++;
+    if (!nbytes || i == MOST_MEMORY) return MISUSED;
+    memory[i].nbytes = nbytes;
+    if (posix_memalign((void **)&memory[i].at, 256, nbytes)) return MISUSED;
+    *address = (uint64_t)(uintptr_t)memory[i].at;
+    made++;
+    return 0;
+}
+/* Whether the bytes are all in one allocation. */
+static int is_memory(uint64_t address, size_t nbytes) {
+    for (int i = 0; i < MOST_MEMORY; i++) {
+        uint64_t begin = (uint64_t)(uintptr_t)memory[i].at;
+        if (begin && address >= begin && address + nbytes <= begin + memory[i].nbytes) return 1;
+    }
+    return 0;
+}
+int cuMemFree_v2(uint64_t address) {
+    for (int i = 0; i < MOST_MEMORY; i++) {
+        if (!address || (uint64_t)(uintptr_t)memory[i].at != address) continue;
+        free(memory[i].at);
+        memory[i].at = NULL;
+        made--;
+        return capturing ? CAPTURING : 0;
+    }
+    return MISUSED;
+}
+int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t nbytes) {
+    if (capturing || !is_memory(target, nbytes)) return MISUSED;
+    memcpy((void *)(uintptr_t)target, source, nbytes);
+    return 0;
+}
+int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t nbytes) {
+    if (capturing || !is_memory(source, nbytes)) return MISUSED;
+    memcpy(target, (void *)(uintptr_t)source, nbytes);
+    return 0;
+}
+int cuMemsetD8_v2(uint64_t address, unsigned char byte, size_t nbytes) {
+    if (capturing || !is_memory(address, nbytes)) return MISUSED;
+    memset((void *)(uintptr_t)address, byte, nbytes);
+    return 0;
+}
+int cuStreamCreate(void **stream, unsigned flags) { made++; *stream = malloc(1); return flags > 1 ? MISUSED : 0; }
+int cuStreamSynchronize(void *stream) { return !stream ? MISUSED : capturing ? CAPTURING : 0; }
+int cuStreamDestroy_v2(void *stream) { made--; free(stream); return 0; }
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+    if (!stream || mode > 2 || capturing) return MISUSED;
+    capturing = 1;
+    stub_count = 0;
+    return 0;
+}
+typedef struct { unsigned count; Call calls[MOST_CALLS]; } Graph;
+int cuStreamEndCapture(void *stream, void **found) {
+    Graph *graph = malloc(sizeof *graph);
+    if (!stream || !capturing) return MISUSED;
+    capturing = 0;
+    graph->count = stub_count;
+    memcpy(graph->calls, stub_calls, sizeof stub_calls);
+    made++;
+    *found = graph;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(void **found, void *graph, unsigned long long flags) {
+    made++;
+    *found = memcpy(malloc(sizeof(Graph)), graph, sizeof(Graph));
+    return flags ? MISUSED : 0;
+}
+int cuGraphLaunch(void *executable, void *stream) {
+    Graph *graph = executable;
+    for (unsigned i = 0; i < graph->count; i++)
+        if (!graph->calls[i].kind) compute(graph->calls + i);
+    return !stream ? MISUSED : capturing ? CAPTURING : 0;
+}
+int cuGraphExecDestroy(void *executable) { made--; free(executable); return 0; }
+int cuGraphDestroy(void *graph) { made--; free(graph); return 0; }
+#endif

@@ -6,11 +6,13 @@ import ctypes
 import re
 import subprocess
 
+import pytest
 from typer.testing import CliRunner
 
 from sparse24_plans.cli.app import app
+from sparse24_plans.device.devices import absent_gpu
 from tests.documents import ROOT
-from tests.export.c_library import FLAGS, SOURCES
+from tests.export.c_library import FLAGS, SOURCES, RefusedError
 
 HEAD = '#include "sparse24_export.h"\n#include <stdio.h>\n'
 
@@ -44,6 +46,27 @@ def test_the_example_runs_what_the_command_exports(c, tmp_path, named_cubins):
         found = product(opened, ctypes.c_int64(n), *at, ctypes.c_uint64(1 << 20), None)
         assert (found, count.value > 0) == (code_expected, code_expected == 0)
     c.library.s24_close(opened)
+
+
+def test_the_command_takes_the_properties_of_a_gpu_from_a_file(c, tmp_path, named_cubins):
+    properties = absent_gpu("h100").model_copy(update={"multiprocessors": 114})
+    (tmp_path / "gpu.json").write_text(properties.model_dump_json())
+    words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1"]
+    done = CliRunner().invoke(app, [*words, "--device", str(tmp_path / "gpu.json")])
+    assert done.exit_code == 0, done.output
+    with pytest.raises(RefusedError, match=r"with 114 multiprocessors, as exported, got 9\.0 with 132"):
+        c.open(tmp_path / "plans")
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"kind": "gpu"}'])
+def test_the_command_refuses_another_file(tmp_path, content):
+    file = tmp_path / "gpu.json"
+    if content is not None:
+        file.write_text(content)
+    words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1", "--device", str(file)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "expected a file of DeviceProperties" in " ".join(done.output.split())
 
 
 def test_the_command_refuses_a_folder_with_files(tmp_path, named_cubins):

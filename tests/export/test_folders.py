@@ -6,20 +6,35 @@ import ctypes
 import json
 import os
 import random
+import struct
 import subprocess
 
 import pytest
 
-from sparse24_plans import CompressSparse24Descriptor, GemmSparse24Descriptor, GemmSparse24Plan
+from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseConv2dDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
+    BlockSparseShape,
+    CompressSparse24Descriptor,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+)
 from sparse24_plans.errors import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.export import export_plans
-from sparse24_plans.export.tables import Tables
-from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError
+from sparse24_plans.export.tables import SCHEMA, Tables
+from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError, compiled_stub
 
+FILTER = BlockSparseShape(heads=1, rows=64, cols=9 * 64, block=64, blocks=7)
+SHAPE = BlockSparseShape(heads=2, rows=128, cols=192, block=64, blocks=7)
 DESCRIPTORS = {
     "bf16": GemmSparse24Descriptor(n=33, m=128, k=256, element="bf16", epilogue="bias_silu"),
     "f32": GemmSparse24Descriptor(n=20, m=128, k=256, element="f32"),
     "compress": CompressSparse24Descriptor(m=64, k=64, element="bf16"),
+    "blocks": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=24, element="f16"),
+    "images": BlockSparseConv2dDescriptor(layout=FILTER, height=8, width=8, kernel=3, element="bf16"),
+    "attention": BlockSparseAttentionDescriptor(layout=SHAPE, head_size=64, element="f16", op="backward"),
 }
 
 
@@ -46,6 +61,23 @@ def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+
+
+def test_threads_share_a_library_without_a_race(c, folder, tmp_path_factory):
+    built = tmp_path_factory.mktemp("threads")
+    compiled_stub(built, "-DPROGRAMS", "-fsanitize=thread")
+    command = ["cc", *FLAGS, "-fsanitize=thread", "-g", "-I", str(SOURCES), str(STUB.parent / "threads.c")]
+    libraries = [str(SOURCES / "sparse24_export.c"), "-ldl", "-lpthread"]
+    subprocess.run([*command, *libraries, "-o", str(built / "threads")], check=True)
+    done = subprocess.run(
+        [str(built / "threads"), str(folder)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(built)},
+        capture_output=True,
+        text=True,
+    )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this compiler's thread sanitizer doesn't know the kernel's memory layout")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_changed_byte_anywhere_is_refused(c, folder):
@@ -81,6 +113,35 @@ def test_another_gpu_is_refused(c, folder, name, value):
             c.open(folder)
     finally:
         number.value = before
+
+
+def test_another_schema_is_refused(c, folder):
+    path = folder / "plans.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + struct.pack("<I", SCHEMA + 1) + content[12:])
+    with pytest.raises(RefusedError, match=rf"expected schema {SCHEMA}, got {SCHEMA + 1}") as refused:
+        c.open(folder)
+    assert refused.value.code == 2
+
+
+def test_a_missing_or_replaced_cubin_is_refused(c, folder):
+    one, other = sorted(folder.glob("wgmma_sp-*.cubin"))[:2]
+    content = one.read_bytes()
+    opened, seen = c.open(folder), set()
+    one.write_bytes(other.read_bytes())
+    for expected, spoil in ((5, lambda: None), (6, one.unlink)):
+        spoil()
+        for n in range(1, 34):
+            try:
+                c.find(opened, "bf16", n)
+            except RefusedError as refused:
+                seen.add((one.name in str(refused), expected, refused.code))
+    assert seen == {(True, 5, 5), (True, 6, 6)}
+    one.write_bytes(content)
+    for n in range(1, 34):
+        c.find(opened, "bf16", n)
+    c.library.s24_close(opened)
+    assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
 
 
 def test_what_the_driver_refuses_is_named(c, folder):
@@ -129,14 +190,46 @@ def test_exported_cubins_are_the_compiled_kernels(tmp_path):
             InvalidProblemError,
             "one: expected the most tokens",
         ),
-        (
-            {"fp8": GemmSparse24Descriptor(n=2, m=64, k=64, element="fp8_e4m3", x_order="column")},
-            UnsupportedError,
-            "fp8, 1 tokens: no kernel can serve this problem",
-        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(tmp_path, descriptors, error, message):
     with pytest.raises(error, match=message):
         export_plans(descriptors, tmp_path / "new", device="h200")
+    assert not list(tmp_path.glob("new/*"))
+
+
+def test_a_library_that_is_asked_for_is_refused(tmp_path):
+    wish = {"prefer_backend": "inflate_cublas"}
+    with pytest.raises(UnsupportedError, match=r"bf16, 1 tokens: .*inflate_cublas: can't be exported, and"):
+        export_plans({"bf16": DESCRIPTORS["bf16"]}, tmp_path / "new", preference=wish, device="h200")
+    assert not list(tmp_path.glob("new/*"))
+
+
+@pytest.fixture
+def even_alone(monkeypatch):
+    """Block-sparse products of an even number of tokens alone have a kernel."""
+    select = BlockSparseMatmulPlan.select
+
+    def even(descriptor, **options):
+        if descriptor.n % 2:
+            raise UnsupportedError("an odd number of tokens")
+        return select(descriptor, **options)
+
+    monkeypatch.setattr(BlockSparseMatmulPlan, "select", even)
+
+
+def test_a_number_of_tokens_without_a_kernel_is_not_found(c, tmp_path, named_cubins, even_alone):
+    export_plans({"blocks": DESCRIPTORS["blocks"]}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    for n in range(2, 25, 2):
+        c.find(opened, "blocks", n)
+        with pytest.raises(RefusedError, match=rf"n: expected .* a kernel serves, got {n - 1} of blocks"):
+            c.find(opened, "blocks", n - 1)
+    c.library.s24_close(opened)
+
+
+def test_the_most_tokens_must_have_a_kernel(tmp_path, even_alone):
+    odd = DESCRIPTORS["blocks"].model_copy(update={"n": 23})
+    with pytest.raises(UnsupportedError, match="odd, 23 tokens: an odd number"):
+        export_plans({"odd": odd}, tmp_path / "new", device="h200")
     assert not list(tmp_path.glob("new/*"))

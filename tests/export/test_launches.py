@@ -21,12 +21,15 @@ from sparse24_plans import (
 from sparse24_plans.device.devices import absent_gpu
 from sparse24_plans.device.jit.launcher import RecordedFill, recording
 from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.export import export_plans
+from sparse24_plans.export.folder import most_tokens
 from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
+from tests.export import blocks
 from tests.export.c_library import RefusedError
-from tests.export.conftest import cubin_text
+from tests.export.choices import cubin_text, differences, random_problem
 
 H200 = absent_gpu("h200")
 MATRIX = {"m": 192, "k": 320}
@@ -171,11 +174,24 @@ def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind
     c.library.s24_close(opened)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"m": 4096, "k": 4096}, {"m": 1536, "k": 7168}], ids=["4096x4096", "1536x7168"]
-)
-def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path, named_cubins, sizes):
-    descriptor = GemmSparse24Descriptor(n=700, **sizes, element="bf16")
+@pytest.mark.parametrize("kind", blocks.KINDS)
+def test_block_sparse_plans_launch_what_python_launches(c, tmp_path, named_cubins, kind):
+    seed = random.Random()
+    descriptor = blocks.random_problem(kind, seed, 160)
+    export_plans({"blocks": descriptor}, tmp_path, device="h200")
+    opened, most = c.open(tmp_path), most_tokens(descriptor)
+    for n in [seed.randrange(1, most + 1) for _ in range(10)] if most else [0] * 10:
+        problem = descriptor.model_copy(update={"n": n} if n else {})
+        try:
+            compare(c, opened, "blocks", problem, {}, n, seed)
+        except UnsupportedError:  # of select
+            with pytest.raises(RefusedError, match=rf"n: expected .* a kernel serves, got {n} of blocks"):
+                c.find(opened, "blocks", n)
+    c.library.s24_close(opened)
+
+
+def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named_cubins):
+    descriptor = GemmSparse24Descriptor(n=700, m=1536, k=7168, element="bf16")
     export_plans({"product": descriptor}, tmp_path, device="h200")
     opened = c.open(tmp_path)
     for n in range(1, 701):
@@ -186,6 +202,15 @@ def test_every_number_of_tokens_finds_the_kernel_that_select_chooses(c, tmp_path
         c.find(opened, "another", 1)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
+
+
+def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
+    """For some numbers of tokens of one shape; ``python -m tests.export.choices`` asks for all of 40."""
+    number = random.randrange(1 << 32)
+    seed = random.Random(number)
+    problem = random_problem(seed, 2500)
+    ns = {1, 2500, *(seed.randrange(1, 2501) for _ in range(300))}
+    assert differences(c, problem, ns, tmp_path / "plans") == [], f"seed {number}"
 
 
 @pytest.mark.parametrize(

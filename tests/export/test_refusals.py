@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from sparse24_plans import GemmSparse24Descriptor, PruneSparse24Descriptor
+from sparse24_plans import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
+    BlockSparseSoftmaxDescriptor,
+    GemmSparse24Descriptor,
+    PruneSparse24Descriptor,
+)
 from sparse24_plans.device.devices import absent_gpu
-from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.errors import (
     InvalidProblemError,
     MisalignedOperandError,
@@ -18,15 +24,14 @@ from sparse24_plans.errors import (
     WorkspaceTooSmallError,
 )
 from sparse24_plans.export import export_plans
-from sparse24_plans.export.recording import buffers_of
 from sparse24_plans.plan.families import plan_of
-from sparse24_plans.vocab import MatrixOrder
-from sparse24_plans.weights.weight import PackedWeight, Sparse24Weight
+from tests.export.arguments import args_of, views_of
 from tests.export.c_library import RefusedError
 from tests.export.test_launches import random_operands
 
 H200 = absent_gpu("h200")
 CODES = {InvalidProblemError: 1, MisalignedOperandError: 3, WorkspaceTooSmallError: 4}
+SHAPE = BlockSparseShape(heads=2, rows=128, cols=128, block=64, blocks=5)
 PROBLEMS = {
     "bf16": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16"),
     "gated": GemmSparse24Descriptor(n=40, m=128, k=256, element="f16", epilogue="bias_swiglu"),
@@ -37,35 +42,16 @@ PROBLEMS = {
     "one token": GemmSparse24Descriptor(n=1, m=64, k=512, element="bf16"),
     "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
     "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
+    "dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", epilogue="bias"),
+    "softmax": BlockSparseSoftmaxDescriptor(layout=SHAPE, element="f16", rpe=True),
+    "attention": BlockSparseAttentionDescriptor(layout=SHAPE, element="f16", head_size=64),
 }
 
 
 def python_refuses(plan: Any, given: list[tuple[int, int]], workspace: int, nbytes: int) -> int:
     """The code of what Python raises for these operands, or 0."""
     try:
-        buffers = buffers_of(plan.parts.operands, plan.parts.choice.entry.layout)
-        fields: dict[str, Any] = {}
-        weight = []
-        for buffer, (address, stride) in zip(buffers, given, strict=True):
-            operand, strides = buffer.operand, None
-            if operand.lines is not None:
-                strides = (1, stride) if operand.lines is MatrixOrder.COLUMN else (stride, 1)
-            if not address and operand.optional:
-                continue
-            view = TensorView(address, buffer.shape, buffer.element, plan.parts.home, strides=strides)
-            if buffer.view in ("values", "metadata", "packed"):
-                weight.append(view)
-            else:
-                fields[operand.argument] = view
-        if weight:
-            desc = plan.descriptor
-            layout, home = plan.parts.choice.entry.layout, plan.parts.home
-            packed = PackedWeight(layout, desc.m, desc.k, desc.element, home, tuple(weight))
-            both = len(weight) == 2
-            fields["weight"] = (
-                Sparse24Weight(*weight, element=desc.element, validate=False) if both else packed
-            )
-        views = plan.parts.checks(plan._args_type(**fields))
+        views = plan.parts.checks(args_of(plan, views_of(plan, given)))
         if plan.workspace_size() and (not workspace or nbytes < plan.workspace_size()):
             return CODES[WorkspaceTooSmallError]
         plan._launches.check_workspace(workspace, views)

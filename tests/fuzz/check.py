@@ -19,6 +19,7 @@ from sparse24_plans import (
     MisalignedOperandError,
     PackSparse24Descriptor,
     PlanPreference,
+    QuantizeSparse24Descriptor,
     Sparse24Error,
     Sparse24Weight,
     TilePruneSparse24Descriptor,
@@ -27,12 +28,13 @@ from sparse24_plans import (
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.packing import pack
 
+from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
-from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
+from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers, quantized_rows
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits
 from .check_blocks import check_block_problem
-from .problems import BlockProblem, Preparation, Problem, Product
+from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
 
 
 def check(problem: Problem, device: int | str) -> bool:
@@ -41,6 +43,8 @@ def check(problem: Problem, device: int | str) -> bool:
         return check_block_problem(problem, device)
     if isinstance(problem, Preparation):
         return _check_preparation(problem, device)
+    if isinstance(problem, GroupedProduct):
+        return _check_grouped(problem, device)
     return _check_product(problem, device)
 
 
@@ -72,6 +76,21 @@ def _check_product(problem: Product, device: int | str) -> bool:
         _check_rows(problem, device, data, got, plan.sku.backend)
     if plan.guarantee.arithmetic is not None:
         _check_replay(plan, data, got)
+    return True
+
+
+def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
+    try:
+        plan = GemmSparse24Plan.select(problem.desc, device=device, preference=problem.preference)
+    except UnsupportedError:
+        assert device != "host" or problem.preference != PlanPreference(), "the host serves every product"
+        return False
+    case = grouped_case(plan, problem.tokens, problem.data_seed, problem.pad)
+    got = case.run().copy()
+    if not case.has_shared_rows():
+        case.check(got)
+        if plan.guarantee.deterministic:
+            assert same_bits(case.run(), got), "other bits in a second run"
     return True
 
 
@@ -227,6 +246,9 @@ def _check_report(case: PrepareCase, wrong: np.ndarray) -> None:
 def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
     """Bits of what is read: of a compressed weight sound ones, of all else any."""
     rng, desc = np.random.default_rng(problem.data_seed), problem.desc
+    if isinstance(desc, QuantizeSparse24Descriptor):
+        read = [one for one in desc.operands() if one.role is not Role.OUT]
+        return {one.name: matrix(rng, one.shape, one.element, problem.mood) for one in read}
     dense = matrix(rng, (desc.m, desc.k), desc.element, problem.mood)
     weight = Sparse24Weight.prune_compress(dense, element=desc.element)
     if isinstance(desc, CompressSparse24Descriptor) and rng.random() < 0.7:
@@ -256,6 +278,10 @@ def _model(
         return {"dense": weight.decompress().view(desc.element.bits_dtype)}, None
     if isinstance(desc, PackSparse24Descriptor):
         return {}, None  # packing: tests/weights; both ways: _check_preparation
+    if isinstance(desc, QuantizeSparse24Descriptor):
+        given = float(inputs["scale"].view(np.float32)[0]) if desc.static_scale else None
+        codes, scales = quantized_rows(inputs["x"].view(desc.element.dtype), desc.out_element, given)
+        return {"quantized": codes, "scale": scales.view(np.uint32)}, None
     dense = inputs["dense"]
     if isinstance(desc, MaskSparse24Descriptor):
         keep = np.unpackbits(inputs["mask"], axis=-1, bitorder="little").astype(bool)

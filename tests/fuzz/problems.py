@@ -93,6 +93,18 @@ class Product:
 
 
 @dataclass(frozen=True)
+class GroupedProduct:
+    """A product of groups of tokens with weights of their own."""
+
+    desc: GemmSparse24Descriptor
+    preference: PlanPreference
+    tokens: tuple[int, ...]
+    """Offsets or counts, which may be hostile."""
+    pad: int
+    data_seed: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Preparation:
     """Something done to a weight."""
 
@@ -112,7 +124,7 @@ class BlockProblem:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-Problem = Product | Preparation | BlockProblem
+Problem = Product | GroupedProduct | Preparation | BlockProblem
 
 
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
@@ -132,6 +144,8 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
+    if rng.random() < 0.15:
+        return _grouped(rng, limits, (*key, 1))
     return _product(rng, limits, (*key, 1))
 
 
@@ -214,6 +228,35 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     )
 
 
+def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> GroupedProduct:
+    """Up to 40 groups, or 1,024 small ones; a fifth of the offsets are hostile."""
+    host = limits is HOST
+    groups = int(2 ** rng.uniform(0, 5.3 if host or rng.random() < 0.8 else 10))
+    element = _pick(rng, ("f16", "bf16", "s8", "fp8_e4m3"))
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    if rng.random() < 0.5:
+        fields["epilogue"] = _pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
+        if fields["out_element"] == "i32" and fields["epilogue"].endswith("glu"):
+            fields["out_element"] = "s8"
+        fields["bias_element"] = _default_bias(fields)
+    for name in ("scale_x", "scale_w"):
+        fields[name] = "none" if element in ("f16", "bf16") else _pick(rng, ("none", "tensor", "row"))
+    m, k = 64 * int(rng.integers(1, 3 if host else 9)), 32 * int(rng.integers(1, 5 if host else 40))
+    n = int(2 ** rng.uniform(0, 6 if host else 11))
+    counts = rng.random() < 0.3
+    if counts:
+        fields["group_tokens"], n = "counts", -(-n // groups) * groups
+    most = n // groups if counts else n
+    tokens = rng.integers(0, most + 1, groups if counts else groups + 1)
+    if not counts:
+        tokens.sort()
+    if rng.random() < 0.2:
+        tokens[rng.integers(len(tokens))] = _pick(rng, (-1, -(2**31), 2**31 - 1, most + 1, 0))
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
+    pad = 16 * int(rng.integers(0, 2))
+    return GroupedProduct(desc, _preference(rng, host=host), tuple(map(int, tokens)), pad, data_seed)
+
+
 def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:
     """Sometimes beta and C's type, and bounds of relu."""
     found: dict[str, Any] = {}
@@ -270,11 +313,17 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
         fields["rule"] = _pick(rng, TileRule)
     if name == "Pack":
         fields["direction"] = _pick(rng, ("pack", "unpack"))
+    if name == "Quantize":
+        fields = {
+            "element": _pick(rng, ("f32", "f16", "bf16")),
+            "out_element": _pick(rng, ("fp8_e4m3", "s8")),
+        }
+        fields["static_scale"] = rng.random() < 0.3
     if name == "Mask":
         fields["layout"] = _pick(rng, ("rows", "tiles"))
     squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"
     m = _size(rng, min(limits.side, limits.cells // 8), 8 if squares else 1)
-    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 8)
+    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 1 if name == "Quantize" else 8)
     return Preparation(kind(m=m, k=k, **fields), str(_pick(rng, MOODS)), without, data_seed)
 
 
@@ -307,6 +356,8 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
         fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     if _may_be_2_4(layout, fields) and rng.random() < 0.5:
         fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.3:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 
@@ -323,7 +374,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     of_8_bits = element in ("s8", "fp8_e4m3")
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
-    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 16 if of_8_bits else 8)
+    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.5 else 16 if of_8_bits else 8)
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
@@ -331,8 +382,9 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
-        # One kernel serves these, and asks for whole lines of 16 bytes.
-        fields |= {"inner": "sparse24", "n": fields["n"] // 8 * 8}
+        fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.4:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 

@@ -23,12 +23,17 @@ CHANGES = {
     "y_order": "column",
     "scale_x": "tensor",
     "scale_w": "row",
+    "groups": 1,
+    "group_tokens": "counts",
     "beta": 0.5,
     "c_element": "f32",
     "relu_threshold": 0.5,
     "relu_upper_bound": 6.0,
 }
-BESIDE = {name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")}
+BESIDE = {
+    **{name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")},
+    "group_tokens": {"groups": 1},
+}
 """Further fields of the problems, which the changed one needs."""
 
 

@@ -177,7 +177,7 @@ def test_the_least_workspace_is_enough(name, n, m, k):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
         one = f32_split_heuristics.best_schedule(desc, row, None, most)
         assert row.kernel.arithmetic(choice) == f"{NAMES[row.split_terms]}/slices={one.split_k}"
-        blocks = grid_size(one, n, m, HOPPER)
+        blocks = grid_size(one, one.work_tiles(n, m), HOPPER)
         assert most is None or f32_split_heuristics.Regions.of(one, desc, row.split_terms, blocks).end <= most
     assert row.limits(desc) is None
 

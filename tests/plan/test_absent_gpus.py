@@ -31,7 +31,7 @@ from .cases import PLANS, PROBLEMS, name_of
 
 CUDA = Device("cuda", 0)
 H200 = gpu_of(9, 0, name="H200, absent", multiprocessors=132)
-LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas")
+LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas", "packed_dense")
 
 
 def product(n: int = 1024, element: str = "bf16", **more: object) -> GemmSparse24Descriptor:
@@ -67,7 +67,7 @@ SERVED = [(entry, n) for entry in ON_GPUS for n in (1, 16, 704, 4096) if not ent
 @pytest.mark.parametrize(("entry", "n"), SERVED, ids=lambda one: getattr(one, "name", None))
 def test_workspaces_are_those_of_the_kernel_that_is_compiled(entry, n, monkeypatch):
     """For a library it is a bound: all split-K scratch that cuBLASLt may take, or what is allowed."""
-    desc = product(n, entry.elements[0])
+    desc = product(n, entry.elements[0], groups=entry.least_groups)
     asked = {"prefer_kernel": entry.name, "max_workspace_bytes": 2**31}
     plan = GemmSparse24Plan.select(desc, preference=asked, device=H200)
     if entry.name in LIBRARIES:

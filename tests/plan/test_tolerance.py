@@ -142,6 +142,25 @@ def test_an_alpha_that_float32_stores_roughly_is_within_the_tolerance(element, k
     assert (allowed <= most * alpha * sums).all()
 
 
+@pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
+@pytest.mark.parametrize("kind", ["bias_swiglu", "bias_geglu"])
+@settings(max_examples=60, deadline=None)
+@given(exponent=st.floats(-149, -140), large=st.floats(0, 60), seed=seeds)
+def test_a_subnormal_gate_of_a_large_value_is_within_the_tolerance(kind, kernel, exponent, large, seed):
+    """A subnormal alpha makes the gates subnormal, and the bias makes what they multiply large."""
+    rng, alpha = np.random.default_rng(seed), 2.0**exponent
+    desc = GemmSparse24Descriptor(n=N, m=M, k=K, element="f32", epilogue=kind, alpha=alpha)
+    plan = GemmSparse24Plan.select(desc, preference={"prefer_kernel": kernel}, device="host")
+    w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((M, K), (N, K)))
+    bias = (2.0**large * (np.arange(M) // 8 % 2)).astype(np.float32)
+    weight, y = Sparse24Weight.prune_compress(w), np.zeros((N, desc.outputs), np.float32)
+    plan.run(GemmSparse24Args(plan.pack(weight), x, y, bias))
+    sizes = [one.astype(np.float64) for one in (x, weight.decompress().T)]
+    exact, abs_sum = alpha * (sizes[0] @ sizes[1]), np.abs(sizes[0]) @ np.abs(sizes[1])
+    allowed = plan.guarantee.tolerance(K, exact, abs_sum, "f32", alpha, epilogue=kind, bias=bias)
+    assert (np.abs(y - exact_result(exact + bias, EpilogueKind(kind))) <= allowed).all()
+
+
 def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator) -> np.ndarray:
     """FastMath of common/epilogue.cuh, with functions that are as wrong as CUDA may make them."""
     f32 = np.float32

@@ -79,6 +79,12 @@ struct WgmmaSpParams {
   TensorMap c_map;
   // 1 if rows (columns) of C begin at 16-byte multiples.
   u32 c_aligned;
+  // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
+  const int* group_tokens;
+  // Grouped: number of groups of tokens. m and row_tiles are those of one group.
+  u32 groups;
+  // Grouped: rows of X and Y that every group has; 0 where offsets are given.
+  u32 group_places;
 };
 static_assert(sizeof(WgmmaSpParams) == 1024);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
@@ -117,3 +123,6 @@ static_assert(S24_OFFSET(WgmmaSpParams, c) == 816);
 static_assert(S24_OFFSET(WgmmaSpParams, c_stride) == 824);
 static_assert(S24_OFFSET(WgmmaSpParams, c_map) == 832);
 static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);
+static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 968);
+static_assert(S24_OFFSET(WgmmaSpParams, groups) == 976);
+static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 980);

@@ -25,6 +25,8 @@ struct Config
   static constexpr int kSavedAccumulators =  // accumulators per thread that earlier K chunks leave in the workspace
       S24_SAVED_ACCUMULATORS;
   static_assert(kSplitK == 1 || kKChunks == 1, "K is cut either along the cluster or within the CTA");
+  static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
+  static_assert(!kGrouped || (kSplitK == 1 && kKChunks == 1 && !kStreamK && !kHasC), "a group has one piece of K");
   static_assert(kSavedAccumulators % 4 == 0 && (!kSavedAccumulators || kKChunks > 1),
                 "accumulators of earlier K chunks are saved four at a time");
 
@@ -96,6 +98,10 @@ struct Config
   static_assert(!kCStaged || (kSplitK == 1 && !kXCpAsync && sizeof(C::Bits) == sizeof(Out::Bits)),
                 "a warp is free to load C, and a result fits the place of its C");
   static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1 ? kWarpgroups * kStagingBytes : 0);
+  static constexpr int kBarrierBytes = 512;
+  static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
+  static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes;
 };
 using Tile = Config::Tile;
+extern __shared__ __align__(1024) u8 shared[];
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;

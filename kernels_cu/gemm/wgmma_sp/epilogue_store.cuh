@@ -15,8 +15,9 @@ template <class Result> struct CStaging<Result, true> {
 
 // Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
 // them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
-// are not aligned for TMA, the threads store single elements. Where TMA loads C, a producer thread has loaded it into a
-// step's buffer before, and each thread replaces the C of its results.
+// are not aligned for TMA, the threads store single elements; where a group of tokens ends within a step, they store
+// 16 bytes at a time. Where TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread
+// replaces the C of its results.
 template <class Result> struct EpilogueStore : CStaging<Result> {
   typedef typename Result::Bits Bits;
 
@@ -59,7 +60,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     else return Config::kYColumnMajor ? staged_at(token, output + lane % 8) : staged_at(token + lane % 8, output);
   }
 
-  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, i64 token0) {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
@@ -68,27 +69,29 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = bias_at<Config>(p.bias, row);
-      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
     }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
-      const i64 token = token0 + step * Config::kStepTokens;
-      if (token >= p.n) break;
+      const i64 token = work.token + step * Config::kStepTokens;
+      if (token >= work.token_end(p)) break;
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
       if constexpr (Config::kCStaged) {
         if (loads_c(p)) barrier_wait(this->barriers.c_full(barrier - 1, this->at.stage), this->at.parity);
       }
-      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.y_aligned) store_box(buffer, output0, token);
-      else store_elements(buffer, output0, token);
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, bias, scale_w);
+      if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
+        store_box(buffer, output0, token);
+      else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
+      else store_elements(buffer, output0, token, work);
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
-    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0,
+  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -99,7 +102,8 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        const float scale_x =
+            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
         else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], Config::kHasC ? c[i] : 0.0f);
         // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
@@ -250,13 +254,29 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < kBoxes;
   }
 
-  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0) const {
+  // Stores the tokens of a step that belong to the group. Rows of Y begin at multiples of 16 bytes.
+  __device__ __forceinline__ void store_chunks(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
+    constexpr int kOutputs = 16 / kOutBytes, kChunks = Config::kMTileOutputs / kOutputs;
+    if (issues_stores()) tma_store_wait_read<0>();  // of the other buffer, which the next step fills
+    named_barrier_sync(barrier, 128);
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * kChunks; i += 128) {
+      const int t = i / kChunks, o = i % kChunks * kOutputs;
+      const i64 token = token0 + t, output = output0 + o;
+      if (token >= work.token_end(p) || output >= outputs_per_token(p)) continue;
+      float v[4];
+      load_shared_x4(v, buffer + staged_at(t, o));
+      store_global((Bits*)p.y + y_offset(p, token, output), __float_as_uint(v[0]), __float_as_uint(v[1]),
+                   __float_as_uint(v[2]), __float_as_uint(v[3]));
+    }
+  }
+
+  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
-      if (token < p.n && output < outputs_per_token(p))
+      if (token < work.token_end(p) && output < outputs_per_token(p))
         ((Bits*)p.y)[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }

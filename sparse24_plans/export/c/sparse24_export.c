@@ -14,7 +14,8 @@
 
 /* The tables ----------------------------------------------------------------------------------------------- */
 
-enum { SCHEMA = 1, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, VECTOR = 16, WORKSPACE = -1 };
+enum { SCHEMA = 1, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, IM2COL_RANK = 4, VECTOR = 16, WORKSPACE = -1 };
+static const uint32_t NO_PLAN = UINT32_MAX; /* The plan of a range that no kernel serves. */
 enum { NUMBER, ADDRESS, STRIDE, LAUNCH_ID, ALIGNED };
 
 typedef struct { int64_t constant, by_n; uint32_t column, zero; } Number;
@@ -22,6 +23,9 @@ typedef struct { uint32_t at, size, kind; int32_t operand; int64_t factor; Numbe
 typedef struct {
     uint32_t at, data_type, rank, swizzle, promotion;
     int32_t only_if_aligned;
+    uint32_t im2col;
+    int32_t walk[8]; /* In im2col mode the lower corner, the upper corner and the element strides: 2, 2 and 4 numbers. */
+    uint32_t zero;
     Place address, pitch[MOST_RANK - 1];
     Number size[MOST_RANK], box[MOST_RANK];
 } Map;
@@ -80,6 +84,8 @@ typedef struct {
     int (*fill)(uint64_t, unsigned char, size_t, void *);
     int (*encode)(void *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *, const uint32_t *, int,
                   int, int, int);
+    int (*encode_im2col)(void *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const int *, const int *, uint32_t, uint32_t,
+                         const uint32_t *, int, int, int, int);
 } Driver;
 
 enum { ATTRIBUTE_MULTIPROCESSORS = 16, ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76 };
@@ -203,7 +209,8 @@ static int load_driver(Driver *driver, s24_error *error) {
         {"cuDeviceGetAttribute", &driver->attribute}, {"cuModuleLoadData", &driver->load},
         {"cuModuleUnload", &driver->unload}, {"cuModuleGetFunction", &driver->function},
         {"cuFuncSetAttribute", &driver->set}, {"cuLaunchKernelEx", &driver->launch},
-        {"cuMemsetD8Async", &driver->fill}, {"cuTensorMapEncodeTiled", &driver->encode}};
+        {"cuMemsetD8Async", &driver->fill}, {"cuTensorMapEncodeTiled", &driver->encode},
+        {"cuTensorMapEncodeIm2col", &driver->encode_im2col}};
     if (!(driver->library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)))
         return fail(error, S24_DRIVER, "libcuda.so.1: expected NVIDIA's driver, got %s", dlerror());
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
@@ -234,6 +241,7 @@ static int is_place(const Place *place, const Plan *plan, uint32_t room, uint32_
 
 static int is_map(const Map *map, const Plan *plan, uint32_t room, uint32_t *columns) {
     if (map->at % 64 || map->at > room || room - map->at < MAP_BYTES || map->rank < 1 || map->rank > MOST_RANK) return 0;
+    if (map->im2col && map->rank != IM2COL_RANK) return 0;
     if (map->only_if_aligned < WORKSPACE || map->only_if_aligned >= (int64_t)plan->operands) return 0;
     if (map->address.kind != ADDRESS || !is_place(&map->address, plan, MOST_PARAMETERS, columns)) return 0;
     for (uint32_t i = 0; i < map->rank; i++) {
@@ -291,7 +299,9 @@ static int is_problem(const s24_library *library, const Problem *problem, const 
     ranges += problem->first_range;
     if (ranges[0].first_n != problem->least_n || problem->most_n < ranges[problem->ranges - 1].first_n) return 0;
     for (uint32_t i = 0; i < problem->ranges; i++) {
-        if (ranges[i].plan >= count(library, PLANS) || (i && ranges[i].first_n <= ranges[i - 1].first_n)) return 0;
+        if (i && ranges[i].first_n <= ranges[i - 1].first_n) return 0;
+        if (ranges[i].plan == NO_PLAN) continue;
+        if (ranges[i].plan >= count(library, PLANS)) return 0;
         if (!is_part(library, NUMBERS, ranges[i].row, columns[ranges[i].plan])) return 0;
     }
     return 1;
@@ -467,6 +477,8 @@ int s24_find(s24_library *library, const char *name, int64_t n, s24_plan *plan, 
         else high = middle;
     }
     plan_range = ranges + low;
+    if (plan_range->plan == NO_PLAN)
+        return fail(error, S24_UNSUPPORTED, "n: expected a number of tokens that a kernel serves, got %" PRId64 " of %.100s", n, name);
     if ((code = load_plan(library, plan_range->plan, error))) return code;
     plan->library = library;
     plan->plan = (const Plan *)table(library, PLANS) + plan_range->plan;
@@ -680,9 +692,15 @@ static int encode(const Call *call, const Map *map, uint8_t *target, s24_error *
     for (uint32_t i = 0; i < map->rank; i++) {
         sizes[i] = number_of(call->plan, map->size + i);
         box[i] = (uint32_t)number_of(call->plan, map->box + i);
-        steps[i] = 1;
+        steps[i] = map->im2col ? (uint32_t)map->walk[4 + i] : 1;
         if (i + 1 < map->rank) pitches[i] = value_of(call, map->pitch + i);
     }
+    if (map->im2col)
+        return driver_call(call->plan->library->driver.encode_im2col(target, (int)map->data_type, map->rank,
+                                                                     (void *)(uintptr_t)value_of(call, &map->address), sizes, pitches,
+                                                                     map->walk, map->walk + 2, box[0], box[1], steps, NO_INTERLEAVE,
+                                                                     (int)map->swizzle, (int)map->promotion, FILL_ZEROS),
+                           "cuTensorMapEncodeIm2col", error);
     return driver_call(call->plan->library->driver.encode(target, (int)map->data_type, map->rank, (void *)(uintptr_t)value_of(call, &map->address), sizes,
                                                           pitches, box, steps, NO_INTERLEAVE, (int)map->swizzle, (int)map->promotion, FILL_ZEROS),
                        "cuTensorMapEncodeTiled", error);

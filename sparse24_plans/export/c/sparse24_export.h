@@ -67,7 +67,7 @@ int s24_find(s24_library *library, const char *problem, int64_t n, s24_plan *pla
 /* Name and descriptor (JSON) of the problem at an index, NULL behind the last one. */
 const char *s24_problem(const s24_library *library, uint32_t index, const char **descriptor);
 
-/* Number of operands, and the index of the one with this name: weight.packed, x, y, bias ... */
+/* The number of operands, and the name of the one at an index, NULL behind the last one: weight, x, y, bias ... */
 uint32_t s24_operand_count(const s24_plan *plan);
 const char *s24_operand_name(const s24_plan *plan, uint32_t index);
 

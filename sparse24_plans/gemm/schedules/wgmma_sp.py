@@ -18,6 +18,8 @@ _STAGED_BYTES, _BUFFERS, _BUFFERS_WITH_C = 16384, 2, 4
 """Bytes of all staging buffers of a warpgroup, and how many it has: more where they also receive C ahead."""
 _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
 """Bytes of the barriers of all stages of W and X, and of a staging buffer that receives C."""
+_MOST_WARPS = 16
+"""Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
 """X follows W in shared memory and must begin at a multiple of these bytes, where a swizzle begins."""
 _LINE_BYTES = 128
@@ -54,6 +56,8 @@ class OperandLayouts(NamedTuple):
     out_bytes: int
     x_columns: bool = False
     y_columns: bool = False
+    groups: int = 0
+    """Number of groups of tokens, whose table lies behind the barriers."""
     stages_c: bool = False
     """Whether TMA loads C into the staging buffers of results, which must have elements of its size."""
 
@@ -69,7 +73,12 @@ class OperandLayouts(NamedTuple):
         size = desc.out_element.itemsize
         # The warps that would load C may load a column-major X.
         stages_c = desc.has_c and desc.c_element.itemsize == size and not x_columns
-        return cls(layout or layout_of(desc.element), size, x_columns, y_columns, stages_c)
+        return cls(layout or layout_of(desc.element), size, x_columns, y_columns, desc.groups, stages_c)
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the table of groups, with a total for each warp of the CTA."""
+        return align_up(4 * (3 * self.groups + 1 + _MOST_WARPS), 16) if self.groups else 0
 
 
 def pitch_of(nbytes: int) -> int:
@@ -167,6 +176,9 @@ class WgmmaSpSchedule(NamedTuple):
         barriers = _C_BARRIER_BYTES if lines.stages_c else 0
         return self.warpgroups * lines.buffers * (step_bytes + barriers) if self.split_k == 1 else 0
 
+    def _fixed_bytes(self, lines: OperandLayouts) -> int:
+        return self._staging_bytes(lines) + _BARRIER_BYTES + lines.table_bytes
+
     def _stage_bytes(self, lines: OperandLayouts) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
         return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
@@ -177,7 +189,7 @@ class WgmmaSpSchedule(NamedTuple):
         A stage of X has half the columns of one of W; with split terms it has as many, of one term.
         """
         weight, source = self._stage_bytes(lines)
-        room = _SHARED_BYTES[self.ctas_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
+        room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if parts:  # two tiles of W at a time, and the terms of X for them
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
             tried = [
@@ -194,12 +206,19 @@ class WgmmaSpSchedule(NamedTuple):
         first and leave others idle.
         """
         (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
-        used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
+        used = weights * weight + sources * source + self._fixed_bytes(lines)
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
     def work_tiles(self, n: int, m: int) -> int:
         """Work tiles; a cluster takes one at a time."""
         return -(-m // (self.rows * self.cluster_m)) * -(-n // self.tokens)
+
+    def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
+        """Work tiles, or the most there can be: each group may end within a tile."""
+        if not desc.groups:
+            return self.work_tiles(desc.n, desc.m)
+        token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
+        return token_tiles * self.work_tiles(1, desc.m)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""

@@ -1,0 +1,59 @@
+"""The arguments of a plan, made of the addresses and strides that C is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparse24_plans.blocksparse.lookup_tables import BlockSparseTables
+from sparse24_plans.blocksparse.shape import BlockSparseShape
+from sparse24_plans.device.tensors import TensorView
+from sparse24_plans.export.recording import buffers_of
+from sparse24_plans.plan.operands import Args, Role
+from sparse24_plans.plan.plan import Plan
+from sparse24_plans.vocab import CANONICAL_LAYOUT, MatrixOrder
+from sparse24_plans.weights.weight import PackedWeight, Sparse24Weight
+
+
+def views_of(plan: Plan, given: Sequence[tuple[int, int]]) -> dict[str, TensorView | None]:
+    """Views by the names that kernels give them. Optional operands without an address are absent: None."""
+    views: dict[str, TensorView | None] = {}
+    for buffer, (address, stride) in zip(
+        buffers_of(plan.parts.operands, plan.parts.choice.entry.layout), given, strict=True
+    ):
+        strides = None
+        if buffer.operand.lines is not None:
+            strides = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
+        absent = buffer.operand.optional and not address
+        views[buffer.view] = (
+            None
+            if absent
+            else TensorView(address, buffer.shape, buffer.element, plan.parts.home, strides=strides)
+        )
+    return views
+
+
+def tables_at(shape: BlockSparseShape, view: TensorView | None) -> BlockSparseTables:
+    """Tables whose memory on the device is somebody else's."""
+    tables = BlockSparseTables.__new__(BlockSparseTables)
+    tables.shape, tables._view = shape, view
+    return tables
+
+
+def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
+    """The arguments of these views."""
+    fields: dict[str, Any] = {}
+    desc: Any = plan.descriptor
+    choice, operands, _, home = plan.parts
+    for operand in operands:
+        if operand.role is not Role.WEIGHT:
+            view = views[operand.name]
+            fields[operand.argument] = tables_at(desc.layout, view) if operand.role is Role.TABLES else view
+            continue
+        layout = operand.layout or choice.entry.layout
+        buffers = tuple(views[one.view] for one in buffers_of([operand], layout))
+        if layout == CANONICAL_LAYOUT:
+            fields[operand.argument] = Sparse24Weight(*buffers, element=desc.element, validate=False)
+        else:
+            fields[operand.argument] = PackedWeight(layout, desc.m, desc.k, desc.element, home, buffers)
+    return plan.args_type(plan.descriptor)(**fields)
